@@ -1,0 +1,34 @@
+# Every command installs what it needs into VENV; nothing is installed by hand.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+.PHONY: train test lint format bench clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+train: $(READY)  ## Train a byte-level GPT on Python's own standard library (ARGS="--help" lists the options).
+	$(BIN)/python examples/train_lm.py $(ARGS)
+
+test: $(READY)  ## Run every test, the doctests and the code blocks of the documentation.
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## Check format, style and types.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)  ## Rewrite the files as `make lint` wants them.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## Time a step against the loops it replaces and print the table.
+	$(BIN)/python -m bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

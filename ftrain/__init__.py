@@ -1,0 +1,42 @@
+"""ftrain: functional training in pure PyTorch. A step is a pure function, everything else a wrapper.
+
+A training step maps ``(state, batch)`` to ``(state, metrics)``; mixed precision, accumulation,
+rematerialisation, clipping, averaging and compilation are wrappers that take a step and return a step.
+"""
+
+from ftrain import backends as backends
+from ftrain import errors as errors
+from ftrain import loggers as loggers
+from ftrain import losses as losses
+from ftrain import optim as optim
+from ftrain import random as random
+from ftrain import schedules as schedules
+from ftrain import tree as tree
+from ftrain.evaluate import EvalStep as EvalStep
+from ftrain.evaluate import eval_step as eval_step
+from ftrain.evaluate import evaluate as evaluate
+from ftrain.fit import FitResult as FitResult
+from ftrain.fit import fit as fit
+from ftrain.fit import iterate as iterate
+from ftrain.grad import value_and_grad as value_and_grad
+from ftrain.module import block as block
+from ftrain.module import from_module as from_module
+from ftrain.module import to_module as to_module
+from ftrain.step import Step as Step
+from ftrain.step import Wrapper as Wrapper
+from ftrain.step import compose as compose
+from ftrain.step import train_step as train_step
+from ftrain.transforms import accumulate as accumulate
+from ftrain.transforms import averaged as averaged
+from ftrain.transforms import clip as clip
+from ftrain.transforms import compiled as compiled
+from ftrain.transforms import donated as donated
+from ftrain.transforms import ema as ema
+from ftrain.transforms import remat as remat
+from ftrain.transforms import skip_nonfinite as skip_nonfinite
+from ftrain.transforms import with_amp as with_amp
+from ftrain.types import Gradients as Gradients
+from ftrain.types import Mean as Mean
+from ftrain.types import TrainState as TrainState
+
+__version__ = "0.1.0"

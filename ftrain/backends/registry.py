@@ -1,0 +1,134 @@
+"""The registry: one frozen record for each device platform, looked up by name or by device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from ftrain.errors import DeviceError, OptionError
+
+ENTRY_POINTS = "ftrain.backends"
+CHOICE = "FTRAIN_BACKEND"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in use on a device, now and at most so far."""
+
+    current: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a device platform offers; the only place where platforms differ.
+
+    Args:
+        name: the device type as torch spells it ("cpu", "cuda").
+        available: whether this machine has such a device.
+        describe: the product's name, for messages.
+        autocast_dtypes: the dtypes that mixed precision can use on this machine.
+        seeded: context that seeds torch's global generators (a 63-bit seed) and puts them back as
+            they were.
+        synchronize: wait until the device has done all queued work.
+        memory: bytes in use.
+        distributed: the name of the `torch.distributed` backend.
+        tf32: makes a context in which float32 products may use TF32, or None where there is no TF32.
+        empty_cache: give cached memory back to the device; None where there is no such thing.
+        compile_backend: the compiler that suits the device.
+        pinned_memory: whether page-locked host memory speeds up copies to the device.
+        fused_optimizers: whether torch's fused optimizer kernels run here.
+        graph_capture: whether work can be captured and replayed as a graph.
+    """
+
+    name: str
+    available: Callable[[], bool]
+    describe: Callable[[], str]
+    autocast_dtypes: Callable[[], tuple[torch.dtype, ...]]
+    seeded: Callable[[int], AbstractContextManager[None]]
+    synchronize: Callable[[], None]
+    memory: Callable[[], Memory]
+    distributed: str
+    tf32: Callable[[], AbstractContextManager[None] | None] = lambda: None
+    empty_cache: Callable[[], None] | None = None
+    compile_backend: str = "inductor"
+    pinned_memory: bool = False
+    fused_optimizers: bool = False
+    graph_capture: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """The device that new tensors go to."""
+        return torch.device(self.name)
+
+
+_records: dict[str, Backend] = {}
+
+
+def register(backend: Backend) -> None:
+    """Add a backend under its name, or replace the one that has it.
+
+    Raises:
+        OptionError: when torch knows no device type of that name.
+    """
+    try:
+        torch.device(backend.name)
+    except RuntimeError as error:
+        raise OptionError(
+            f"backends.register: torch has no device type {backend.name!r}; import the package that adds it first"
+        ) from error
+    _records[backend.name] = backend
+
+
+def names() -> list[str]:
+    """Return the registered names, those of other packages included."""
+    _load_entry_points()
+    return sorted(_records)
+
+
+def get(name: str) -> Backend:
+    """Return the backend of that name, which must be available on this machine.
+
+    Raises:
+        DeviceError: for an unknown or unavailable name; the message lists what there is.
+    """
+    if name not in _records:
+        _load_entry_points()
+    backend = _records.get(name)
+    if backend is None:
+        raise DeviceError(f"backends.get: no backend {name!r}; registered are {', '.join(names())}")
+    if not backend.available():
+        usable = ", ".join(other for other in names() if _records[other].available())
+        raise DeviceError(f"backends.get: this machine has no {name!r} device; available are {usable}")
+    return backend
+
+
+def of(device: torch.device | str) -> Backend:
+    """Return the backend that serves a `torch.device`.
+
+    Raises:
+        DeviceError: when none is registered for its type.
+    """
+    # No availability check: this is asked in every step, of tensors that are already there.
+    name = device.type if isinstance(device, torch.device) else torch.device(device).type
+    return _records.get(name) or get(name)
+
+
+def default() -> Backend:
+    """Return the backend that `FTRAIN_BACKEND` names, else an available accelerator, else the CPU."""
+    chosen = os.environ.get(CHOICE)
+    if chosen:
+        return get(chosen)
+    accelerators = (name for name in names() if name != "cpu" and _records[name].available())
+    return get(next(accelerators, "cpu"))
+
+
+def _load_entry_points() -> None:
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if point.name not in _records:
+            register(point.load())

@@ -1,0 +1,90 @@
+"""Evaluation: the loss without its gradient, averaged exactly over a whole data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ftrain import tree
+from ftrain.errors import DataError, OptionError
+from ftrain.grad import adapt, detach, merge
+from ftrain.transforms.amp import DTYPES, NAMES, autocast
+from ftrain.types import Loss, Mean, PyTree, TrainState
+
+
+@dataclass(frozen=True)
+class EvalStep:
+    """A function ``(state, batch) -> {name: Mean}``; made by `eval_step`."""
+
+    loss: Loss
+
+    def __call__(self, state: TrainState, batch: PyTree) -> dict[str, Mean]:
+        """Return the loss and its metrics on one batch, as averages that add up over batches.
+
+        Modules run in evaluation mode, a loss that takes a key gets None, and neither the state nor
+        torch's random generators change. A plain number counts once for each example of the batch.
+        """
+        with torch.no_grad(), self.loss.scope(False):
+            loss, metrics, _ = self.loss.fn(
+                merge(state.params, state.frozen), batch, rng=None, buffers=state.buffers
+            )
+            length = tree.batch_length(batch) or 1
+            return {name: _mean(metric, length) for name, metric in detach({"loss": loss, **metrics}).items()}
+
+    def __repr__(self) -> str:
+        return f"eval    {self.loss.text}"
+
+
+def eval_step(loss_fn: Callable[..., Any] | Loss) -> EvalStep:
+    """Return the step that evaluates a loss, in any of the forms that `train_step` takes.
+
+    Raises:
+        LossError: when `loss_fn` cannot be called as a loss.
+    """
+    return EvalStep(adapt(loss_fn))
+
+
+def evaluate(
+    step: EvalStep, state: TrainState, data: Iterable[PyTree], *, dtype: str | torch.dtype | None = None
+) -> dict[str, float]:
+    """Return the mean of the loss and of every metric over all of `data`.
+
+    Exact for uneven batches: totals and weights are summed on the device, which is read once, at the end.
+
+    Args:
+        step: from `eval_step`.
+        state: whose parameters are evaluated; `ftrain.averaged(state)` for those of `ema`.
+        data: any iterable of batches.
+        dtype: compute under autocast in ``"bf16"`` or ``"fp16"``; as the parameters are, unless told.
+
+    Raises:
+        DataError: when there is no batch.
+        OptionError: for another dtype.
+    """
+    if dtype is not None:
+        name = NAMES.get(dtype, dtype)
+        if name not in DTYPES:
+            raise OptionError(f"evaluate: dtype is {dtype!r}; choices are {', '.join(DTYPES)} and None")
+        step = EvalStep(_cast(step.loss, DTYPES[str(name)]))
+    device = tree.device_of(state.params)
+    totals: dict[str, Mean] = {}
+    for batch in data:
+        for name, mean in step(state, tree.to(batch, device)).items():
+            totals[name] = totals[name] + mean if name in totals else mean
+    if not totals:
+        raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
+    return {name: float(mean) for name, mean in totals.items()}
+
+
+def _cast(loss: Loss, dtype: torch.dtype) -> Loss:
+    return Loss(autocast(loss.fn, dtype), loss.text, loss.scope, loss.module, loss.needs_rng)
+
+
+def _mean(metric: Any, length: int) -> Mean:
+    if isinstance(metric, Mean) and not metric.plain:
+        return Mean(metric.total.double(), metric.weight.double())
+    value = torch.as_tensor(metric.value if isinstance(metric, Mean) else metric).double()
+    return Mean(value * length, torch.full_like(value, length))

@@ -1,0 +1,213 @@
+"""From a loss to its gradient: the short forms of a loss, checks of what it returns, and `value_and_grad`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.errors import LossError
+from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, Mean, Metrics, PyTree, TrainState
+
+FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, buffers)"
+
+
+def adapt(loss_fn: Callable[..., Any] | Loss) -> Loss:
+    """Bring a loss into its full form.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)``, which may also take ``rng=`` (a key of `ftrain.random`) and
+            ``buffers=`` by keyword, and returns a 0-d tensor or `Mean`, alone or as ``(loss, metrics)``
+            or ``(loss, metrics, buffers)``. A 0-d tensor counts as a mean with weight one.
+
+    Raises:
+        LossError: when `loss_fn` cannot be called like that.
+    """
+    if isinstance(loss_fn, Loss):
+        return loss_fn
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    name = "loss" if name == "<lambda>" else name
+    accepted = _accepted(loss_fn, name)
+
+    def full(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+        offered = {"rng": rng, "buffers": buffers}
+        return normalise(loss_fn(params, batch, **{key: offered[key] for key in accepted}), buffers, name)
+
+    return Loss(full, name, needs_rng="rng" in accepted)
+
+
+def _accepted(loss_fn: Callable[..., Any], name: str) -> list[str]:
+    """Which of `rng` and `buffers` a loss takes."""
+    if not callable(loss_fn):
+        raise LossError(f"train_step: the loss must be a function (params, batch) -> loss, found {loss_fn!r}")
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError:  # builtins
+        return []
+    try:
+        signature.bind("params", "batch", **{key: None for key in ("rng", "buffers") if key in signature.parameters})
+    except TypeError as error:
+        raise LossError(f"train_step: {name}{signature} cannot be called as {name}(params, batch): {error}") from error
+    return [key for key in ("rng", "buffers") if key in signature.parameters]
+
+
+def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
+    """Bring what a loss returned into the form (Mean, metrics, buffers).
+
+    Raises:
+        LossError: when it is none of the forms that `adapt` lists.
+    """
+    loss, metrics, new_buffers = returned, {}, buffers
+    if isinstance(returned, tuple):
+        if len(returned) not in (2, 3):
+            raise LossError(f"{name}: returned a tuple of {len(returned)}; needs {FORMS}")
+        loss, metrics, new_buffers = (*returned, buffers)[:3]
+    if not isinstance(metrics, dict):
+        raise LossError(f"{name}: metrics must be a dict of tensors or Means, found {type(metrics).__name__}")
+    if "loss" in metrics:
+        raise LossError(f"{name}: a metric is called 'loss', which is the name of the loss itself; rename it")
+    if isinstance(loss, Tensor) and loss.ndim == 0:
+        loss = Mean(loss, torch.ones((), dtype=loss.dtype, device=loss.device), plain=True)
+    if not isinstance(loss, Mean):
+        raise LossError(f"{name}: returned {tree.describe(loss)}; needs {FORMS}")
+    for part in (loss.total, loss.weight):
+        if not isinstance(part, Tensor) or part.ndim:
+            raise LossError(f"{name}: total and weight of a Mean must be 0-d tensors, found {tree.describe(part)}")
+    return loss, metrics, new_buffers
+
+
+def value_and_grad(
+    loss: LossFn,
+    *,
+    name: str = "loss",
+    allow_unused: bool = False,
+    scale: Callable[[TrainState], Tensor] | None = None,
+    watch: bool = False,
+) -> GradFn:
+    """Return the function that computes the gradient of a mean loss with respect to ``state.params``.
+
+    Args:
+        loss: a loss in its full form.
+        name: what to call it in messages.
+        allow_unused: give parameters that the loss does not use a zero gradient instead of an error.
+        scale: ``state -> 0-d tensor``, the cotangent of the mean loss; divided out again. Keeps small
+            float16 gradients from vanishing (Micikevicius et al. 2018, arXiv:1710.03740).
+        watch: also report whether loss and gradients are finite.
+
+    Raises:
+        LossError: from the returned function, when the loss changes its inputs in place, does not
+            depend on the parameters, or leaves some of them unused.
+    """
+
+    def grad(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        found, spec = tree.flatten(state.params)
+        names = _Names(state.params)
+        with torch.enable_grad():
+            leaves = [leaf.detach().requires_grad_() for leaf in found]
+            inputs = _Versions(leaves, batch, state.buffers)
+            mean, metrics, buffers = loss(
+                merge(tree.unflatten(spec, leaves), state.frozen), batch, rng=rng, buffers=state.buffers
+            )
+        inputs.require_unchanged(name, names)
+        _require_differentiable(mean, name)
+        weight = mean.weight.detach()
+        # A loss without weight has no gradient: 0, where 1 / 0 would put NaN into the parameters.
+        cotangent = torch.where(weight == 0, 0.0, 1.0 / weight).to(mean.total.dtype)
+        factor = scale(state).to(cotangent.dtype) if scale else None
+        grads = _gradients(mean.total, leaves, cotangent * factor if factor is not None else cotangent, name, names, allow_unused)
+        finite = _finite(mean.total, grads) if watch else None
+        if factor is not None:
+            grads = tree.scale_leaves(grads, 1.0 / factor)
+        return Gradients(
+            tree.unflatten(spec, grads),
+            Mean(mean.total.detach(), weight, mean.plain),
+            detach(metrics),
+            detach(buffers),
+            finite,
+        )
+
+    return grad
+
+
+def merge(params: PyTree, frozen: PyTree) -> PyTree:
+    """Put trainable and frozen parameters back together; each is None where the other has a leaf."""
+    if not tree.leaves(frozen):
+        return params
+    return tree.overlay(params, frozen)
+
+
+def detach(values: PyTree) -> PyTree:
+    """Cut every tensor off the graph that computed it."""
+    return tree.map(lambda leaf: leaf.detach() if tree.is_tensor(leaf) else leaf, values)
+
+
+class _Names:
+    """Leaf names, worked out only when a message needs them."""
+
+    def __init__(self, params: PyTree) -> None:
+        self._params = params
+
+    def __getitem__(self, index: int) -> str:
+        return tree.leaf_names(self._params)[index]
+
+
+class _Versions:
+    """Notices in-place changes of what a loss was given, by torch's version counters."""
+
+    def __init__(self, params: list[Tensor], batch: PyTree, buffers: PyTree) -> None:
+        self._params, self._batch, self._buffers = params, batch, buffers
+        self._before = [_version(leaf) for leaf in self._inputs()]
+
+    def _inputs(self) -> list[Any]:
+        return [*self._params, *tree.leaves(self._batch), *tree.leaves(self._buffers)]
+
+    def require_unchanged(self, name: str, names: _Names) -> None:
+        after = [_version(leaf) for leaf in self._inputs()]
+        if after == self._before:
+            return
+        where = next(i for i, (old, new) in enumerate(zip(self._before, after, strict=True)) if old != new)
+        parts = [f"params.{names[i]}" for i in range(len(self._params))]
+        parts += [f"batch.{path}" for path in tree.leaf_names(self._batch)]
+        parts += [f"buffers.{path}" for path in tree.leaf_names(self._buffers)]
+        raise LossError(
+            f"{name}: changed its input {parts[where]} in place; a loss must be a pure function: "
+            "work on a copy (x = x.clone()), and return new buffers instead of writing them"
+        )
+
+
+def _version(leaf: Any) -> int | None:
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
+
+
+def _require_differentiable(mean: Mean, name: str) -> None:
+    if not mean.total.is_floating_point():
+        raise LossError(f"{name}: the loss is {tree.describe(mean.total)}; needs a floating-point tensor")
+    if not mean.total.requires_grad:
+        raise LossError(
+            f"{name}: the loss does not depend on the parameters (it has no grad_fn); look for .detach(), "
+            ".item(), torch.no_grad() or a computation that does not read its first argument"
+        )
+    if mean.weight.requires_grad:
+        raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")
+
+
+def _gradients(
+    total: Tensor, leaves: list[Tensor], cotangent: Tensor, name: str, names: _Names, allow_unused: bool
+) -> list[Tensor]:
+    grads = torch.autograd.grad(total, leaves, grad_outputs=cotangent, allow_unused=True)
+    unused = [names[index] for index, grad in enumerate(grads) if grad is None]
+    if unused and not allow_unused:
+        listed = ", ".join(unused[: tree.MAX_LISTED]) + ", ..." * (len(unused) > tree.MAX_LISTED)
+        raise LossError(
+            f"{name}: the loss does not use {len(unused)} of {len(leaves)} parameters: {listed}; use them, freeze "
+            "them with trainable=, or allow it with train_step(..., allow_unused=True)"
+        )
+    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
+
+
+def _finite(total: Tensor, grads: list[Tensor]) -> Tensor:
+    return torch.isfinite(total.detach()) & tree.all_finite(grads)

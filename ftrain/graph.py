@@ -1,0 +1,89 @@
+"""Capture a function of tensors as one graph, and compile it.
+
+The function runs once on fake tensors, and every operation it dispatches is recorded, those of the
+backward pass included. So anything traces that does not ask for the *value* of a tensor: Python control
+flow, closures over modules, autograd, checkpointing, hooks. Random operations become arithmetic on a
+key (`ftrain.random.Keyed`), so a graph holds no hidden state.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.registry import lookup_backend
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ftrain.errors import FtrainError, OptionError, TraceError
+
+Flat: TypeAlias = Callable[..., Sequence[Tensor]]
+"""A function from tensors, as positional arguments, to a sequence of tensors."""
+
+INDUCTOR = "inductor"
+HERE = Path(torch.__file__).parent, Path(__file__).parent
+
+
+def capture(function: Flat, inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Record `function` on tensors like `inputs` as a graph of aten operations.
+
+    Raises:
+        TraceError: when it cannot be recorded; the message names the line that asked for a value.
+        FtrainError: whatever the function itself finds wrong.
+    """
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    except FtrainError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TraceError(f"{reason} (at {_where(error)})") from error
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the user's own code in a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(part in Path(frame.filename).parents for part in HERE)]
+    if not own:
+        return "torch"
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
+
+
+def compile_graph(
+    graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str, options: Mapping[str, Any]
+) -> Flat:
+    """Compile a captured graph for tensors like `inputs`.
+
+    Args:
+        graph: from `capture`.
+        inputs: tensors of the shapes, dtypes and devices it was captured with.
+        backend: a backend of `torch.compile` by name.
+        options: settings of Inductor, by name.
+    """
+    with torch.no_grad():
+        if backend == INDUCTOR:
+            return compile_fx(graph, list(inputs), config_patches=dict(options))  # type: ignore[return-value]
+        return lookup_backend(backend)(graph, list(inputs))
+
+
+def require_backend(function: str, backend: str, mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Check the settings of a compiler, and return the options that a mode stands for.
+
+    Raises:
+        OptionError: for an unknown backend or mode, or options that only Inductor has.
+    """
+    known = sorted({*torch._dynamo.list_backends(None), INDUCTOR})
+    if backend not in known:
+        raise OptionError(f"{function}: backend is {backend!r}; choices are {', '.join(known)}")
+    if backend != INDUCTOR and (mode or options):
+        raise OptionError(f"{function}: mode and options are Inductor's, and the backend is {backend!r}")
+    modes = list_mode_options()
+    if mode is not None and mode not in modes:
+        raise OptionError(f"{function}: mode is {mode!r}; choices are {', '.join(modes)}")
+    return {**(modes[mode] if mode else {}), **(options or {})}

@@ -1,0 +1,232 @@
+"""Stock random operations (`nn.Dropout`, `torch.randn`, ...) that draw from a key, not a global generator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from ftrain import random
+from ftrain.errors import TraceError
+
+_Arguments: TypeAlias = dict[str, Any]
+_Draw: TypeAlias = Callable[[Tensor, _Arguments], Any]
+
+_CHUNK = 32
+_aten = torch.ops.aten
+
+
+class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within this context, torch's random operations draw from `key`, the n-th from ``fold_in(key, n)``.
+
+    What is traced inside has no random operation left in it, only arithmetic on the key, and computes
+    the same bits as eager mode does. An operation without a keyed form raises `TraceError`, as does one
+    that is given a generator. Results are contiguous, whatever memory format the operation asks for.
+
+    Args:
+        key: int64 of shape (2,), as `ftrain.random.key` makes; moved to the device of each draw.
+
+    >>> with Keyed(random.key(0)) as first:
+    ...     a = torch.rand(3)
+    >>> with Keyed(random.key(0)):
+    ...     b = torch.rand(3)
+    >>> torch.equal(a, b), first.offset
+    (True, 1)
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, key: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        if torch._C._functorch.is_functorch_wrapped_tensor(key):
+            # Dispatch happens below torch.func's transforms, where their tensors abort the process.
+            raise TraceError(
+                "Keyed: the key is a tensor of a torch.func transform. Enter Keyed outside of vmap (with "
+                "randomness='different'), or draw with ftrain.random, which takes batched keys."
+            )
+        self.key = key
+        self.offset = 0
+        """Draws so far."""
+        self._chunks: dict[tuple[int, torch.device], Tensor] = {}
+
+    @contextmanager
+    def replay(self, offset: int) -> Iterator[None]:
+        """Draw again from draw `offset` on, as a recomputation must; afterwards continue where it was."""
+        resumed, self.offset = self.offset, offset
+        try:
+            yield
+        finally:
+            self.offset = resumed
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand on what is not random, and draw what is."""
+        kwargs = kwargs or {}
+        if _is_composite(func):
+            # Arrives whole only in inference mode; what it is made of may be random.
+            with self:
+                return func.decompose(*args, **kwargs)
+        if not _is_random(func):
+            return func(*args, **kwargs)
+        arguments = _bind(func, args, kwargs)
+        if _is_inert(arguments):
+            return func(*args, **kwargs)
+        return self._draw(func, arguments)
+
+    def _draw(self, func: Any, arguments: _Arguments) -> Any:
+        draw = _DRAWS.get(func)
+        if draw is None or arguments.get("generator") is not None:
+            raise TraceError(_refusal(func, arguments))
+        target: Any = arguments.get("self", arguments.get("input"))
+        device = arguments.get("device") or (torch.get_default_device() if target is None else target.device)
+        drawn = draw(self._next(device), arguments)
+        return target.copy_(drawn) if func._schema.is_mutable else drawn
+
+    def _next(self, device: torch.device) -> Tensor:
+        # A fold costs the same for many draws as for one.
+        chunk, index = divmod(self.offset, _CHUNK)
+        if (chunk, device) not in self._chunks:
+            draws = torch.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK, device=self.key.device)
+            self._chunks[chunk, device] = random.to_device(random.fold_in_each(self.key, draws), device)
+        self.offset += 1
+        return self._chunks[chunk, device][index]
+
+
+def current() -> Keyed | None:
+    """The innermost `Keyed` that is active, if any."""
+    # Torch's own stack, since it follows the backward pass into autograd's threads.
+    return next((mode for mode in _get_current_dispatch_mode_stack()[::-1] if isinstance(mode, Keyed)), None)
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(),  # type: ignore[no-untyped-call]
+        torch._C.DispatchKey.CompositeImplicitAutograd,
+    )
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    # The tag is missing on some (random_, binomial), all of which take a generator.
+    takes_generator = any("Generator" in str(argument.type) for argument in func._schema.arguments)
+    return takes_generator or torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _is_inert(arguments: _Arguments) -> bool:
+    """Whether an operation that can be random (fused attention, a recurrent net) is not, this time."""
+    rate = arguments.get("dropout_p", arguments.get("dropout"))
+    return rate == 0 or arguments.get("train") is False or arguments.get("training") is False
+
+
+def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+    parameters = func._schema.arguments
+    defaults = {each.name: each.default_value for each in parameters if each.has_default_value()}
+    return defaults | dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
+
+
+def _refusal(func: Any, arguments: _Arguments) -> str:
+    if arguments.get("generator") is not None:
+        return f"Keyed: {func} was given a generator, whose state is no input of the step. Drop the argument."
+    advice = "Draw with ftrain.random from the step's key, or run the step eagerly without Keyed."
+    if "dropout_p" in arguments:
+        advice += " Attention may also use torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or no dropout."
+    return f"Keyed: {func} draws from a global generator and has no keyed form. {advice}"
+
+
+def _dtype(arguments: _Arguments, default: torch.dtype) -> torch.dtype:
+    # Torch's schemas give some default dtypes as a number.
+    dtype = arguments.get("dtype")
+    return dtype if isinstance(dtype, torch.dtype) else default
+
+
+def _float_dtype(a: _Arguments) -> torch.dtype:
+    return _dtype(a, a["self"].dtype if "self" in a else torch.get_default_dtype())
+
+
+def _shape(a: _Arguments) -> Any:
+    return a["size"] if "size" in a else a["self"].shape
+
+
+def _uniform(key: Tensor, a: _Arguments) -> Tensor:
+    low, high = a.get("from", 0.0), a.get("to", 1.0)
+    if low == high:
+        return torch.full_like(a["self"], low)
+    return random.uniform(key, _shape(a), dtype=_float_dtype(a), low=low, high=high)
+
+
+def _normal(key: Tensor, a: _Arguments) -> Tensor:
+    mean, std = a.get("mean", 0.0), a.get("std", 1.0)
+    drawn = random.normal(key, _shape(a), dtype=_float_dtype(a))
+    return drawn if (mean, std) == (0.0, 1.0) else drawn.mul(std).add(mean)
+
+
+def _normal_of_tensors(key: Tensor, a: _Arguments) -> Tensor:
+    like: Tensor = a["mean"] + a["std"]
+    return random.normal(key, like.shape, dtype=like.dtype).mul(a["std"]).add(a["mean"])
+
+
+def _exponential(key: Tensor, a: _Arguments) -> Tensor:
+    return random.exponential(key, _shape(a), dtype=_float_dtype(a)).div(a["lambd"])
+
+
+def _bernoulli(key: Tensor, a: _Arguments) -> Tensor:
+    like: Tensor = a["self"]
+    p: float | Tensor = a.get("p", like)
+    if not isinstance(p, Tensor):
+        return random.bernoulli(key, p, like.shape).to(like.dtype)
+    # Scaling by a power of two is exact in float32 and float64, so this is `random.bernoulli` by element.
+    scaled = p.to(torch.promote_types(p.dtype, torch.float32)) * 2.0**32
+    return (random.bits(key, like.shape) < scaled.round().to(torch.int64)).to(like.dtype)
+
+
+def _randint(key: Tensor, a: _Arguments) -> Tensor:
+    low: Any = a.get("low", a.get("from", 0))
+    high: Any = a.get("high", a.get("to"))
+    default = a["self"].dtype if "self" in a else torch.int64
+    if high is None:
+        raise TraceError("Keyed: random_ without an upper bound has no keyed form. Give it one.")
+    return random.randint(key, _shape(a), low, high).to(_dtype(a, default))
+
+
+def _randperm(key: Tensor, a: _Arguments) -> Tensor:
+    return random.permutation(key, a["n"]).to(_dtype(a, torch.int64))
+
+
+def _native_dropout(key: Tensor, a: _Arguments) -> tuple[Tensor, Tensor]:
+    keep = random.bernoulli(key, 1.0 - a["p"], a["input"].shape)
+    return torch.where(keep, a["input"] * random.keep_scale(a["p"]), 0.0), keep
+
+
+_DRAWS: dict[Any, _Draw] = {
+    **dict.fromkeys((_aten.rand.default, _aten.rand.generator), _uniform),
+    **dict.fromkeys((_aten.rand_like.default, _aten.rand_like.generator), _uniform),
+    **dict.fromkeys((_aten.uniform.default, _aten.uniform_.default), _uniform),
+    **dict.fromkeys((_aten.randn.default, _aten.randn.generator), _normal),
+    **dict.fromkeys((_aten.randn_like.default, _aten.randn_like.generator), _normal),
+    **dict.fromkeys((_aten.normal_functional.default, _aten.normal_.default), _normal),
+    _aten.normal.float_float: _normal,
+    **dict.fromkeys((_aten.normal.Tensor_float, _aten.normal.float_Tensor), _normal_of_tensors),
+    _aten.normal.Tensor_Tensor: _normal_of_tensors,
+    **dict.fromkeys((_aten.exponential.default, _aten.exponential_.default), _exponential),
+    **dict.fromkeys((_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli.Tensor), _bernoulli),
+    **dict.fromkeys((_aten.bernoulli_.float, _aten.bernoulli_.Tensor), _bernoulli),
+    **dict.fromkeys((_aten.randint.default, _aten.randint.generator), _randint),
+    **dict.fromkeys((_aten.randint.low, _aten.randint.low_generator), _randint),
+    **dict.fromkeys((_aten.randint_like.default, _aten.randint_like.low_dtype), _randint),
+    **dict.fromkeys((_aten.random_.to, getattr(_aten.random_, "from")), _randint),
+    **dict.fromkeys((_aten.randperm.default, _aten.randperm.generator), _randperm),
+    _aten.native_dropout.default: _native_dropout,
+}

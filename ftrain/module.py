@@ -1,0 +1,272 @@
+"""From `nn.Module` to a pure loss and back, and the block boundaries that rematerialisation works on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ftrain.errors import LossError, OptionError, StructureError
+from ftrain.grad import merge, normalise
+from ftrain.types import Loss, LossOutput, PyTree, TrainState
+
+Criterion: TypeAlias = Callable[..., Any]
+
+class Slot(NamedTuple):
+    """A place in a module that holds a tensor: its dict, the key in it, the tensor's dotted name."""
+
+    place: dict[str, Any]
+    key: str
+    name: str
+    is_buffer: bool
+
+
+Region: TypeAlias = Callable[..., Any]
+"""``region(function, slots, *args, **kwargs)``: runs a block in a special way, rematerialised say."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_region: ContextVar[Region | None] = ContextVar("ftrain_region", default=None)
+
+
+def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
+    """Turn a module into a pure loss over the dict of its parameters, by their dotted names.
+
+    The module serves as a skeleton only: it runs on the parameters and buffers of the state, in
+    training mode in a training step and in evaluation mode in an evaluation step, and is afterwards
+    as it was. Buffers that it changes (BatchNorm's statistics) are returned, not changed. Tied
+    parameters are one parameter. Parameters with ``requires_grad=False`` are frozen.
+
+    Args:
+        module: any module; models of transformers too.
+        criterion: ``criterion(model, batch)``, which may take ``rng=``, and returns a 0-d tensor or
+            `Mean`, alone or with a dict of metrics. Without one, ``model(**batch).loss``, as
+            transformers' models compute it: the mean over the batch they are given.
+
+    Raises:
+        LossError: from the loss, when it gets parameters that are not the module's.
+    """
+    slots = _slots(module)
+    text = _criterion_name(criterion, module)
+    run = criterion or own_loss
+    needs_rng = "rng" in inspect.signature(run).parameters
+
+    def loss(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+        values = _values(slots, params, {name: buffer.clone() for name, buffer in (buffers or {}).items()}, text)
+        with bound(slots, values):
+            returned = run(module, batch, rng=rng) if needs_rng else run(module, batch)
+            after = {slot.name: slot.place[slot.key] for slot in slots if slot.is_buffer}
+        mean, metrics, _ = normalise(returned, None, text)
+        return mean, metrics, after
+
+    return Loss(loss, text, scope=functools.partial(mode, list(module.modules())), module=module, needs_rng=needs_rng)
+
+
+def own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Return ``module(**batch).loss``, as transformers' models define it.
+
+    Raises:
+        LossError: when the batch is no mapping or the model computes no loss from it.
+    """
+    if not isinstance(batch, Mapping):
+        raise LossError(
+            f"from_module: without a criterion the batch is passed as keywords, found {type(batch).__name__}; "
+            "needs a dict, or a criterion(model, batch)"
+        )
+    loss = getattr(module(**batch), "loss", None)
+    if loss is None:
+        raise LossError(
+            f"from_module: {type(module).__name__}(**batch) has no .loss; add labels to the batch (it has "
+            f"{', '.join(batch)}) or give a criterion(model, batch)"
+        )
+    return loss  # type: ignore[no-any-return]
+
+
+def to_module(module: nn.Module, state: TrainState) -> nn.Module:
+    """Copy the parameters and buffers of a state into a module, in place, and return it.
+
+    Raises:
+        StructureError: when names or shapes differ; the module is then unchanged.
+    """
+    tensors = {**merge(state.params, state.frozen), **(state.buffers or {})}
+    wanted = dict(_named_tensors(module))
+    problems = [f"{name}: missing" for name in wanted if name not in tensors]
+    problems += [f"{name}: unexpected" for name in tensors if name not in wanted]
+    problems += [
+        f"{name}: found {list(tensors[name].shape)}, needs {list(wanted[name].shape)}"
+        for name in wanted
+        if name in tensors and tensors[name].shape != wanted[name].shape
+    ]
+    if problems:
+        raise StructureError(f"to_module: the state does not fit {type(module).__name__}:\n  " + "\n  ".join(problems))
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(tensors[name])
+    return module
+
+
+def initial(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
+    """Return copies of a module's parameters and buffers, and the names of the trainable parameters."""
+    params = {name: param.detach().clone() for name, param in module.named_parameters()}
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    trainable = {name for name, param in module.named_parameters() if param.requires_grad}
+    return params, buffers, trainable
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _slots(module: nn.Module) -> list[Slot]:
+    """Every place that holds a parameter or buffer; tied tensors share the first one's name."""
+    names = {id(tensor): name for name, tensor in _named_tensors(module)}
+    return [
+        Slot(place, key, names[id(tensor)], place is part._buffers)
+        for part in module.modules()
+        for place in (part._parameters, part._buffers)
+        for key, tensor in place.items()
+        if tensor is not None
+    ]
+
+
+def _values(slots: list[Slot], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], text: str) -> list[Tensor]:
+    try:
+        return [params[name] if name in params else buffers[name] for _, _, name, _ in slots]
+    except KeyError as error:
+        raise LossError(
+            f"{text}: the module has {error.args[0]!r}, which is neither in params nor in buffers; make the "
+            "state with step.init()"
+        ) from None
+
+
+@contextmanager
+def bound(slots: list[Slot], values: Sequence[Any]) -> Iterator[None]:
+    """Put tensors into their places in a module, and put back what was there."""
+    before = [slot.place[slot.key] for slot in slots]
+    try:
+        for slot, value in zip(slots, values, strict=True):
+            slot.place[slot.key] = value
+        yield
+    finally:
+        for slot, value in zip(slots, before, strict=True):
+            slot.place[slot.key] = value
+
+
+@contextmanager
+def mode(parts: list[nn.Module], training: bool) -> Iterator[None]:
+    """Set the training flag of modules, and put back each one's own."""
+    before = [part.training for part in parts]
+    try:
+        # Past nn.Module.__setattr__, which looks for parameters and costs ten times as much.
+        for part in parts:
+            part.__dict__["training"] = training
+        yield
+    finally:
+        for part, flag in zip(parts, before, strict=True):
+            part.__dict__["training"] = flag
+
+
+def _criterion_name(criterion: Criterion | None, module: nn.Module) -> str:
+    name = getattr(criterion, "__name__", type(criterion).__name__) if criterion else "own_loss"
+    return f"{'loss' if name == '<lambda>' else name}({type(module).__name__})"
+
+
+def block(function: F) -> F:
+    """Mark a function as one block of a model: what `remat` recomputes as a whole.
+
+    Outside of a rematerialised step it runs as it is. Tensors that it closes over must not be
+    replaced between its forward and its recomputation; pass those as arguments.
+    """
+
+    @functools.wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        return _through_region(function, (), *args, **kwargs)
+
+    return marked  # type: ignore[return-value]
+
+
+def _through_region(function: Callable[..., Any], slots: Sequence[Slot], *args: Any, **kwargs: Any) -> Any:
+    region = _region.get()
+    if region is None:
+        return function(*args, **kwargs)
+    # Blocks inside of a block belong to it.
+    token = _region.set(None)
+    try:
+        return region(function, slots, *args, **kwargs)
+    finally:
+        _region.reset(token)
+
+
+class Blocks:
+    """The blocks of a module, ready to be run through a region."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._forwards = [
+            (part.__dict__, functools.partial(_through_region, part.forward, _slots(part))) for part in parts
+        ]
+
+    @contextmanager
+    def through(self, region: Region) -> Iterator[None]:
+        """Run the forward of every block, and every function marked by `block`, through `region`."""
+        token = _region.set(region)
+        before = [place.get("forward") for place, _ in self._forwards]
+        try:
+            # An attribute of the instance hides the method of the class until it is deleted again.
+            for place, forward in self._forwards:
+                place["forward"] = forward
+            yield
+        finally:
+            _region.reset(token)
+            for (place, _), forward in zip(self._forwards, before, strict=True):
+                if forward is None:
+                    del place["forward"]
+                else:
+                    place["forward"] = forward
+
+
+def find_blocks(module: nn.Module, wanted: Sequence[type[nn.Module] | str] | None) -> list[nn.Module]:
+    """Return the blocks of a module: the given types or names, else the repeated children.
+
+    Repeated children are the members of a `ModuleList` or `Sequential` that has at least two of one
+    type with children of their own; the outermost ones where such lists nest.
+
+    Raises:
+        OptionError: when nothing matches; the message lists what there is.
+    """
+    named = dict(module.named_modules())
+    if wanted is None:
+        found = _repeated_children(module)
+    else:
+        types, names = tuple(w for w in wanted if isinstance(w, type)), {w for w in wanted if isinstance(w, str)}
+        found = [part for name, part in named.items() if name in names or isinstance(part, types)]
+        missing = [f"{w!r}" for w in names if w not in named]
+        missing += [w.__name__ for w in types if not any(isinstance(part, w) for part in named.values())]
+        if missing:
+            known = ", ".join(sorted({type(part).__name__ for part in named.values()}))
+            raise OptionError(f"remat: {type(module).__name__} has no block {', '.join(missing)}; types in it are {known}")
+    if not found:
+        lists = [name for name, part in named.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
+        raise OptionError(
+            f"remat: {type(module).__name__} has no repeated children in a ModuleList or Sequential (lists in it: "
+            f"{', '.join(lists) or 'none'}); name the blocks with blocks=[...], types or dotted names"
+        )
+    return found
+
+
+def _repeated_children(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        children = list(module)
+        types = [type(child) for child in children]
+        repeated = [
+            child for child in children if types.count(type(child)) > 1 and any(True for _ in child.children())
+        ]
+        if repeated:
+            return repeated
+    return [part for child in module.children() for part in _repeated_children(child)]

@@ -1,0 +1,97 @@
+"""What every optimizer does with the leaves of its trees: mask them, group them, keep or reuse them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from ftrain import backends, tree
+from ftrain.errors import OptionError
+
+DecayMask: TypeAlias = Callable[[str, Tensor], bool]
+"""``(name, leaf) -> bool``: whether weight decay applies to the leaf of that name."""
+
+Group: TypeAlias = tuple[list[int], bool]
+"""Indices of leaves that one fused kernel can take together, and whether they decay."""
+
+
+def matrices(name: str, leaf: Tensor) -> bool:
+    """The usual decay mask: decay what has two axes or more, so neither biases nor norms."""
+    return leaf.ndim >= 2
+
+
+def everything(name: str, leaf: Tensor) -> bool:
+    """The decay mask of `torch.optim`: decay every parameter."""
+    return True
+
+
+class DecayGroups:
+    """Applies a decay mask to lists of leaves, once for each tree that comes by."""
+
+    def __init__(self, mask: DecayMask) -> None:
+        self._mask = mask
+        self._known: dict[optree.PyTreeSpec, tuple[list[torch.Size], list[bool], list[Group]]] = {}
+
+    def of(self, spec: optree.PyTreeSpec, leaves: list[Tensor]) -> tuple[list[bool], list[Group]]:
+        """Return for each leaf whether it decays, and the groups for the fused kernels."""
+        shapes = [leaf.shape for leaf in leaves]
+        known = self._known.get(spec)
+        if known is None or known[0] != shapes:
+            decays = self._decays(spec, leaves)
+            known = self._known[spec] = shapes, decays, _groups(decays, leaves)
+        return known[1], known[2]
+
+    def _decays(self, spec: optree.PyTreeSpec, leaves: list[Tensor]) -> list[bool]:
+        named = tree.map_named(lambda name, leaf: bool(self._mask(name, leaf)), tree.unflatten(spec, leaves))
+        return tree.leaves(named)
+
+
+def _groups(decays: list[bool], leaves: list[Tensor]) -> list[Group]:
+    found: dict[tuple[Any, ...], Group] = {}
+    for index, (leaf, decay) in enumerate(zip(leaves, decays, strict=True)):
+        found.setdefault((leaf.dtype, leaf.device, decay), ([], decay))[0].append(index)
+    return list(found.values())
+
+
+def can_fuse(leaves: list[Tensor]) -> bool:
+    """Whether torch's fused optimizer kernels take these leaves."""
+    return all(
+        leaf.is_floating_point() and backends.of(device).fused_optimizers
+        for leaf, device in zip(leaves, _devices(leaves), strict=True)
+    )
+
+
+def _devices(leaves: Iterable[Tensor]) -> list[torch.device]:
+    return [leaf.device for leaf in leaves]
+
+
+def own(leaves: list[Tensor], donate: bool) -> list[Tensor]:
+    """Return tensors that may be written: the leaves themselves when donated, else copies."""
+    return leaves if donate else [leaf.clone() for leaf in leaves]
+
+
+def like(grads: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+    """Return gradients in the memory layout of their parameters, which fused kernels take for granted."""
+    return [
+        grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
+        for grad, param in zip(grads, params, strict=True)
+    ]
+
+
+def pick(indices: list[int], leaves: list[Tensor]) -> list[Tensor]:
+    """Return the leaves at `indices`."""
+    return [leaves[index] for index in indices]
+
+
+def require_range(function: str, name: str, value: float, low: float, high: float = float("inf")) -> None:
+    """Check that a constant lies in [low, high).
+
+    Raises:
+        OptionError: naming the function, the argument, its value and the range.
+    """
+    if not low <= value < high:
+        raise OptionError(f"{function}: {name} is {value!r}, needs a number in [{low:g}, {high:g})")

@@ -1,0 +1,370 @@
+"""Counter-based random numbers: every draw is a pure function of a key, the same bits on every device.
+
+A key is an int64 tensor of shape (2,) holding two 32-bit words. The generator is Philox-4x32-10 (Salmon,
+Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), written in wrapping int64
+arithmetic, so eager, traced, compiled, vmapped and recomputed code all draw the same bits. A key is used
+once: `split` it or `fold_in` something before the next draw, for the same key gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ftrain.errors import OptionError
+
+Words: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+# The third counter word: draws, splits and folds of one key never evaluate the same block.
+_BITS, _SPLIT, _FOLD = 0, 1, 2
+
+# What a user is least likely to fold into a key: stock modules must not draw what a loss draws itself.
+_STOCK = 0x73746F636B
+
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_INT64_MAX = (1 << 63) - 1
+
+
+def key(seed: int) -> Tensor:
+    """Make a key, on the CPU, from any integer that fits in 64 bits.
+
+    A negative seed is the same as its two's complement. Raises `OptionError` outside -2**63 .. 2**64 - 1.
+
+    >>> key(7)
+    tensor([7, 0])
+    """
+    return from_words(_halves("key", "seed", seed))
+
+
+def split(key: Tensor, num: int = 2) -> Tensor:
+    """Make `num` independent keys from one: int64 of shape (num, 2), on the key's device.
+
+    >>> first, second = split(key(0))
+    """
+    _check("split", key)
+    if num < 0:
+        raise OptionError(f"split: num = {num}; needed a number of keys that is not negative.")
+    return torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1)
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """Make the key that belongs to `data`, such as a step or microbatch number.
+
+    Args:
+        key: the parent.
+        data: an integer that fits in 64 bits, or a 0-d integer tensor, which may be on another device.
+
+    Returns a key on the parent's device. Raises `OptionError` for other data.
+    """
+    _check("fold_in", key)
+    if isinstance(data, Tensor):
+        if data.ndim:
+            raise OptionError(f"fold_in: data has shape {tuple(data.shape)}; needed a 0-d integer tensor.")
+        return fold_in_each(key, data)
+    low, high = _halves("fold_in", "data", data)
+    return _fold(key, _full(key, low), _full(key, high))
+
+
+def fold_in_each(key: Tensor, data: Tensor) -> Tensor:
+    """`fold_in` of every element of an integer tensor at the price of one: shape (*data.shape, 2)."""
+    _check("fold_in_each", key)
+    if data.is_floating_point() or data.is_complex():
+        raise OptionError(f"fold_in: data has dtype {data.dtype}; needed an integer tensor.")
+    data = to_device(data, key.device).to(torch.int64)
+    return _fold(key, data & _MASK, (data >> 32) & _MASK)
+
+
+def fold_in_words(words: tuple[int, int], data: int) -> tuple[int, int]:
+    """`fold_in` on the host: the same words in plain Python integers, in a few microseconds.
+
+    >>> fold_in_words(words(key(0)), 3) == words(fold_in(key(0), 3))
+    True
+    """
+    low, high = _halves("fold_in_words", "data", data)
+    first, second, _, _ = _philox_host(words, (low, high, _FOLD, 0))
+    return first, second
+
+
+def words(key: Tensor) -> tuple[int, int]:
+    """Read a key's two words on the host; waits for the device if the key is on one."""
+    _check("words", key)
+    first, second = key.tolist()
+    return first, second
+
+
+def from_words(words: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
+    """Make a key from its two 32-bit words: the inverse of `words`."""
+    return torch.tensor(words, dtype=torch.int64, device=device)
+
+
+def stock(key: Tensor) -> Tensor:
+    """Make the key from which torch's own random operations draw in a step that has `key`."""
+    return fold_in(key, _STOCK)
+
+
+def seed_of(words: tuple[int, int]) -> int:
+    """Make a 63-bit seed for torch's generators from the words of a step's key, on the host."""
+    low, high = fold_in_words(words, _STOCK)
+    return (high << 32 | low) >> 1
+
+
+def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """Draw uniform 32-bit words, as int64 in 0 .. 2**32 - 1.
+
+    Element i (in row-major order) depends on the key and on i only: a smaller draw is the beginning of
+    a larger one. This holds for every draw in this module but `permutation`.
+    """
+    return _draw("bits", key, shape, 4, lambda block: block)
+
+
+def uniform(
+    key: Tensor,
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> Tensor:
+    """Draw uniformly from [low, high); `high` itself never comes out, whatever the dtype rounds to.
+
+    A unit draw is a multiple of 2**-24 in float32, 2**-53 in float64, 2**-11 in float16 and 2**-8 in
+    bfloat16. A range other than [0, 1) is mapped in float64 and then rounded to a value inside it; in
+    float64 the last bit may then depend on whether a device fuses the multiplication and the addition.
+
+    Raises `OptionError` for other dtypes, and where `dtype` has no value in [low, high).
+    """
+    digits = _digits("uniform", dtype)
+    if (low, high) == (0.0, 1.0):
+        return _draw("uniform", key, shape, _columns(dtype), lambda block: _unit(block, digits, dtype))
+    smallest, largest = _range("uniform", low, high, dtype)
+    # 29 bits times a unit draw of 24 is exact in float64, so fusing it with the sum changes nothing.
+    mantissa, exponent = math.frexp(high - low)
+    span = math.ldexp(round(math.ldexp(mantissa, 29)), exponent - 29) if digits < 53 else high - low
+    unit = _draw("uniform", key, shape, _columns(dtype), lambda block: _unit(block, digits, torch.float64))
+    return (unit * span + low).to(dtype).clamp(smallest, largest)
+
+
+def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw from the standard normal distribution, by the transform of Box and Muller (1958).
+
+    From 32 bits for each of radius and angle, 53 for float64. It is evaluated in float64 and rounded to
+    `dtype`: the last bits of log and cos differ between devices and compilers, but float32 results then
+    differ only where the float64 value lies next to a tie, about once in 10**8 draws. float64 draws may
+    differ in their last bits. Raises `OptionError` for a dtype that `uniform` does not draw.
+    """
+    digits = _digits("normal", dtype)
+
+    def columns(block: Words) -> tuple[Tensor, ...]:
+        units = _open_unit(block, digits)
+        values: list[Tensor] = []
+        for first, second in zip(units[::2], units[1::2], strict=True):
+            radius, angle = (first.log() * -2.0).sqrt(), second * (2.0 * math.pi)
+            values += [(radius * angle.cos()).to(dtype), (radius * angle.sin()).to(dtype)]
+        return tuple(values)
+
+    return _draw("normal", key, shape, _columns(dtype), columns)
+
+
+def exponential(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw from the exponential distribution of rate 1; never zero. Evaluated as in `normal`."""
+    digits = _digits("exponential", dtype)
+
+    def columns(block: Words) -> tuple[Tensor, ...]:
+        return tuple((-unit.log()).to(dtype) for unit in _open_unit(block, digits))
+
+    drawn = _draw("exponential", key, shape, _columns(dtype), columns)
+    return drawn.clamp(min=torch.finfo(dtype).tiny)
+
+
+def bernoulli(key: Tensor, p: float, shape: Sequence[int]) -> Tensor:
+    """Draw bools that are true with probability `p`, rounded to a multiple of 2**-32.
+
+    The bits are compared as integers, so 0 and 1 are certain. Raises `OptionError` for p outside [0, 1].
+    """
+    _check_p("bernoulli", p)
+    threshold = round(p * (1 << 32))
+    return _draw("bernoulli", key, shape, 4, lambda block: tuple(word < threshold for word in block))
+
+
+def dropout(key: Tensor, x: Tensor, p: float) -> Tensor:
+    """Zero each element with probability `p` and scale the others by 1 / (1 - p).
+
+    p = 0 returns `x`, p = 1 zeros. Draws on the device of `x`, to which the key is moved. The gradient is
+    that of the elements that stay. Raises `OptionError` for p outside [0, 1] or `x` not of a float dtype.
+    """
+    _check_p("dropout", p)
+    if not (x.is_floating_point() or x.is_complex()):
+        raise OptionError(f"dropout: x has dtype {x.dtype}; needed a floating point tensor.")
+    if p == 0:
+        return x
+    keep = bernoulli(to_device(key, x.device), 1.0 - p, x.shape)
+    # Selected, not multiplied by a mask: an overflow in what is dropped must not become a NaN.
+    return torch.where(keep, x * keep_scale(p), 0.0)
+
+
+def keep_scale(p: float) -> float:
+    """1 / (1 - p), what dropout scales by; 1 where nothing is kept."""
+    return 1.0 / (1.0 - p) if p < 1 else 1.0
+
+
+def randint(key: Tensor, shape: Sequence[int], low: int, high: int) -> Tensor:
+    """Draw integers from [low, high), as int64; the bias is below (high - low) / 2**63.
+
+    Raises `OptionError` for an empty range or one that does not fit.
+    """
+    if not -_INT64_MAX <= low < high <= _INT64_MAX or high - low > _INT64_MAX:
+        raise OptionError(f"randint: low = {low}, high = {high}; needed low < high, less than 2**63 apart.")
+
+    def columns(block: Words) -> tuple[Tensor, ...]:
+        return tuple(value % (high - low) + low for value in _join(block, 63))
+
+    return _draw("randint", key, shape, 2, columns)
+
+
+def permutation(key: Tensor, num: int) -> Tensor:
+    """Draw an order of 0 .. num - 1, as int64 of shape (num,)."""
+    # Stable: the one pair in 2**63 that ties is then ordered alike on every device.
+    return torch.argsort(_draw("permutation", key, (num,), 2, lambda block: _join(block, 63)), stable=True)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move without waiting where that is safe: a copy from the host is staged before the call returns."""
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=tensor.device.type == "cpu")
+
+
+def _draw(
+    function: str,
+    key: Tensor,
+    shape: Sequence[int],
+    num: int,
+    columns: Callable[[Words], tuple[Tensor, ...]],
+) -> Tensor:
+    """Turn block j into elements num * j .. num * j + num - 1, `columns` giving one tensor for each."""
+    _check(function, key)
+    if any(size < 0 for size in shape):
+        raise OptionError(f"{function}: shape = {tuple(shape)}; needed sizes that are not negative.")
+    size = math.prod(shape)
+    block = _blocks(key, torch.arange((size + num - 1) // num, device=key.device), _BITS)
+    # Interleaved last: the narrow results move, not the int64 words.
+    return torch.stack(columns(block), -1).reshape(-1)[:size].reshape(tuple(shape))
+
+
+def _blocks(key: Tensor, index: Tensor, domain: int) -> Words:
+    return _philox(key, (index & _MASK, index >> 32, _full(key, domain), _full(key, 0)))
+
+
+def _fold(key: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    return torch.stack(_philox(key, (low, high, _full(key, _FOLD), _full(key, 0)))[:2], -1)
+
+
+def _philox(key: Tensor, counter: Words) -> Words:
+    """Philox-4x32-10 of counter words that broadcast.
+
+    Only the low 64 bits of a product count, so it may wrap; words kept for later carry the product's
+    upper half along until the mask after the next xor, which saves a third of the masking. Not stacked
+    in pairs, although that is fewer calls: exchanging rows keeps a compiler from fusing the rounds.
+    """
+    # As 0-d tensors on the device: cheaper in eager mode than numbers, and no copy from the host.
+    mask, shift, m0, m1 = (_full(key, value) for value in (_MASK, 32, *_MULTIPLIERS))
+    weyl = torch.arange(_WEYL[0], _WEYL[1] + 1, _WEYL[1] - _WEYL[0], device=key.device)
+    rounds = torch.arange(_ROUNDS, device=key.device).unsqueeze(-1)
+    keys = (key + rounds * weyl).reshape(-1).unbind()
+    c0, c1, c2, c3 = counter
+    for k0, k1 in zip(keys[::2], keys[1::2], strict=True):
+        p0, p1 = c0 * m0, c2 * m1
+        c0, c2 = ((p1 >> shift) ^ (c1 ^ k0)) & mask, ((p0 >> shift) ^ (c3 ^ k1)) & mask
+        c1, c3 = p1, p0
+    return c0, c1 & mask, c2, c3 & mask
+
+
+def _philox_host(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    (k0, k1), (c0, c1, c2, c3) = key, counter
+    (m0, m1), (w0, w1) = _MULTIPLIERS, _WEYL
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * m0, c2 * m1
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + w0) & _MASK, (k1 + w1) & _MASK
+    return c0, c1, c2, c3
+
+
+def _full(key: Tensor, value: int) -> Tensor:
+    return torch.full((), value, dtype=torch.int64, device=key.device)
+
+
+def _columns(dtype: torch.dtype) -> int:
+    return 2 if dtype == torch.float64 else 4
+
+
+def _join(block: Words, num: int) -> tuple[Tensor, Tensor]:
+    """Two integers of `num` bits, 32 < num < 64, from the four words."""
+    left, right = num - 32, 64 - num
+    return (block[0] << left) | (block[1] >> right), (block[2] << left) | (block[3] >> right)
+
+
+def _unit(block: Words, digits: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Multiples of 2**-digits in [0, 1)."""
+    values = _join(block, 53) if digits == 53 else tuple(word >> (32 - digits) for word in block)
+    return tuple(value.to(dtype) * 2.0**-digits for value in values)
+
+
+def _open_unit(block: Words, digits: int) -> tuple[Tensor, ...]:
+    """float64 in (0, 1): odd multiples of 2**-33, or of 2**-53 when 53 digits are wanted."""
+    if digits == 53:
+        return tuple((value | 1).double() * 2.0**-53 for value in _join(block, 53))
+    return tuple(((word << 1) | 1).double() * 2.0**-33 for word in block)
+
+
+def _range(function: str, low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The smallest and the largest value of `dtype` in [low, high)."""
+    if not (low < high and math.isfinite(high - low)):
+        raise OptionError(f"{function}: low = {low}, high = {high}; needed finite numbers, low < high.")
+    smallest = -_round_down(-low, dtype)
+    largest = _round_down(math.nextafter(high, -math.inf), dtype)
+    if smallest > largest:
+        raise OptionError(f"{function}: {dtype} has no value in [{low}, {high}); widen it or its dtype.")
+    return smallest, largest
+
+
+def _round_down(value: float, dtype: torch.dtype) -> float:
+    """The largest value of `dtype` that is not above `value`."""
+    info = torch.finfo(dtype)
+    spacing = max(math.ldexp(info.eps, math.frexp(value)[1] - 1), info.smallest_normal * info.eps)
+    return min(math.floor(value / spacing) * spacing, info.max)
+
+
+def _halves(function: str, name: str, value: int) -> tuple[int, int]:
+    value = operator.index(value)
+    if not -(1 << 63) <= value < 1 << 64:
+        raise OptionError(
+            f"{function}: {name} = {value} does not fit in 64 bits; needed -2**63 <= {name} < 2**64."
+        )
+    return value & _MASK, (value >> 32) & _MASK
+
+
+def _digits(function: str, dtype: torch.dtype) -> int:
+    if dtype not in _DIGITS:
+        raise OptionError(f"{function}: dtype = {dtype}; needed one of {', '.join(map(str, _DIGITS))}.")
+    return _DIGITS[dtype]
+
+
+def _check(function: str, key: Tensor) -> None:
+    if key.shape != (2,) or key.dtype != torch.int64:
+        raise OptionError(
+            f"{function}: the key has shape {tuple(key.shape)} and dtype {key.dtype}; needed int64 of shape "
+            "(2,), as ftrain.random.key, split or fold_in make."
+        )
+
+
+def _check_p(function: str, p: float) -> None:
+    if not 0 <= p <= 1:
+        raise OptionError(f"{function}: p = {p}; needed a probability, 0 <= p <= 1.")

@@ -1,0 +1,440 @@
+"""The step: an open record of loss, optimizer and wrappers, which is itself a pure function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ftrain import backends, random, tree
+from ftrain.errors import ComposeError, OptionError, StructureError
+from ftrain.grad import adapt, value_and_grad
+from ftrain.module import initial
+from ftrain.types import (
+    Core,
+    GradFn,
+    Gradients,
+    Hyper,
+    Loss,
+    LossFn,
+    Mean,
+    Metrics,
+    Optimizer,
+    PyTree,
+    Runner,
+    TrainState,
+    UpdateFn,
+    consume,
+)
+
+Trainable: TypeAlias = Callable[[str, Tensor], bool] | Sequence[str]
+"""Which parameters train: ``(name, leaf) -> bool``, or patterns of names such as ``["head.*"]``."""
+
+ARROWS = ("loss", "grad", "update", "step")
+
+
+@dataclass(frozen=True, eq=False)
+class Wrapper:
+    """One transformation of a step. A field that is None leaves that part of the step alone.
+
+    Args:
+        name: its name, which is also the name of its slot in the state.
+        text: how it prints.
+        arrow: the line it prints on and the part it acts on: loss, grad, update or step.
+        loss: ``Loss -> Loss``; appends its own text.
+        grad: ``GradFn -> GradFn``.
+        update: ``UpdateFn -> UpdateFn``.
+        step: ``Step -> Runner``, which replaces eager execution.
+        function: ``StepFn -> StepFn``, for plain functions that are no `Step`.
+        donate: whether the step reuses the memory of its state.
+        slot: ``params -> tree``, its own part of the initial state.
+        scale: ``state -> 0-d tensor``, the cotangent of the mean loss.
+        account: ``(slot, finite) -> slot``. With one, a step whose loss or gradients are not finite
+            changes nothing but the slots of the wrappers that account for it.
+        check: ``slot -> None``, raises on the host what the slot shows to be wrong; reads the device.
+        require: ``Backend -> None``, raises when the device cannot do this.
+    """
+
+    name: str
+    text: str
+    arrow: str
+    loss: Callable[[Loss], Loss] | None = None
+    grad: Callable[[GradFn], GradFn] | None = None
+    update: Callable[[UpdateFn], UpdateFn] | None = None
+    step: Callable[[Step], Runner] | None = None
+    function: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    donate: bool = False
+    slot: Callable[[PyTree], PyTree] | None = None
+    scale: Callable[[TrainState], Tensor] | None = None
+    account: Callable[[PyTree, Tensor], PyTree] | None = None
+    check: Callable[[PyTree], None] | None = None
+    require: Callable[[backends.Backend], None] | None = None
+
+    def __call__(self, step: Any) -> Any:
+        """Return the step with this wrapper applied.
+
+        Raises:
+            ComposeError: for a second application, or for a plain function this cannot act on.
+        """
+        if isinstance(step, Step):
+            return step.wrapped(self)
+        if self.function is not None and callable(step):
+            return self.function(step)
+        name = getattr(step, "__name__", repr(step))
+        raise ComposeError(
+            f"{self.text}: acts on the {self.arrow} inside of a Step, and {name} is a {type(step).__name__}; "
+            "by the time a plain function returns, its update has happened. Build it with ft.train_step(loss_fn, "
+            "optimizer), or wrap the Steps it is made of"
+        )
+
+
+def wrapper(factory: Callable[..., Wrapper]) -> Callable[..., Any]:
+    """Let a factory of wrappers also be applied bare: ``clip(step)`` for ``clip()(step)``."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]):
+            return factory()(args[0])
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def compose(step: Any, *wrappers: Callable[[Any], Any]) -> Any:
+    """Apply wrappers to a step, the first one innermost.
+
+    Raises:
+        ComposeError: for anything among them that is not a wrapper.
+    """
+    for position, wrap in enumerate(wrappers):
+        if not callable(wrap) or isinstance(wrap, Step):
+            raise ComposeError(f"compose: argument {position + 1} is {wrap!r}; needs a wrapper such as ft.clip(1.0)")
+        step = wrap(step)
+    return step
+
+
+def train_step(
+    loss_fn: Callable[..., Any] | Loss,
+    optimizer: Optimizer,
+    *,
+    trainable: Trainable | None = None,
+    allow_unused: bool = False,
+) -> Step:
+    """Return the step that follows the gradient of a loss with an optimizer.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)`` as `ftrain.grad.adapt` describes it, or what
+            `ftrain.from_module` made.
+        optimizer: from `ftrain.optim`.
+        trainable: which parameters train, as ``(name, leaf) -> bool`` or a list of name patterns; the
+            others are frozen. Without it all do, of a module those that require a gradient.
+        allow_unused: give parameters that the loss does not use a zero gradient instead of an error.
+
+    Raises:
+        LossError: when `loss_fn` cannot be called as a loss.
+        ComposeError: when `optimizer` is none of ours.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ComposeError(
+            f"train_step: the optimizer is {type(optimizer).__name__}; needs one of ftrain.optim, such as "
+            "ft.optim.adamw(3e-4), which keeps its state in the TrainState"
+        )
+    return Step(adapt(loss_fn), optimizer, trainable, allow_unused)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Step:
+    """A pure training step ``(state, batch) -> (state, metrics)`` whose parts stay open to wrappers.
+
+    Made by `train_step`. It works in four arrows, ``loss -> grad -> update -> step``, and each wrapper
+    transforms one of them. `print` shows the pipeline, innermost first.
+    """
+
+    base: Loss
+    optimizer: Optimizer
+    trainable: Trainable | None = None
+    allow_unused: bool = False
+    wrappers: tuple[Wrapper, ...] = ()
+
+    def wrapped(self, wrapper: Wrapper) -> Step:
+        """Return this step with one more wrapper around it.
+
+        Raises:
+            ComposeError: when it has a wrapper of that name already.
+        """
+        if any(other.name == wrapper.name for other in self.wrappers):
+            raise ComposeError(f"{wrapper.text}: the step has a {wrapper.name} already:\n{self}")
+        step = dataclasses.replace(self, wrappers=(*self.wrappers, wrapper))
+        # Built at once, so that whatever does not fit is an error where it is written.
+        _ = step.loss
+        return step
+
+    @functools.cached_property
+    def donating(self) -> Step:
+        """This step, donating: itself if it does so already."""
+        donate = Wrapper("donated", "donated", "step", donate=True)
+        return self if self.donate else dataclasses.replace(self, wrappers=(*self.wrappers, donate))
+
+    @property
+    def donate(self) -> bool:
+        """Whether a call reuses the memory of its state, which is then consumed."""
+        return any(wrapper.donate for wrapper in self.wrappers)
+
+    @functools.cached_property
+    def loss(self) -> Loss:
+        """The loss with the wrappers of its arrow applied."""
+        loss = self.base
+        for wrapper in self.wrappers:
+            loss = wrapper.loss(loss) if wrapper.loss else loss
+        return loss
+
+    def assemble(
+        self,
+        *,
+        donate: bool = False,
+        around_loss: Callable[[LossFn], LossFn] = lambda loss: loss,
+        around_update: Callable[[UpdateFn], UpdateFn] = lambda update: update,
+    ) -> Core:
+        """Put the arrows together to one function of tensors; a compiler may wrap two of them."""
+        grad, update = self._grad(around_loss), around_update(self._update())
+
+        def core(state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None) -> tuple[TrainState, Metrics]:
+            gradients = grad(state, batch, rng)
+            new = update(state, gradients, hyper, donate=donate)
+            metrics = {name: _value(metric) for name, metric in gradients.metrics.items()}
+            if gradients.finite is not None:
+                metrics["skipped"] = ~gradients.finite
+            metrics = {"loss": gradients.loss.value, **metrics}
+            # A metric may be a parameter itself, which the donated update has overwritten.
+            return new, tree.clone(metrics) if donate else metrics
+
+        return core
+
+    def _grad(self, around_loss: Callable[[LossFn], LossFn]) -> GradFn:
+        scales = [wrapper.scale for wrapper in self.wrappers if wrapper.scale]
+        grad = value_and_grad(
+            around_loss(self.loss.fn),
+            name=self.base.text,
+            allow_unused=self.allow_unused,
+            scale=scales[0] if scales else None,
+            watch=bool(self._guards),
+        )
+        for wrapper in self.wrappers:
+            grad = wrapper.grad(grad) if wrapper.grad else grad
+        return grad
+
+    def _update(self) -> UpdateFn:
+        update = _optimize(self.optimizer)
+        for wrapper in self.wrappers:
+            update = wrapper.update(update) if wrapper.update else update
+        return _guarded(update, self._guards) if self._guards else update
+
+    @property
+    def _guards(self) -> dict[str, Callable[[PyTree, Tensor], PyTree]]:
+        return {wrapper.name: wrapper.account for wrapper in self.wrappers if wrapper.account}
+
+    @functools.cached_property
+    def runner(self) -> Runner:
+        """What executes the step: eagerly, unless a wrapper brings something else."""
+        makers = [wrapper.step for wrapper in self.wrappers if wrapper.step]
+        return makers[-1](self) if makers else _Eager(self)
+
+    def init(
+        self,
+        params: PyTree = None,
+        *,
+        buffers: PyTree = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> TrainState:
+        """Return the state before the first step; it shares no memory with what it is made from.
+
+        Args:
+            params: a tree of floating-point tensors; not needed when the loss comes from a module.
+            buffers: a tree of tensors that the loss carries from step to step.
+            seed: of the state's random key.
+            device: where the state lives; where the parameters are, unless told.
+
+        Raises:
+            StructureError: for no parameters, or a parameter that is not a floating-point tensor.
+            DeviceError: when the device is not there or cannot do what a wrapper needs.
+        """
+        names: set[str] | None = None
+        if params is None:
+            if self.base.module is None:
+                raise StructureError(f"Step.init: {self.base.text} is no module; pass the parameters: step.init(params)")
+            params, own_buffers, names = initial(self.base.module)
+            buffers = own_buffers if buffers is None else buffers
+        chosen = _chooser(self.trainable, names)
+        params, frozen = tree.split(tree.clone(params), chosen)
+        _require_params(params)
+        params, frozen, buffers = (
+            tree.to(part, backends.of(device).device if isinstance(device, str) and ":" not in device else device)
+            if device is not None
+            else part
+            for part in (params, frozen, tree.clone(buffers if buffers is not None else {}))
+        )
+        self._require_device(params)
+        return TrainState(
+            step=torch.zeros((), dtype=torch.int64),
+            params=params,
+            frozen=frozen,
+            buffers=buffers,
+            opt_state=self.optimizer.init(params),
+            slots={wrapper.name: wrapper.slot(params) for wrapper in self.wrappers if wrapper.slot},
+            rng=random.key(seed),
+        )
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Return the next state and the metrics of this step.
+
+        Metrics are 0-d tensors on the device (``loss``, what the loss and the wrappers report) and
+        floats (the scheduled values, ``lr``); nothing waits for the device.
+
+        Raises:
+            StructureError: when the state is not of this step's structure.
+            ConsumedError: when the state was donated before.
+        """
+        if getattr(state, "_origin", None) is not self._origin:
+            self.require(state)
+        count = int(state.step)
+        hyper = {name: float(schedule(count)) for name, schedule in self.optimizer.schedules.items()}
+        key = state.rng
+        with self.loss.scope(True):
+            new, metrics = self.runner(state, batch, hyper, random.fold_in_words(random.words(key), count))
+        new = dataclasses.replace(new, step=torch.tensor(count + 1), rng=key)
+        object.__setattr__(new, "_origin", self._origin)
+        if self.donate:
+            consume(state)
+        return new, {**metrics, **hyper}
+
+    @functools.cached_property
+    def _origin(self) -> object:
+        """Marks the states this step made, whose structure need not be checked again."""
+        return object()
+
+    def check(self, state: TrainState) -> None:
+        """Raise what the wrappers' slots show to be wrong; waits for the device.
+
+        Raises:
+            NonFiniteError: when `skip_nonfinite` has skipped too many steps in a row.
+        """
+        for wrapper in self.wrappers:
+            if wrapper.check:
+                wrapper.check(state.slots[wrapper.name])
+
+    def require(self, state: TrainState) -> None:
+        """Check that a state has the structure this step works on, and is where it can run.
+
+        Raises:
+            StructureError: naming the paths that differ.
+        """
+        if not isinstance(state, TrainState):
+            raise StructureError(f"Step: the state is {type(state).__name__}; needs the TrainState of step.init()")
+        _require_params(state.params)
+        self._require_device(state.params)
+        params = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), state.params)
+        needed = {
+            "opt_state": self.optimizer.init(params),
+            "slots": {wrapper.name: wrapper.slot(params) for wrapper in self.wrappers if wrapper.slot},
+        }
+        tree.require_same("Step", "the state", {"opt_state": state.opt_state, "slots": state.slots}, needed)
+
+    def _require_device(self, params: PyTree) -> None:
+        backend = backends.of(tree.device_of(params))
+        for wrapper in self.wrappers:
+            if wrapper.require:
+                wrapper.require(backend)
+
+    def __repr__(self) -> str:
+        texts = {arrow: [w.text for w in self.wrappers if w.arrow == arrow] for arrow in ARROWS}
+        lines = {
+            "loss": self.loss.text,
+            "grad": " <- ".join(["value_and_grad", *texts["grad"]]),
+            "update": " <- ".join([self.optimizer.text, *texts["update"]]),
+            "step": self.runner.text,
+        }
+        return "\n".join(f"{arrow:<7} {line}" for arrow, line in lines.items())
+
+
+class _Eager:
+    """Runs a step operation by operation."""
+
+    def __init__(self, step: Step) -> None:
+        self._core = step.assemble(donate=step.donate)
+        self._needs_rng = step.base.needs_rng
+        self.text = "eager(donate)" if step.donate else "eager"
+
+    def __call__(
+        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
+    ) -> tuple[TrainState, Metrics]:
+        device = tree.device_of(state.params)
+        rng = random.to_device(random.from_words(words), device) if self._needs_rng else None
+        with torch.no_grad(), backends.of(device).seeded(random.seed_of(words)):
+            return self._core(state, batch, hyper, rng)
+
+
+def _optimize(optimizer: Optimizer) -> UpdateFn:
+    def update(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+        params, opt_state = optimizer.update(
+            gradients.grads, state.opt_state, state.params, hyper, donate=donate
+        )
+        return dataclasses.replace(state, params=params, opt_state=opt_state, buffers=gradients.buffers)
+
+    return update
+
+
+def _guarded(update: UpdateFn, guards: Mapping[str, Callable[[PyTree, Tensor], PyTree]]) -> UpdateFn:
+    """Take an update only when loss and gradients were finite, and let the guards count."""
+
+    def guarded(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+        finite = gradients.finite
+        if finite is None:
+            raise ComposeError("a grad wrapper dropped Gradients.finite, which a guard needs; use dataclasses.replace")
+        # Not donated: the old values are still needed for the case that the new ones are refused.
+        new = tree.where(finite, update(state, gradients, hyper, donate=False), state)
+        counted = {name: account(state.slots[name], finite) for name, account in guards.items()}
+        return dataclasses.replace(new, slots={**new.slots, **counted})
+
+    return guarded
+
+
+def _value(metric: Any) -> Any:
+    return metric.value if isinstance(metric, Mean) else metric
+
+
+def _chooser(trainable: Trainable | None, names: set[str] | None) -> Callable[[str, Tensor], bool]:
+    if trainable is None:
+        return lambda name, leaf: names is None or name in names
+    if callable(trainable):
+        return trainable
+    patterns = list(trainable)
+    return lambda name, leaf: any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _require_params(params: PyTree) -> None:
+    found = tree.leaves(params)
+    if not found:
+        raise StructureError("Step.init: there is no parameter to train; needs a tree with at least one tensor")
+    for name, leaf in zip(tree.leaf_names(params), found, strict=True):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            raise StructureError(
+                f"Step.init: params.{name} is {tree.describe(leaf)}; needs a floating-point tensor (convert it, "
+                "freeze it with trainable=, or pass it as a buffer or in the batch)"
+            )
+
+
+def require_positive(function: str, name: str, value: Any) -> None:
+    """Check for a positive whole number.
+
+    Raises:
+        OptionError: naming the function, the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{function}: {name} is {value!r}, needs a whole number of at least 1")

@@ -1,0 +1,116 @@
+"""Gradient accumulation that equals the full batch, however unevenly its weights are spread."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import random, tree
+from ftrain.errors import BatchError
+from ftrain.step import Wrapper, require_positive, wrapper
+from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState
+
+
+@wrapper
+def accumulate(n: int) -> Wrapper:
+    r"""Compute the gradient of a batch in `n` equal pieces, one after the other.
+
+    With the weight :math:`w_i` of the `Mean` that microbatch i returns,
+
+    .. math:: g = \sum_i w_i g_i \Big/ \sum_i w_i
+
+    which is the gradient of the full batch for any weights. Every tensor of the batch is cut along
+    its first axis; 0-d tensors and other leaves go to every piece. Buffers are handed from piece to
+    piece, and each piece has a key of its own.
+
+    Args:
+        n: number of microbatches; divides the first axis of every tensor in the batch.
+
+    Raises:
+        OptionError: when `n` is not a positive whole number.
+        BatchError: from the step, for an axis that `n` does not divide, or axes of unequal length.
+    """
+    require_positive("accumulate", "n", n)
+
+    def wrap(grad: GradFn) -> GradFn:
+        def accumulating(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+            pieces = split_batch(batch, n)
+            keys = random.split(rng, n) if rng is not None else [None] * n
+            total = _weighed(grad(state, pieces[0], keys[0]))
+            for piece, key in zip(pieces[1:], keys[1:], strict=True):
+                here = dataclasses.replace(state, buffers=total.buffers)
+                total = _added(total, grad(here, piece, key))
+            return _divided(total, n)
+
+        return accumulating
+
+    return Wrapper("accumulate", f"accumulate({n})", "grad", grad=wrap)
+
+
+def split_batch(batch: PyTree, n: int) -> list[PyTree]:
+    """Cut every tensor of a batch into `n` equal pieces along its first axis, without copying.
+
+    Raises:
+        BatchError: naming the leaf whose axis `n` does not divide, or whose length differs.
+    """
+    found, spec = tree.flatten(batch)
+    _require_even(batch, found, n)
+    columns = [leaf.chunk(n) if _has_axis(leaf) else (leaf,) * n for leaf in found]
+    return [tree.unflatten(spec, [column[index] for column in columns]) for index in range(n)]
+
+
+def _has_axis(leaf: Any) -> bool:
+    return tree.is_tensor(leaf) and leaf.ndim > 0
+
+
+def _require_even(batch: PyTree, found: list[Any], n: int) -> None:
+    lengths = {index: leaf.shape[0] for index, leaf in enumerate(found) if _has_axis(leaf)}
+    if not lengths:
+        raise BatchError(f"accumulate({n}): the batch has no tensor with an axis to cut; found {tree.signature(batch)}")
+    first = next(iter(lengths))
+    for index, length in lengths.items():
+        if length == lengths[first] and length % n == 0 and length > 0:
+            continue
+        names = tree.leaf_names(batch)
+        if length != lengths[first]:
+            raise BatchError(
+                f"accumulate({n}): batch.{names[index]} has {length} examples and batch.{names[first]} has "
+                f"{lengths[first]}; all first axes must have the same length"
+            )
+        raise BatchError(
+            f"accumulate({n}): the first axis of batch.{names[index]} has length {length}, which is not a positive "
+            f"multiple of {n}; change the batch size or n, or drop the last short batch"
+        )
+
+
+def _weighed(piece: Gradients) -> Gradients:
+    """Turn the gradient of a mean into that of the sum."""
+    return dataclasses.replace(piece, grads=tree.scale(piece.grads, piece.loss.weight))
+
+
+def _added(total: Gradients, piece: Gradients) -> Gradients:
+    sums, spec = tree.flatten(total.grads)
+    # In place: the sums are this wrapper's own, so that one set of them exists and not two.
+    torch._foreach_add_(sums, tree.leaves(_weighed(piece).grads))
+    finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
+    return Gradients(
+        tree.unflatten(spec, sums),
+        total.loss + piece.loss,
+        _merged(total.metrics, piece.metrics),
+        piece.buffers,
+        finite,
+    )
+
+
+def _merged(total: Metrics, piece: Metrics) -> Metrics:
+    return {name: total[name] + piece[name] for name in total}
+
+
+def _divided(total: Gradients, n: int) -> Gradients:
+    weight = total.loss.weight
+    factor = torch.where(weight == 0, 0.0, 1.0 / weight)
+    metrics = {name: m if isinstance(m, Mean) else m / n for name, m in total.metrics.items()}
+    return dataclasses.replace(total, grads=tree.scale(total.grads, factor), metrics=metrics)

@@ -1,0 +1,57 @@
+"""Gradient clipping, by global norm or by value."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.errors import OptionError
+from ftrain.step import Wrapper, wrapper
+from ftrain.types import GradFn, Gradients, PyTree, TrainState
+
+EPSILON = 1e-6
+"""Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
+
+
+@wrapper
+def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrapper:
+    """Limit the gradient to a global norm (Pascanu et al. 2013, arXiv:1211.5063) or each element to a range.
+
+    Reports the norm before clipping as the metric `grad_norm`. Equals
+    `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`.
+
+    Args:
+        max_norm: largest Euclidean norm of all gradients together; 1.0 when nothing is given.
+        value: largest magnitude of an element; excludes `max_norm`.
+
+    Raises:
+        OptionError: for both at once, or a limit that is not positive.
+    """
+    if max_norm is not None and value is not None:
+        raise OptionError(f"clip: found max_norm={max_norm!r} and value={value!r}; needs one of them")
+    limit = value if value is not None else 1.0 if max_norm is None else max_norm
+    if not 0 < limit < float("inf"):
+        raise OptionError(f"clip: the limit is {limit!r}, needs a positive number")
+
+    def wrap(grad: GradFn) -> GradFn:
+        def clipping(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+            found = grad(state, batch, rng)
+            norm = tree.global_norm(found.grads)
+            grads = _by_value(found.grads, limit) if value is not None else _by_norm(found.grads, norm, limit)
+            return dataclasses.replace(found, grads=grads, metrics={**found.metrics, "grad_norm": norm})
+
+        return clipping
+
+    kind = "value" if value is not None else "norm"
+    return Wrapper("clip", f"clip({kind}<={limit:g})", "grad", grad=wrap)
+
+
+def _by_norm(grads: PyTree, norm: Tensor, limit: float) -> PyTree:
+    return tree.scale(grads, torch.clamp(limit / (norm + EPSILON), max=1.0))
+
+
+def _by_value(grads: PyTree, limit: float) -> PyTree:
+    return tree.map(lambda leaf: leaf.clamp(-limit, limit), grads)

@@ -1,0 +1,15 @@
+"""Donation: the step overwrites the state it is given, which saves the memory of a second one."""
+
+from __future__ import annotations
+
+from ftrain.step import Wrapper, wrapper
+
+
+@wrapper
+def donated() -> Wrapper:
+    """Reuse the memory of the old state for the new one.
+
+    The result is the same to the bit. The old state is consumed: using it afterwards raises
+    `ConsumedError`. `fit` donates unless told otherwise.
+    """
+    return Wrapper("donated", "donated", "step", donate=True)

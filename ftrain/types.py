@@ -1,0 +1,214 @@
+"""The vocabulary: the state, the weighted mean, and the four functions that a training step is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, Protocol, TypeAlias
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from ftrain.errors import ConsumedError
+
+PyTree: TypeAlias = Any
+"""Any nesting of dicts, lists, tuples and registered classes; ``None`` is an empty tree."""
+
+Metrics: TypeAlias = dict[str, Any]
+"""Named results of a step: 0-d tensors, or floats that the host knew anyway."""
+
+Schedule: TypeAlias = Callable[[int], float]
+"""The value at optimizer step k, counted from 0: a pure function evaluated on the host."""
+
+Hyper: TypeAlias = Mapping[str, Any]
+"""Scheduled values of one step: floats in eager mode, 0-d float64 tensors inside a graph."""
+
+NAMESPACE = "ftrain"
+"""The optree namespace in which this package's classes are registered."""
+
+
+@optree.dataclasses.dataclass(namespace=NAMESPACE, frozen=True, eq=False)
+class Mean:
+    """An average that can still be added up: ``total / weight``.
+
+    Sums of totals and weights over microbatches, batches or devices give the exact mean over all of
+    them, however unevenly the weight is spread.
+
+    Args:
+        total: 0-d tensor, the weighted sum.
+        weight: 0-d tensor, the sum of the weights (of tokens or examples, say); not differentiated.
+        plain: the average was given as one number, and of how many examples is not known; an
+            evaluation then weighs it by the length of the batch.
+
+    >>> a, b = Mean(torch.tensor(6.0), torch.tensor(3.0)), Mean(torch.tensor(2.0), torch.tensor(1.0))
+    >>> float(a + b)
+    2.0
+    """
+
+    total: Tensor
+    weight: Tensor
+    plain: bool = optree.dataclasses.field(default=False, pytree_node=False)
+
+    @property
+    def value(self) -> Tensor:
+        """``total / weight`` as a 0-d tensor; NaN where the weight is zero, for nothing has no mean."""
+        return self.total / self.weight
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight, self.plain and other.plain)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+
+@optree.dataclasses.dataclass(namespace=NAMESPACE, frozen=True, eq=False)
+class TrainState:
+    """Everything a run consists of, as one explicit tree: what is not in it does not exist.
+
+    Args:
+        step: 0-d int64 on the CPU; calls of the step so far, skipped ones included.
+        params: what the optimizer moves.
+        frozen: parameters that the loss reads and nothing moves.
+        buffers: what a loss carries from step to step (running statistics).
+        opt_state: the optimizer's own tree.
+        slots: the wrappers' own state, by wrapper name.
+        rng: int64 tensor of shape (2,) on the CPU, a key of `ftrain.random`.
+    """
+
+    step: Tensor
+    params: PyTree
+    frozen: PyTree
+    buffers: PyTree
+    opt_state: PyTree
+    slots: dict[str, PyTree]
+    rng: Tensor
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Reached only when normal lookup fails, so a live state pays nothing for this.
+        if name in _STATE_FIELDS:
+            raise ConsumedError(
+                f"TrainState.{name}: this state was donated to a step, which has reused its memory. "
+                "Use the state that the step returned, keep a copy with ft.tree.clone(state) before the "
+                "call, or do not donate."
+            )
+        raise AttributeError(f"'TrainState' object has no attribute {name!r}")
+
+
+_STATE_FIELDS = frozenset(field.name for field in dataclasses.fields(TrainState))
+
+
+def consume(state: TrainState) -> None:
+    """Mark a donated state: any later use of its fields raises `ConsumedError`."""
+    for name in _STATE_FIELDS:
+        object.__delattr__(state, name)
+
+
+LossOutput: TypeAlias = tuple[Mean, Metrics, PyTree]
+"""``(loss, metrics, buffers)``."""
+
+
+class LossFn(Protocol):
+    """A loss in its full form; `ftrain.grad.adapt` makes one from the short forms that users write."""
+
+    def __call__(
+        self, params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree
+    ) -> LossOutput:
+        """Return the loss, further metrics, and the buffers for the next step."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss function and what else is known about it.
+
+    Args:
+        fn: the loss in its full form.
+        text: how it prints.
+        scope: context in which it must be differentiated, given whether this is training; entered on
+            the host around the whole step, and outside of any graph.
+        module: the `torch.nn.Module` that `fn` binds, if any.
+        needs_rng: whether `fn` takes a key.
+    """
+
+    fn: LossFn
+    text: str
+    scope: Callable[[bool], AbstractContextManager[Any]] = lambda training: nullcontext()
+    module: nn.Module | None = None
+    needs_rng: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """What a `GradFn` returns.
+
+    Args:
+        grads: gradient of the mean loss, a tree like the parameters.
+        loss: the loss as a `Mean`, detached.
+        metrics: what else the loss reported; `Mean` or tensor, detached.
+        buffers: the buffers after the forward pass.
+        finite: 0-d bool, whether the loss and every raw gradient are finite; None when nobody asked.
+    """
+
+    grads: PyTree
+    loss: Mean
+    metrics: Metrics
+    buffers: PyTree
+    finite: Tensor | None = None
+
+
+GradFn: TypeAlias = Callable[[TrainState, PyTree, Tensor | None], Gradients]
+"""``(state, batch, rng) -> Gradients``."""
+
+
+class UpdateFn(Protocol):
+    """Moves the parameters: ``(state, gradients, hyper) -> state``."""
+
+    def __call__(
+        self, state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool
+    ) -> TrainState:
+        """Return the updated state; may overwrite the tensors of `state` when `donate` is true."""
+        ...
+
+
+class Core(Protocol):
+    """The whole step on tensors, without `step` and `rng`, which belong to the host."""
+
+    def __call__(
+        self, state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None
+    ) -> tuple[TrainState, Metrics]:
+        """Return the next state and the metrics."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """A pair of pure functions and the schedules they read.
+
+    Args:
+        init: ``params -> opt_state``.
+        update: ``(grads, opt_state, params, hyper, donate=) -> (params, opt_state)``.
+        schedules: name -> schedule; evaluated on the host each step and handed to `update` as `hyper`.
+        text: how it prints.
+    """
+
+    init: Callable[[PyTree], PyTree]
+    update: Callable[..., tuple[PyTree, PyTree]]
+    schedules: Mapping[str, Schedule]
+    text: str
+
+
+class Runner(Protocol):
+    """Runs the tensor part of a step, eagerly or compiled, with what the host has worked out."""
+
+    text: str
+
+    def __call__(
+        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
+    ) -> tuple[TrainState, Metrics]:
+        """Return the next state, without `step` and `rng`, and the metrics."""
+        ...
