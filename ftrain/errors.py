@@ -1,6 +1,5 @@
 """What can go wrong, by kind. Every message says where, what was found, what was needed and what to do."""
 
-
 from __future__ import annotations
 
 from typing import Any

@@ -28,9 +28,7 @@ class EvalStep:
         torch's random generators change. A plain number counts once for each example of the batch.
         """
         with torch.no_grad(), self.loss.scope(False):
-            loss, metrics, _ = self.loss.fn(
-                merge(state.params, state.frozen), batch, rng=None, buffers=state.buffers
-            )
+            loss, metrics, _ = self.loss.fn(merge(state.params, state.frozen), batch, rng=None, buffers=state.buffers)
             length = tree.batch_length(batch) or 1
             return {name: _mean(metric, length) for name, metric in detach({"loss": loss, **metrics}).items()}
 

@@ -166,7 +166,12 @@ class _Run:
     """Collects metrics on the device, and turns them into records now and then."""
 
     def __init__(
-        self, step: Callable[..., Any], total: int | None, loggers: tuple[Logger, ...], counts: Mapping[str, Count], start: int
+        self,
+        step: Callable[..., Any],
+        total: int | None,
+        loggers: tuple[Logger, ...],
+        counts: Mapping[str, Count],
+        start: int,
     ) -> None:
         self.history = History()
         self.step = start
@@ -231,7 +236,10 @@ class _Window:
     def rates(self, now: float) -> tuple[dict[str, float], float]:
         """Return items per second by name and seconds per step, and start over."""
         elapsed = max(now - self._start, 1e-9)
-        rates, per_step = {name: items / elapsed for name, items in self._items.items()}, elapsed / max(self._steps, 1)
+        rates, per_step = (
+            {name: items / elapsed for name, items in self._items.items()},
+            elapsed / max(self._steps, 1),
+        )
         self._start, self._steps, self._items = now, 0, dict.fromkeys(self._counts, 0)
         return rates, per_step
 
@@ -239,7 +247,7 @@ class _Window:
 def read_metrics(rows: Sequence[Metrics]) -> list[dict[str, Any]]:
     """Bring the metrics of several steps to the host, waiting for the device once per dtype."""
     places = [(i, name, value) for i, row in enumerate(rows) for name, value in row.items()]
-    read: list[dict[str, Any]] = [{name: value for name, value in row.items()} for row in rows]
+    read: list[dict[str, Any]] = [dict(row) for row in rows]
     groups: dict[tuple[Any, ...], list[tuple[int, str, Tensor]]] = {}
     for i, name, value in places:
         if isinstance(value, Tensor):

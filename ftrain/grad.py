@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import LossError
-from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, Mean, Metrics, PyTree, TrainState
+from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, Mean, PyTree, TrainState
 
 FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, buffers)"
 
@@ -118,7 +118,14 @@ def value_and_grad(
         # A loss without weight has no gradient: 0, where 1 / 0 would put NaN into the parameters.
         cotangent = torch.where(weight == 0, 0.0, 1.0 / weight).to(mean.total.dtype)
         factor = scale(state).to(cotangent.dtype) if scale else None
-        grads = _gradients(mean.total, leaves, cotangent * factor if factor is not None else cotangent, name, names, allow_unused)
+        grads = _gradients(
+            mean.total,
+            leaves,
+            cotangent * factor if factor is not None else cotangent,
+            name,
+            names,
+            allow_unused,
+        )
         finite = _finite(mean.total, grads) if watch else None
         if factor is not None:
             grads = tree.scale_leaves(grads, 1.0 / factor)
@@ -198,7 +205,7 @@ def _require_differentiable(mean: Mean, name: str) -> None:
 def _gradients(
     total: Tensor, leaves: list[Tensor], cotangent: Tensor, name: str, names: _Names, allow_unused: bool
 ) -> list[Tensor]:
-    grads = torch.autograd.grad(total, leaves, grad_outputs=cotangent, allow_unused=True)
+    grads: Sequence[Tensor | None] = torch.autograd.grad(total, leaves, grad_outputs=cotangent, allow_unused=True)
     unused = [names[index] for index, grad in enumerate(grads) if grad is None]
     if unused and not allow_unused:
         listed = ", ".join(unused[: tree.MAX_LISTED]) + ", ..." * (len(unused) > tree.MAX_LISTED)

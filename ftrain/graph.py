@@ -15,9 +15,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.backends.registry import lookup_backend
-from torch._inductor import list_mode_options
-from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ftrain.errors import FtrainError, OptionError, TraceError
@@ -55,9 +52,7 @@ def _where(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
 
 
-def compile_graph(
-    graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str, options: Mapping[str, Any]
-) -> Flat:
+def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str, options: Mapping[str, Any]) -> Flat:
     """Compile a captured graph for tensors like `inputs`.
 
     Args:
@@ -66,6 +61,10 @@ def compile_graph(
         backend: a backend of `torch.compile` by name.
         options: settings of Inductor, by name.
     """
+    # Imported when there is something to compile: these take seconds.
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._inductor.compile_fx import compile_fx
+
     with torch.no_grad():
         if backend == INDUCTOR:
             return compile_fx(graph, list(inputs), config_patches=dict(options))  # type: ignore[return-value]
@@ -78,7 +77,12 @@ def require_backend(function: str, backend: str, mode: str | None, options: Mapp
     Raises:
         OptionError: for an unknown backend or mode, or options that only Inductor has.
     """
-    known = sorted({*torch._dynamo.list_backends(None), INDUCTOR})
+    if backend == INDUCTOR and not (mode or options):
+        return {}
+    from torch._dynamo import list_backends
+    from torch._inductor import list_mode_options
+
+    known = sorted({*list_backends(None), INDUCTOR})
     if backend not in known:
         raise OptionError(f"{function}: backend is {backend!r}; choices are {', '.join(known)}")
     if backend != INDUCTOR and (mode or options):

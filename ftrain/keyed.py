@@ -43,8 +43,8 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, key: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        if torch._C._functorch.is_functorch_wrapped_tensor(key):
-            # Dispatch happens below torch.func's transforms, where their tensors abort the process.
+        if torch._C._functorch.is_batchedtensor(key):
+            # Dispatch happens below the transforms of torch.func, where their tensors have no storage.
             raise TraceError(
                 "Keyed: the key is a tensor of a torch.func transform. Enter Keyed outside of vmap (with "
                 "randomness='different'), or draw with ftrain.random, which takes batched keys."
@@ -85,7 +85,8 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _draw(self, func: Any, arguments: _Arguments) -> Any:
         draw = _DRAWS.get(func)
-        if draw is None or arguments.get("generator") is not None:
+        unbounded = arguments.get("to", 0) is None
+        if draw is None or unbounded or arguments.get("generator") is not None:
             raise TraceError(_refusal(func, arguments))
         target: Any = arguments.get("self", arguments.get("input"))
         device = arguments.get("device") or (torch.get_default_device() if target is None else target.device)
@@ -110,19 +111,18 @@ def current() -> Keyed | None:
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(),  # type: ignore[no-untyped-call]
-        torch._C.DispatchKey.CompositeImplicitAutograd,
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    name = func.name()  # type: ignore[no-untyped-call]
+    # Operators of TorchScript (prim::device) reach a mode too, and are unknown to the dispatcher.
+    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        name, torch._C.DispatchKey.CompositeImplicitAutograd
     )
 
 
 @functools.cache
 def _is_random(func: Any) -> bool:
-    if not isinstance(func, torch._ops.OpOverload):
-        return False
-    # The tag is missing on some (random_, binomial), all of which take a generator.
-    takes_generator = any("Generator" in str(argument.type) for argument in func._schema.arguments)
-    return takes_generator or torch.Tag.nondeterministic_seeded in func.tags
+    return isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _is_inert(arguments: _Arguments) -> bool:
@@ -196,8 +196,6 @@ def _randint(key: Tensor, a: _Arguments) -> Tensor:
     low: Any = a.get("low", a.get("from", 0))
     high: Any = a.get("high", a.get("to"))
     default = a["self"].dtype if "self" in a else torch.int64
-    if high is None:
-        raise TraceError("Keyed: random_ without an upper bound has no keyed form. Give it one.")
     return random.randint(key, _shape(a), low, high).to(_dtype(a, default))
 
 

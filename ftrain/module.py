@@ -18,6 +18,7 @@ from ftrain.types import Loss, LossOutput, PyTree, TrainState
 
 Criterion: TypeAlias = Callable[..., Any]
 
+
 class Slot(NamedTuple):
     """A place in a module that holds a tensor: its dict, the key in it, the tensor's dotted name."""
 
@@ -54,7 +55,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     """
     slots = _slots(module)
     text = _criterion_name(criterion, module)
-    run = criterion or own_loss
+    run: Criterion = criterion or own_loss
     needs_rng = "rng" in inspect.signature(run).parameters
 
     def loss(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
@@ -208,7 +209,7 @@ class Blocks:
     """The blocks of a module, ready to be run through a region."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._forwards = [
+        self._forwards: list[tuple[dict[str, Any], Any]] = [
             (part.__dict__, functools.partial(_through_region, part.forward, _slots(part))) for part in parts
         ]
 
@@ -244,13 +245,18 @@ def find_blocks(module: nn.Module, wanted: Sequence[type[nn.Module] | str] | Non
     if wanted is None:
         found = _repeated_children(module)
     else:
-        types, names = tuple(w for w in wanted if isinstance(w, type)), {w for w in wanted if isinstance(w, str)}
+        types, names = (
+            tuple(w for w in wanted if isinstance(w, type)),
+            {w for w in wanted if isinstance(w, str)},
+        )
         found = [part for name, part in named.items() if name in names or isinstance(part, types)]
         missing = [f"{w!r}" for w in names if w not in named]
         missing += [w.__name__ for w in types if not any(isinstance(part, w) for part in named.values())]
         if missing:
             known = ", ".join(sorted({type(part).__name__ for part in named.values()}))
-            raise OptionError(f"remat: {type(module).__name__} has no block {', '.join(missing)}; types in it are {known}")
+            raise OptionError(
+                f"remat: {type(module).__name__} has no block {', '.join(missing)}; types in it are {known}"
+            )
     if not found:
         lists = [name for name, part in named.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
         raise OptionError(
@@ -264,9 +270,7 @@ def _repeated_children(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, nn.ModuleList | nn.Sequential):
         children = list(module)
         types = [type(child) for child in children]
-        repeated = [
-            child for child in children if types.count(type(child)) > 1 and any(True for _ in child.children())
-        ]
+        repeated = [child for child in children if types.count(type(child)) > 1 and any(True for _ in child.children())]
         if repeated:
             return repeated
     return [part for child in module.children() for part in _repeated_children(child)]

@@ -54,7 +54,9 @@ class Display:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         pass
 
     def update(self, status: Status) -> None:
@@ -89,16 +91,16 @@ class Bar(Display):
     def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self._progress = Progress(
-            BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[status]}")
-        )
+        self._progress = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
         self._task = self._progress.add_task("", total=None, status="starting")
 
     def __enter__(self) -> Bar:
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._progress.stop()
 
     def update(self, status: Status) -> None:

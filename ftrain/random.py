@@ -107,14 +107,14 @@ def from_words(words: tuple[int, int], device: torch.device | str = "cpu") -> Te
     return torch.tensor(words, dtype=torch.int64, device=device)
 
 
-def stock(key: Tensor) -> Tensor:
-    """Make the key from which torch's own random operations draw in a step that has `key`."""
-    return fold_in(key, _STOCK)
+def stock_words(words: tuple[int, int]) -> tuple[int, int]:
+    """Make the key, on the host, from which torch's own random operations draw in a step with this one."""
+    return fold_in_words(words, _STOCK)
 
 
 def seed_of(words: tuple[int, int]) -> int:
     """Make a 63-bit seed for torch's generators from the words of a step's key, on the host."""
-    low, high = fold_in_words(words, _STOCK)
+    low, high = stock_words(words)
     return (high << 32 | low) >> 1
 
 
@@ -345,9 +345,7 @@ def _round_down(value: float, dtype: torch.dtype) -> float:
 def _halves(function: str, name: str, value: int) -> tuple[int, int]:
     value = operator.index(value)
     if not -(1 << 63) <= value < 1 << 64:
-        raise OptionError(
-            f"{function}: {name} = {value} does not fit in 64 bits; needed -2**63 <= {name} < 2**64."
-        )
+        raise OptionError(f"{function}: {name} = {value} does not fit in 64 bits; needed -2**63 <= {name} < 2**64.")
     return value & _MASK, (value >> 32) & _MASK
 
 

@@ -29,7 +29,7 @@ from ftrain.errors import OptionError
 from ftrain.types import Schedule
 
 _Shape: TypeAlias = Callable[[int, int], float]
-"""``(done, steps) -> `` the share of the way still to go: 1 at ``done = 0``, 0 at ``done = steps``."""
+"""From the steps done, of how many, to the share of the way still to go: from 1 to 0."""
 
 
 @dataclass(frozen=True)

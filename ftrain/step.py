@@ -177,7 +177,7 @@ class Step:
 
     @functools.cached_property
     def donating(self) -> Step:
-        """This step, donating: itself if it does so already."""
+        """The step that donates: itself, if it does so already."""
         donate = Wrapper("donated", "donated", "step", donate=True)
         return self if self.donate else dataclasses.replace(self, wrappers=(*self.wrappers, donate))
 
@@ -268,7 +268,9 @@ class Step:
         names: set[str] | None = None
         if params is None:
             if self.base.module is None:
-                raise StructureError(f"Step.init: {self.base.text} is no module; pass the parameters: step.init(params)")
+                raise StructureError(
+                    f"Step.init: {self.base.text} is no module; pass the parameters: step.init(params)"
+                )
             params, own_buffers, names = initial(self.base.module)
             buffers = own_buffers if buffers is None else buffers
         chosen = _chooser(self.trainable, names)
@@ -382,9 +384,7 @@ class _Eager:
 
 def _optimize(optimizer: Optimizer) -> UpdateFn:
     def update(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-        params, opt_state = optimizer.update(
-            gradients.grads, state.opt_state, state.params, hyper, donate=donate
-        )
+        params, opt_state = optimizer.update(gradients.grads, state.opt_state, state.params, hyper, donate=donate)
         return dataclasses.replace(state, params=params, opt_state=opt_state, buffers=gradients.buffers)
 
     return update
@@ -398,7 +398,7 @@ def _guarded(update: UpdateFn, guards: Mapping[str, Callable[[PyTree, Tensor], P
         if finite is None:
             raise ComposeError("a grad wrapper dropped Gradients.finite, which a guard needs; use dataclasses.replace")
         # Not donated: the old values are still needed for the case that the new ones are refused.
-        new = tree.where(finite, update(state, gradients, hyper, donate=False), state)
+        new: TrainState = tree.where(finite, update(state, gradients, hyper, donate=False), state)
         counted = {name: account(state.slots[name], finite) for name, account in guards.items()}
         return dataclasses.replace(new, slots={**new.slots, **counted})
 

@@ -50,7 +50,7 @@ def leaf_names(tree: PyTree) -> list[str]:
 
 
 def _entry_name(entry: optree.PyTreeEntry) -> str:
-    return str(getattr(entry, "field", entry.entry))
+    return str(entry.entry)
 
 
 def map_named(function: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
@@ -75,9 +75,7 @@ def split(tree: PyTree, keep: Callable[[str, Any], bool]) -> tuple[PyTree, PyTre
 
 def overlay(tree: PyTree, other: PyTree) -> PyTree:
     """Fill the gaps (None) of `tree` with the leaves of `other`, which has the same structure."""
-    return optree.tree_map(
-        lambda a, b: b if a is None else a, tree, other, none_is_leaf=True, namespace=NAMESPACE
-    )
+    return optree.tree_map(lambda a, b: b if a is None else a, tree, other, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def is_tensor(leaf: Any) -> bool:
@@ -185,9 +183,7 @@ def require_same(function: str, what: str, found: PyTree, needed: PyTree) -> Non
     missing = [f"{name}: missing, needs {wants[name]}" for name in wants if name not in has]
     extra = [f"{name}: unexpected {has[name]}" for name in has if name not in wants]
     changed = [
-        f"{name}: found {has[name]}, needs {wants[name]}"
-        for name in wants
-        if name in has and has[name] != wants[name]
+        f"{name}: found {has[name]}, needs {wants[name]}" for name in wants if name in has and has[name] != wants[name]
     ]
     problems = missing + extra + changed
     if problems:
@@ -198,5 +194,5 @@ def require_same(function: str, what: str, found: PyTree, needed: PyTree) -> Non
 
 def device_of(tree: PyTree) -> torch.device:
     """Return the device of the first leaf; the CPU for an empty tree."""
-    first = next(optree.tree_iter(tree, namespace=NAMESPACE), None)
+    first = next(iter(optree.tree_iter(tree, namespace=NAMESPACE)), None)
     return first.device if isinstance(first, Tensor) else torch.device("cpu")

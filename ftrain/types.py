@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import optree
-import torch
 from torch import Tensor, nn
 
 from ftrain.errors import ConsumedError
@@ -28,8 +28,40 @@ Hyper: TypeAlias = Mapping[str, Any]
 NAMESPACE = "ftrain"
 """The optree namespace in which this package's classes are registered."""
 
+STATIC = {"static": True}
+"""Metadata of a field that belongs to the structure of a tree and not to its leaves."""
 
-@optree.dataclasses.dataclass(namespace=NAMESPACE, frozen=True, eq=False)
+T = TypeVar("T")
+
+
+def tree_class(kind: type[T]) -> type[T]:
+    """Register a dataclass as a tree of its fields, except those marked `STATIC`."""
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    names = tuple(each.name for each in fields if not each.metadata.get("static"))
+    static = tuple(each.name for each in fields if each.metadata.get("static"))
+
+    def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
+        return (
+            tuple([getattr(node, name) for name in names]),
+            tuple([getattr(node, s) for s in static]),
+            names,
+        )
+
+    def unflatten(values: tuple[Any, ...], children: Iterable[Any]) -> Any:
+        return kind(**dict(zip(names, children, strict=True)), **dict(zip(static, values, strict=True)))
+
+    optree.register_pytree_node(
+        kind,  # type: ignore[arg-type]
+        flatten,
+        unflatten,  # type: ignore[arg-type]
+        path_entry_type=optree.GetAttrEntry,
+        namespace=NAMESPACE,
+    )
+    return kind
+
+
+@tree_class
+@dataclass(frozen=True, eq=False)
 class Mean:
     """An average that can still be added up: ``total / weight``.
 
@@ -42,6 +74,7 @@ class Mean:
         plain: the average was given as one number, and of how many examples is not known; an
             evaluation then weighs it by the length of the batch.
 
+    >>> import torch
     >>> a, b = Mean(torch.tensor(6.0), torch.tensor(3.0)), Mean(torch.tensor(2.0), torch.tensor(1.0))
     >>> float(a + b)
     2.0
@@ -49,7 +82,7 @@ class Mean:
 
     total: Tensor
     weight: Tensor
-    plain: bool = optree.dataclasses.field(default=False, pytree_node=False)
+    plain: bool = field(default=False, metadata=STATIC)
 
     @property
     def value(self) -> Tensor:
@@ -60,13 +93,14 @@ class Mean:
         return Mean(self.total + other.total, self.weight + other.weight, self.plain and other.plain)
 
     def __float__(self) -> float:
-        return float(self.value)
+        return float(self.value.detach())
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)
 
 
-@optree.dataclasses.dataclass(namespace=NAMESPACE, frozen=True, eq=False)
+@tree_class
+@dataclass(frozen=True, eq=False)
 class TrainState:
     """Everything a run consists of, as one explicit tree: what is not in it does not exist.
 
@@ -99,7 +133,7 @@ class TrainState:
         raise AttributeError(f"'TrainState' object has no attribute {name!r}")
 
 
-_STATE_FIELDS = frozenset(field.name for field in dataclasses.fields(TrainState))
+_STATE_FIELDS = frozenset(each.name for each in dataclasses.fields(TrainState))
 
 
 def consume(state: TrainState) -> None:
@@ -115,14 +149,12 @@ LossOutput: TypeAlias = tuple[Mean, Metrics, PyTree]
 class LossFn(Protocol):
     """A loss in its full form; `ftrain.grad.adapt` makes one from the short forms that users write."""
 
-    def __call__(
-        self, params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree
-    ) -> LossOutput:
+    def __call__(self, params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         """Return the loss, further metrics, and the buffers for the next step."""
         ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Loss:
     """A loss function and what else is known about it.
 
@@ -142,7 +174,8 @@ class Loss:
     needs_rng: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@tree_class
+@dataclass(frozen=True, eq=False)
 class Gradients:
     """What a `GradFn` returns.
 
@@ -168,9 +201,7 @@ GradFn: TypeAlias = Callable[[TrainState, PyTree, Tensor | None], Gradients]
 class UpdateFn(Protocol):
     """Moves the parameters: ``(state, gradients, hyper) -> state``."""
 
-    def __call__(
-        self, state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool
-    ) -> TrainState:
+    def __call__(self, state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
         """Return the updated state; may overwrite the tensors of `state` when `donate` is true."""
         ...
 
@@ -185,7 +216,7 @@ class Core(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Optimizer:
     """A pair of pure functions and the schedules they read.
 
@@ -205,7 +236,10 @@ class Optimizer:
 class Runner(Protocol):
     """Runs the tensor part of a step, eagerly or compiled, with what the host has worked out."""
 
-    text: str
+    @property
+    def text(self) -> str:
+        """How it prints."""
+        ...
 
     def __call__(
         self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]

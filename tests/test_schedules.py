@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrain import schedules
@@ -27,6 +27,7 @@ from ftrain.schedules import (
 )
 from ftrain.types import Schedule
 
+UNTIMED = settings(deadline=None)
 STEPS = 200
 PEAK = 3e-4
 WARMUPS = (0, 1, 7, 100, 150)
@@ -129,6 +130,7 @@ class TestParity:
 
 
 class TestValues:
+    @UNTIMED
     @given(decays())
     def test_warmup_rises_in_equal_parts_to_the_peak(self, case) -> None:
         schedule, peak, _, warmup, _ = case
@@ -137,6 +139,7 @@ class TestValues:
         assert rise[:-1] == [peak * (k / warmup) for k in range(warmup)]
         assert all(a < b for a, b in itertools.pairwise(rise))
 
+    @UNTIMED
     @given(decays())
     def test_decay_is_monotone_between_peak_and_end(self, case) -> None:
         schedule, peak, end, warmup, total = case
@@ -146,6 +149,7 @@ class TestValues:
         sign = 1 if end >= peak else -1
         assert all(sign * (b - a) >= -slack for a, b in itertools.pairwise(values))
 
+    @UNTIMED
     @given(decays(), st.integers(1, 10**9))
     def test_end_is_held(self, case, beyond: int) -> None:
         schedule, _, end, warmup, total = case
@@ -153,6 +157,7 @@ class TestValues:
         if warmup < total:
             assert schedule(total) == end
 
+    @UNTIMED
     @given(rates, st.integers(1, 1000), st.integers(1, 100_000))
     def test_no_jump_where_the_warmup_ends(self, peak: float, warmup: int, decay: int) -> None:
         for make in (warmup_linear, warmup_cosine, warmup_polynomial):
@@ -162,6 +167,7 @@ class TestValues:
             assert at - below <= peak / warmup * (1 + 1e-9)
             assert at - above <= 2 * peak / decay
 
+    @UNTIMED
     @given(rates, counts, rates)
     def test_without_warmup_is_a_warmup_of_zero(self, peak: float, total: int, end: float) -> None:
         pairs = [
@@ -173,12 +179,11 @@ class TestValues:
         for bare, warmed in pairs:
             assert ours(bare) == ours(warmed)
 
+    @UNTIMED
     @given(rates, counts, counts, rates)
     def test_linear_is_a_polynomial_of_power_one(self, peak, warmup, decay, end) -> None:
         total = warmup + decay
-        assert ours(warmup_linear(peak, warmup, total, end)) == ours(
-            warmup_polynomial(peak, warmup, total, end)
-        )
+        assert ours(warmup_linear(peak, warmup, total, end)) == ours(warmup_polynomial(peak, warmup, total, end))
 
     def test_by_hand(self) -> None:
         assert [linear(1.0, 3.0, 4)(k) for k in range(6)] == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]
@@ -186,10 +191,12 @@ class TestValues:
         assert warmup_cosine(2.0, 10, 30, end=1.0)(20) == 1.5
         assert [linear(2.0, 1.0, 0)(k) for k in range(3)] == [2.0, 1.0, 1.0]
 
+    @UNTIMED
     @given(any_schedule())
     def test_before_the_first_step_the_first_value_holds(self, schedule: Schedule) -> None:
         assert schedule(-3) == schedule(0)
 
+    @UNTIMED
     @given(any_schedule(), st.integers(0, 200))
     def test_values_are_finite_floats(self, schedule: Schedule, step: int) -> None:
         assert type(schedule(step)) is float
@@ -197,6 +204,7 @@ class TestValues:
 
 
 class TestChain:
+    @UNTIMED
     @given(st.lists(any_schedule(), min_size=1, max_size=4), st.data())
     def test_each_counts_from_its_own_boundary(self, parts: list[Schedule], data: st.DataObject) -> None:
         size = len(parts) - 1
@@ -257,15 +265,18 @@ class TestText:
     def test_numbers(self, value: float, text: str) -> None:
         assert describe(value) == text
 
+    @UNTIMED
     @given(st.floats(allow_nan=False, allow_infinity=False))
     def test_numbers_lose_no_digit(self, value: float) -> None:
         assert float(describe(value)) == value
 
+    @UNTIMED
     @given(st.lists(any_schedule(), min_size=1, max_size=3))
     def test_repr_makes_the_schedule_again(self, parts: list[Schedule]) -> None:
         for schedule in (*parts, chain(parts, range(1, len(parts)))):
             assert eval(repr(schedule), vars(schedules).copy()) == schedule
 
+    @UNTIMED
     @given(any_schedule())
     def test_pickle(self, schedule: Schedule) -> None:
         for each in (schedule, chain([schedule, constant(1.0)], [5])):

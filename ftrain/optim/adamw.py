@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.optim.leaves import DecayGroups, DecayMask, Group, can_fuse, like, matrices, own, pick, require_range
+from ftrain.optim.leaves import (
+    DecayGroups,
+    DecayMask,
+    Group,
+    can_fuse,
+    like,
+    matrices,
+    own,
+    pick,
+    require_range,
+)
 from ftrain.schedules import as_schedule
 from ftrain.types import Hyper, Optimizer, PyTree, Schedule
 
@@ -54,7 +64,11 @@ def adamw(
     def init(params: PyTree) -> PyTree:
         device = next((leaf.device for leaf in tree.leaves(params)), None)
         count = torch.zeros((), dtype=torch.float32, device=device)
-        return {"count": count, "mu": tree.map(torch.zeros_like, params), "nu": tree.map(torch.zeros_like, params)}
+        return {
+            "count": count,
+            "mu": tree.map(torch.zeros_like, params),
+            "nu": tree.map(torch.zeros_like, params),
+        }
 
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False

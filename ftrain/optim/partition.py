@@ -72,4 +72,6 @@ def _require_labels(labels: dict[str, str], optimizers: Mapping[str, Optimizer])
             )
     unused = [label for label in optimizers if label not in labels.values()]
     if unused and labels:
-        raise OptionError(f"partition: no parameter has the label {', '.join(unused)}; labels are {sorted(set(labels.values()))}")
+        raise OptionError(
+            f"partition: no parameter has the label {', '.join(unused)}; labels are {sorted(set(labels.values()))}"
+        )

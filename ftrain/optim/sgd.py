@@ -61,7 +61,11 @@ def sgd(
         return tree.unflatten(spec, leaves), state
 
     def plain(
-        grads: list[Tensor], moments: list[Tensor], leaves: list[Tensor], decays: list[bool], rate: Tensor | float
+        grads: list[Tensor],
+        moments: list[Tensor],
+        leaves: list[Tensor],
+        decays: list[bool],
+        rate: Tensor | float,
     ) -> tuple[list[Tensor], list[Tensor]]:
         new_leaves, new_moments = [], []
         for index, (grad, leaf, decay) in enumerate(zip(grads, leaves, decays, strict=True)):
@@ -75,7 +79,11 @@ def sgd(
         return new_leaves, new_moments
 
     def fused(
-        grads: list[Tensor], moments: list[Tensor], leaves: list[Tensor], parts: list[tuple[list[int], bool]], rate: float
+        grads: list[Tensor],
+        moments: list[Tensor],
+        leaves: list[Tensor],
+        parts: list[tuple[list[int], bool]],
+        rate: float,
     ) -> None:
         grads = like(grads, leaves)
         for indices, decay in parts:

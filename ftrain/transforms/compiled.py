@@ -11,11 +11,12 @@ import optree
 import torch
 from torch import Tensor
 
-from ftrain import backends, graph, keyed, random, tree
+from ftrain import backends, graph, random, tree
 from ftrain.errors import BatchError, OptionError, TraceError
+from ftrain.fused import Fused
+from ftrain.keyed import Keyed
 from ftrain.step import Step, Wrapper, require_positive, wrapper
 from ftrain.types import (
-    Core,
     Gradients,
     Hyper,
     Metrics,
@@ -89,8 +90,11 @@ class Compiler:
 
     def __call__(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> graph.Flat:
         """Compile a captured graph for the device of its inputs."""
-        name = self.backend or backends.of(inputs[0].device).compile_backend
-        return graph.compile_graph(captured, inputs, name, self.options)
+        return graph.compile_graph(captured, inputs, self.backend_for(inputs[0].device), self.options)
+
+    def backend_for(self, device: torch.device) -> str:
+        """The backend that was asked for, or the one that suits the device."""
+        return self.backend or backends.of(device).compile_backend
 
 
 class Traced:
@@ -108,6 +112,7 @@ class Traced:
         self._seen: list[dict[str, str]] = []
 
     def __call__(self, carry: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
+        """Run the graph for trees like these, which is compiled when they are the first."""
         leaves, spec = tree.flatten((carry, *rest))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         signature = spec, tuple(_static(leaf) for leaf in leaves)
@@ -154,9 +159,7 @@ class _Graph:
     def _flat(self, function: Callable[..., Any], leaves: list[Any], spec: optree.PyTreeSpec) -> graph.Flat:
         def flat(*inputs: Tensor) -> list[Tensor]:
             given = iter(inputs)
-            carry, *rest = tree.unflatten(
-                spec, [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            )
+            carry, *rest = tree.unflatten(spec, [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
             new, extra = function(carry, *rest)
             old_leaves, (new_leaves, self._spec) = tree.leaves(carry), tree.flatten(new)
             self._changed = [i for i, (a, b) in enumerate(zip(new_leaves, old_leaves, strict=True)) if a is not b]
@@ -201,25 +204,33 @@ class _Compiled:
 
     def __init__(self, step: Step, lowering: str, compiler: Compiler) -> None:
         self._step, self._lowering, self._compiler = step, lowering, compiler
-        self._core = self._whole() if lowering != "split" else self._split()
+        self._core: Callable[..., Any] = self._whole() if lowering != "split" else self._split()
 
     @property
     def text(self) -> str:
+        """How it prints: with the lowering that was chosen, once it was."""
         return f"compiled({self._lowering}{', donate' if self._step.donate else ''})"
 
-    def _whole(self) -> Core:
+    def _whole(self) -> Callable[..., Any]:
         core = self._step.assemble()
 
-        def drawing(state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor) -> tuple[TrainState, Metrics]:
-            with keyed.Keyed(random.stock(rng)):
+        def drawing(state: TrainState, batch: PyTree, hyper: Hyper, keys: Tensor) -> tuple[TrainState, Metrics]:
+            draw = Fused if self._compiler.backend_for(keys.device) == graph.INDUCTOR else Keyed
+            rng, stock = keys
+            with draw(stock):
                 return core(state, batch, hyper, rng if self._step.base.needs_rng else None)
 
         return Traced(drawing, self._compiler, donate=self._step.donate)
 
-    def _split(self) -> Core:
-        return self._step.assemble(
-            around_loss=lambda loss: torch.compile(loss, dynamic=False, backend=self._compiler.backend or graph.INDUCTOR),
+    def _split(self) -> Callable[..., Any]:
+        core = self._step.assemble(
+            around_loss=lambda loss: torch.compile(
+                loss, dynamic=False, backend=self._compiler.backend or graph.INDUCTOR
+            ),
             around_update=self._traced_update,
+        )
+        return lambda state, batch, hyper, keys: core(
+            state, batch, hyper, keys[0] if self._step.base.needs_rng else None
         )
 
     def _traced_update(self, update: UpdateFn) -> UpdateFn:
@@ -229,8 +240,9 @@ class _Compiled:
         traced = Traced(carried, self._compiler, donate=self._step.donate)
 
         def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-            # The new buffers come with the gradients, so those of the state are of no use to the graph.
-            return traced(dataclasses.replace(state, buffers=gradients.buffers), gradients, hyper)[0]
+            new: TrainState
+            new, _ = traced(state, gradients, hyper)
+            return new
 
         return updating
 
@@ -240,20 +252,30 @@ class _Compiled:
         device = tree.device_of(state.params)
         values = torch.tensor(list(hyper.values()), dtype=torch.float64).to(device, non_blocking=True)
         inputs = (
-            dataclasses.replace(state, step=None, rng=None),
+            dataclasses.replace(state, step=None, rng=None),  # type: ignore[arg-type]
             batch,
             dict(zip(hyper, values.unbind(), strict=True)),
-            random.to_device(random.from_words(words), device),
+            random.to_device(torch.tensor([words, random.stock_words(words)]), device),
         )
-        with backends.of(device).seeded(random.seed_of(words)):
-            try:
-                return self._core(*inputs)
-            except TraceError as error:
-                if self._lowering != "auto":
-                    raise TraceError(f"compiled: the step cannot be captured as one graph: {error}") from error
-                log.warning("compiled: split into loss and update, since the whole step cannot be captured: %s", error)
-                self._lowering, self._core = "split", self._split()
-                return self._core(*inputs)
+        with torch.no_grad(), backends.of(device).seeded(random.seed_of(words)):
+            return self._settled(*inputs) if self._lowering != "auto" else self._first(*inputs)
+
+    def _settled(self, *inputs: Any) -> tuple[TrainState, Metrics]:
+        try:
+            return self._core(*inputs)  # type: ignore[no-any-return]
+        except TraceError as error:
+            raise TraceError(f"compiled: the step cannot be captured as one graph: {error}") from error
+
+    def _first(self, *inputs: Any) -> tuple[TrainState, Metrics]:
+        """Take the whole step if it can be captured."""
+        try:
+            made = self._core(*inputs)
+            self._lowering = "whole"
+        except TraceError as error:
+            log.warning("compiled: split into loss and update, since the whole step cannot be captured: %s", error)
+            self._lowering, self._core = "split", self._split()
+            made = self._core(*inputs)
+        return made  # type: ignore[no-any-return]
 
 
 class CompiledFunction:

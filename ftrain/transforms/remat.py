@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ftrain import keyed
 from ftrain.errors import ComposeError, OptionError
+from ftrain.grad import detach
 from ftrain.module import Blocks, Slot, bound, find_blocks
 from ftrain.step import Wrapper, wrapper
 from ftrain.types import Loss, LossOutput, PyTree
-
-Contexts: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 POLICIES = ("full", "dots")
 
@@ -69,6 +69,8 @@ def remat(policy: str = "full", blocks: Sequence[type[nn.Module] | str] | None =
                 yield
 
         def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            if torch.compiler.is_dynamo_compiling():  # Counting would be a guard of its graph.
+                return loss.fn(params, batch, rng=rng, buffers=buffers)
             before = met[0]
             returned = loss.fn(params, batch, rng=rng, buffers=buffers)
             if met[0] == before:
@@ -86,39 +88,74 @@ def remat(policy: str = "full", blocks: Sequence[type[nn.Module] | str] | None =
 
 def _region(policy: str, met: list[int]) -> Callable[..., Any]:
     def region(function: Callable[..., Any], slots: Sequence[Slot], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            # Dynamo has its own operator for this, which sees to parameters, buffers and random numbers.
+            choice: dict[str, Any] = {} if policy == "full" else {"context_fn": _dynamo_contexts}
+            return checkpoint(function, *args, use_reentrant=False, **choice, **kwargs)
         met[0] += 1
-        contexts = _contexts(slots, policy)
-        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(_Repeatable(function, slots, policy), *args, use_reentrant=False, **kwargs)
 
     return region
 
 
-def _contexts(slots: Sequence[Slot], policy: str) -> Contexts:
-    """Contexts of the first run and of the recomputation, which must see what the first one saw."""
-    # What a block does to its buffers must happen once: the recomputation works on copies.
-    values = [s.place[s.key].clone() if s.is_buffer else s.place[s.key] for s in slots]
-    stream = keyed.current()
-    offset = stream.offset if stream is not None else 0
+class _Repeatable:
+    """A block whose later runs see what the first one saw: parameters, buffers and random numbers."""
 
-    @contextmanager
-    def again() -> Iterator[None]:
-        with bound(list(slots), values), stream.replay(offset) if stream is not None else nullcontext():
-            yield
+    def __init__(self, function: Callable[..., Any], slots: Sequence[Slot], policy: str) -> None:
+        self._function, self._slots = function, list(slots)
+        # What a block does to its buffers must happen once: recomputation works on copies.
+        self._values = [s.place[s.key].clone() if s.is_buffer else s.place[s.key] for s in slots]
+        self._stream = keyed.current()
+        self._offset = self._stream.offset if self._stream is not None else 0
+        self._kept: list[Any] | None = [] if policy == "dots" else None
+        self._ran = False
 
-    def make() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        if policy == "full":
-            return nullcontext(), again()
-        first, second = create_selective_checkpoint_contexts(_keep_dots)
-        return first, _both(second, again())
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block, the first time as it is, and afterwards as it was."""
+        if not self._ran:
+            self._ran = True
+            with nullcontext() if self._kept is None else _Keep(self._kept):
+                return self._function(*args, **kwargs)
+        again = nullcontext() if self._stream is None else self._stream.replay(self._offset)
+        with (
+            bound(self._slots, self._values),
+            again,
+            nullcontext() if self._kept is None else _Reuse(self._kept),
+        ):
+            return self._function(*args, **kwargs)
 
-    return make
+
+class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keep what the operations in `DOTS` return."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation."""
+        returned = func(*args, **(kwargs or {}))
+        if func in DOTS:
+            # Detached: autograd attaches the graph to what is returned, which must not be kept alive.
+            self._kept.append(detach(returned))
+        return returned
+
+
+class _Reuse(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Return what `_Keep` has kept, in the same order, instead of computing it."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = iter(kept)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, unless its result is there."""
+        return detach(next(self._kept)) if func in DOTS else func(*args, **(kwargs or {}))
+
+
+def _dynamo_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep_dots)  # type: ignore[no-untyped-call]
 
 
 def _keep_dots(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in DOTS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield

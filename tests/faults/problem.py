@@ -1,0 +1,47 @@
+"""A linear regression small enough to check by hand, and what every fault test needs around it."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import ftrain as ft
+
+
+def params():
+    return {"w": torch.ones(3), "b": torch.zeros(())}
+
+
+def batch(length=4):
+    return {"x": torch.arange(3.0 * length).reshape(length, 3) / 10, "y": torch.zeros(length)}
+
+
+def squares(params, batch):
+    return ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
+
+
+def make(loss_fn=squares, *wrappers, optimizer=None, **options):
+    return ft.compose(ft.train_step(loss_fn, optimizer or ft.optim.adamw(0.1), **options), *wrappers)
+
+
+def run(loss_fn=squares, *wrappers, given=None, **options):
+    """Build a step, take one step, and return the new state and the metrics."""
+    step = make(loss_fn, *wrappers, **options)
+    return step(step.init(params()), batch() if given is None else given)
+
+
+@contextmanager
+def failing(kind, *pieces):
+    """Check for an error of exactly this class, whose message has all the pieces."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert type(caught.value) is kind
+    missing = [piece for piece in pieces if piece not in str(caught.value)]
+    assert not missing, f"{missing} not in the message: {caught.value}"
+
+
+def assert_bitwise(found, needed):
+    """Two trees agree in structure, dtype, shape and every bit."""
+    assert ft.tree.leaf_names(found) == ft.tree.leaf_names(needed)
+    for name, a, b in zip(ft.tree.leaf_names(found), ft.tree.leaves(found), ft.tree.leaves(needed), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")

@@ -1,0 +1,106 @@
+"""Batches that do not fit what is done to them."""
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import BatchError, OptionError
+from tests.faults.problem import batch, failing, make, params, run, squares
+
+
+def of_a_tensor(params, batch):
+    return (batch @ params["w"]).square().mean() + params["b"]
+
+
+def test_an_axis_that_n_does_not_divide():
+    with failing(BatchError, "accumulate(3)", "batch.x", "length 4", "multiple of 3"):
+        run(squares, ft.accumulate(3))
+
+
+def test_an_axis_shorter_than_n():
+    with failing(BatchError, "accumulate(8)", "batch.x", "length 4"):
+        run(squares, ft.accumulate(8))
+
+
+def test_an_axis_without_examples():
+    with failing(BatchError, "accumulate(2)", "batch.x", "length 0"):
+        run(squares, ft.accumulate(2), given=batch(0))
+
+
+def test_the_leaf_is_named_by_its_whole_path():
+    def loss(params, batch):
+        return squares(params, batch["data"][0])
+
+    with failing(BatchError, "batch.data.0.x"):
+        run(loss, ft.accumulate(3), given={"data": [batch()]})
+
+
+def test_a_batch_that_is_a_tensor_is_called_batch():
+    with failing(BatchError, "accumulate(3)", "batch has length 4"):
+        run(of_a_tensor, ft.accumulate(3), given=torch.zeros(4, 3))
+
+
+def test_axes_of_different_length():
+    with failing(BatchError, "accumulate(2)", "batch.y has 2", "batch.x has 4", "same length"):
+        run(squares, ft.accumulate(2), given={**batch(), "y": torch.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [({"x": torch.zeros(()), "n": 3}, "'x': 'float32[]'"), ({}, "{}"), ({"s": "text"}, "str")]
+)
+def test_no_axis_to_cut(given, found):
+    with failing(BatchError, "accumulate(2)", "no tensor with an axis", found):
+        run(squares, ft.accumulate(2), given=given)
+
+
+def test_the_same_errors_when_compiled():
+    with failing(BatchError, "accumulate(3)", "batch.x", "length 4"):
+        run(squares, ft.accumulate(3), ft.compiled(backend="eager"))
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, "2", True, None])
+def test_a_number_of_pieces_that_is_none(n):
+    with failing(OptionError, "accumulate", "n is", repr(n), "whole number"):
+        ft.accumulate(n)
+
+
+def test_leaves_that_cannot_be_cut_go_to_every_piece():
+    def loss(params, batch):
+        assert batch["name"] == "all"
+        return squares(params, batch) * batch["scale"]
+
+    given = {**batch(), "scale": torch.tensor(2.0), "name": "all"}
+    whole, pieces = run(loss, given=given)[0], run(loss, ft.accumulate(4), given=given)[0]
+    for name in params():
+        torch.testing.assert_close(pieces.params[name], whole.params[name])
+
+
+@pytest.mark.parametrize("lowering", ["whole", "auto", "split"])
+def test_more_batch_shapes_than_graphs(lowering):
+    step = make(squares, ft.compiled(backend="eager", lowering=lowering, max_graphs=2))
+    state = step.init(params())
+    for length in (2, 3, 2, 3):
+        state, _ = step(state, batch(length))
+    with failing(BatchError, "compiled", "max_graphs is 2", "batch.x", "[2, 3]", "[3, 3]", "[4, 3]"):
+        step(state, batch(4))
+    step(state, batch(3))
+
+
+def test_more_batch_shapes_than_graphs_where_the_batch_is_a_tensor():
+    step = make(of_a_tensor, ft.compiled(backend="eager", max_graphs=1))
+    state, _ = step(step.init(params()), torch.zeros(2, 3))
+    with failing(BatchError, "batch came as", "[2, 3]", "[3, 3]"):
+        step(state, torch.zeros(3, 3))
+
+
+def test_a_number_in_the_batch_that_changes_is_named():
+    step = make(squares, ft.compiled(backend="eager", max_graphs=2))
+    state = step.init(params())
+    with failing(BatchError, "compiled", "max_graphs is 2", "batch.epoch"):
+        for epoch in range(4):
+            state, _ = step(state, {**batch(), "epoch": epoch, "a": "constant"})
+
+
+def test_a_leaf_that_no_graph_can_depend_on():
+    with failing(BatchError, "compiled", "set", "tensor"):
+        run(squares, ft.compiled(backend="eager"), given={**batch(), "extra": {1, 2}})

@@ -1,0 +1,64 @@
+"""Options with a fixed set of choices: the message lists them."""
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import OptionError
+from tests.faults.problem import batch, failing, make, params, squares
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float", torch.int8, torch.float32, 16, None])
+def test_unknown_dtype(dtype):
+    with failing(OptionError, "with_amp", repr(dtype), "bf16, fp16, tf32"):
+        ft.with_amp(dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "text"), [("bfloat16", "bf16"), ("float16", "fp16"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+)
+def test_other_spellings_of_the_dtypes(dtype, text):
+    assert ft.with_amp(dtype).text == f"with_amp({text})"
+
+
+@pytest.mark.parametrize("dtype", ["int8", "tf32", torch.int8])
+def test_unknown_dtype_of_an_evaluation(dtype):
+    with failing(OptionError, "evaluate", repr(dtype), "bf16, fp16"):
+        ft.evaluate(ft.eval_step(squares), make().init(params()), [batch()], dtype=dtype)
+
+
+def test_unknown_policy():
+    with failing(OptionError, "remat", "'some'", "full, dots"):
+        ft.remat("some")
+
+
+def test_unknown_lowering():
+    with failing(OptionError, "compiled", "'half'", "auto, whole, split"):
+        ft.compiled(lowering="half")
+
+
+def test_unknown_compile_backend():
+    with failing(OptionError, "compiled", "'nvcc'", "inductor", "eager", "aot_eager"):
+        ft.compiled(backend="nvcc")
+
+
+def test_unknown_compile_mode():
+    with failing(OptionError, "compiled", "'fast'", "default", "max-autotune"):
+        ft.compiled(mode="fast")
+
+
+@pytest.mark.parametrize("settings", [{"mode": "max-autotune"}, {"options": {"max_autotune": True}}])
+def test_settings_of_inductor_for_another_backend(settings):
+    with failing(OptionError, "compiled", "Inductor", "'eager'"):
+        ft.compiled(backend="eager", **settings)
+
+
+def test_unknown_option_of_inductor():
+    with failing(OptionError, "compiled", "'no_such_option'"):
+        ft.compiled(options={"no_such_option": 1})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", None])
+def test_max_graphs_that_is_no_number(value):
+    with failing(OptionError, "compiled", "max_graphs", repr(value)):
+        ft.compiled(max_graphs=value)

@@ -1,0 +1,140 @@
+"""Steps that cannot be captured: an error that names the line, or one log line and the right numbers."""
+
+import logging
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import TraceError
+from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
+
+pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    """Dynamo logs every graph break on its own; what is tested is the one line of ours."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(before)
+
+
+def by_item(params, batch):
+    factor = params["w"].sum().item()  # here: item
+    return squares(params, batch) * factor
+
+
+def by_float(params, batch):
+    factor = float(batch["x"].sum())  # here: float
+    return squares(params, batch) * factor
+
+
+def by_bool(params, batch):
+    if params["w"].sum() > 2:  # here: bool
+        return squares(params, batch)
+    return 2 * squares(params, batch)
+
+
+def by_int(params, batch):
+    factor = int((batch["x"] > 0.5).sum())  # here: int
+    return squares(params, batch) * factor
+
+
+def by_list(params, batch):
+    factor = batch["y"].add(2).tolist()[0]  # here: list
+    return squares(params, batch) * factor
+
+
+def by_selection(params, batch):
+    chosen = batch["x"][:, 0].gt(0.5).nonzero()[:, 0]  # here: selection
+    return squares(params, {name: leaf[chosen] for name, leaf in batch.items()})
+
+
+ASKING = [by_item, by_float, by_bool, by_int, by_list, by_selection]
+asking = pytest.mark.parametrize("loss", ASKING, ids=lambda loss: loss.__name__)
+
+
+@asking
+def test_whole_names_the_line_that_asks_for_a_value(loss):
+    step = make(loss, ft.compiled(backend="eager", lowering="whole"))
+    state = step.init(params())
+    kept = ft.tree.clone(state)
+    mark = f"# here: {loss.__name__.removeprefix('by_')}"
+    with failing(TraceError, "compiled", "one graph", "test_compiled_faults.py:", mark):
+        step(state, batch())
+    assert_bitwise(state, kept)
+
+
+@asking
+@pytest.mark.parametrize("donate", [False, True])
+def test_auto_falls_back_with_one_line_and_the_right_numbers(loss, donate, caplog):
+    step = make(loss, ft.compiled(backend="eager", donate=donate))
+    eager = make(loss)
+    state, needed = step.init(params()), eager.init(params())
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        for _ in range(3):
+            state, metrics = step(state, batch())
+            needed, needed_metrics = eager(needed, batch())
+    lines = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
+    assert len(lines) == 1
+    assert "split" in lines[0]
+    assert f"# here: {loss.__name__.removeprefix('by_')}" in lines[0]
+    assert "compiled(split" in repr(step)
+    for name in params():
+        torch.testing.assert_close(state.params[name], needed.params[name], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(metrics["loss"], needed_metrics["loss"], rtol=1e-5, atol=1e-6)
+
+
+def test_auto_falls_back_with_inductor_too(caplog):
+    step = make(by_item, ft.compiled())
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        state, _ = step(step.init(params()), batch())
+    assert "# here: item" in caplog.text
+    needed, _ = make(by_item)(make(by_item).init(params()), batch())
+    torch.testing.assert_close(state.params["w"], needed.params["w"])
+
+
+def test_auto_says_nothing_when_the_whole_step_can_be_captured(caplog):
+    step = make(squares, ft.compiled(backend="eager"))
+    with caplog.at_level(logging.WARNING):
+        step(step.init(params()), batch())
+    assert not caplog.records
+    assert "split" not in repr(step)
+
+
+@pytest.mark.parametrize("lowering", ["whole", "auto"])
+def test_a_mistake_in_the_loss_is_shown_as_it_is(lowering, caplog):
+    def wrong(params, batch):
+        return batch["x"].T @ params["w"] @ params["b"]
+
+    eager = make(wrong)
+    with pytest.raises(RuntimeError) as needed:
+        eager(eager.init(params()), batch())
+    step = make(wrong, ft.compiled(backend="eager", lowering=lowering))
+    with caplog.at_level(logging.WARNING, "ftrain"), pytest.raises(type(needed.value)) as found:
+        step(step.init(params()), batch())
+    assert type(found.value) is type(needed.value)
+    assert "size mismatch" in str(found.value)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("lowering", ["whole", "auto"])
+def test_a_missing_key_is_shown_as_it_is(lowering):
+    step = make(lambda params, batch: batch["labels"].sum(), ft.compiled(backend="eager", lowering=lowering))
+    with pytest.raises(KeyError, match="labels"):
+        step(step.init(params()), batch())
+
+
+def test_a_random_operation_with_a_generator():
+    generator = torch.Generator().manual_seed(0)
+
+    def loss(params, batch):
+        noise = torch.randn(4, generator=generator)  # here: generator
+        return squares(params, {**batch, "y": noise})
+
+    step = make(loss, ft.compiled(backend="eager", lowering="whole"))
+    with failing(TraceError, "compiled", "generator", "# here: generator"):
+        step(step.init(params()), batch())

@@ -1,0 +1,143 @@
+"""Parts put together in a way that has no meaning."""
+
+import logging
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import ComposeError, OptionError
+from tests.faults.problem import batch, failing, make, params, squares
+
+WRAPPERS = {
+    "accumulate": ft.accumulate(2),
+    "clip": ft.clip(1.0),
+    "remat": ft.remat(),
+    "with_amp": ft.with_amp("bf16"),
+    "ema": ft.ema(0.9),
+    "skip_nonfinite": ft.skip_nonfinite(),
+    "donated": ft.donated(),
+    "compiled": ft.compiled(),
+}
+wrappers = pytest.mark.parametrize("name", WRAPPERS)
+
+
+def plain(state, batch):
+    return {**state, "count": state["count"] + batch}, {"loss": state["count"]}
+
+
+@wrappers
+def test_a_wrapper_applied_twice(name):
+    step = WRAPPERS[name](make())
+    with failing(ComposeError, WRAPPERS[name].text, f"{name} already", "loss    squares"):
+        WRAPPERS[name](step)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (ft.clip(1.0), ft.clip(value=1.0)),
+        (ft.with_amp("bf16"), ft.with_amp("fp16")),
+        (ft.accumulate(2), ft.accumulate(4)),
+    ],
+)
+def test_two_of_a_kind_with_other_options_and_something_in_between(first, second):
+    with failing(ComposeError, second.text, "already"):
+        ft.compose(make(), first, ft.ema(0.9), second)
+
+
+@pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "compiled"])
+def test_a_plain_function_that_a_wrapper_cannot_act_on(name):
+    with failing(ComposeError, WRAPPERS[name].text, "plain is a function", "train_step", "Step") as caught:
+        WRAPPERS[name](plain)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_plain_function_can_be_compiled():
+    step = ft.compiled(backend="eager")(plain)
+    state, metrics = step({"count": torch.tensor(1.0)}, torch.tensor(2.0))
+    assert float(state["count"]) == 3
+    assert float(metrics["loss"]) == 1
+    assert "plain" in repr(step)
+
+
+def test_a_plain_function_of_steps_runs_uncompiled_and_says_so(caplog):
+    step = make(squares)
+
+    def twice(state, batch):
+        return step(step(state, batch)[0], batch)
+
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        compiled = ft.compiled(backend="eager")(twice)
+        found, _ = compiled(step.init(params()), batch())
+        again, _ = compiled(step.init(params()), batch())
+    assert len(caplog.records) == 1
+    assert "twice runs uncompiled" in caplog.text
+    needed, _ = twice(step.init(params()), batch())
+    for name in params():
+        assert torch.equal(found.params[name], needed.params[name])
+        assert torch.equal(again.params[name], needed.params[name])
+
+
+@wrappers
+@pytest.mark.parametrize("given", [5, None, "step"])
+def test_what_is_no_step_at_all(name, given):
+    with failing(ComposeError, WRAPPERS[name].text, repr(given), type(given).__name__):
+        WRAPPERS[name](given)
+
+
+@pytest.mark.parametrize("given", [make(), plain], ids=["step", "plain"])
+def test_a_wrapper_that_needs_an_option_and_has_none(given):
+    # A bare `ft.accumulate(step)` has to say what is missing, not hand over Python's own message about arguments.
+    with pytest.raises(ft.errors.FtrainError, match=r"accumulate\b.*\bn\b"):
+        ft.accumulate(given)
+
+
+@pytest.mark.parametrize("given", [None, 1.0, "clip"])
+def test_compose_with_what_is_no_wrapper(given):
+    with failing(ComposeError, "compose", "argument 2", repr(given), "ft.clip(1.0)"):
+        ft.compose(make(), ft.ema(0.9), given)
+
+
+def test_compose_with_a_step_among_the_wrappers():
+    with failing(ComposeError, "compose", "argument 1", "needs a wrapper"):
+        ft.compose(make(), make())
+
+
+def test_compose_with_wrappers_that_were_not_called():
+    step = ft.compose(make(), ft.clip, ft.ema, ft.compiled)
+    assert [wrapper.name for wrapper in step.wrappers] == ["clip", "ema", "compiled"]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1), torch.optim.AdamW, ft.optim.adamw, None, 0.1],
+)
+def test_an_optimizer_that_is_none_of_ours(optimizer):
+    with failing(ComposeError, "train_step", "optimizer", type(optimizer).__name__, "ft.optim.adamw"):
+        ft.train_step(squares, optimizer)
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, float("nan")])
+def test_ema_decay_out_of_range(decay):
+    with failing(OptionError, "ema", "decay", repr(decay), "[0, 1)"):
+        ft.ema(decay)
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
+def test_clip_limit_out_of_range(limit):
+    with failing(OptionError, "clip", repr(limit), "positive"):
+        ft.clip(limit)
+    with failing(OptionError, "clip", repr(limit), "positive"):
+        ft.clip(value=limit)
+
+
+def test_clip_by_norm_and_value_at_once():
+    with failing(OptionError, "clip", "max_norm=1.0", "value=2.0", "one of them"):
+        ft.clip(1.0, value=2.0)
+
+
+@pytest.mark.parametrize("limit", [0, -3, 1.5, None])
+def test_skip_limit_out_of_range(limit):
+    with failing(OptionError, "skip_nonfinite", "limit", repr(limit), "whole number"):
+        ft.skip_nonfinite(limit)

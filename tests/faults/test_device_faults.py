@@ -1,0 +1,99 @@
+"""Devices that are not there, or that lack what is asked of them."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import DeviceError
+from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
+
+
+@pytest.fixture
+def cpu_with():
+    """Replace the record of the CPU by one with other fields, until the test ends."""
+    real = ft.backends.get("cpu")
+    yield lambda **fields: ft.backends.register(dataclasses.replace(real, describe=lambda: "Turing T4", **fields))
+    ft.backends.register(real)
+
+
+@pytest.mark.parametrize(("dtype", "other"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_a_dtype_the_device_cannot_compute_in(dtype, other, cpu_with):
+    has = {"bf16": torch.bfloat16, "fp16": torch.float16}[other]
+    cpu_with(autocast_dtypes=lambda: (has,))
+    step = make(squares, ft.with_amp(dtype))
+    with failing(DeviceError, "with_amp", "Turing T4", f"compute in {dtype}", other, "float32"):
+        step.init(params())
+    make(squares, ft.with_amp(other)).init(params())
+
+
+def test_a_device_without_any_narrow_dtype(cpu_with):
+    cpu_with(autocast_dtypes=tuple)
+    with failing(DeviceError, "with_amp", "Turing T4", "float32"):
+        make(squares, ft.with_amp("bf16")).init(params())
+
+
+def test_a_state_from_elsewhere_is_checked_too(cpu_with):
+    step = make(squares, ft.with_amp("bf16"))
+    state = step.init(params())
+    kept = ft.tree.clone(state)
+    cpu_with(autocast_dtypes=lambda: (torch.float16,))
+    with failing(DeviceError, "with_amp", "Turing T4", "bf16"):
+        step(state, batch())
+    assert_bitwise(state, kept)
+
+
+def test_an_evaluation_in_a_dtype_the_device_cannot_compute_in(cpu_with):
+    state = make().init(params())
+    cpu_with(autocast_dtypes=lambda: (torch.float16,))
+    with failing(DeviceError, "evaluate", "Turing T4", "bf16", "fp16"):
+        ft.evaluate(ft.eval_step(squares), state, [batch()], dtype="bf16")
+
+
+def test_tf32_where_there_is_none():
+    with failing(DeviceError, "with_amp", "CPU", "TF32", "bf16"):
+        make(squares, ft.with_amp("tf32")).init(params())
+
+
+def test_tf32_where_there_is_one(cpu_with):
+    entered = []
+
+    class Switch:
+        def __enter__(self):
+            entered.append(True)
+
+        def __exit__(self, *error):
+            entered.append(False)
+
+    cpu_with(tf32=Switch)
+    step = make(squares, ft.with_amp("tf32"))
+    state, _ = step(step.init(params()), batch())
+    assert entered == [True, False]
+    with pytest.raises(KeyError):
+        step(state, {})
+    assert entered == [True, False] * 2
+
+
+@pytest.mark.parametrize("device", ["banana", "banana:0"])
+def test_a_device_that_torch_does_not_know(device):
+    with failing(DeviceError, "banana", "cpu", "cuda"):
+        make().init(params(), device=device)
+
+
+@pytest.mark.parametrize("device", ["mps", "meta"])
+def test_a_device_that_nobody_registered(device):
+    with failing(DeviceError, device, "registered are", "cpu"):
+        make().init(params(), device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1)])
+def test_a_device_that_this_machine_lacks(device):
+    with failing(DeviceError, "cuda", "available are", "cpu"):
+        make().init(params(), device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
+def test_a_device_that_is_there(device):
+    assert make().init(params(), device=device).params["w"].device.type == "cpu"

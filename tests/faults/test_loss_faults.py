@@ -1,0 +1,242 @@
+"""Losses that no gradient can be taken of, or that are no pure functions."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import LossError
+from tests.faults.problem import assert_bitwise, batch, failing, make, params, run, squares
+
+CAPTURED = ft.compiled(backend="eager", lowering="whole")
+modes = pytest.mark.parametrize("wrappers", [(), (CAPTURED,), (ft.accumulate(2),)], ids=["eager", "whole", "pieces"])
+
+
+def mean(total, weight):
+    return lambda params, batch: ft.Mean(total(params), weight(params))
+
+
+def total(params):
+    return params["w"].sum() + params["b"]
+
+
+@modes
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda params, batch: params["w"], "returned float32[3]"),
+        (lambda params, batch: params["w"].sum().reshape(1), "returned float32[1]"),
+        (lambda params, batch: None, "returned NoneType"),
+        (lambda params, batch: 1.0, "returned float"),
+        (lambda params, batch: {"loss": params["w"].sum()}, "returned dict"),
+        (lambda params, batch: (total(params), {}, None, 4), "tuple of 4"),
+        (lambda params, batch: (total(params),), "tuple of 1"),
+        (lambda params, batch: (total(params), [1]), "metrics must be a dict"),
+        (mean(lambda p: p["w"], lambda p: torch.ones(())), "found float32[3]"),
+        (mean(total, lambda p: torch.ones(2)), "found float32[2]"),
+        (mean(total, lambda p: 4), "found int"),
+    ],
+)
+def test_no_form_of_a_loss(loss, found, wrappers):
+    with failing(LossError, "loss: ", found):
+        run(loss, *wrappers)
+
+
+def test_the_message_lists_the_forms():
+    with failing(LossError, "0-d tensor", "Mean", "(loss, metrics)", "(loss, metrics, buffers)"):
+        run(lambda params, batch: None)
+
+
+def test_the_loss_is_called_by_its_name():
+    def my_loss(params, batch):
+        return None
+
+    with failing(LossError, "my_loss: returned NoneType"):
+        run(my_loss)
+
+
+@modes
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda params, batch: total(params).detach(),
+        lambda params, batch: batch["x"].sum(),
+        lambda params, batch: torch.zeros(()),
+    ],
+)
+def test_no_way_back_to_the_parameters(loss, wrappers):
+    with failing(LossError, "does not depend on the parameters", "detach", "no_grad"):
+        run(loss, *wrappers)
+
+
+def test_no_way_back_from_a_number():
+    with failing(LossError, "does not depend on the parameters", ".item()"):
+        run(lambda params, batch: torch.tensor(total(params).item()))
+
+
+@modes
+def test_a_weight_that_depends_on_parameters(wrappers):
+    with failing(LossError, "weight of the Mean depends on the parameters", "detach"):
+        run(mean(total, lambda p: p["w"].sum()), *wrappers)
+
+
+@modes
+@pytest.mark.parametrize("loss", [lambda params, batch: total(params).long(), mean(lambda p: total(p) > 0, total)])
+def test_a_loss_that_is_no_floating_point_number(loss, wrappers):
+    with failing(LossError, "the loss is ", "needs a floating-point"):
+        run(loss, *wrappers)
+
+
+@modes
+def test_a_parameter_that_is_not_used(wrappers):
+    def loss(params, batch):
+        return params["used"].sum() + params["deep"][0]["yes"].sum()
+
+    tree = {"used": torch.ones(2), "deep": [{"yes": torch.ones(2), "no": torch.ones(3)}]}
+    step = make(loss, *wrappers)
+    with failing(LossError, "1 of 3", "deep.0.no", "allow_unused=True", "trainable="):
+        step(step.init(tree), batch())
+
+
+def test_many_unused_parameters_are_counted_and_not_all_listed():
+    tree = {f"p{index:02}": torch.ones(1) for index in range(30)}
+    step = make(lambda params, batch: params["p00"].sum())
+    with failing(LossError, "29 of 30", "p01", "...") as caught:
+        step(step.init(tree), batch())
+    assert "p29" not in str(caught.value)
+
+
+@modes
+def test_an_unused_parameter_that_is_allowed_has_a_gradient_of_zero(wrappers):
+    step = make(lambda params, batch: params["w"].sum(), *wrappers, ft.clip(1e9), allow_unused=True)
+    state = step.init(params())
+    new, metrics = step(state, batch())
+    assert torch.equal(new.params["b"], state.params["b"])
+    assert torch.equal(new.opt_state["mu"]["b"], torch.zeros(()))
+    assert not torch.equal(new.params["w"], state.params["w"])
+    assert float(metrics["grad_norm"]) == pytest.approx(3**0.5)
+
+
+def changes_params(params, batch, buffers):
+    with torch.no_grad():
+        params["w"].add_(1)
+    return squares(params, batch)
+
+
+def changes_params_under_grad(params, batch, buffers):
+    params["w"].add_(1)
+    return squares(params, batch)
+
+
+def changes_frozen(params, batch, buffers):
+    params["b"].add_(1)
+    return squares(params, batch)
+
+
+def changes_batch(params, batch, buffers):
+    batch["x"].mul_(2)
+    return squares(params, batch)
+
+
+def changes_buffers(params, batch, buffers):
+    buffers["seen"].add_(1)
+    return squares(params, batch), {}, buffers
+
+
+@modes
+@pytest.mark.parametrize(
+    ("loss", "path"),
+    [
+        (changes_params, "params.w"),
+        (changes_params_under_grad, "params.w"),
+        (changes_frozen, "b "),
+        (changes_batch, "batch.x"),
+        (changes_buffers, "buffers.seen"),
+    ],
+)
+def test_a_loss_that_changes_its_inputs_in_place(loss, path, wrappers):
+    step = make(loss, *wrappers, trainable=["w"])
+    state = step.init(params(), buffers={"seen": torch.zeros(())})
+    with failing(LossError, loss.__name__, "in place", path, "clone"):
+        step(state, batch())
+
+
+def test_buffers_put_into_the_dict_do_not_reach_the_old_state():
+    def counting(params, batch, *, buffers):
+        buffers["seen"] = buffers["seen"] + 1
+        return squares(params, batch), {}, buffers
+
+    step = make(counting)
+    state = step.init(params(), buffers={"seen": torch.zeros(())})
+    new, _ = step(state, batch())
+    assert float(new.buffers["seen"]) == 1
+    assert float(state.buffers["seen"]) == 0
+
+
+def test_what_a_loss_puts_into_the_batch_does_not_reach_the_caller():
+    def doubling(params, batch):
+        batch["x"] = batch["x"] * 2
+        return squares(params, batch)
+
+    given = batch()
+    run(doubling, given=given)
+    assert_bitwise(given, batch())
+
+
+@pytest.mark.parametrize("wrappers", [(), (CAPTURED,)], ids=["eager", "whole"])
+@pytest.mark.parametrize(
+    ("returned", "path"),
+    [
+        ({"other": torch.zeros(())}, "seen"),
+        (None, "seen"),
+        ({"seen": torch.zeros(2)}, "seen"),
+        ({"seen": torch.zeros((), dtype=torch.int64)}, "seen"),
+    ],
+)
+def test_buffers_of_another_structure(returned, path, wrappers):
+    step = make(lambda params, batch, *, buffers: (squares(params, batch), {}, returned), *wrappers)
+    state = step.init(params(), buffers={"seen": torch.zeros(())})
+    with pytest.raises(ft.errors.FtrainError, match=path) as caught:
+        step(state, batch())
+    assert isinstance(caught.value, LossError | ft.errors.StructureError)
+
+
+@modes
+def test_a_metric_called_loss(wrappers):
+    with failing(LossError, "metric", "'loss'", "rename"):
+        run(lambda params, batch: (squares(params, batch), {"loss": torch.zeros(())}), *wrappers)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrappers"), [("lr", ()), ("grad_norm", (ft.clip(1.0),)), ("skipped", (ft.skip_nonfinite(),))]
+)
+def test_a_metric_with_the_name_of_one_that_the_step_reports(name, wrappers):
+    with failing(LossError, "metric", repr(name), "rename"):
+        run(lambda params, batch: (squares(params, batch), {name: torch.zeros(())}), *wrappers)
+
+
+@pytest.mark.parametrize(
+    ("loss", "signature"),
+    [
+        (lambda: None, "loss()"),
+        (lambda params: None, "loss(params)"),
+        (lambda params, batch, more: None, "loss(params, batch, more)"),
+        (lambda params, batch, *, temperature: None, "temperature"),
+    ],
+)
+def test_a_function_with_other_arguments(loss, signature):
+    with failing(LossError, "train_step", signature, "(params, batch)"):
+        ft.train_step(loss, ft.optim.sgd(0.1))
+    with failing(LossError, "eval_step", signature, "(params, batch)"):
+        ft.eval_step(loss)
+
+
+@pytest.mark.parametrize("loss", [3, None, "mse"])
+def test_no_function_at_all(loss):
+    with failing(LossError, "train_step", "function", repr(loss)):
+        ft.train_step(loss, ft.optim.sgd(0.1))
+
+
+def test_a_module_is_no_loss():
+    with failing(LossError, "Linear", "from_module"):
+        ft.train_step(nn.Linear(3, 1), ft.optim.sgd(0.1))

@@ -1,0 +1,111 @@
+"""Modules and criteria that make no loss."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import ComposeError, LossError, StructureError
+from tests.faults.problem import failing, params
+
+SGD = ft.optim.sgd(0.1)
+
+
+def total(model, batch):
+    return model(batch).sum()
+
+
+def step_of(module, criterion=None):
+    return ft.train_step(ft.from_module(module, criterion), SGD)
+
+
+def test_a_model_without_a_loss():
+    step = step_of(nn.Linear(3, 1))
+    with failing(LossError, "from_module", "Linear(**batch) has no .loss", "input", "criterion(model, batch)"):
+        step(step.init(), {"input": torch.zeros(2, 3)})
+
+
+def test_a_model_whose_loss_is_none():
+    class Output(nn.Linear):
+        loss = None
+
+        def forward(self, input):  # noqa: A002
+            return self
+
+    step = step_of(Output(3, 1))
+    with failing(LossError, "from_module", "Output(**batch) has no .loss", "labels"):
+        step(step.init(), {"input": torch.zeros(2, 3)})
+
+
+@pytest.mark.parametrize("given", [torch.zeros(2, 3), (torch.zeros(2, 3),), None])
+def test_a_batch_that_is_no_mapping_where_there_is_no_criterion(given):
+    step = step_of(nn.Linear(3, 1))
+    with failing(LossError, "from_module", type(given).__name__, "dict", "criterion(model, batch)"):
+        step(step.init(), given)
+
+
+@pytest.mark.parametrize("module", [3, None, total, nn.Linear])
+def test_what_is_no_module(module):
+    with pytest.raises(ft.errors.FtrainError, match="from_module") as caught:
+        ft.from_module(module, total)
+    assert type(caught.value) in (LossError, ComposeError)
+    assert "Module" in str(caught.value)
+
+
+@pytest.mark.parametrize("criterion", [3, "mse"])
+def test_a_criterion_that_is_no_function(criterion):
+    with failing(LossError, "from_module", repr(criterion), "criterion(model, batch)"):
+        ft.from_module(nn.Linear(3, 1), criterion)
+
+
+@pytest.mark.parametrize(
+    "criterion", [lambda model: None, lambda model, batch, labels: None, nn.CrossEntropyLoss()], ids=["1", "3", "torch"]
+)
+def test_a_criterion_with_other_arguments(criterion):
+    with pytest.raises(LossError, match="from_module") as caught:
+        ft.from_module(nn.Linear(3, 1), criterion)
+    assert "(model, batch)" in str(caught.value)
+
+
+def test_a_criterion_that_returns_no_loss():
+    step = step_of(nn.Linear(3, 1), lambda model, batch: model(batch))
+    with failing(LossError, "loss(Linear)", "float32[2, 1]", "0-d tensor"):
+        step(step.init(), torch.zeros(2, 3))
+
+
+def test_parameters_that_are_not_the_modules():
+    step = step_of(nn.Linear(3, 1), total)
+    with failing(LossError, "Linear", "'weight'", "step.init()"):
+        step(step.init(params()), torch.zeros(2, 3))
+
+
+def test_a_state_that_does_not_fit_the_module():
+    state = step_of(nn.Linear(3, 1), total).init()
+    module = nn.Linear(4, 1)
+    before = {name: leaf.clone() for name, leaf in module.state_dict().items()}
+    with failing(StructureError, "to_module", "Linear", "weight: found [1, 3], needs [1, 4]"):
+        ft.to_module(module, state)
+    for name, leaf in module.state_dict().items():
+        assert torch.equal(leaf, before[name])
+
+
+def test_a_state_with_names_missing_and_names_too_many():
+    state = step_of(nn.Linear(3, 3), total).init()
+    with failing(StructureError, "to_module", "Linear", "bias: unexpected"):
+        ft.to_module(nn.Linear(3, 3, bias=False), state)
+    with failing(StructureError, "to_module", "BatchNorm1d", "running_mean: missing", "num_batches_tracked: missing"):
+        ft.to_module(nn.BatchNorm1d(3), state)
+
+
+def test_the_state_of_a_pure_function_fits_no_module():
+    def loss(params, batch):
+        return params[0].sum()
+
+    state = ft.train_step(loss, SGD).init([torch.ones(3)])
+    with failing(StructureError, "to_module", "Linear", "weight: missing"):
+        ft.to_module(nn.Linear(3, 1), state)
+
+
+def test_parameters_that_have_no_shape_yet():
+    with failing(StructureError, "Step.init", "weight", "LazyLinear"):
+        step_of(nn.LazyLinear(3), total).init()

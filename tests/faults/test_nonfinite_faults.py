@@ -1,0 +1,96 @@
+"""Losses that are not finite: skipped, counted, and an error when that goes on."""
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import NonFiniteError
+from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
+
+
+def scaled(params, batch):
+    return squares(params, batch) * batch["scale"]
+
+
+def batches(*scales):
+    return [{**batch(), "scale": torch.tensor(float(scale))} for scale in scales]
+
+
+def guarded(limit, *wrappers):
+    return make(scaled, ft.skip_nonfinite(limit), *wrappers)
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
+def test_fit_stops_and_keeps_the_last_good_state(bad, donate, wrappers):
+    step = guarded(3, ft.ema(0.9), *wrappers)
+    data = batches(1, 1, bad, bad, bad, bad, 1)
+    with failing(NonFiniteError, "skip_nonfinite", "3 steps in a row", "limit 3", "learning rate", "batch") as caught:
+        ft.fit(step, step.init(params()), data, log_every=1, progress=False, donate=donate)
+    state, history = caught.value.result
+    good, _ = ft.fit(step, step.init(params()), data[:2], progress=False)
+    for part in ("params", "opt_state", "buffers", "frozen"):
+        assert_bitwise(getattr(state, part), getattr(good, part))
+    assert_bitwise(state.slots["ema"], good.slots["ema"])
+    assert int(state.step) == 5
+    assert history["skipped"] == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert history["step"] == [1, 2, 3, 4, 5]
+    assert int(state.slots["skip_nonfinite"]["skipped"]) == 3
+
+
+def test_fit_notices_when_it_next_reads_metrics():
+    step = guarded(2)
+    data = batches(1, *["nan"] * 9)
+    with failing(NonFiniteError, "skip_nonfinite", "limit 2", "3 in all") as caught:
+        ft.fit(step, step.init(params()), data, log_every=4, progress=False)
+    assert int(caught.value.result.state.step) == 4
+
+
+def test_fit_notices_at_the_end_too():
+    step = guarded(2)
+    with failing(NonFiniteError, "2 steps in a row"):
+        ft.fit(step, step.init(params()), batches(1, "nan", "nan"), progress=False)
+
+
+def test_fewer_than_the_limit_are_only_counted():
+    step = guarded(3)
+    state, history = ft.fit(
+        step, step.init(params()), batches("nan", "nan", 1, "nan", "nan"), log_every=1, progress=False
+    )
+    assert {name: int(value) for name, value in state.slots["skip_nonfinite"].items()} == {"skipped": 4, "in_a_row": 2}
+    assert history["skipped"] == [1.0, 1.0, 0.0, 1.0, 1.0]
+
+
+def test_step_check_in_a_loop_of_ones_own():
+    step = guarded(2)
+    state = step.init(params())
+    for index, given in enumerate(batches(1, "nan", "nan", 1)):
+        if index == 3:
+            with failing(NonFiniteError, "2 steps in a row", "last good step"):
+                step.check(state)
+        else:
+            step.check(state)
+        state, _ = step(state, given)
+    step.check(state)
+
+
+def test_a_loss_that_is_finite_with_a_gradient_that_is_not():
+    def root(params, batch):
+        return params["w"].sum().sqrt() + params["b"]
+
+    step = make(root, ft.skip_nonfinite(1))
+    state = step.init({"w": torch.zeros(3), "b": torch.zeros(())})
+    new, metrics = step(state, batch())
+    assert bool(metrics["skipped"])
+    assert_bitwise(new.params, state.params)
+    with failing(NonFiniteError, "gradient"):
+        step.check(new)
+
+
+def test_without_the_wrapper_nothing_is_skipped():
+    step = make(scaled)
+    state, metrics = step(step.init(params()), batches("nan")[0])
+    assert torch.isnan(metrics["loss"])
+    assert torch.isnan(state.params["w"]).all()
+    step.check(state)

@@ -1,0 +1,72 @@
+"""Parameters that nothing can be trained with, and choices of parameters that choose nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import OptionError, StructureError
+from tests.faults.problem import failing, make, params
+
+
+@pytest.mark.parametrize(
+    ("tree", "found"),
+    [
+        ({"w": torch.ones(3), "i": torch.arange(3)}, "params.i is int64[3]"),
+        ({"w": torch.ones(3), "deep": [{"flag": torch.ones(2, dtype=torch.bool)}]}, "params.deep.0.flag is bool[2]"),
+        ({"w": torch.ones(3), "c": [1.0]}, "params.c.0 is float"),
+        ({"w": torch.ones(3), "name": "layer"}, "params.name is str"),
+        ({"w": torch.ones(3, dtype=torch.complex64)}, "params.w is complex64[3]"),
+        (torch.arange(3), "params is int64[3]"),
+    ],
+)
+def test_a_leaf_that_cannot_be_trained(tree, found):
+    with failing(StructureError, "Step.init", found, "floating-point tensor", "trainable="):
+        make().init(tree)
+
+
+@pytest.mark.parametrize("tree", [{}, [], {"a": None}, ()])
+def test_no_parameters(tree):
+    with failing(StructureError, "Step.init", "no parameter", "at least one tensor"):
+        make().init(tree)
+
+
+def test_parameters_left_out_where_there_is_no_module():
+    with failing(StructureError, "Step.init", "squares", "step.init(params)"):
+        make().init()
+
+
+def test_integers_may_be_frozen():
+    def loss(params, batch):
+        return params["table"][params["index"]].sum()
+
+    step = make(loss, trainable=["table"])
+    tree = {"table": torch.ones(4), "index": torch.tensor([1, 1])}
+    state = step.init(tree)
+    new, _ = step(state, None)
+    assert torch.equal(new.frozen["index"], tree["index"])
+    assert new.params["index"] is None
+
+
+def test_a_module_with_everything_frozen():
+    module = nn.Linear(3, 1).requires_grad_(False)
+    step = ft.train_step(ft.from_module(module, lambda model, batch: model(batch).sum()), ft.optim.sgd(0.1))
+    with failing(StructureError, "Step.init", "no parameter", "requires_grad"):
+        step.init()
+
+
+@pytest.mark.parametrize(("patterns", "unmatched"), [(["zz.*"], "zz.*"), (["w", "bias"], "bias")])
+def test_a_pattern_that_matches_no_parameter(patterns, unmatched):
+    with pytest.raises(ft.errors.FtrainError, match="trainable") as caught:
+        make(trainable=patterns).init(params())
+    assert type(caught.value) in (OptionError, StructureError)
+    assert repr(unmatched) in str(caught.value)
+    assert "w" in str(caught.value)
+
+
+def test_a_bare_string_is_not_taken_apart_into_patterns():
+    # The characters of "b*" would be the patterns "b" and "*", and train everything.
+    with pytest.raises(ft.errors.FtrainError, match="trainable") as caught:
+        make(trainable="b*").init(params())
+    assert type(caught.value) is OptionError
+    assert "['b*']" in str(caught.value)

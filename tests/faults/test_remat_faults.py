@@ -1,0 +1,65 @@
+"""Rematerialisation where there is no block."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import ComposeError, OptionError
+from tests.faults.problem import batch, failing, make, params, squares
+
+
+def of(module):
+    return ft.from_module(module, lambda model, batch: model(batch).sum())
+
+
+def test_a_module_without_repeated_children():
+    with failing(OptionError, "remat", "Linear", "no repeated children", "lists in it: none", "blocks=[...]"):
+        make(of(nn.Linear(3, 3)), ft.remat())
+
+
+def test_a_list_without_repetition_is_named():
+    module = nn.Module()
+    module.stages = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)])
+    with failing(OptionError, "remat", "no repeated children", "stages"):
+        make(of(module), ft.remat())
+
+
+@pytest.mark.parametrize("block", ["encoder.0", "Linear", nn.Conv2d])
+def test_a_block_that_is_not_there(block):
+    name = block if isinstance(block, str) else block.__name__
+    with failing(OptionError, "remat", "Sequential", name, "Linear, Sequential"):
+        make(of(nn.Sequential(nn.Linear(3, 3))), ft.remat(blocks=["0", block]))
+
+
+@pytest.mark.parametrize("blocks", ["0", nn.Linear])
+def test_blocks_that_are_no_list(blocks):
+    # A bare name would be taken apart into characters, each of them a dotted name.
+    module = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
+    with failing(OptionError, "remat", "blocks", repr(blocks), "list"):
+        make(of(module), ft.remat(blocks=blocks))
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
+def test_a_pure_loss_that_runs_no_block(wrappers):
+    step = make(squares, ft.remat(), *wrappers)
+    with failing(ComposeError, "remat", "squares ran no block", "ft.block(function)"):
+        step(step.init(params()), batch())
+
+
+def test_blocks_named_where_there_is_no_module():
+    with failing(OptionError, "remat", "squares", "blocks", "ft.block"):
+        make(squares, ft.remat(blocks=["layers.0"]))
+
+
+def test_a_pure_loss_with_a_block():
+    @ft.block
+    def inner(w, x):
+        return torch.tanh(x @ w)
+
+    def loss(params, batch):
+        return inner(params["w"], batch["x"]).sum() + params["b"]
+
+    plain, wrapped = make(loss), make(loss, ft.remat())
+    found, needed = (step(step.init(params()), batch())[0].params for step in (wrapped, plain))
+    assert torch.equal(found["w"], needed["w"])

@@ -1,0 +1,179 @@
+"""States that belong to another step or are used up, and calls that fail: they must lose nothing."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import ConsumedError, StructureError
+from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
+
+SGD = ft.optim.sgd(0.1)
+MOMENTUM = ft.optim.sgd(0.1, momentum=0.9)
+CAPTURED = ft.compiled(backend="eager")
+DONATED = {
+    "eager": ft.donated(),
+    "whole": ft.compiled(backend="eager", lowering="whole", donate=True),
+    "split": ft.compiled(backend="eager", lowering="split", donate=True),
+}
+KEPT = {
+    "eager": ft.accumulate(2),
+    "whole": ft.compiled(backend="eager", lowering="whole"),
+    "auto": ft.compiled(backend="eager"),
+    "split": ft.compiled(backend="eager", lowering="split"),
+}
+
+
+@pytest.mark.parametrize("compiled", [(), (CAPTURED,)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("maker", "user", "lines"),
+    [
+        (make(optimizer=SGD), make(optimizer=MOMENTUM), ["opt_state.momentum.w: missing, needs float32[3]"]),
+        (make(optimizer=MOMENTUM), make(optimizer=SGD), ["opt_state.momentum.w: unexpected float32[3]"]),
+        (make(), make(squares, ft.ema(0.9)), ["slots.ema.b: missing", "slots.ema.w: missing, needs float32[3]"]),
+        (make(squares, ft.ema(0.9)), make(), ["slots.ema.b: unexpected", "slots.ema.w: unexpected float32[3]"]),
+        (make(), make(squares, ft.with_amp("fp16")), ["slots.with_amp.scale: missing", "slots.with_amp.good: missing"]),
+        (make(optimizer=SGD), make(), ["opt_state.count: missing", "opt_state.mu.w: missing", "opt_state.nu.b"]),
+    ],
+)
+def test_a_state_of_another_structure(maker, user, lines, compiled):
+    user = ft.compose(user, *compiled)
+    with failing(StructureError, "Step", "structure", *lines):
+        user(maker.init(params()), batch())
+
+
+def test_a_state_with_another_shape():
+    step = make(optimizer=MOMENTUM)
+    state = step.init(params())
+    state.opt_state["momentum"]["w"] = torch.zeros(4)
+    with failing(StructureError, "opt_state.momentum.w: found float32[4], needs float32[3]"):
+        step(state, batch())
+
+
+def test_a_state_of_an_equal_step_is_welcome():
+    state, _ = make()(make().init(params()), batch())
+    needed, _ = make()(make().init(params()), batch())
+    assert_bitwise(state, needed)
+
+
+@pytest.mark.parametrize("state", [None, params(), 3], ids=["none", "params", "number"])
+def test_what_is_no_state(state):
+    with failing(StructureError, "Step", type(state).__name__, "step.init()"):
+        make()(state, batch())
+
+
+def test_the_average_of_a_state_without_one():
+    with failing(StructureError, "averaged", "ft.ema(decay)"):
+        ft.averaged(make().init(params()))
+
+
+@pytest.mark.parametrize("name", DONATED)
+def test_a_state_that_was_donated(name):
+    step = make(squares, DONATED[name])
+    first = step.init(params())
+    second, _ = step(first, batch())
+    third, _ = step(second, batch())
+    for used in (first, second):
+        with failing(ConsumedError, "TrainState", "donated", "ft.tree.clone"):
+            step(used, batch())
+        with failing(ConsumedError, "TrainState.params", "donated"):
+            _ = used.params
+        with failing(ConsumedError, "TrainState.step", "donated"):
+            ft.fit(step, used, [batch()], progress=False)
+        with failing(ConsumedError, "donated"):
+            ft.evaluate(ft.eval_step(squares), used, [batch()])
+        with failing(ConsumedError, "donated"):
+            ft.tree.clone(used)
+    assert int(third.step) == 2
+
+
+def test_a_state_given_to_fit_is_consumed_and_says_so():
+    step = make()
+    state = step.init(params())
+    ft.fit(step, state, [batch()], progress=False)
+    with failing(ConsumedError, "TrainState.step", "donated"):
+        step(state, batch())
+
+
+def test_a_consumed_state_has_no_other_attributes_either():
+    step = make(squares, ft.donated())
+    state = step.init(params())
+    step(state, batch())
+    with pytest.raises(AttributeError, match="no attribute 'weights'"):
+        _ = state.weights
+
+
+def flaky(params, batch):
+    """Fails on batches that say so; with accumulate, in the last piece only."""
+    if "fail" in batch and float(batch["x"][-1, -1]) > 1:
+        raise ValueError("boom in the loss")
+    return squares(params, batch)
+
+
+def flaky_when_traced(params, batch):
+    if "fail" in batch:
+        raise ValueError("boom in the loss")
+    return squares(params, batch)
+
+
+FLAKY = [
+    pytest.param(flaky, (), id="eager"),
+    pytest.param(flaky, (ft.donated(),), id="eager-donated"),
+    pytest.param(flaky, (ft.accumulate(2), ft.clip(1.0), ft.ema(0.9)), id="stack"),
+    pytest.param(flaky, (ft.accumulate(2), ft.clip(1.0), ft.ema(0.9), ft.donated()), id="stack-donated"),
+    pytest.param(flaky, (ft.with_amp("fp16"), ft.skip_nonfinite(), ft.donated()), id="guarded-donated"),
+    *[pytest.param(flaky_when_traced, (KEPT[name],), id=name) for name in ("whole", "auto", "split")],
+    *[pytest.param(flaky_when_traced, (DONATED[name],), id=f"{name}-donated") for name in ("whole", "split")],
+    pytest.param(flaky_when_traced, (ft.compiled(backend="eager", donate=True),), id="auto-donated"),
+]
+
+
+@pytest.mark.parametrize(("loss", "wrappers"), FLAKY)
+def test_a_call_that_fails_loses_nothing(loss, wrappers):
+    step = make(loss, *wrappers)
+    state, _ = step(step.init(params()), batch())
+    kept, random_state = ft.tree.clone(state), torch.get_rng_state()
+    with pytest.raises(ValueError, match="boom in the loss"):
+        step(state, {**batch(), "fail": True})
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.is_grad_enabled()
+    assert_bitwise(state, kept)
+    # What comes next is what would have come without the failure, to the bit.
+    state, metrics = step(state, batch())
+    fresh = make(loss, *wrappers)
+    needed, needed_metrics = fresh(fresh(fresh.init(params()), batch())[0], batch())
+    assert_bitwise(state, needed)
+    assert_bitwise(metrics, needed_metrics)
+
+
+def test_an_error_of_the_loss_does_not_change_the_lowering(caplog):
+    step = make(flaky_when_traced, ft.compiled(backend="eager"))
+    state = step.init(params())
+    with caplog.at_level(logging.WARNING, "ftrain"), pytest.raises(ValueError, match="boom in the loss"):
+        step(state, {**batch(), "fail": True})
+    assert not caplog.records
+    step(state, batch())
+    assert "split" not in repr(step)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.donated(),)], ids=["kept", "donated"])
+def test_an_error_found_by_the_step_itself_loses_nothing(wrappers):
+    step = make(squares, ft.accumulate(2), *wrappers)
+    state, _ = step(step.init(params()), batch())
+    kept = ft.tree.clone(state)
+    with failing(ft.errors.BatchError, "batch.x"):
+        step(state, batch(3))
+    assert_bitwise(state, kept)
+    step(state, batch())
+
+
+def test_a_failing_call_leaves_no_graph_behind():
+    # A copy of a tensor that still hangs on a graph is an error in torch.
+    step = make(flaky)
+    state = step.init(params())
+    with pytest.raises(ValueError, match="boom"):
+        step(state, {**batch(), "fail": True})
+    copy.deepcopy(state.params)
+    assert not any(leaf.requires_grad for leaf in ft.tree.leaves(state))

@@ -1,0 +1,80 @@
+"""The tiny model that the laws are held on: dropout, BatchNorm, tied weights, repeated blocks."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ftrain as ft
+from ftrain.random import dropout
+
+VOCABULARY, WIDTH, LENGTH, BATCH = 7, 6, 5, 8
+
+
+class Drop(nn.Module):
+    """Stock dropout, or a counter-based one when there is a key."""
+
+    def __init__(self, p, index):
+        super().__init__()
+        self.p, self.index = p, index
+
+    def forward(self, x, rng):
+        if rng is None or not self.training:
+            return F.dropout(x, self.p, self.training)
+        return dropout(ft.random.fold_in(rng, self.index), x, self.p)
+
+
+class Block(nn.Module):
+    def __init__(self, p, index):
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), Drop(p, index)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x, rng):
+        normed = self.norm(x.flatten(0, 1)).view_as(x)
+        return x + self.drop(self.down(torch.tanh(self.up(normed))), rng)
+
+
+class Tiny(nn.Module):
+    """Predicts the next token; the embedding is also the output layer."""
+
+    def __init__(self, p=0.3):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(p, index) for index in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens, rng=None):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, rng)
+        return self.head(x)
+
+
+def token_loss(model, batch):
+    """Mean over the tokens that are not padding."""
+    logits = model(batch["tokens"])
+    return ft.losses.cross_entropy(logits, batch["labels"]), {
+        "accuracy": ft.losses.accuracy(logits, batch["labels"])
+    }
+
+
+def keyed_loss(model, batch, rng):
+    """`token_loss` with counter-based dropout."""
+    logits = model(batch["tokens"], rng)
+    return ft.losses.cross_entropy(logits, batch["labels"])
+
+
+def make_model(p=0.3, dtype=torch.float64):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Tiny(p).to(dtype)
+
+
+def make_batch(index, batch=BATCH):
+    """Tokens with unevenly many padded labels in each row."""
+    generator = torch.Generator().manual_seed(index)
+    tokens = torch.randint(VOCABULARY, (batch, LENGTH), generator=generator)
+    labels = torch.randint(VOCABULARY, (batch, LENGTH), generator=generator)
+    kept = torch.randint(1, LENGTH + 1, (batch, 1), generator=generator)
+    return {"tokens": tokens, "labels": torch.where(torch.arange(LENGTH) < kept, labels, -100)}

@@ -1,0 +1,163 @@
+"""Every wrapper alone, every ordered pair and the full stack equal the hand-written oracle; and are pure."""
+
+import itertools
+
+import pytest
+import torch
+
+import ftrain as ft
+from tests.laws import oracle
+from tests.laws.models import keyed_loss, make_batch, make_model, token_loss
+
+STEPS = 3
+KINDS = {"bf16": "amp", "fp16": "amp", "remat_dots": "remat", "clip_value": "clip"}
+NAMES = list(oracle.wrappers())
+ALONE = [(), *((name,) for name in NAMES)]
+PAIRS = [
+    (a, b) for a, b in itertools.permutations(NAMES, 2) if KINDS.get(a, a) != KINDS.get(b, b)
+]
+STACKS = [
+    ("remat", "bf16", "accumulate", "clip", "ema", "skip"),
+    ("remat_dots", "fp16", "accumulate", "clip", "skip", "ema"),
+    ("skip", "ema", "clip_value", "accumulate", "fp16", "remat"),
+    ("ema", "clip", "accumulate", "bf16", "remat_dots", "skip"),
+]
+ALL = [*ALONE, *PAIRS, *STACKS]
+LABELS = ["+".join(names) or "plain" for names in ALL]
+pipelines = pytest.mark.parametrize("names", ALL, ids=LABELS)
+
+
+def build(names, *more, criterion=token_loss, p=0.3):
+    # Autocast leaves float64 alone, so mixed precision is held to float32.
+    amp = any(name in ("bf16", "fp16") for name in names)
+    model = make_model(p, torch.float32 if amp else torch.float64)
+    optimizer = ft.optim.adamw(oracle.LR, weight_decay=oracle.DECAY)
+    step = ft.train_step(ft.from_module(model, criterion), optimizer)
+    known = oracle.wrappers()
+    return model, ft.compose(step, *(known[name] for name in names), *more)
+
+
+def train(step, steps=STEPS, seed=0):
+    state = step.init(seed=seed)
+    metrics = []
+    for index in range(steps):
+        state, values = step(state, make_batch(index))
+        metrics.append({name: float(value) for name, value in values.items()})
+    return state, metrics
+
+
+def assert_equal(found, needed):
+    """Bitwise, NaN included."""
+    found, needed = ft.tree.leaves(found), ft.tree.leaves(needed)
+    assert len(found) == len(needed)
+    for a, b in zip(found, needed, strict=True):
+        if not isinstance(a, torch.Tensor):
+            assert a == b
+            continue
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_near(found, needed, names):
+    """Within rounding: float64, or float32 through a narrow dtype."""
+    amp = any(name in ("bf16", "fp16") for name in names)
+    rtol, atol = (2e-3, 1e-5) if amp else (1e-9, 1e-12)
+    for name, value in needed.items():
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pipelines
+def test_pipeline_equals_the_hand_written_oracle(names):
+    model, step = build(names)
+    state, metrics = train(step)
+    needed = oracle.run(model, names, [make_batch(index) for index in range(STEPS)])
+    assert_near(state.params, needed["params"], names)
+    assert_near(state.buffers, needed["buffers"], names)
+    assert_near(state.opt_state["mu"], needed["mu"], names)
+    assert_near(state.opt_state["nu"], needed["nu"], names)
+    if "ema" in names:
+        assert_near(state.slots["ema"], needed["ema"], names)
+    if "fp16" in names:
+        assert float(state.slots["with_amp"]["scale"]) == needed["scale"]
+    assert [m["loss"] for m in metrics] == pytest.approx(needed["losses"], rel=2e-3 if "bf16" in names or "fp16" in names else 1e-9)
+
+
+@pipelines
+def test_step_is_pure(names):
+    _, step = build(names)
+    state, _ = train(step, 1)
+    kept, batch, random_state = ft.tree.clone(state), make_batch(7), torch.get_rng_state()
+    first, second = step(state, batch), step(state, batch)
+    assert_equal(first, second)
+    assert_equal(state, kept)
+    assert_equal(batch, make_batch(7))
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pipelines
+def test_donation_changes_no_bit(names):
+    _, step = build(names)
+    assert_equal(train(ft.donated(step))[0], train(step)[0])
+
+
+@pipelines
+def test_compiled_equals_eager(names):
+    # Counter-based dropout draws the same bits in both; stock dropout does not.
+    _, step = build(names, criterion=keyed_loss)
+    eager, eager_metrics = train(step)
+    captured = ft.compiled(lowering="whole", backend="eager")
+    state, metrics = train(captured(step))
+    for part in ("params", "buffers", "opt_state", "slots"):
+        close_trees(getattr(state, part), getattr(eager, part), names)
+    assert metrics[-1]["loss"] == pytest.approx(eager_metrics[-1]["loss"], rel=1e-5)
+    donated, _ = train(ft.compiled(lowering="whole", backend="eager", donate=True)(step))
+    assert_equal(donated, state)
+
+
+def close_trees(found, needed, names):
+    as_dict = lambda tree: dict(zip(ft.tree.leaf_names(tree), ft.tree.leaves(tree), strict=True))  # noqa: E731
+    assert_near(as_dict(found), as_dict(needed), names)
+
+
+@pytest.mark.parametrize("names", [*ALONE, *STACKS], ids=["+".join(n) or "plain" for n in [*ALONE, *STACKS]])
+def test_a_bad_step_changes_only_the_counters(names):
+    guarded = "skip" in names or "fp16" in names
+    model, step = build(names if guarded else (*names, "skip"), criterion=poisoned_loss)
+    state, _ = train_on(step, [make_batch(0)])
+    bad = {**make_batch(1), "poison": torch.tensor(float("nan"))}
+    after, metrics = step(state, bad)
+    assert float(metrics["skipped"]) == 1
+    assert int(after.step) == int(state.step) + 1
+    counters = {"with_amp", "skip_nonfinite"}
+    for part in ("params", "buffers", "opt_state", "frozen", "rng"):
+        assert_equal(getattr(after, part), getattr(state, part))
+    for name in state.slots:
+        if name not in counters:
+            assert_equal(after.slots[name], state.slots[name])
+    if "skip_nonfinite" in state.slots:
+        assert int(after.slots["skip_nonfinite"]["in_a_row"]) == 1
+    if "fp16" in names:
+        assert float(after.slots["with_amp"]["scale"]) == float(state.slots["with_amp"]["scale"]) / 2
+
+
+def poisoned_loss(model, batch):
+    loss = ft.losses.cross_entropy(model(batch["tokens"]), batch["labels"])
+    return ft.Mean(loss.total * batch.get("poison", 1.0), loss.weight)
+
+
+def train_on(step, batches, seed=0):
+    state, metrics = step.init(seed=seed), {}
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+@pytest.mark.parametrize("policy", ["full", "dots"])
+@pytest.mark.parametrize("lowering", ["eager", "captured"])
+def test_remat_gradients_are_bit_equal(policy, lowering):
+    plain, rematerialised = build(())[1], build((), ft.remat(policy))[1]
+    if lowering == "captured":
+        capture = ft.compiled(lowering="whole", backend="eager")
+        plain, rematerialised = capture(plain), capture(rematerialised)
+    assert_equal(train(rematerialised)[0], train(plain)[0])

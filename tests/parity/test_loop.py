@@ -1,0 +1,545 @@
+"""Fifty steps beside the loop that people write by hand: model, optimizer, backward, in float64 where it can be."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ftrain as ft
+from ftrain import random, tree
+from ftrain.transforms import amp
+from ftrain.types import Mean
+
+STEPS = 50
+F64 = torch.float64
+# The absolute part is for parameters that cross zero: a few units in the last place of numbers about 1.
+TIGHT = {"rtol": 1e-12, "atol": 1e-14}
+# Where a sum is taken in another order, the difference of the first step is carried through all of them.
+CARRIED = {"rtol": 1e-12, "atol": 1e-13}
+
+CLASSES = 3
+WAYS = {
+    "eager": lambda: (),
+    "donated": lambda: (ft.donated(),),
+    "compiled": lambda: (ft.compiled(backend="eager"),),
+}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+class Conv(nn.Module):
+    """A tiny convolutional net with running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        # No bias before the norm: its gradient would be rounding alone, which AdamW turns into steps.
+        self.first, self.norm = nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.second, self.head = nn.Conv2d(4, 4, 3, stride=2), nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        return self.head(F.relu(self.second(F.relu(self.norm(self.first(x))))).flatten(1))
+
+
+def make_mlp():
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+def seeded(make, dtype=F64):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make().to(dtype)
+
+
+def make_batches(kind, size=8, steps=STEPS, dtype=F64):
+    shape = (size, 6) if kind == "mlp" else (size, 1, 6, 6)
+    draw = torch.Generator().manual_seed(1)
+    return [
+        {
+            "x": torch.randn(shape, generator=draw, dtype=F64).to(dtype),
+            "y": torch.randint(CLASSES, (size,), generator=draw),
+        }
+        for _ in range(steps)
+    ]
+
+
+MODELS = {"mlp": make_mlp, "conv": Conv}
+models = pytest.mark.parametrize("kind", MODELS)
+
+
+def criterion(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def by_hand(model, batches, *, clip=None, make=None, after=None):
+    """The loop that everybody writes; returns the model and its losses."""
+    model = copy.deepcopy(model).train()
+    optimizer = (make or adamw)(model.parameters())
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = criterion(model, batch)
+        loss.backward()
+        if clip:
+            clip(model.parameters())
+        optimizer.step()
+        if after:
+            after(model)
+        losses.append(loss.detach())
+    return model, losses
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0)
+
+
+def run(step, state, batches):
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    return state, losses
+
+
+def check(model, state, tolerance=TIGHT):
+    """Parameters and buffers of a state against those of a module."""
+    torch.testing.assert_close(state.params, {n: p.detach() for n, p in model.named_parameters()}, **tolerance)
+    torch.testing.assert_close(state.buffers, dict(model.named_buffers()), **tolerance)
+
+
+@ways
+@models
+def test_plain(kind, way):
+    model, batches = seeded(MODELS[kind]), make_batches(kind)
+    step = ft.compose(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)), *WAYS[way]())
+    before = copy.deepcopy(model.state_dict())
+    state, losses = run(step, step.init(), batches)
+    theirs, wanted = by_hand(model, batches)
+    torch.testing.assert_close(losses, wanted, **TIGHT)
+    check(theirs, state)
+    assert int(state.step) == STEPS
+    assert wanted[-1] != wanted[0]
+    # The module was a skeleton: nothing of it has moved.
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@models
+def test_sgd_with_param_groups(kind):
+    """Weight decay on matrices only, as a group of torch's and as a mask of ours."""
+    model, batches = seeded(MODELS[kind]), make_batches(kind)
+
+    def grouped(params):
+        groups = {True: [], False: []}
+        for param in params:
+            groups[param.ndim >= 2].append(param)
+        return torch.optim.SGD(
+            [{"params": groups[True], "weight_decay": 0.05}, {"params": groups[False]}], lr=0.05, momentum=0.9
+        )
+
+    optimizer = ft.optim.sgd(0.05, momentum=0.9, weight_decay=0.05, decay_mask=lambda name, leaf: leaf.ndim >= 2)
+    step = ft.train_step(ft.from_module(model, criterion), optimizer)
+    state, losses = run(step, step.init(), batches)
+    theirs, wanted = by_hand(model, batches, make=grouped)
+    torch.testing.assert_close(losses, wanted, **TIGHT)
+    check(theirs, state)
+
+
+CLIPS = {
+    "norm": (lambda: ft.clip(0.5), lambda params: nn.utils.clip_grad_norm_(params, 0.5)),
+    "value": (lambda: ft.clip(value=0.02), lambda params: nn.utils.clip_grad_value_(params, 0.02)),
+}
+
+
+@ways
+@pytest.mark.parametrize("limit", CLIPS)
+@models
+def test_clip(kind, limit, way):
+    ours, theirs = CLIPS[limit]
+    model, batches = seeded(MODELS[kind]), make_batches(kind)
+    step = ft.compose(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)), ours(), *WAYS[way]())
+    state, norms = step.init(), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        norms.append(float(metrics["grad_norm"]))
+    wanted = []
+
+    def clip(params):
+        params = list(params)
+        wanted.append(float(nn.utils.get_total_norm([param.grad for param in params])))
+        theirs(params)
+
+    hand, _ = by_hand(model, batches, clip=clip)
+    check(hand, state)
+    assert norms == pytest.approx(wanted, rel=1e-12)
+    # Otherwise this would not have tried both what is clipped and what is not.
+    assert limit == "value" or min(norms) < 0.5 < max(norms)
+
+
+@pytest.mark.parametrize("limit", CLIPS)
+def test_clip_is_bitwise_torchs_in_float32(limit):
+    ours, theirs = CLIPS[limit]
+    model, batches = seeded(make_mlp, torch.float32), make_batches("mlp", dtype=torch.float32)
+    step = ours()(ft.train_step(ft.from_module(model, criterion), ft.optim.sgd(0.1)))
+    state, _ = run(step, step.init(), batches)
+    hand, _ = by_hand(model, batches, clip=theirs, make=lambda params: torch.optim.SGD(params, lr=0.1, fused=True))
+    check(hand, state, {"rtol": 0, "atol": 0})
+
+
+# Accumulation
+
+
+def make_tokens(steps=STEPS, rows=8, length=5):
+    """Batches whose rows hold from no to `length` labels that count: unevenly, and in some pieces none."""
+    draw = torch.Generator().manual_seed(2)
+    batches = []
+    for _ in range(steps):
+        x = torch.randn(rows, length, 6, generator=draw, dtype=F64)
+        y = torch.randint(CLASSES, (rows, length), generator=draw)
+        kept = torch.randint(length + 1, (rows, 1), generator=draw)
+        kept[:2] = 0
+        kept[2] = length
+        batches.append({"x": x, "y": torch.where(torch.arange(length) < kept, y, -100)})
+    return batches
+
+
+def token_criterion(model, batch):
+    return ft.losses.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def counted_criterion(model, batch):
+    """The same loss, whose weight is a count, as `mask.sum()` gives it."""
+    total = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="sum")
+    return Mean(total, (batch["y"] != -100).sum())
+
+
+def single_criterion(model, batch):
+    """The same loss, whose weight is narrower than its total."""
+    mean = token_criterion(model, batch)
+    return Mean(mean.total, mean.weight.float())
+
+
+def accumulated_by_hand(model, batches, pieces):
+    """Accumulation done right: sums of losses over the number of tokens in the whole batch."""
+    model = copy.deepcopy(model).train()
+    optimizer = adamw(model.parameters())
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        num_tokens = (batch["y"] != -100).sum()
+        total = 0.0
+        for x, y in zip(batch["x"].chunk(pieces), batch["y"].chunk(pieces), strict=True):
+            logits = model(x).flatten(0, 1)
+            loss = F.cross_entropy(logits, y.flatten(), ignore_index=-100, reduction="sum") / num_tokens
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        losses.append(total)
+    return model, losses
+
+
+CRITERIA = {"weight": token_criterion, "count": counted_criterion}
+NARROW = {**CRITERIA, "narrow": single_criterion}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_weighted_loss_without_accumulation(name):
+    """The weight of a `Mean` may be of any dtype: the gradient is exact in that of the loss."""
+    model, batches = seeded(make_mlp), make_tokens()
+    step = ft.train_step(ft.from_module(model, NARROW[name]), ft.optim.adamw(1e-2))
+    state, losses = run(step, step.init(), batches)
+    hand, wanted = accumulated_by_hand(model, batches, 1)
+    torch.testing.assert_close(losses, wanted, **CARRIED)
+    check(hand, state, CARRIED)
+
+
+@pytest.mark.parametrize(("pieces", "way"), [(2, "compiled"), (4, "eager"), (4, "donated"), (8, "eager")])
+@pytest.mark.parametrize("name", CRITERIA)
+def test_accumulation_of_uneven_weights(name, pieces, way):
+    model, batches = seeded(make_mlp), make_tokens()
+    loss = ft.from_module(model, CRITERIA[name])
+    plain = ft.train_step(ft.from_module(model, token_criterion), ft.optim.adamw(1e-2))
+    step = ft.compose(ft.train_step(loss, ft.optim.adamw(1e-2)), ft.accumulate(pieces), *WAYS[way]())
+    state, losses = run(step, step.init(), batches)
+
+    hand, wanted = accumulated_by_hand(model, batches, pieces)
+    torch.testing.assert_close(losses, wanted, **CARRIED)
+    check(hand, state, CARRIED)
+    full, full_losses = run(plain, plain.init(), batches)
+    torch.testing.assert_close(losses, full_losses, **CARRIED)
+    torch.testing.assert_close(state.params, full.params, **CARRIED)
+
+
+def test_accumulation_then_clip_clips_the_whole_gradient():
+    model, batches = seeded(make_mlp), make_tokens()
+    base = ft.train_step(ft.from_module(model, token_criterion), ft.optim.adamw(1e-2))
+    step, full = ft.compose(base, ft.accumulate(4), ft.clip(0.3)), ft.clip(0.3)(base)
+    state, _ = run(step, step.init(), batches)
+    wanted, _ = run(full, full.init(), batches)
+    torch.testing.assert_close(state.params, wanted.params, **CARRIED)
+
+
+def test_accumulation_hands_statistics_from_piece_to_piece():
+    """With BatchNorm every piece is normalised by itself, as in the loop by hand."""
+    model, batches = seeded(Conv), make_batches("conv")
+    step = ft.accumulate(2)(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)))
+    state, losses = run(step, step.init(), batches)
+
+    hand = copy.deepcopy(model).train()
+    optimizer = adamw(hand.parameters())
+    wanted = []
+    for batch in batches:
+        optimizer.zero_grad()
+        parts = [criterion(hand, {"x": x, "y": y}) for x, y in zip(batch["x"].chunk(2), batch["y"].chunk(2), strict=True)]
+        (sum(parts) / 2).backward()
+        optimizer.step()
+        wanted.append(sum(parts).detach() / 2)
+    torch.testing.assert_close(losses, wanted, **CARRIED)
+    check(hand, state, CARRIED)
+    assert int(state.buffers["norm.num_batches_tracked"]) == 2 * STEPS
+
+
+# Averages
+
+
+@ways
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
+def test_ema(decay, way):
+    """Equals the closed form d^n p_0 + (1 - d) sum_k d^(n - k) p_k, and torch's `AveragedModel`."""
+    model, batches = seeded(make_mlp), make_batches("mlp")
+    step = ft.compose(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)), ft.ema(decay), *WAYS[way]())
+    state = step.init()
+    path = [tree.clone(state.params)]
+    for batch in batches:
+        state, _ = step(state, batch)
+        path.append(tree.clone(state.params))
+    shares = [decay**STEPS] + [(1 - decay) * decay ** (STEPS - k) for k in range(1, STEPS + 1)]
+    assert sum(shares) == pytest.approx(1.0)
+    closed = {name: sum(share * p[name] for share, p in zip(shares, path, strict=True)) for name in path[0]}
+    average = ft.averaged(state).params
+    torch.testing.assert_close(average, closed, **CARRIED)
+
+    swa = torch.optim.swa_utils
+    theirs = swa.AveragedModel(model, multi_avg_fn=swa.get_ema_multi_avg_fn(decay))
+    theirs.update_parameters(model)
+    by_hand(model, batches, after=theirs.update_parameters)
+    torch.testing.assert_close(average, {n: p.detach() for n, p in theirs.module.named_parameters()}, **CARRIED)
+
+
+# Mixed precision
+
+
+def autocast_by_hand(model, batches, dtype, *, make, scaler=None):
+    """Returns the model, its losses, and after every step the scale, its growth tracker and the parameters."""
+    model = copy.deepcopy(model).train()
+    optimizer = make(model.parameters())
+    losses, trace = [], []
+    for batch in batches:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = criterion(model, batch)
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            params = {name: param.detach().clone() for name, param in model.named_parameters()}
+            trace.append((scaler.get_scale(), scaler._get_growth_tracker(), params))
+        losses.append(loss.detach())
+    return model, losses, trace
+
+
+def sgd(params, *, fused=False):
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=fused)
+
+
+def fused_sgd(params):
+    return sgd(params, fused=True)
+
+
+def fused_adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.0, fused=True)
+
+
+OPTIMIZERS = {
+    "sgd": (lambda: ft.optim.sgd(0.05, momentum=0.9), fused_sgd),
+    "adamw": (lambda: ft.optim.adamw(1e-2), fused_adamw),
+}
+
+
+@pytest.mark.parametrize("family", OPTIMIZERS)
+@models
+def test_bf16_is_bitwise_the_autocast_loop(kind, family):
+    ours, make = OPTIMIZERS[family]
+    model, batches = seeded(MODELS[kind], torch.float32), make_batches(kind, dtype=torch.float32)
+    step = ft.with_amp("bf16")(ft.train_step(ft.from_module(model, criterion), ours()))
+    state, losses = run(step, step.init(), batches)
+    hand, wanted, _ = autocast_by_hand(model, batches, torch.bfloat16, make=make)
+    assert all(torch.equal(a, b) for a, b in zip(losses, wanted, strict=True))
+    assert all(torch.equal(state.params[name], param.detach()) for name, param in hand.named_parameters())
+    assert all(torch.equal(state.buffers[name], buffer) for name, buffer in hand.named_buffers())
+    assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(state.opt_state))
+    # It did compute in bfloat16.
+    _, single = by_hand(model, batches, make=make)
+    assert not torch.equal(single[0], wanted[0])
+
+
+GROWTH_INTERVAL = 7
+
+
+def overflowing(batches, at):
+    """Inputs that float16 cannot hold, in some of the batches."""
+    return [dict(batch, x=batch["x"] * 1e6) if k in at else batch for k, batch in enumerate(batches)]
+
+
+@pytest.mark.parametrize("family", OPTIMIZERS)
+@models
+def test_fp16_scales_as_grad_scaler_does(kind, family, monkeypatch):
+    """Scale, growth tracker, skipped steps and parameters, with overflows in a row and by themselves."""
+    monkeypatch.setattr(amp, "GROWTH_INTERVAL", GROWTH_INTERVAL)
+    ours, make = OPTIMIZERS[family]
+    # Torch's fused SGD takes the infinities of a step that is to be skipped into its momentum.
+    make = sgd if family == "sgd" else make
+    exact = {"rtol": 1e-5, "atol": 1e-6} if family == "sgd" else {"rtol": 0, "atol": 0}
+    model = seeded(MODELS[kind], torch.float32)
+    batches = overflowing(make_batches(kind, dtype=torch.float32), at=(0, 5, 20, 21, 22, 40))
+    scaler = torch.amp.GradScaler("cpu", growth_interval=GROWTH_INTERVAL)
+    assert (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()) == (
+        amp.INITIAL_SCALE,
+        amp.GROWTH,
+        1 / amp.GROWTH,
+    )
+    hand, wanted, trace = autocast_by_hand(model, batches, torch.float16, make=make, scaler=scaler)
+
+    step = ft.with_amp("fp16")(ft.train_step(ft.from_module(model, criterion), ours()))
+    state = step.init()
+    skipped, scales = [], []
+    for k, batch in enumerate(batches):
+        before = state
+        state, metrics = step(state, batch)
+        scale, tracker, params = trace[k]
+        slot = state.slots["with_amp"]
+        scales.append(scale)
+        assert (float(slot["scale"]), int(slot["good"])) == (scale, tracker), f"step {k}"
+        torch.testing.assert_close(metrics["loss"], wanted[k].float(), **exact, equal_nan=True)
+        torch.testing.assert_close(state.params, params, **exact)
+        if metrics["skipped"]:
+            skipped.append(k)
+            for part in ("params", "opt_state", "buffers"):
+                old, new = tree.leaves(getattr(before, part)), tree.leaves(getattr(state, part))
+                assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True)), f"step {k}: {part}"
+    # Both ways of the scale were tried, and the injected overflows were among the skipped steps.
+    assert {0, 5, 20, 21, 22, 40} <= set(skipped)
+    assert len(skipped) < STEPS / 2
+    assert any(a < b for a, b in zip(scales, scales[1:], strict=False))
+    assert int(state.step) == STEPS
+    if family == "adamw":
+        assert float(state.opt_state["count"]) == STEPS - len(skipped)
+
+
+def test_fp16_scale_is_bounded_as_grad_scalers(monkeypatch):
+    """A loss of small gradients may double the scale for ever; it stays finite, or every later step is lost."""
+    monkeypatch.setattr(amp, "GROWTH_INTERVAL", 1)
+    step = ft.with_amp("fp16")(ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1)))
+    state = step.init({"w": torch.ones(2)})
+    slot = {"scale": torch.tensor(2.0**126), "good": torch.tensor(0)}
+    state = dataclasses.replace(state, slots={"with_amp": slot})
+
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1)
+    scales, wanted = [], []
+    for _ in range(4):
+        state, _ = step(state, torch.full((2,), 0.001))
+        scales.append(float(state.slots["with_amp"]["scale"]))
+        optimizer.zero_grad()
+        scaler.scale((weight * 0.001).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        wanted.append(scaler.get_scale())
+    assert wanted == [2.0**127] * 4
+    assert scales == wanted
+    torch.testing.assert_close(state.params["w"], weight.detach())
+
+
+def test_constants_are_grad_scalers():
+    scaler = torch.amp.GradScaler("cpu")
+    assert amp.GROWTH_INTERVAL == scaler.get_growth_interval()
+    assert scaler.get_scale() == amp.INITIAL_SCALE
+
+
+# Dropout
+
+
+def make_dropout():
+    return nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(0.4), nn.Linear(32, CLASSES))
+
+
+def keyed_loss(params, batch, rng):
+    hidden = random.dropout(rng, torch.relu(batch["x"] @ params["w"]), 0.4)
+    return F.cross_entropy(hidden @ params["v"], batch["y"])
+
+
+def dropout_steps():
+    draw = torch.Generator().manual_seed(3)
+    params = {
+        "w": torch.randn(6, 32, generator=draw, dtype=F64),
+        "v": torch.randn(32, CLASSES, generator=draw, dtype=F64),
+    }
+    module = ft.train_step(ft.from_module(seeded(make_dropout), criterion), ft.optim.adamw(1e-2))
+    keyed = ft.train_step(keyed_loss, ft.optim.adamw(1e-2))
+    return {"stock": (module, None), "keyed": (keyed, params)}
+
+
+@ways
+@pytest.mark.parametrize("name", ["stock", "keyed"])
+def test_dropout_depends_on_the_seed_alone(name, way):
+    step, params = dropout_steps()[name]
+    step = ft.compose(step, *WAYS[way]())
+    batches = make_batches("mlp", steps=10)
+
+    def losses(seed, noise):
+        with torch.random.fork_rng():
+            torch.manual_seed(noise)
+            before = torch.get_rng_state()
+            _, found = run(step, step.init(params, seed=seed), batches)
+            assert torch.equal(before, torch.get_rng_state())
+        return [float(loss) for loss in found]
+
+    first = losses(seed=0, noise=1)
+    assert first == losses(seed=0, noise=2)
+    assert all(a != b for a, b in zip(first, losses(seed=1, noise=1), strict=True))
+
+
+def test_dropout_differs_from_step_to_step():
+    step, _ = dropout_steps()["stock"]
+    batch = make_batches("mlp", steps=1)[0]
+    state = step.init()
+    new, first = step(state, batch)
+    _, again = step(state, batch)
+    _, later = step(dataclasses.replace(state, step=new.step), batch)
+    assert torch.equal(first["loss"], again["loss"])
+    assert not torch.equal(first["loss"], later["loss"])
+
+
+def test_stock_dropout_by_hand():
+    """The loop by hand draws the same masks when it seeds torch from the key of the step."""
+    model, batches = seeded(make_dropout), make_batches("mlp")
+    step = ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2))
+    state, losses = run(step, step.init(seed=4), batches)
+
+    hand = copy.deepcopy(model).train()
+    optimizer = adamw(hand.parameters())
+    wanted = []
+    with torch.random.fork_rng():
+        for k, batch in enumerate(batches):
+            torch.manual_seed(random.seed_of(random.words(random.fold_in(random.key(4), k))))
+            optimizer.zero_grad()
+            loss = criterion(hand, batch)
+            loss.backward()
+            optimizer.step()
+            wanted.append(loss.detach())
+    torch.testing.assert_close(losses, wanted, **TIGHT)
+    check(hand, state)

@@ -1,0 +1,454 @@
+"""Fifty steps of every optimizer beside `torch.optim`, in float64, on every path an update can take."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain import tree
+
+STEPS = 50
+LR = 0.05
+F64 = torch.float64
+# The absolute part is for parameters that cross zero: a few units in the last place of numbers about 1.
+TIGHT = {"rtol": 1e-12, "atol": 1e-14}
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+SGD = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1},
+    "momentum": {"momentum": 0.9},
+    "momentum-decay": {"momentum": 0.9, "weight_decay": 0.1},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "nesterov-decay": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+}
+ADAMW = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1},
+    "betas": {"b1": 0.8, "b2": 0.95},
+    "no-first-moment": {"b1": 0.0, "b2": 0.9},
+    "eps": {"eps": 1e-2, "weight_decay": 0.1},
+}
+CASES = [("sgd", name) for name in SGD] + [("adamw", name) for name in ADAMW]
+PATHS = ["fused", "donated", "plain", "unfused"]
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def make_params(dtype=F64):
+    draw = generator(0)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=draw, dtype=F64).to(dtype)
+
+    return {
+        "scalar": randn(),
+        "vector": randn(5),
+        "matrix": randn(4, 3),
+        "transposed": randn(3, 5).t(),
+        "image": randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        "nested": [randn(6, 2), (randn(3, 3), randn(7))],
+        "empty": randn(0),
+        "hollow": randn(0, 3),
+    }
+
+
+def make_grads(step, dtype=F64):
+    """Gradients in every layout that autograd hands out: transposed, expanded, strided, contiguous."""
+    draw = generator(1000 + step)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=draw, dtype=F64).to(dtype)
+
+    return {
+        "scalar": randn(),
+        "vector": randn(10)[::2],
+        "matrix": randn(3, 4).t(),
+        "transposed": randn(5, 3),
+        "image": randn(2, 3, 4, 4),
+        "nested": [randn(6, 1).expand(6, 2), (randn().expand(3, 3), randn(1).expand(7))],
+        "empty": randn(0),
+        "hollow": randn(3, 0).t(),
+    }
+
+
+def make_optimizer(family, case, lr=LR):
+    return ft.optim.sgd(lr, **SGD[case]) if family == "sgd" else ft.optim.adamw(lr, **ADAMW[case])
+
+
+def torch_options(family, case, *, decay):
+    """The options of one of our optimizers for a parameter group of torch's."""
+    if family == "sgd":
+        return dict(SGD[case])
+    options = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0, **ADAMW[case]}
+    betas = options.pop("b1"), options.pop("b2")
+    return {**options, "betas": betas, "weight_decay": options["weight_decay"] if decay else 0.0}
+
+
+def make_theirs(family, case, leaves, **more):
+    """Torch's optimizer as people configure it: no decay of what has fewer than two axes under AdamW."""
+    kind = torch.optim.SGD if family == "sgd" else torch.optim.AdamW
+    groups = [
+        {"params": [leaf for leaf in leaves if (leaf.ndim >= 2) == decay], **torch_options(family, case, decay=decay)}
+        for decay in (True, False)
+    ]
+    return kind(groups, lr=LR, **more)
+
+
+def own_leaves(params):
+    return [leaf.clone().requires_grad_() for leaf in tree.leaves(params)]
+
+
+def train_theirs(family, case, *, dtype=F64, steps=STEPS, **more):
+    leaves = own_leaves(make_params(dtype))
+    optimizer = make_theirs(family, case, leaves, **more)
+    for step in range(steps):
+        for leaf, grad in zip(leaves, tree.leaves(make_grads(step, dtype)), strict=True):
+            leaf.grad = grad
+        optimizer.step()
+    return leaves, [optimizer.state[leaf] for leaf in leaves]
+
+
+def train_ours(optimizer, path, *, dtype=F64, steps=STEPS):
+    params = tree.clone(make_params(dtype))
+    opt_state = optimizer.init(params)
+    for step in range(steps):
+        rates = {name: schedule(step) for name, schedule in optimizer.schedules.items()}
+        if path == "plain":
+            rates = {name: torch.tensor(rate, dtype=F64) for name, rate in rates.items()}
+        grads = make_grads(step, dtype)
+        params, opt_state = optimizer.update(grads, opt_state, params, rates, donate=path == "donated")
+    return params, opt_state
+
+
+@pytest.fixture
+def unfuse(monkeypatch):
+    """Pretend that the device has no fused kernels."""
+
+    def apply(path):
+        if path == "unfused":
+            backend = dataclasses.replace(ft.backends.get("cpu"), fused_optimizers=False)
+            monkeypatch.setattr(ft.backends.registry, "_records", {"cpu": backend})
+
+    return apply
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_equals_torch(family, case, path, unfuse):
+    unfuse(path)
+    params, opt_state = train_ours(make_optimizer(family, case), path)
+    theirs, state = train_theirs(family, case)
+    torch.testing.assert_close(tree.leaves(params), [leaf.detach() for leaf in theirs], **TIGHT)
+    names = {"mu": "exp_avg", "nu": "exp_avg_sq"} if family == "adamw" else {"momentum": "momentum_buffer"}
+    for ours, name in names.items():
+        if ours in opt_state:
+            wanted = [each[name] for each in state]
+            torch.testing.assert_close(tree.leaves(opt_state[ours]), wanted, **TIGHT)
+    if family == "adamw":
+        assert float(opt_state["count"]) == STEPS == float(state[0]["step"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("family", "case"), [("sgd", "nesterov-decay"), ("adamw", "decay")])
+def test_float32_is_close_to_torch(family, case, path, unfuse):
+    unfuse(path)
+    params, _ = train_ours(make_optimizer(family, case), path, dtype=torch.float32)
+    theirs, _ = train_theirs(family, case, dtype=torch.float32)
+    torch.testing.assert_close(tree.leaves(params), [leaf.detach() for leaf in theirs], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "dtype"),
+    [
+        ("sgd", "nesterov-decay", torch.float32),
+        ("adamw", "decay", torch.float32),
+        ("adamw", "decay", torch.bfloat16),
+        ("adamw", "decay", torch.float16),
+    ],
+)
+def test_fused_equals_torchs_fused_bitwise(family, case, dtype):
+    """The same kernels: so in a narrow dtype, too, the bits are torch's."""
+
+    def narrow(trees):
+        return {name: trees[name] for name in ("scalar", "vector", "matrix", "image")}
+
+    optimizer = make_optimizer(family, case)
+    params = tree.map(torch.Tensor.contiguous, narrow(make_params(dtype)))
+    leaves = own_leaves(params)
+    theirs = make_theirs(family, case, leaves, fused=True)
+    opt_state = optimizer.init(params)
+    for step in range(STEPS):
+        grads = tree.map(torch.Tensor.contiguous, narrow(make_grads(step, dtype)))
+        params, opt_state = optimizer.update(grads, opt_state, params, {"lr": LR})
+        for leaf, grad in zip(leaves, tree.leaves(grads), strict=True):
+            leaf.grad = grad.clone()
+        theirs.step()
+    for ours, leaf in zip(tree.leaves(params), leaves, strict=True):
+        assert torch.equal(ours, leaf.detach())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("family", "case"), [("sgd", "plain"), ("sgd", "momentum-decay"), ("sgd", "nesterov"), ("adamw", "decay")]
+)
+def test_one_step_in_half_precision(family, case, dtype, path, unfuse):
+    """Against the same step in float64, for torch 2.13's own fused SGD is wrong here (pytorch #191763)."""
+    unfuse(path)
+    optimizer = make_optimizer(family, case)
+    draw = generator(3)
+    params, grads = ({"w": torch.randn(100, generator=draw).to(dtype)} for _ in range(2))
+    opt_state = tree.map(lambda leaf: torch.rand(leaf.shape, generator=draw).to(leaf.dtype), optimizer.init(params))
+    if "count" in opt_state:
+        opt_state["count"] = torch.tensor(3.0)
+    wide = [tree.cast(part, F64) for part in (grads, opt_state, params)]
+    wide[1] = {name: part.float() if name == "count" else part for name, part in wide[1].items()}
+    wanted = optimizer.update(*wide, {"lr": torch.tensor(LR, dtype=F64)})
+
+    rate = torch.tensor(LR, dtype=F64) if path == "plain" else LR
+    new = optimizer.update(*tree.clone((grads, opt_state, params)), {"lr": rate}, donate=path == "donated")
+    eps = torch.finfo(dtype).eps
+    for name, ours, exact in zip(tree.leaf_names(new), tree.leaves(new), tree.leaves(wanted), strict=True):
+        assert name == "1.count" or ours.dtype == dtype
+        # Every path rounds a few times, on the way to numbers of up to about 4.
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=4 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_donated_equals_undonated_bitwise(family, case, dtype):
+    optimizer = make_optimizer(family, case)
+    ours = train_ours(optimizer, "fused", dtype=dtype, steps=5)
+    donated = train_ours(optimizer, "donated", dtype=dtype, steps=5)
+    assert tree.signature(ours) == tree.signature(donated)
+    for one, other in zip(tree.leaves(ours), tree.leaves(donated), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("family", ["sgd", "adamw"])
+def test_trees_of_several_dtypes(family):
+    """One fused call for each dtype, and none of them widens a leaf."""
+    dtypes = itertools.cycle([F64, torch.float32, torch.bfloat16])
+    params = tree.map(lambda leaf: leaf.clone().to(next(dtypes)), make_params())
+    leaves = own_leaves(params)
+    theirs = make_theirs(family, "decay", leaves)
+    optimizer = make_optimizer(family, "decay")
+    opt_state = optimizer.init(params)
+    kinds = tree.signature(params)
+    for step in range(5):
+        grads = tree.map(lambda grad, leaf: grad.to(leaf.dtype), make_grads(step), params)
+        params, opt_state = optimizer.update(grads, opt_state, params, {"lr": LR})
+        for leaf, grad in zip(leaves, tree.leaves(grads), strict=True):
+            leaf.grad = grad
+        theirs.step()
+    assert tree.signature(params) == kinds
+    for ours, leaf in zip(tree.leaves(params), leaves, strict=True):
+        # In bfloat16 torch rounds after every operation and the fused kernel once.
+        tolerance = {F64: TIGHT, torch.float32: CLOSE}.get(leaf.dtype, {"rtol": 0.03, "atol": 0.03})
+        torch.testing.assert_close(ours, leaf.detach(), **tolerance)
+
+
+# Decay masks
+
+
+def test_adamw_decays_matrices_and_sgd_everything():
+    ones = {"scalar": torch.ones((), dtype=F64), "vector": torch.ones(2, dtype=F64), "matrix": torch.ones(2, 2).double()}
+    zeros = tree.map(torch.zeros_like, ones)
+    for optimizer, decayed in (
+        (ft.optim.adamw(0.1, weight_decay=0.5), {"matrix"}),
+        (ft.optim.sgd(0.1, weight_decay=0.5), {"scalar", "vector", "matrix"}),
+    ):
+        new, _ = optimizer.update(zeros, optimizer.init(ones), ones, {"lr": 0.1})
+        assert {name for name, leaf in new.items() if (leaf < 1).any()} == decayed
+        assert all(torch.equal(new[name], torch.full_like(ones[name], 0.95)) for name in decayed)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("family", ["sgd", "adamw"])
+def test_custom_decay_mask_equals_a_param_group(family, path, unfuse):
+    unfuse(path)
+    decayed = {"scalar", "matrix", "nested.1.0", "empty"}
+    options = {"weight_decay": 0.3, "decay_mask": lambda name, leaf: name in decayed}
+    optimizer = ft.optim.sgd(LR, momentum=0.9, **options) if family == "sgd" else ft.optim.adamw(LR, **options)
+    params, _ = train_ours(optimizer, path)
+
+    leaves = own_leaves(make_params())
+    names = tree.leaf_names(make_params())
+    assert decayed < set(names)
+    groups = [
+        {"params": [leaf for name, leaf in zip(names, leaves, strict=True) if name in decayed], "weight_decay": 0.3},
+        {"params": [leaf for name, leaf in zip(names, leaves, strict=True) if name not in decayed], "weight_decay": 0.0},
+    ]
+    theirs = torch.optim.SGD(groups, lr=LR, momentum=0.9) if family == "sgd" else torch.optim.AdamW(groups, lr=LR)
+    for step in range(STEPS):
+        for leaf, grad in zip(leaves, tree.leaves(make_grads(step)), strict=True):
+            leaf.grad = grad
+        theirs.step()
+    torch.testing.assert_close(tree.leaves(params), [leaf.detach() for leaf in leaves], **TIGHT)
+
+
+# Through a step: gradients as autograd makes them
+
+
+WRAPPERS = {
+    "eager": lambda: (),
+    "donated": lambda: (ft.donated(),),
+    "compiled": lambda: (ft.compiled(backend="eager"),),
+    "compiled-donated": lambda: (ft.compiled(backend="eager", donate=True),),
+}
+wrapped = pytest.mark.parametrize("way", WRAPPERS)
+
+
+def inner_product(params, batch):
+    """A loss whose gradient is the batch, to the bit."""
+    products = [(leaf * grad).sum() for leaf, grad in zip(tree.leaves(params), tree.leaves(batch), strict=True)]
+    return torch.stack(products).sum()
+
+
+def train_step(optimizer, way, loss=inner_product, params=None, batches=None, steps=STEPS):
+    step = ft.compose(ft.train_step(loss, optimizer), *WRAPPERS[way]())
+    state = step.init(make_params() if params is None else params)
+    rates = []
+    for k in range(steps):
+        state, metrics = step(state, make_grads(k) if batches is None else batches[k])
+        rates.append({name: value for name, value in metrics.items() if name.endswith("lr")})
+    return state, rates
+
+
+@wrapped
+@pytest.mark.parametrize(
+    ("family", "case"), [("sgd", "plain"), ("sgd", "nesterov-decay"), ("adamw", "decay"), ("adamw", "eps")]
+)
+def test_step_equals_torch(family, case, way):
+    state, _ = train_step(make_optimizer(family, case), way)
+    theirs, _ = train_theirs(family, case)
+    torch.testing.assert_close(tree.leaves(state.params), [leaf.detach() for leaf in theirs], **TIGHT)
+
+
+@wrapped
+@pytest.mark.parametrize("family", ["sgd", "adamw"])
+def test_gradients_that_are_one_expanded_tensor(family, way):
+    """Autograd gives both sides of a sum the same gradient: a 0-d tensor, expanded."""
+
+    def loss(params, batch):
+        return ((params["a"] + params["b"]).sum() - batch) ** 2 + params["c"].t().sum()
+
+    case = "nesterov-decay" if family == "sgd" else "decay"
+    draw = generator(2)
+    params = {name: torch.randn(shape, generator=draw, dtype=F64) for name, shape in zip("abc", [(3, 4), (3, 4), (2, 5)])}
+    batches = [torch.randn((), generator=draw, dtype=F64) for _ in range(STEPS)]
+    # A small rate, for a sum over 24 elements diverges with a large one.
+    optimizer = ft.optim.sgd(1e-3, **SGD[case]) if family == "sgd" else ft.optim.adamw(1e-3, **ADAMW[case])
+    state, _ = train_step(optimizer, way, loss, params, batches)
+
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
+    theirs = make_theirs(family, case, list(leaves.values()))
+    for group in theirs.param_groups:
+        group["lr"] = 1e-3
+    for batch in batches:
+        theirs.zero_grad()
+        loss(leaves, batch).backward()
+        theirs.step()
+    torch.testing.assert_close(state.params, {name: leaf.detach() for name, leaf in leaves.items()}, **TIGHT)
+
+
+# Schedules
+
+
+@wrapped
+@pytest.mark.parametrize("family", ["sgd", "adamw"])
+def test_schedule_drives_the_rate_as_lambda_lr_does(family, way):
+    schedule = ft.schedules.warmup_cosine(0.1, warmup=10, total=40, end=0.01)
+    case = "momentum-decay" if family == "sgd" else "decay"
+    state, rates = train_step(make_optimizer(family, case, schedule), way)
+
+    leaves = own_leaves(make_params())
+    theirs = make_theirs(family, case, leaves)
+    for group in theirs.param_groups:
+        group["lr"] = 1.0
+    scheduler = torch.optim.lr_scheduler.LambdaLR(theirs, [schedule] * 2)
+    # LambdaLR multiplies the initial rate, which it has just recorded as the 0.05 of the constructor or as 1.
+    assert [group["initial_lr"] for group in theirs.param_groups] == [1.0, 1.0]
+    for k in range(STEPS):
+        for leaf, grad in zip(leaves, tree.leaves(make_grads(k)), strict=True):
+            leaf.grad = grad
+        assert rates[k] == {"lr": schedule(k)} == {"lr": theirs.param_groups[0]["lr"]}
+        theirs.step()
+        scheduler.step()
+    torch.testing.assert_close(tree.leaves(state.params), [leaf.detach() for leaf in leaves], **TIGHT)
+
+
+def test_rate_of_update_k_is_schedule_of_k():
+    step = ft.train_step(lambda params, batch: params.sum(), ft.optim.sgd(lambda k: [1.0, 10.0, 100.0][k]))
+    state = step.init(torch.zeros((), dtype=F64))
+    for k, wanted in enumerate([-1.0, -11.0, -111.0]):
+        state, metrics = step(state, None)
+        assert float(state.params) == wanted
+        assert metrics["lr"] == 10.0**k
+
+
+# Partition
+
+
+def label(name, leaf):
+    return "body" if name.startswith(("nested", "matrix")) else "rest"
+
+
+def labelled(leaves, wanted):
+    names = tree.leaf_names(make_params())
+    return [leaf for name, leaf in zip(names, leaves, strict=True) if label(name, leaf) == wanted]
+
+
+@wrapped
+def test_partition_equals_param_groups(way):
+    """One family with two rates and two decays: the groups of one optimizer of torch's."""
+    everything = {"decay_mask": lambda name, leaf: True}
+    optimizer = ft.optim.partition(
+        {
+            "body": ft.optim.adamw(0.01, weight_decay=0.2, **everything),
+            "rest": ft.optim.adamw(0.1, b2=0.95, **everything),
+        },
+        label,
+    )
+    state, rates = train_step(optimizer, way)
+    assert rates == [{"body/lr": 0.01, "rest/lr": 0.1}] * STEPS
+
+    leaves = own_leaves(make_params())
+    theirs = torch.optim.AdamW(
+        [
+            {"params": labelled(leaves, "body"), "lr": 0.01, "weight_decay": 0.2},
+            {"params": labelled(leaves, "rest"), "lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.0},
+        ]
+    )
+    for k in range(STEPS):
+        for leaf, grad in zip(leaves, tree.leaves(make_grads(k)), strict=True):
+            leaf.grad = grad
+        theirs.step()
+    torch.testing.assert_close(tree.leaves(state.params), [leaf.detach() for leaf in leaves], **TIGHT)
+
+
+@wrapped
+def test_partition_equals_two_optimizers(way):
+    """Different families, one of them scheduled."""
+    schedule = ft.schedules.warmup_cosine(0.1, warmup=5, total=STEPS)
+    optimizer = ft.optim.partition(
+        {"body": ft.optim.sgd(schedule, momentum=0.9, nesterov=True), "rest": ft.optim.adamw(0.02)}, label
+    )
+    state, rates = train_step(optimizer, way)
+    assert rates == [{"body/lr": schedule(k), "rest/lr": 0.02} for k in range(STEPS)]
+
+    leaves = own_leaves(make_params())
+    body = torch.optim.SGD(labelled(leaves, "body"), lr=1.0, momentum=0.9, nesterov=True)
+    rest = torch.optim.AdamW(labelled(leaves, "rest"), lr=0.02, weight_decay=0.0)
+    for k in range(STEPS):
+        for leaf, grad in zip(leaves, tree.leaves(make_grads(k)), strict=True):
+            leaf.grad = grad
+        body.param_groups[0]["lr"] = schedule(k)
+        body.step()
+        rest.step()
+    torch.testing.assert_close(tree.leaves(state.params), [leaf.detach() for leaf in leaves], **TIGHT)

@@ -1,0 +1,714 @@
+"""Keys and draws: published vectors, golden bits, one answer however it is run, and stock operations under Keyed."""
+
+import itertools
+import math
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from ftrain import keyed, random
+from ftrain.errors import OptionError, TraceError
+from ftrain.keyed import Keyed
+
+INT64 = st.integers(-(2**63), 2**64 - 1)
+WORD = st.integers(0, 2**32 - 1)
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.float32, torch.float16, torch.bfloat16)
+FEW = settings(max_examples=30, deadline=None)
+
+# Random123's kat_vectors: counter, key, result.
+KNOWN = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def hexes(text):
+    return [int(word, 16) for word in text.split()]
+
+
+def same(a, b):
+    """Bitwise equality of trees of tensors: dtype, shape and every value, NaN and signed zero included."""
+    a, b = (torch.utils._pytree.tree_leaves(tree) for tree in (a, b))
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        assert torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+
+
+def everything(key, x):
+    """Every draw in the module."""
+    return (
+        random.bits(key, (3, 5)),
+        random.split(key, 3),
+        random.fold_in(key, -7),
+        random.fold_in(key, key[0]),
+        *(random.uniform(key, (7,), dtype=dtype) for dtype in FLOATS),
+        random.uniform(key, (2, 3), low=-0.3, high=0.8),
+        *(random.normal(key, (9,), dtype=dtype) for dtype in HALVES),
+        random.exponential(key, (5,)),
+        random.bernoulli(key, 0.3, (11,)),
+        random.dropout(key, x, 0.4),
+        random.randint(key, (5,), -3, 11),
+        random.permutation(key, 6),
+    )
+
+
+# -- the generator ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
+def test_philox_known_answers(counter, key, result):
+    counter, key, result = hexes(counter), hexes(key), hexes(result)
+    words = random._philox(torch.tensor(key), torch.tensor(counter).unbind())
+    assert [int(word) for word in words] == result
+    assert list(random._philox_host(tuple(key), tuple(counter))) == result
+
+
+@FEW
+@given(key=st.tuples(WORD, WORD), counter=st.tuples(WORD, WORD, WORD, WORD))
+def test_philox_on_tensors_equals_plain_integers(key, counter):
+    words = random._philox(torch.tensor(key), torch.tensor(counter).unbind())
+    assert tuple(map(int, words)) == random._philox_host(key, counter)
+
+
+@FEW
+@given(seed=INT64, data=INT64)
+def test_fold_in_is_the_same_on_the_host(seed, data):
+    key = random.key(seed)
+    expected = random.fold_in_words(random.words(key), data)
+    assert random.words(random.fold_in(key, data)) == expected
+    signed = torch.tensor(data - 2**64 if data >= 2**63 else data)
+    assert random.words(random.fold_in(key, signed)) == expected
+    same(random.fold_in_each(key, signed.expand(2, 1)), torch.tensor(expected).expand(2, 1, 2))
+
+
+@FEW
+@given(seed=INT64)
+def test_key_holds_the_seed(seed):
+    key = random.key(seed)
+    low, high = random.words(key)
+    assert key.dtype == torch.int64
+    assert (high << 32 | low) == seed % 2**64
+    same(random.from_words((low, high)), key)
+
+
+def test_counters_beyond_32_bits():
+    index = torch.tensor([0, 2**32 - 1, 2**32, 2**32 + 3, 2**40 + 5])
+    words = torch.stack(random._blocks(random.key(5), index, 0), -1).tolist()
+    for i, block in zip(index.tolist(), words, strict=True):
+        assert tuple(block) == random._philox_host((5, 0), (i % 2**32, i >> 32, 0, 0))
+    assert len({tuple(block) for block in words}) == 5
+
+
+def test_domains_never_meet():
+    key, num = random.key(3), 4096
+    drawn = random.bits(key, (4 * num,)).reshape(-1, 4)[:, :2]
+    folded = random.fold_in_each(key, torch.arange(num))
+    keys = torch.cat([drawn, random.split(key, num), folded]).tolist()
+    assert len({tuple(pair) for pair in keys}) == 3 * num
+
+
+def test_children_draw_different_numbers():
+    children = random.split(random.key(4), 64)
+    drawn = torch.func.vmap(lambda key: random.bits(key, (64,)))(children).reshape(-1, 2).tolist()
+    assert len({tuple(pair) for pair in drawn}) == len(drawn)
+
+
+# -- golden bits: a change here changes every run there is --------------------------------------------------
+
+GOLDEN = {
+    "key": (lambda key: random.key(-2), [4294967294, 4294967295]),
+    "split": (lambda key: random.split(key, 2), [1278000592, 2712214839, 1278131739, 30684302]),
+    "fold_in": (lambda key: random.fold_in(key, -1), [2204937122, 2932885739]),
+    "bits": (
+        lambda key: random.bits(key, (6,)),
+        [2592828275, 1153470534, 4228819385, 359042194, 1487279343, 1872151666],
+    ),
+    "uniform fp32": (
+        lambda key: random.uniform(key, (3,)),
+        ["0x1.3516d60000000p-1", "0x1.1302400000000p-2", "0x1.f81d520000000p-1"],
+    ),
+    "uniform fp64": (
+        lambda key: random.uniform(key, (3,), dtype=torch.float64),
+        ["0x1.3516d6e689812p-1", "0x1.f81d53722acd1p-1", "0x1.629853bdbe5b0p-2"],
+    ),
+    "uniform fp16": (
+        lambda key: random.uniform(key, (3,), dtype=torch.float16),
+        ["0x1.3500000000000p-1", "0x1.1300000000000p-2", "0x1.f800000000000p-1"],
+    ),
+    "uniform bf16": (
+        lambda key: random.uniform(key, (3,), dtype=torch.bfloat16),
+        ["0x1.3400000000000p-1", "0x1.1000000000000p-2", "0x1.f800000000000p-1"],
+    ),
+    "uniform range": (
+        lambda key: random.uniform(key, (3,), low=-0.3, high=0.8),
+        ["0x1.74cbd60000000p-2", "-0x1.2c2e640000000p-8", "0x1.90ed0e0000000p-1"],
+    ),
+    "normal fp32": (
+        lambda key: random.normal(key, (4,)),
+        ["-0x1.dee4ba0000000p-4", "0x1.fee72e0000000p-1", "0x1.3831360000000p-3", "0x1.69dd2a0000000p-4"],
+    ),
+    "normal fp16": (
+        lambda key: random.normal(key, (4,), dtype=torch.float16),
+        ["-0x1.df00000000000p-4", "0x1.ff00000000000p-1", "0x1.3840000000000p-3", "0x1.69c0000000000p-4"],
+    ),
+    "normal bf16": (
+        lambda key: random.normal(key, (4,), dtype=torch.bfloat16),
+        ["-0x1.de00000000000p-4", "0x1.fe00000000000p-1", "0x1.3800000000000p-3", "0x1.6a00000000000p-4"],
+    ),
+    "exponential": (
+        lambda key: random.exponential(key, (3,)),
+        ["0x1.0267560000000p-1", "0x1.508e200000000p+0", "0x1.fc985c0000000p-7"],
+    ),
+    "bernoulli": (lambda key: random.bernoulli(key, 0.5, (12,)).int(), [0, 1, 0, 1, 1, 1, 0, 1, 0, 1, 0, 1]),
+    "dropout": (
+        lambda key: random.dropout(key, torch.ones(6), 0.25),
+        [
+            "0x1.5555560000000p+0",
+            "0x1.5555560000000p+0",
+            "0x0.0p+0",
+            "0x1.5555560000000p+0",
+            "0x1.5555560000000p+0",
+            "0x1.5555560000000p+0",
+        ],
+    ),
+    "randint": (lambda key: random.randint(key, (5,), -50, 50), [17, 27, 47, -32, -20]),
+    "permutation": (lambda key: random.permutation(key, 7), [2, 4, 0, 6, 5, 3, 1]),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden(name):
+    draw, expected = GOLDEN[name]
+    drawn = draw(random.key(2024)).flatten().tolist()
+    assert [x.hex() if isinstance(x, float) else x for x in drawn] == expected
+
+
+def test_golden_words_for_stock_operations():
+    assert random.stock_words((2024, 0)) == (2697594584, 1423220554)
+    assert random.seed_of((2024, 0)) == 3056342868561298284
+
+
+# normal's float64 draws are left to the last bits of log and cos.
+def test_golden_normal_fp64():
+    drawn = random.normal(random.key(2024), (2,), dtype=torch.float64)
+    expected = torch.tensor([0.999983317211061, -0.0970705468542187], dtype=torch.float64)
+    torch.testing.assert_close(drawn, expected, rtol=1e-14, atol=0)
+
+
+# -- one answer, however it is run --------------------------------------------------------------------------
+
+
+def test_traced_and_compiled_are_bitwise_eager():
+    key, x = random.key(11), torch.linspace(-1, 1, 10)
+    expected = everything(key, x)
+    traced = make_fx(everything, tracing_mode="fake")(random.key(0), x)
+    same(traced(key, x), expected)
+    # Compiling takes a third of a second a draw.
+    compiled = torch.compile(lambda *args: everything(*args)[3:-1:2], backend="aot_eager", fullgraph=True)
+    same(compiled(key, x), expected[3:-1:2])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # raised by importing inductor
+def test_inductor_is_bitwise_eager():
+    def draw(key, x):
+        return random.dropout(key, x, 0.4), random.normal(random.fold_in(key, 1), (33,))
+
+    key, x = random.key(12), torch.linspace(-1, 1, 301)
+    same(torch.compile(draw, fullgraph=True)(key, x), draw(key, x))
+
+
+def test_dynamic_shapes():
+    compiled = torch.compile(random.dropout, backend="aot_eager", fullgraph=True, dynamic=True)
+    for num in (3, 8, 33):
+        x = torch.ones(num)
+        same(compiled(random.key(1), x, 0.5), random.dropout(random.key(1), x, 0.5))
+
+
+def test_vmap_over_keys_equals_a_loop():
+    keys, x = random.split(random.key(13), 4), torch.linspace(-1, 1, 10)
+    looped = [torch.stack(each) for each in zip(*(everything(key, x) for key in keys), strict=True)]
+    same(torch.func.vmap(everything, in_dims=(0, None))(keys, x), tuple(looped))
+
+
+def test_recomputed_draws_are_the_same():
+    def block(x, key):
+        return random.dropout(key, x.sin(), 0.5).exp()
+
+    def grad(function):
+        x = torch.linspace(-1, 1, 32, requires_grad=True)
+        return torch.autograd.grad(function(x, random.key(5)).sum(), x)
+
+    same(grad(lambda *a: checkpoint(block, *a, use_reentrant=False, preserve_rng_state=False)), grad(block))
+
+
+@FEW
+@given(small=st.integers(0, 40), large=st.integers(0, 40))
+def test_a_small_draw_begins_a_large_one(small, large):
+    small, large = sorted((small, large))
+    key = random.key(8)
+    draws = [random.bits, random.exponential, random.normal, random.uniform]
+    draws += [lambda key, shape, f=f: f(key, shape, dtype=torch.float64) for f in draws[1:]]
+    draws += [lambda key, shape: random.randint(key, shape, 0, 99)]
+    for draw in draws:
+        same(draw(key, (small,)), draw(key, (large,))[:small])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3, 5)])
+def test_shapes(shape):
+    key = random.key(9)
+    size = math.prod(shape)
+    for draw in (random.bits, random.uniform, random.normal, random.exponential):
+        assert draw(key, shape).shape == shape
+        same(draw(key, shape).reshape(-1), draw(key, (size,)))
+    assert random.bernoulli(key, 0.5, shape).shape == shape
+    assert random.dropout(key, torch.ones(shape), 0.5).shape == shape
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: compares its bits with the CPU's")
+def test_gpu_draws_the_same_bits():
+    key, x = random.key(11), torch.linspace(-1, 1, 10)
+    on_gpu = everything(key.cuda(), x.cuda())
+    assert all(each.is_cuda for each in on_gpu)
+    same([each.cpu() for each in on_gpu], list(everything(key, x)))
+    with Keyed(key):
+        drawn = F.dropout(x.cuda(), 0.5)
+    with Keyed(key):
+        same(drawn.cpu(), F.dropout(x, 0.5))
+
+
+def test_the_global_generator_is_left_alone():
+    before = torch.get_rng_state()
+    everything(random.key(0), torch.ones(10))
+    with Keyed(random.key(0)):
+        F.dropout(torch.randn(8), 0.5)
+    same(torch.get_rng_state(), before)
+
+
+# -- distributions (fixed seeds: these pass always or never) ------------------------------------------------
+
+MANY = 1 << 16
+
+
+def test_bits_are_even():
+    words = random.bits(random.key(21), (MANY,))
+    assert 0 <= int(words.min()) < int(words.max()) < 2**32
+    for shift in (0, 8, 16, 24):
+        counts = torch.bincount((words >> shift) & 255, minlength=256).double()
+        chi2 = float(((counts - MANY / 256) ** 2).sum() / (MANY / 256))
+        assert 255 - 5 * math.sqrt(510) < chi2 < 255 + 5 * math.sqrt(510)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("draw", "mean", "variance", "fourth"),
+    [
+        (random.uniform, 0.5, 1 / 12, 1 / 80),
+        (random.normal, 0.0, 1.0, 3.0),
+        (random.exponential, 1.0, 1.0, 9.0),
+    ],
+)
+def test_moments(draw, mean, variance, fourth, dtype):
+    drawn = draw(random.key(22), (MANY,), dtype=dtype)
+    assert drawn.dtype == dtype
+    drawn = drawn.double()
+    # Half a step of rounding down, for uniform draws of few digits.
+    step = torch.finfo(dtype).eps / 4 if draw is random.uniform else torch.finfo(dtype).eps / 8
+    assert abs(float(drawn.mean()) - mean) < 4 * math.sqrt(variance / MANY) + step
+    assert abs(float(drawn.var()) - variance) < 4 * math.sqrt((fourth - variance**2) / MANY) + step
+    for lag in (1, 2, 4):
+        moved = (drawn[lag:] - mean) * (drawn[:-lag] - mean)
+        assert abs(float(moved.mean())) < 4 * variance / math.sqrt(MANY) + step
+
+
+def test_normal_tails():
+    drawn = random.normal(random.key(23), (MANY,), dtype=torch.float64)
+    for bound in (0.5, 1.0, 2.0, 3.0):
+        p = math.erfc(bound / math.sqrt(2))
+        found = float((drawn.abs() > bound).double().mean())
+        assert abs(found - p) < 4 * math.sqrt(p * (1 - p) / MANY)
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.99])
+def test_bernoulli_rate(p):
+    drawn = random.bernoulli(random.key(24), p, (MANY,))
+    assert drawn.dtype == torch.bool
+    assert abs(float(drawn.double().mean()) - p) < 4 * math.sqrt(p * (1 - p) / MANY)
+    same(drawn, random.bits(random.key(24), (MANY,)) < round(p * 2**32))
+
+
+def test_randint_and_permutation():
+    drawn = random.randint(random.key(25), (MANY,), -3, 5)
+    counts = torch.bincount(drawn + 3, minlength=8).double()
+    assert counts.numel() == 8
+    assert float(((counts - MANY / 8) ** 2).sum() / (MANY / 8)) < 7 + 5 * math.sqrt(14)
+    wide = random.randint(random.key(25), (MANY,), -(2**61), 2**61)
+    assert int(wide.min()) < -(2**60)
+    assert int(wide.max()) > 2**60
+    orders = torch.stack([random.permutation(key, 3) for key in random.split(random.key(26), 60)])
+    same(orders.sort(-1).values, torch.arange(3).expand(60, 3))
+    assert len({tuple(order) for order in orders.tolist()}) == 6
+    assert random.permutation(random.key(0), 0).shape == (0,)
+
+
+# -- ranges -------------------------------------------------------------------------------------------------
+
+
+def extreme(word):
+    """Make every word of every block `word`."""
+    return mock.patch.object(random, "_philox", lambda key, counter: (torch.full_like(counter[0], word),) * 4)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_unit_uniform_is_every_multiple_below_one(dtype):
+    key, digits = random.key(0), random._DIGITS[dtype]
+    with extreme(2**32 - 1):
+        assert float(random.uniform(key, (), dtype=dtype)) == 1 - 2.0**-digits
+    with extreme(0):
+        assert float(random.uniform(key, (), dtype=dtype)) == 0
+    if digits == 8:
+        values = random.uniform(key, (MANY,), dtype=dtype).unique()
+        same(values, (torch.arange(256) / 256).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@FEW
+@given(low=st.floats(-50, 50), width=st.floats(0.5, 50))
+def test_uniform_stays_inside_its_range(dtype, low, width):
+    high = low + width
+    for word in (0, 1, 2**31, 2**32 - 1):
+        with extreme(word):
+            drawn = random.uniform(random.key(0), (4,), dtype=dtype, low=low, high=high)
+        assert drawn.dtype == dtype
+        assert all(low <= x < high for x in drawn.tolist())
+        near = low + (high - low) * word / 2**32
+        assert all(abs(x - near) < max(128 * torch.finfo(dtype).eps, 1e-7) for x in drawn.tolist())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@given(value=st.floats(-60000, 60000))
+def test_round_down_is_tight(dtype, value):
+    below = torch.tensor(random._round_down(value, dtype), dtype=dtype)
+    assert float(below) == random._round_down(value, dtype) <= value
+    assert float(torch.nextafter(below, torch.tensor(math.inf, dtype=dtype))) > value
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_extreme_words_give_finite_draws(dtype):
+    for word in (0, 2**32 - 1):
+        with extreme(word):
+            assert random.normal(random.key(0), (4,), dtype=dtype).isfinite().all()
+            drawn = random.exponential(random.key(0), (4,), dtype=dtype)
+        assert (drawn.isfinite() & (drawn > 0)).all()
+
+
+# -- dropout ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_dropout_and_its_gradient(dtype):
+    x = torch.linspace(1, 2, 64, dtype=dtype, requires_grad=True)
+    y = random.dropout(random.key(31), x, 0.25)
+    keep = random.bernoulli(random.key(31), 0.75, (64,))
+    same(y.detach(), torch.where(keep, x.detach() * (1 / 0.75), 0.0))
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    same(grad, keep.to(dtype) * (1 / 0.75))
+    assert 0 < int(keep.sum()) < 64
+
+
+def test_dropout_of_none_and_of_all():
+    x = torch.tensor([1.0, torch.finfo(torch.float32).max], requires_grad=True)
+    assert random.dropout(random.key(0), x, 0.0) is x
+    gone = random.dropout(random.key(0), x, 1.0)
+    same(gone.detach(), torch.zeros(2))
+    same(torch.autograd.grad(gone.sum(), x)[0], torch.zeros(2))
+
+
+def test_dropout_never_makes_nan():
+    x = torch.full((64,), torch.finfo(torch.float32).max, requires_grad=True)
+    y = random.dropout(random.key(0), x, 0.5)
+    assert set(y.tolist()) == {0.0, math.inf}
+    assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
+
+
+def test_dropout_moves_the_key():
+    assert random.dropout(random.key(0), torch.ones(3, device="meta"), 0.5).device.type == "meta"
+
+
+def test_bernoulli_of_the_certain():
+    assert random.bernoulli(random.key(0), 1.0, (MANY,)).all()
+    assert not random.bernoulli(random.key(0), 0.0, (MANY,)).any()
+    with extreme(2**32 - 1):
+        assert random.bernoulli(random.key(0), 1, ())
+    with extreme(0):
+        assert not random.bernoulli(random.key(0), 0, ())
+
+
+# -- errors -------------------------------------------------------------------------------------------------
+
+KEY = random.key(0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: random.key(2**64), f"key: seed = {2**64} does not fit"),
+        (lambda: random.key(-(2**63) - 1), "key: seed = -9223372036854775809 does not fit"),
+        (lambda: random.fold_in(KEY, 2**64), "fold_in: data = "),
+        (lambda: random.fold_in_words((0, 0), 2**64), "fold_in_words: data = "),
+        (lambda: random.fold_in(KEY, torch.zeros(2, dtype=torch.int64)), r"fold_in: data has shape \(2,\)"),
+        (lambda: random.fold_in(KEY, torch.tensor(1.0)), "fold_in: data has dtype torch.float32"),
+        (lambda: random.split(KEY, -1), "split: num = -1"),
+        (lambda: random.split(KEY.float()), "split: the key has shape .* dtype torch.float32"),
+        (lambda: random.bits(torch.zeros(3, dtype=torch.int64), ()), r"bits: the key has shape \(3,\)"),
+        (lambda: random.normal(KEY, (-1,)), r"normal: shape = \(-1,\)"),
+        (lambda: random.normal(KEY, (1,), dtype=torch.int64), "normal: dtype = torch.int64"),
+        (lambda: random.uniform(KEY, (1,), low=1.0, high=1.0), "uniform: low = 1.0, high = 1.0"),
+        (lambda: random.uniform(KEY, (1,), low=math.nan), "uniform: low = nan"),
+        (lambda: random.uniform(KEY, (1,), high=math.inf), "uniform: low = 0.0, high = inf"),
+        (lambda: random.uniform(KEY, (1,), low=1 + 1e-9, high=1 + 2e-9), "torch.float32 has no value in"),
+        (lambda: random.bernoulli(KEY, 1.5, ()), "bernoulli: p = 1.5"),
+        (lambda: random.bernoulli(KEY, math.nan, ()), "bernoulli: p = nan"),
+        (lambda: random.dropout(KEY, torch.ones(2), -0.1), "dropout: p = -0.1"),
+        (lambda: random.dropout(KEY, torch.ones(2, dtype=torch.int64), 0.1), "dropout: x has dtype torch.int64"),
+        (lambda: random.randint(KEY, (1,), 3, 3), "randint: low = 3, high = 3"),
+        (lambda: random.randint(KEY, (1,), -(2**63) + 1, 2**62), "randint: low = "),
+    ],
+)
+def test_errors_name_function_and_value(call, message):
+    with pytest.raises(OptionError, match=message):
+        call()
+
+
+def test_a_seed_must_be_an_integer():
+    with pytest.raises(TypeError):
+        random.key(0.5)
+
+
+# -- stock operations under Keyed ---------------------------------------------------------------------------
+
+
+def stock(x):
+    """Torch's own random operations: (operation, what it must draw from its key)."""
+    half = torch.full((8,), 0.5)
+    return [
+        (lambda: torch.rand(8), lambda k: random.uniform(k, (8,))),
+        (lambda: torch.rand(8, generator=None), lambda k: random.uniform(k, (8,))),
+        (lambda: torch.rand(2, dtype=torch.float64), lambda k: random.uniform(k, (2,), dtype=torch.float64)),
+        (lambda: torch.rand_like(x.half()), lambda k: random.uniform(k, (8,), dtype=torch.float16)),
+        (lambda: torch.empty(8).uniform_(-2, 3), lambda k: random.uniform(k, (8,), low=-2, high=3)),
+        (lambda: torch.empty(8).uniform_(2, 2), lambda k: torch.full((8,), 2.0)),
+        (lambda: torch.randn(2, 4), lambda k: random.normal(k, (2, 4))),
+        (lambda: torch.randn_like(x), lambda k: random.normal(k, (8,))),
+        (lambda: torch.empty(8).normal_(1, 2), lambda k: random.normal(k, (8,)) * 2 + 1),
+        (lambda: torch.normal(1.0, 2.0, (8,)), lambda k: random.normal(k, (8,)) * 2 + 1),
+        (lambda: torch.normal(half, 2.0), lambda k: random.normal(k, (8,)) * 2 + 0.5),
+        (lambda: torch.normal(1.0, half), lambda k: random.normal(k, (8,)) * 0.5 + 1),
+        (lambda: torch.normal(half, half), lambda k: random.normal(k, (8,)) * 0.5 + 0.5),
+        (lambda: torch.empty(8).exponential_(2), lambda k: random.exponential(k, (8,)) / 2),
+        (lambda: torch.bernoulli(half), lambda k: random.bernoulli(k, 0.5, (8,)).float()),
+        (lambda: torch.bernoulli(x, 0.3), lambda k: random.bernoulli(k, 0.3, (8,)).float()),
+        (lambda: torch.empty(8).bernoulli_(0.3), lambda k: random.bernoulli(k, 0.3, (8,)).float()),
+        (lambda: torch.empty(8).bernoulli_(half), lambda k: random.bernoulli(k, 0.5, (8,)).float()),
+        (lambda: torch.randint(9, (8,)), lambda k: random.randint(k, (8,), 0, 9)),
+        (lambda: torch.randint(-4, 9, (8,), dtype=torch.int32), lambda k: random.randint(k, (8,), -4, 9).int()),
+        (lambda: torch.randint_like(x, 9), lambda k: random.randint(k, (8,), 0, 9).float()),
+        (lambda: torch.empty(8).random_(2, 9), lambda k: random.randint(k, (8,), 2, 9).float()),
+        (lambda: torch.empty(8).random_(9), lambda k: random.randint(k, (8,), 0, 9).float()),
+        (lambda: torch.randperm(8), lambda k: random.permutation(k, 8)),
+        (lambda: torch.native_dropout(x, 0.4, True)[0], lambda k: random.dropout(k, x, 0.4)),
+        (lambda: F.dropout(half, 0.5), lambda k: random.dropout(k, half, 0.5)),
+    ]
+
+
+def test_each_stock_operation_draws_from_its_own_fold():
+    key, cases = random.key(41), stock(torch.linspace(-1, 1, 8))
+    assert len(cases) < keyed._CHUNK
+    cases *= 2  # beyond the first chunk of keys
+    with Keyed(key) as stream:
+        drawn = [draw() for draw, _ in cases]
+    assert stream.offset == len(cases)
+    same(drawn, [expected(random.fold_in(key, n)) for n, (_, expected) in enumerate(cases)])
+
+
+def test_modules_draw_by_key_and_replay():
+    net = nn.Sequential(nn.Dropout(0.5), nn.Dropout1d(0.5), nn.AlphaDropout(0.5))
+    x = torch.ones(4, 8, 8)
+
+    def draw(seed):
+        with Keyed(random.key(seed)) as stream:
+            first, offset = net(x), stream.offset
+            second = net(x)
+            with stream.replay(0):
+                again = net(x)
+            with stream.replay(offset):
+                same(net(x), second)
+            assert stream.offset == 2 * offset == 6
+        same(again, first)
+        return first, second
+
+    same(draw(1), draw(1))
+    drawn = [*draw(1), *draw(2)]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
+
+
+def test_replay_restores_after_an_error():
+    stream = Keyed(random.key(0))
+    stream.offset = 5
+
+    def fail():
+        with stream.replay(2):
+            raise ValueError(f"at {stream.offset}")
+
+    with pytest.raises(ValueError, match="at 2"):
+        fail()
+    assert stream.offset == 5
+
+
+def test_current_is_the_innermost():
+    assert keyed.current() is None
+    with Keyed(random.key(0)) as outer:
+        assert keyed.current() is outer
+        with Keyed(random.key(1)) as inner:
+            assert keyed.current() is inner
+            torch.rand(1)
+        assert (keyed.current(), outer.offset, inner.offset) == (outer, 0, 1)
+    assert keyed.current() is None
+
+
+def test_recomputation_with_replay_gives_the_same_gradient():
+    def block(x):
+        return F.dropout(x.sin(), 0.5).exp()
+
+    def repeatable(x, offset):
+        with keyed.current().replay(offset):
+            return block(x)
+
+    def grad(remat):
+        x = torch.linspace(-1, 1, 64, requires_grad=True)
+        with Keyed(random.key(6)) as stream:
+            if remat:
+                y = checkpoint(repeatable, x, stream.offset, use_reentrant=False, preserve_rng_state=False)
+            else:
+                y = block(x)
+            return torch.autograd.grad(y.sum(), x)[0]
+
+    same(grad(remat=True), grad(remat=False))
+    assert 0 < int((grad(remat=True) == 0).sum()) < 64
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x):
+        x = F.dropout(self.inner(x), 0.2) + torch.randn(16)
+        x = F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.3)[0]
+        return self.outer(F.dropout1d(x, 0.5)).square().mean()
+
+
+def test_a_traced_gradient_has_no_random_operation_and_the_same_bits():
+    torch.manual_seed(0)
+    net = Net()
+    params, x = dict(net.named_parameters()), torch.randn(4, 8)
+
+    def step(key, x, params):
+        leaves = {name: each.detach().requires_grad_() for name, each in params.items()}
+        with Keyed(key):
+            loss = torch.func.functional_call(net, leaves, (x,))
+            return loss, torch.autograd.grad(loss, list(leaves.values()))
+
+    before = torch.get_rng_state()
+    traced = make_fx(step, tracing_mode="fake")(random.key(0), x, params)
+    targets = [node.target for node in traced.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    assert len(targets) > 100
+    assert not [op for op in targets if torch.Tag.nondeterministic_seeded in op.tags]
+    assert not [node for node in traced.graph.nodes if node.op == "get_attr"]
+    losses = set()
+    for seed in (0, 1):
+        same(traced(random.key(seed), x, params), step(random.key(seed), x, params))
+        losses.add(float(traced(random.key(seed), x, params)[0]))
+    assert len(losses) == 2
+    same(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: torch.poisson(torch.ones(2)), "aten.poisson.default draws .* ftrain.random"),
+        (lambda: torch.multinomial(torch.ones(3), 1), "aten.multinomial.default"),
+        (lambda: torch.binomial(torch.ones(2), torch.ones(2)), "aten.binomial.default"),
+        (lambda: torch.rand(2, out=torch.empty(2)), "aten.rand.out"),
+        (lambda: F.rrelu(torch.ones(2), training=True), "aten.rrelu_with_noise.default"),
+        (lambda: torch.empty(2).random_(), "aten.random_.default"),
+        (lambda: torch.empty(2).random_(3, None), "aten.random_.from draws"),
+        (lambda: torch.rand(2, generator=torch.Generator()), "aten.rand.generator was given a generator"),
+        (lambda: torch.empty(2).normal_(generator=torch.Generator()), "was given a generator"),
+    ],
+)
+def test_operations_without_a_keyed_form_are_refused(draw, message):
+    before = torch.get_rng_state()
+    with Keyed(random.key(0)) as stream, pytest.raises(TraceError, match=message):
+        draw()
+    same(torch.get_rng_state(), before)
+    assert stream.offset == 0
+
+
+def test_fused_attention_is_refused_only_with_dropout():
+    q = torch.linspace(-1, 1, 32).reshape(1, 1, 4, 8)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    expected = F.scaled_dot_product_attention(q, q, q)
+    with Keyed(random.key(0)) as stream:
+        same(F.scaled_dot_product_attention(q, q, q), expected)
+        same(fused(q, q, q)[0], expected)
+        with pytest.raises(TraceError, match="sdpa_kernel"):
+            fused(q, q, q, 0.1)
+        with pytest.raises(TraceError, match="_scaled_dot_product_flash_attention"):
+            flash(q, q, q, dropout_p=0.1)
+        same(F.rrelu(q, training=False), F.rrelu(q))
+        assert stream.offset == 0
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        assert stream.offset == 1
+
+
+def test_inference_mode_draws_the_same():
+    x = torch.ones(2, 4, 8)
+    for module in (nn.Dropout(0.5), nn.Dropout1d(0.5)):
+        with Keyed(random.key(2)):
+            expected = module(x)
+        with Keyed(random.key(2)), torch.inference_mode():
+            drawn = module(x)
+        same(drawn.clone(), expected)
+
+
+def test_draws_go_to_the_device_asked_for():
+    with Keyed(random.key(0)):
+        assert torch.rand(2, device="meta").device.type == "meta"
+        assert F.dropout(torch.ones(2, device="meta"), 0.5).device.type == "meta"
+
+
+def test_keyed_inside_vmap_is_refused():
+    def draw(key):
+        with Keyed(key):
+            return torch.rand(2)
+
+    with pytest.raises(TraceError, match="outside of vmap"):
+        torch.func.vmap(draw, randomness="different")(random.split(random.key(0)))
+
+
+def test_vmap_inside_keyed_draws_for_each():
+    with Keyed(random.key(0)):
+        drawn = torch.func.vmap(lambda x: F.dropout(x, 0.5), randomness="different")(torch.ones(3, 32))
+    assert len({tuple(row) for row in drawn.tolist()}) == 3
