@@ -149,7 +149,7 @@ def changes_buffers(params, batch, buffers):
     [
         (changes_params, "params.w"),
         (changes_params_under_grad, "params.w"),
-        (changes_frozen, "b "),
+        (changes_frozen, ".b in place"),
         (changes_batch, "batch.x"),
         (changes_buffers, "buffers.seen"),
     ],

@@ -63,7 +63,11 @@ def tracked(params, batch, buffers):
     """A running mean as a buffer, which the loss also reads."""
     total = loss(params, batch)
     seen = 0.9 * buffers["mean"] + 0.1 * batch["x"].mean()
-    return Mean(total.total + total.weight * seen * params["head"]["b"].square().sum(), total.weight), {}, {"mean": seen}
+    return (
+        Mean(total.total + total.weight * seen * params["head"]["b"].square().sum(), total.weight),
+        {},
+        {"mean": seen},
+    )
 
 
 def pipelines():

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -290,7 +291,9 @@ def test_accumulation_hands_statistics_from_piece_to_piece():
     wanted = []
     for batch in batches:
         optimizer.zero_grad()
-        parts = [criterion(hand, {"x": x, "y": y}) for x, y in zip(batch["x"].chunk(2), batch["y"].chunk(2), strict=True)]
+        parts = [
+            criterion(hand, {"x": x, "y": y}) for x, y in zip(batch["x"].chunk(2), batch["y"].chunk(2), strict=True)
+        ]
         (sum(parts) / 2).backward()
         optimizer.step()
         wanted.append(sum(parts).detach() / 2)
@@ -307,7 +310,9 @@ def test_accumulation_hands_statistics_from_piece_to_piece():
 def test_ema(decay, way):
     """Equals the closed form d^n p_0 + (1 - d) sum_k d^(n - k) p_k, and torch's `AveragedModel`."""
     model, batches = seeded(make_mlp), make_batches("mlp")
-    step = ft.compose(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)), ft.ema(decay), *WAYS[way]())
+    step = ft.compose(
+        ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)), ft.ema(decay), *WAYS[way]()
+    )
     state = step.init()
     path = [tree.clone(state.params)]
     for batch in batches:
@@ -411,7 +416,7 @@ def test_fp16_scales_as_grad_scaler_does(kind, family, monkeypatch):
         amp.GROWTH,
         1 / amp.GROWTH,
     )
-    hand, wanted, trace = autocast_by_hand(model, batches, torch.float16, make=make, scaler=scaler)
+    _, wanted, trace = autocast_by_hand(model, batches, torch.float16, make=make, scaler=scaler)
 
     step = ft.with_amp("fp16")(ft.train_step(ft.from_module(model, criterion), ours()))
     state = step.init()
@@ -433,7 +438,7 @@ def test_fp16_scales_as_grad_scaler_does(kind, family, monkeypatch):
     # Both ways of the scale were tried, and the injected overflows were among the skipped steps.
     assert {0, 5, 20, 21, 22, 40} <= set(skipped)
     assert len(skipped) < STEPS / 2
-    assert any(a < b for a, b in zip(scales, scales[1:], strict=False))
+    assert any(a < b for a, b in itertools.pairwise(scales))
     assert int(state.step) == STEPS
     if family == "adamw":
         assert float(state.opt_state["count"]) == STEPS - len(skipped)
@@ -466,7 +471,7 @@ def test_fp16_scale_is_bounded_as_grad_scalers(monkeypatch):
 
 def test_constants_are_grad_scalers():
     scaler = torch.amp.GradScaler("cpu")
-    assert amp.GROWTH_INTERVAL == scaler.get_growth_interval()
+    assert scaler.get_growth_interval() == amp.GROWTH_INTERVAL
     assert scaler.get_scale() == amp.INITIAL_SCALE
 
 

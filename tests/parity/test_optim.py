@@ -257,7 +257,11 @@ def test_trees_of_several_dtypes(family):
 
 
 def test_adamw_decays_matrices_and_sgd_everything():
-    ones = {"scalar": torch.ones((), dtype=F64), "vector": torch.ones(2, dtype=F64), "matrix": torch.ones(2, 2).double()}
+    ones = {
+        "scalar": torch.ones((), dtype=F64),
+        "vector": torch.ones(2, dtype=F64),
+        "matrix": torch.ones(2, 2).double(),
+    }
     zeros = tree.map(torch.zeros_like, ones)
     for optimizer, decayed in (
         (ft.optim.adamw(0.1, weight_decay=0.5), {"matrix"}),
@@ -282,7 +286,10 @@ def test_custom_decay_mask_equals_a_param_group(family, path, unfuse):
     assert decayed < set(names)
     groups = [
         {"params": [leaf for name, leaf in zip(names, leaves, strict=True) if name in decayed], "weight_decay": 0.3},
-        {"params": [leaf for name, leaf in zip(names, leaves, strict=True) if name not in decayed], "weight_decay": 0.0},
+        {
+            "params": [leaf for name, leaf in zip(names, leaves, strict=True) if name not in decayed],
+            "weight_decay": 0.0,
+        },
     ]
     theirs = torch.optim.SGD(groups, lr=LR, momentum=0.9) if family == "sgd" else torch.optim.AdamW(groups, lr=LR)
     for step in range(STEPS):
@@ -340,7 +347,8 @@ def test_gradients_that_are_one_expanded_tensor(family, way):
 
     case = "nesterov-decay" if family == "sgd" else "decay"
     draw = generator(2)
-    params = {name: torch.randn(shape, generator=draw, dtype=F64) for name, shape in zip("abc", [(3, 4), (3, 4), (2, 5)])}
+    shapes = {"a": (3, 4), "b": (3, 4), "c": (2, 5)}
+    params = {name: torch.randn(shape, generator=draw, dtype=F64) for name, shape in shapes.items()}
     batches = [torch.randn((), generator=draw, dtype=F64) for _ in range(STEPS)]
     # A small rate, for a sum over 24 elements diverges with a large one.
     optimizer = ft.optim.sgd(1e-3, **SGD[case]) if family == "sgd" else ft.optim.adamw(1e-3, **ADAMW[case])

@@ -1,0 +1,166 @@
+"""Compilation changes nothing but rounding: with Inductor, in two pieces, over many steps, with stock dropout."""
+
+import logging
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain import graph
+from tests.laws import oracle
+from tests.laws.models import make_batch, make_model, token_loss
+from tests.laws.test_pipelines import ALONE, STACKS, assert_equal, build, close_trees, train
+
+label = "+".join
+
+
+def assert_same_state(found, needed, names):
+    for part in ("params", "buffers", "opt_state", "slots"):
+        close_trees(getattr(found, part), getattr(needed, part), names)
+
+
+@pytest.mark.parametrize("names", [*ALONE, STACKS[0]], ids=[label(n) or "plain" for n in [*ALONE, STACKS[0]]])
+def test_inductor_equals_eager(names):
+    _, step = build(names, p=0.0)
+    found, metrics = train(ft.compiled(lowering="whole", donate=True)(step))
+    needed, eager_metrics = train(step)
+    assert_same_state(found, needed, names)
+    assert metrics[-1]["loss"] == pytest.approx(eager_metrics[-1]["loss"], rel=1e-5)
+
+
+def test_inductor_full_stack_with_stock_dropout_is_pure_and_donation_changes_no_bit():
+    _, step = build(STACKS[0])
+    whole = ft.compiled(lowering="whole")(step)
+    state = whole.init()
+    random_state = torch.get_rng_state()
+    first, second = whole(state, make_batch(0)), whole(state, make_batch(0))
+    assert_equal(first, second)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    donated, _ = train(ft.compiled(lowering="whole", donate=True)(step))
+    assert_equal(donated, train(whole)[0])
+    other, _ = train(whole, seed=1)
+    assert not torch.equal(other.params["embed.weight"], donated.params["embed.weight"])
+
+
+def test_inductor_rematerialises_with_the_same_dropout():
+    _, plain = build(())
+    _, rematerialised = build((), ft.remat())
+    whole = ft.compiled(lowering="whole")
+    close_trees(train(whole(rematerialised))[0].params, train(whole(plain))[0].params, ())
+
+
+# Dynamo looks at the .grad of every tensor it traces, and torch warns of that.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("names", [*ALONE, *STACKS], ids=[label(n) or "plain" for n in [*ALONE, *STACKS]])
+def test_split_equals_eager(names):
+    _, step = build(names, p=0.0)
+    found, _ = train(ft.compiled(lowering="split", backend="aot_eager", donate=True)(step))
+    assert_same_state(found, train(step)[0], names)
+
+
+@pytest.mark.parametrize("names", STACKS, ids=[label(n) for n in STACKS])
+def test_functionalised_graph_equals_eager(names):
+    _, step = build(names, p=0.0)
+    found, _ = train(ft.compiled(lowering="whole", backend="aot_eager", donate=True)(step))
+    assert_same_state(found, train(step)[0], names)
+
+
+def test_one_graph_over_a_thousand_scheduled_steps(monkeypatch):
+    built = []
+    capture = graph.capture
+    monkeypatch.setattr(graph, "capture", lambda *args: built.append(1) or capture(*args))
+    schedule = ft.schedules.warmup_cosine(0.01, 10, 1000)
+    loss = ft.from_module(make_model(0.0), token_loss)
+    step = ft.compiled(backend="eager", donate=True)(ft.train_step(loss, ft.optim.sgd(schedule)))
+    state = step.init()
+    rates = []
+    for index in range(1000):
+        state, metrics = step(state, make_batch(index % 3))
+        rates.append(metrics["lr"])
+    assert built == [1]
+    assert rates == [schedule(k) for k in range(1000)]
+
+
+def test_a_whole_graph_has_no_random_operation(monkeypatch):
+    seen = []
+    capture = graph.capture
+    monkeypatch.setattr(graph, "capture", lambda *args: seen.append(capture(*args)) or seen[-1])
+    _, step = build(("remat", "accumulate"))
+    step = ft.compiled(backend="eager")(step)
+    step(step.init(), make_batch(0))
+    targets = [node.target for node in seen[0].graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    assert targets
+    assert not [t for t in targets if torch.Tag.nondeterministic_seeded in t.tags]
+
+
+def test_remat_computes_the_blocks_again_in_the_graph(monkeypatch):
+    products = []
+    capture = graph.capture
+
+    def counting(*args):
+        captured = capture(*args)
+        products.append(sum(node.target is torch.ops.aten.addmm.default for node in captured.graph.nodes))
+        return captured
+
+    monkeypatch.setattr(graph, "capture", counting)
+    for names in ((), ("remat",), ("remat_dots",)):
+        step = ft.compiled(backend="eager")(build(names)[1])
+        step(step.init(), make_batch(0))
+    plain, full, dots = products
+    assert full == plain + 4  # Two products in each of two blocks.
+    assert dots == plain
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_auto_says_which_lowering_it_took(caplog):
+    def branching(model, batch):
+        loss = token_loss(model, batch)[0]
+        return loss if loss.total.item() > 0 else ft.Mean(-loss.total, loss.weight)
+
+    _, step = build((), p=0.0, criterion=branching)
+    chosen = ft.compiled(backend="aot_eager")(step)
+    assert "compiled(auto)" in repr(chosen)
+    with caplog.at_level(logging.WARNING, logger="ftrain"):
+        found, _ = train(chosen)
+    assert "compiled(split)" in repr(chosen)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "ftrain"]
+    assert "loss.total.item() > 0" in said
+    assert_same_state(found, train(step)[0], ())
+    _, whole = build((), ft.compiled(backend="eager"))
+    train(whole)
+    assert "compiled(whole)" in repr(whole)
+
+
+def test_whole_says_which_line_cannot_be_captured():
+    _, step = build((), ft.compiled(lowering="whole", backend="eager"), criterion=lambda m, b: valued(m, b))
+    with pytest.raises(ft.errors.TraceError, match=r"test_compiled\.py.*float\(total\)"):
+        step(step.init(), make_batch(0))
+
+
+def valued(model, batch):
+    total = token_loss(model, batch)[0].total
+    return total * float(total)
+
+
+def test_a_plain_function_is_captured_whole():
+    optimizer = ft.optim.sgd(0.1)
+
+    def step(state, batch):
+        weight = state["w"].detach().requires_grad_()
+        with torch.enable_grad():
+            loss = ((batch["x"] @ weight - batch["y"]) ** 2).mean()
+            (grad,) = torch.autograd.grad(loss, weight)
+        params, _ = optimizer.update({"w": grad}, {}, {"w": state["w"]}, {"lr": torch.tensor(0.1)})
+        return params, {"loss": loss.detach()}
+
+    batch = {"x": torch.randn(8, 3), "y": torch.randn(8)}
+    start = {"w": torch.zeros(3)}
+    found, metrics = ft.compiled(backend="eager")(step)(start, batch)
+    needed, eager_metrics = step(start, batch)
+    assert_equal(found, needed)
+    assert torch.equal(metrics["loss"], eager_metrics["loss"])
+
+
+def test_oracle_knows_every_wrapper():
+    known = {wrapper.name for wrapper in oracle.wrappers().values()}
+    assert known == {"with_amp", "remat", "accumulate", "clip", "ema", "skip_nonfinite"}

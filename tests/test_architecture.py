@@ -1,0 +1,255 @@
+"""The staircase and the house rules, read from the source."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import ftrain
+
+ROOT = Path(ftrain.__file__).parent
+PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))
+
+# Each line may import only lines above it.
+STAIRCASE = [
+    "errors",
+    "types",
+    "tree",
+    "random",
+    "keyed",
+    "backends",
+    "schedules",
+    "optim",
+    "losses",
+    "grad",
+    "module",
+    "graph",
+    "step",
+    "transforms",
+    "evaluate",
+    "loggers",
+    "progress",
+    "fit",
+    "__init__",
+]
+# What the files of a package may import of it, its own __init__ aside.
+INSIDE = {"backends": {"registry"}, "optim": {"leaves"}, "transforms": set()}
+
+LONGEST_FILE = 400
+TALKERS = {"fit", "progress", "loggers"}
+CLOCKS = {"time", "datetime"}
+DEVICES = {"cuda", "xpu", "mps", "hpu", "npu", "mlu", "musa", "xla", "mtia", "hip", "ipu", "vulkan", "privateuseone"}
+# The host is no platform: keys live there, and so does a tree without a tensor.
+NAMES_THE_HOST = {"tree", "random"}
+SYNCHRONISING = {"item", "tolist", "numpy", "cpu", "synchronize"}
+# (file, function) that waits for the device and says so in its docstring.
+WAITS = {("random", "words"), ("fit", "read_metrics")}
+
+FILES = sorted(ROOT.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+files = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
+
+
+def unit(path):
+    """The line of the staircase that a file belongs to."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path):
+    """Dotted names of what a file imports, wherever in it: `from a import b` is a.b."""
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(path):
+    """The parts after `ftrain` of what a file imports of this package."""
+    for name in imports(path):
+        package, *parts = name.split(".")
+        if package == "ftrain":
+            yield parts
+
+
+def docstrings(tree):
+    """The nodes that are text for people: docstrings, and strings that stand alone below a constant."""
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+
+
+def where(path, nodes):
+    return [f"{path.relative_to(ROOT.parent)}:{node.lineno}: {ast.unparse(node)}" for node in nodes]
+
+
+# Imports
+
+
+def test_every_file_has_its_place_on_the_staircase():
+    assert {unit(path) for path in FILES} == set(STAIRCASE)
+    assert len(STAIRCASE) == len(set(STAIRCASE))
+
+
+@files
+def test_imports_go_down(path):
+    here = STAIRCASE.index(unit(path))
+    for parts in own_imports(path):
+        assert parts, "imports the whole package"
+        assert parts[0] in STAIRCASE, f"imports {'.'.join(parts)} from the package instead of from its module"
+        there = STAIRCASE.index(parts[0])
+        assert there < here or parts[0] == unit(path), f"{STAIRCASE[here]} imports {STAIRCASE[there]}, which is not below it"
+
+
+@files
+def test_files_of_a_package_do_not_import_each_other(path):
+    package = unit(path)
+    if package not in INSIDE or path.stem == "__init__":
+        return
+    siblings = {other.stem for other in path.parent.glob("*.py")} - {"__init__"}
+    found = {parts[1] for parts in own_imports(path) if parts[0] == package and len(parts) > 1}
+    assert found & siblings <= INSIDE[package] - {path.stem}
+    # Nor round by the door: `from ftrain.optim import sgd` names no file, and runs all of them.
+    assert not any(parts == [package] for parts in own_imports(path))
+    assert found <= siblings
+
+
+@files
+def test_imports_are_declared(path):
+    needed = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
+    optional = {"progress": {"rich"}}.get(unit(path), set())
+    for name in imports(path):
+        package = name.split(".")[0]
+        assert package in {*sys.stdlib_module_names, *needed, *optional, "ftrain"}, name
+
+
+def test_the_staircase_is_real():
+    """An order in which nothing imports anything would prove nothing."""
+    used = {parts[0] for path in FILES if unit(path) != "__init__" for parts in own_imports(path)}
+    assert set(STAIRCASE) - used <= {"losses", "evaluate", "fit", "__init__"}
+
+
+# House rules
+
+
+@files
+def test_files_are_short(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE
+
+
+@files
+def test_no_drawers(path):
+    assert path.stem not in {"utils", "util", "common", "helpers", "misc"}
+    assert "utils" not in path.parts
+
+
+@files
+def test_no_asserts(path):
+    assert not where(path, [node for node in ast.walk(TREES[path]) if isinstance(node, ast.Assert)])
+
+
+@files
+def test_only_backends_name_devices(path):
+    if unit(path) == "backends":
+        return
+    text, named = docstrings(TREES[path]), []
+    forbidden = DEVICES if unit(path) in NAMES_THE_HOST else DEVICES | {"cpu"}
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in text:
+            named += [node] * (node.value.split(":")[0] in forbidden)
+        elif isinstance(node, ast.Attribute):
+            # torch.cuda, torch.backends.cuda, tensor.cuda(), tensor.is_cuda
+            named += [node] * (node.attr.removeprefix("is_") in DEVICES)
+    assert not where(path, named)
+    assert not [name for name in imports(path) if set(name.split(".")) & DEVICES]
+
+
+@files
+def test_only_the_loop_talks_and_reads_clocks(path):
+    if unit(path) in TALKERS:
+        return
+    assert not {name.split(".")[0] for name in imports(path)} & CLOCKS
+    spoken = [
+        node
+        for node in ast.walk(TREES[path])
+        if (isinstance(node, ast.Name) and node.id in {"print", "input"})
+        or (isinstance(node, ast.Attribute) and ast.unparse(node) in {"sys.stdout", "sys.stderr"})
+    ]
+    assert not where(path, spoken)
+
+
+def functions(tree, name="", parent=None):
+    """Every function with its name, the class it is in, and whether all of that is public."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield name, node, parent
+            if isinstance(node, ast.ClassDef):
+                yield from functions(node, node.name, node)
+
+
+@files
+def test_only_the_loop_waits_for_the_device(path):
+    if unit(path) == "backends":
+        return
+    for _, function, _ in functions(TREES[path]):
+        if (unit(path), function.name) in WAITS:
+            assert "wait" in (ast.get_docstring(function) or "")
+            continue
+        waiting = [
+            node
+            for node in ast.walk(function)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SYNCHRONISING
+        ]
+        assert not where(path, waiting)
+
+
+def public(node, parent):
+    return not node.name.startswith("_") and (parent is None or not parent.name.startswith("_"))
+
+
+@files
+def test_public_names_have_docstrings(path):
+    assert ast.get_docstring(TREES[path]), "the module has none"
+    missing = [
+        f"{path.relative_to(ROOT.parent)}:{node.lineno}: {node.name}"
+        for _, node, parent in functions(TREES[path])
+        if (public(node, parent) or (node.name == "__call__" and public(parent, None))) and not ast.get_docstring(node)
+    ]
+    assert not missing
+
+
+def raises(function):
+    """Whether a function, or one defined in it, raises something that is its own to raise."""
+    return any(isinstance(node, ast.Raise) and node.exc is not None for node in ast.walk(function))
+
+
+@files
+def test_docstrings_say_what_is_raised(path):
+    silent = []
+    for _, node, parent in functions(TREES[path]):
+        if isinstance(node, ast.ClassDef) or not raises(node):
+            continue
+        told = ast.get_docstring(node) or ""
+        if node.name == "__init__":
+            told = ast.get_docstring(parent) or ""
+        elif node.name != "__call__" and not public(node, parent):
+            continue
+        if parent is not None and parent.name.startswith("_"):
+            continue
+        if not re.search(r"\b[Rr]aises\b", told):
+            silent.append(f"{path.relative_to(ROOT.parent)}:{node.lineno}: {node.name}")
+    assert not silent
+
+
+@files
+def test_errors_are_our_own(path):
+    """Whoever catches `FtrainError` catches all that is raised on purpose; AttributeError is Python's protocol."""
+    known = {node.name for node in TREES[ROOT / "errors.py"].body if isinstance(node, ast.ClassDef)}
+    other = []
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            other += [node] * (ast.unparse(kind) not in {*known, "AttributeError"})
+    assert not where(path, other)

@@ -1,0 +1,635 @@
+"""Modules as pure losses: the same numbers as torch's own loop, and nothing left behind in the module."""
+
+import copy
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import ftrain as ft
+from ftrain.errors import OptionError, StructureError
+
+LR = 0.1
+STEPS = 3
+
+
+class Net(nn.Module):
+    """BatchNorm, dropout and tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.drop(self.norm(self.embed(tokens))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        self.inner = kind(4, 5, 2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.inner(x)[0])
+
+
+class Counting(nn.Module):
+    """Assigns new tensors to its buffers, deep inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.inner.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("largest", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.inner.seen = self.inner.seen + 1
+        self.largest = torch.maximum(self.largest, x.detach().max())
+        return self.inner(x) * self.largest / self.inner.seen
+
+
+class Growing(nn.Module):
+    """Makes a buffer, which it has the name of only, on the first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.register_buffer("first", None)
+
+    def forward(self, x):
+        if self.first is None:
+            self.first = x.detach().mean()
+        return self.inner(x) * self.first
+
+
+def floats(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def tokens(seed=0):
+    return torch.randint(7, (8,), generator=torch.Generator().manual_seed(seed))
+
+
+def squares(model, batch):
+    return model(batch).square().mean()
+
+
+def entropy(model, batch):
+    return F.cross_entropy(model(batch), batch.flip(0))
+
+
+CASES = {
+    "net": (Net, tokens, entropy),
+    "lstm": (Recurrent, lambda seed=0: floats(2, 6, 4, seed=seed), squares),
+    "gru": (lambda: Recurrent(nn.GRU), lambda seed=0: floats(2, 6, 4, seed=seed), squares),
+    "attention": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+        lambda seed=0: floats(2, 6, 4, seed=seed),
+        squares,
+    ),
+    "weight_norm": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh()),
+        lambda seed=0: floats(8, 4, seed=seed),
+        squares,
+    ),
+    "spectral_norm": (
+        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 3)), nn.Tanh()),
+        lambda seed=0: floats(8, 4, seed=seed),
+        squares,
+    ),
+    "reassigned": (Counting, lambda seed=0: floats(8, 4, seed=seed), squares),
+}
+cases = pytest.mark.parametrize("name", CASES)
+
+
+def make(name):
+    build, batch, criterion = CASES[name]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return build().double(), batch, criterion
+
+
+def step_of(module, criterion, *wrappers, optimizer=None, **options):
+    step = ft.train_step(ft.from_module(module, criterion), optimizer or ft.optim.sgd(LR), **options)
+    return ft.compose(step, *wrappers)
+
+
+def reseed(index, seed=0):
+    """Seed torch as a step does, so that stock dropout draws the same."""
+    words = ft.random.fold_in_words(ft.random.words(ft.random.key(seed)), index)
+    torch.manual_seed(ft.random.seed_of(words))
+
+
+def by_hand(module, batch, criterion, steps=STEPS):
+    """Train a copy in the usual way, and return it with the gradients of the first step."""
+    module = copy.deepcopy(module).train()
+    grads = {}
+    with torch.random.fork_rng():
+        for index in range(steps):
+            module.zero_grad()
+            reseed(index)
+            criterion(module, batch(index)).backward()
+            with torch.no_grad():
+                for name, param in module.named_parameters():
+                    grads.setdefault(name, param.grad.clone())
+                    param -= LR * param.grad
+    return module, grads
+
+
+def tensors(module):
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def photograph(module):
+    """All there is to a module: its tensors by identity and by value, its flags, its attributes."""
+    return {
+        "ids": {name: id(tensor) for name, tensor in module.named_parameters(remove_duplicate=False)}
+        | {name: id(tensor) for name, tensor in module.named_buffers(remove_duplicate=False)},
+        "values": {name: tensor.detach().clone() for name, tensor in tensors(module).items()},
+        "versions": {name: tensor._version for name, tensor in tensors(module).items()},
+        "requires_grad": {name: tensor.requires_grad for name, tensor in tensors(module).items()},
+        "grads": {name: tensor.grad for name, tensor in module.named_parameters()},
+        "training": [part.training for part in module.modules()],
+        "attributes": [sorted(vars(part)) for part in module.modules()],
+        "buffers": [{key: value is None for key, value in part._buffers.items()} for part in module.modules()],
+        "types": [type(part) for part in module.modules()],
+    }
+
+
+def assert_as_it_was(module, before):
+    after = photograph(module)
+    for name, value in before.pop("values").items():
+        torch.testing.assert_close(after["values"][name], value, rtol=0, atol=0)
+    del after["values"]
+    assert after == before
+
+
+@cases
+def test_a_step_is_what_torch_computes(name):
+    module, batch, criterion = make(name)
+    needed, grads = by_hand(module, batch, criterion)
+    step = step_of(module, criterion)
+    state = step.init(seed=0)
+    first, _ = step(state, batch(0))
+    for key, grad in grads.items():
+        torch.testing.assert_close((state.params[key] - first.params[key]) / LR, grad, rtol=1e-9, atol=1e-12)
+    for index in range(STEPS):
+        state, metrics = step(state, batch(index))
+    assert list(state.params) == [key for key, _ in needed.named_parameters()]
+    for key, param in needed.named_parameters():
+        torch.testing.assert_close(state.params[key], param.detach(), rtol=1e-12, atol=1e-14)
+    assert sorted(state.buffers) == sorted(key for key, _ in needed.named_buffers())
+    for key, buffer in needed.named_buffers():
+        torch.testing.assert_close(state.buffers[key], buffer, rtol=1e-12, atol=1e-14)
+    assert metrics["loss"].dtype == torch.float64
+
+
+@cases
+@pytest.mark.parametrize("lowering", ["whole", "split"])
+def test_a_compiled_step_computes_the_same(name, lowering):
+    if name in ("net", "lstm", "gru", "attention") and lowering == "whole":
+        pytest.skip("stock dropout draws from the key in a whole graph, and from torch's generator elsewhere")
+    module, batch, criterion = make(name)
+    eager, compiled = (
+        step_of(module, criterion),
+        step_of(module, criterion, ft.compiled(backend="eager", lowering=lowering)),
+    )
+    state, needed = compiled.init(), eager.init()
+    before = photograph(module)
+    for index in range(STEPS):
+        state, _ = compiled(state, batch(index))
+        needed, _ = eager(needed, batch(index))
+    for key in needed.params:
+        torch.testing.assert_close(state.params[key], needed.params[key], rtol=1e-9, atol=1e-12)
+    for key in needed.buffers:
+        torch.testing.assert_close(state.buffers[key], needed.buffers[key], rtol=1e-9, atol=1e-12)
+    assert_as_it_was(module, before)
+
+
+def test_the_gradient_function_gives_torchs_gradients():
+    module, batch, criterion = make("net")
+    _, grads = by_hand(module, batch, criterion, steps=1)
+    loss = ft.from_module(module, criterion)
+    state = ft.train_step(loss, ft.optim.sgd(LR)).init()
+    with torch.random.fork_rng(), loss.scope(True):
+        reseed(0)
+        found = ft.value_and_grad(loss.fn)(state, batch(0), None)
+    assert sorted(found.grads) == sorted(grads)
+    for name, grad in grads.items():
+        assert torch.equal(found.grads[name], grad)
+
+
+def test_tied_weights_are_one_parameter():
+    module, batch, criterion = make("net")
+    step = step_of(module, criterion)
+    state = step.init()
+    assert "head.weight" not in state.params
+    assert sorted(state.params) == ["embed.weight", "norm.bias", "norm.weight"]
+    state, _ = step(state, batch())
+    trained = ft.to_module(module, state)
+    assert trained.head.weight is trained.embed.weight
+
+
+def test_weights_tied_across_the_wrapper_of_a_shared_module():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4, bias=False)
+            self.b = self.a
+
+        def forward(self, x):
+            return self.b(torch.tanh(self.a(x)))
+
+    module = Twice().double()
+    batch = lambda seed=0: floats(8, 4, seed=seed)  # noqa: E731
+    _, grads = by_hand(module, batch, squares, steps=1)
+    step = step_of(module, squares)
+    state = step.init()
+    new, _ = step(state, batch())
+    assert list(state.params) == ["a.weight"]
+    torch.testing.assert_close((state.params["a.weight"] - new.params["a.weight"]) / LR, grads["a.weight"])
+
+
+@cases
+@pytest.mark.parametrize("training", [True, False])
+def test_the_module_is_left_as_it_was(name, training):
+    module, batch, criterion = make(name)
+    module.train(training)
+    if name == "net":
+        module.drop.training = not training
+    before = photograph(module)
+    step = step_of(module, criterion, ft.ema(0.9), ft.donated())
+    state = step.init()
+    for index in range(STEPS):
+        state, _ = step(state, batch(index))
+    ft.evaluate(ft.eval_step(ft.from_module(module, criterion)), state, [batch(9)])
+    assert_as_it_was(module, before)
+
+
+@cases
+@pytest.mark.parametrize("wrappers", [(), (ft.with_amp("bf16"),), (ft.compiled(backend="eager", lowering="whole"),)])
+def test_the_module_is_left_as_it_was_by_an_exception(name, wrappers):
+    module, batch, criterion = make(name)
+    module.eval()
+    before = photograph(module)
+
+    def failing(model, batch):
+        criterion(model, batch)
+        raise ZeroDivisionError("on purpose")
+
+    step = step_of(module, failing, *wrappers)
+    # The class of the error of a captured step is not what is tested here.
+    with pytest.raises(Exception, match="on purpose"):
+        step(step.init(), batch())
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        ft.evaluate(ft.eval_step(ft.from_module(module, failing)), step.init(), [batch()])
+    assert_as_it_was(module, before)
+
+
+@pytest.mark.parametrize("policy", ["full", "dots"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_remat_leaves_the_module_as_it_was(policy, fails):
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)) for _ in range(3)]
+    module = nn.Sequential(*blocks).double()
+    before = photograph(module)
+
+    def criterion(model, batch):
+        loss = squares(model, batch)
+        if fails:
+            raise ZeroDivisionError("on purpose")
+        return loss
+
+    step = step_of(module, criterion, ft.remat(policy))
+    if fails:
+        with pytest.raises(ZeroDivisionError, match="on purpose"):
+            step(step.init(), floats(8, 4))
+    else:
+        found, _ = step(step.init(), floats(8, 4))
+        plain = step_of(module, criterion)
+        needed, _ = plain(plain.init(), floats(8, 4))
+        for name in needed.params:
+            assert torch.equal(found.params[name], needed.params[name])
+    assert_as_it_was(module, before)
+
+
+def test_a_buffer_that_appears_in_the_forward_does_not_stay_in_the_module():
+    # It would be state that the TrainState does not hold: the second step would not be a function of its inputs.
+    module = Growing().double()
+    before = photograph(module)
+    step = step_of(module, squares)
+    state = step.init()
+    first, _ = step(state, floats(8, 4))
+    assert_as_it_was(module, before)
+    step(state, floats(8, 4, seed=1))
+    again, _ = step(state, floats(8, 4))
+    for name in first.params:
+        assert torch.equal(again.params[name], first.params[name])
+
+
+def test_a_module_compiled_by_torch_is_left_as_it_was():
+    inner = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).double()
+    module = torch.compile(inner, backend="eager")
+    before = sorted(vars(module))
+    step = step_of(module, squares)
+    step(step.init(), floats(8, 4))
+    assert sorted(vars(module)) == before
+    module.eval()
+    assert not inner[1].training
+    assert not module.training
+
+
+def test_training_and_evaluation_modes():
+    module, batch, criterion = make("net")
+    seen = []
+
+    def spying(model, batch):
+        seen.append({part.training for part in model.modules()})
+        return criterion(model, batch)
+
+    loss = ft.from_module(module.eval(), spying)
+    step, evaluation = ft.train_step(loss, ft.optim.sgd(LR)), ft.eval_step(loss)
+    state, _ = step(step.init(), batch())
+    kept = ft.tree.clone(state)
+    random_state = torch.get_rng_state()
+    means = evaluation(state, batch())
+    assert seen == [{True}, {False}]
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for a, b in zip(ft.tree.leaves(state), ft.tree.leaves(kept), strict=True):
+        assert torch.equal(a, b)
+    # In evaluation mode, with the statistics and parameters of the state, as torch does it.
+    with torch.no_grad():
+        needed = criterion(ft.to_module(copy.deepcopy(module), state).eval(), batch())
+    assert float(means["loss"]) == float(needed)
+
+
+def test_batchnorm_statistics_are_in_the_state_and_not_in_the_module():
+    module, batch, criterion = make("net")
+    step = step_of(module, criterion)
+    state = step.init()
+    assert sorted(state.buffers) == ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
+    new, _ = step(state, batch())
+    newer, _ = step(new, batch())
+    assert [int(s.buffers["norm.num_batches_tracked"]) for s in (state, new, newer)] == [0, 1, 2]
+    assert int(module.norm.num_batches_tracked) == 0
+    assert torch.equal(state.buffers["norm.running_mean"], torch.zeros(4, dtype=torch.float64))
+    assert not torch.equal(new.buffers["norm.running_mean"], newer.buffers["norm.running_mean"])
+
+
+def test_accumulation_hands_the_statistics_from_piece_to_piece():
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    step = step_of(module, squares, ft.accumulate(2))
+    state, _ = step(step.init(), floats(8, 4))
+    needed = copy.deepcopy(module).train()
+    for piece in floats(8, 4).chunk(2):
+        needed(piece)
+    for name, buffer in needed.named_buffers():
+        torch.testing.assert_close(state.buffers[name], buffer, rtol=1e-12, atol=0)
+
+
+def test_parameters_that_require_no_gradient_are_frozen():
+    module, batch, criterion = make("net")
+    module.embed.weight.requires_grad_(False)
+    step = step_of(module, criterion, optimizer=ft.optim.adamw(LR, weight_decay=0.5))
+    state = step.init()
+    new, _ = step(state, batch())
+    assert sorted(name for name, leaf in new.params.items() if leaf is not None) == ["norm.bias", "norm.weight"]
+    assert torch.equal(new.frozen["embed.weight"], module.embed.weight)
+    assert not module.embed.weight.requires_grad
+    assert not torch.equal(new.params["norm.weight"], state.params["norm.weight"])
+    assert new.opt_state["mu"]["embed.weight"] is None
+
+
+@pytest.mark.parametrize(
+    "trainable",
+    [["norm.*"], ("norm.weight", "norm.bias"), lambda name, leaf: leaf.ndim == 1, lambda name, leaf: "norm" in name],
+    ids=["pattern", "names", "by leaf", "by name"],
+)
+def test_a_choice_of_parameters(trainable):
+    module, batch, criterion = make("net")
+    step = step_of(module, criterion, trainable=trainable)
+    state = step.init()
+    new, _ = step(state, batch())
+    assert state.params["embed.weight"] is None
+    assert torch.equal(new.frozen["embed.weight"], module.embed.weight)
+    _, grads = by_hand(module, batch, criterion, steps=1)
+    for name in ("norm.weight", "norm.bias"):
+        assert new.frozen[name] is None
+        torch.testing.assert_close((state.params[name] - new.params[name]) / LR, grads[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_choice_overrides_requires_grad():
+    module, batch, criterion = make("net")
+    module.requires_grad_(False)
+    step = step_of(module, criterion, trainable=["norm.*"])
+    state, _ = step(step.init(), batch())
+    assert not torch.equal(state.params["norm.weight"], module.norm.weight)
+    assert not module.norm.weight.requires_grad
+
+
+def test_a_criterion_may_take_a_key_and_return_metrics():
+    module = nn.Linear(4, 3).double()
+    keys = []
+
+    def criterion(model, batch, rng):
+        keys.append(rng.tolist())
+        out = ft.random.dropout(rng, model(batch), 0.5)
+        return ft.Mean(out.square().sum(), torch.tensor(2.0)), {"largest": out.max()}
+
+    step = step_of(module, criterion)
+    state, metrics = step(step.init(seed=3), floats(8, 4))
+    step(state, floats(8, 4))
+    assert set(metrics) == {"loss", "largest", "lr"}
+    assert not metrics["largest"].requires_grad
+    first, second = (ft.random.fold_in(ft.random.key(3), index).tolist() for index in range(2))
+    assert keys == [first, second]
+
+
+def test_state_and_module_share_no_memory():
+    module, batch, criterion = make("net")
+    step = step_of(module, criterion, ft.ema(0.9), optimizer=ft.optim.adamw(LR))
+    state = step.init()
+    pointers = [leaf.untyped_storage().data_ptr() for leaf in ft.tree.leaves(state) if leaf.numel()]
+    assert len(set(pointers)) == len(pointers)
+    assert not set(pointers) & {leaf.untyped_storage().data_ptr() for leaf in tensors(module).values()}
+    new, _ = step(state, batch())
+    fresh = [leaf.untyped_storage().data_ptr() for leaf in tensors(module).values()]
+    assert not set(fresh) & {leaf.untyped_storage().data_ptr() for leaf in ft.tree.leaves(new)}
+
+
+def test_the_state_may_outlive_changes_of_the_module():
+    module, batch, criterion = make("net")
+    step = step_of(module, criterion)
+    state = step.init()
+    needed, _ = step(state, batch())
+    with torch.no_grad():
+        for tensor in tensors(module).values():
+            tensor.zero_()
+    found, _ = step(state, batch())
+    for name in needed.params:
+        assert torch.equal(found.params[name], needed.params[name])
+
+
+@cases
+def test_to_module_is_the_way_back(name):
+    module, batch, criterion = make(name)
+    step = step_of(module, criterion)
+    state = step.init()
+    for index in range(STEPS):
+        state, _ = step(state, batch(index))
+    target = copy.deepcopy(module)
+    parameters = list(target.parameters())
+    assert ft.to_module(target, state) is target
+    assert all(a is b for a, b in zip(target.parameters(), parameters, strict=True))
+    for key, tensor in tensors(target).items():
+        assert torch.equal(tensor, {**state.params, **state.buffers}[key])
+    again = step_of(target, criterion).init()
+    assert sorted(again.params) == sorted(state.params)
+    for key in state.params:
+        assert torch.equal(again.params[key], state.params[key])
+    # The module has a copy: training on does not reach it.
+    kept = {key: tensor.detach().clone() for key, tensor in tensors(target).items()}
+    ft.donated(step)(state, batch())
+    for key, tensor in tensors(target).items():
+        assert torch.equal(tensor, kept[key])
+
+
+def test_to_module_puts_frozen_parameters_back_too():
+    module, batch, criterion = make("net")
+    step = step_of(module, criterion, trainable=["norm.*"])
+    state, _ = step(step.init(), batch())
+    target = ft.to_module(make("net")[0], state)
+    assert torch.equal(target.embed.weight, module.embed.weight)
+    assert torch.equal(target.norm.weight, state.params["norm.weight"])
+
+
+def test_to_module_of_the_averages():
+    module, batch, criterion = make("net")
+    step = step_of(module, criterion, ft.ema(0.5))
+    state, _ = step(step.init(), batch())
+    target = ft.to_module(make("net")[0], ft.averaged(state))
+    needed = (module.norm.weight + state.params["norm.weight"]) / 2
+    torch.testing.assert_close(target.norm.weight.detach(), needed.detach())
+
+
+def test_to_module_casts_to_the_modules_dtype():
+    module, batch, criterion = make("net")
+    state, _ = step_of(module, criterion)(step_of(module, criterion).init(), batch())
+    target = ft.to_module(Net().float(), state)
+    assert target.norm.weight.dtype == torch.float32
+    torch.testing.assert_close(target.norm.weight.double(), state.params["norm.weight"], rtol=1e-6, atol=1e-6)
+
+
+def test_to_module_that_does_not_fit_changes_nothing():
+    module, batch, criterion = make("net")
+    step = step_of(module, criterion)
+    state, _ = step(step.init(), batch())
+    target = nn.ModuleDict({"embed": nn.Embedding(7, 4), "norm": nn.BatchNorm1d(5)}).double()
+    before = photograph(target)
+    with pytest.raises(StructureError, match=r"norm\.weight: found \[4\], needs \[5\]"):
+        ft.to_module(target, state)
+    assert_as_it_was(target, before)
+
+
+def test_one_module_in_two_steps():
+    module, batch, criterion = make("net")
+    alone = step_of(module, criterion)
+    needed, _ = alone(alone.init(), batch())
+    one, other = step_of(module, criterion), step_of(module, criterion, ft.clip(0.01))
+    states = one.init(), other.init()
+    found, _ = one(states[0], batch())
+    other(states[1], batch())
+    for name in needed.params:
+        assert torch.equal(found.params[name], needed.params[name])
+
+
+def test_find_blocks_by_type_and_by_name():
+    module = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]).double()
+    text = {
+        None: "blocks=3",
+        (nn.Linear,): "blocks=3",
+        ("0", "2"): "blocks=2",
+        ("0", nn.Tanh): "blocks=4",
+    }
+    for blocks, shown in text.items():
+        step = step_of(module, squares, ft.remat(blocks=list(blocks) if blocks else None))
+        assert f"remat({shown})" in repr(step)
+        step(step.init(), floats(2, 4))
+    with pytest.raises(OptionError, match="no block"):
+        step_of(module, squares, ft.remat(blocks=["3"]))
+
+
+def hugging_face(name):
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        # Deprecations inside of transformers and what it imports are not ours to fix.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.manual_seed(0)
+        if name == "bert":
+            config = transformers.BertConfig(
+                vocab_size=17,
+                hidden_size=8,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=16,
+                max_position_embeddings=12,
+                num_labels=3,
+            )
+            return transformers.BertForSequenceClassification(config)
+        config = transformers.GPT2Config(
+            vocab_size=17, n_embd=8, n_layer=2, n_head=2, n_positions=12, bos_token_id=0, eos_token_id=0
+        )
+        return transformers.GPT2LMHeadModel(config)
+
+
+def hugging_face_batch(name, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(17, (4, 6), generator=generator)
+    if name == "gpt2":
+        return {"input_ids": ids, "labels": ids}
+    mask = (torch.arange(6) < torch.tensor([[6], [4], [5], [2]])).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.randint(3, (4,), generator=generator)}
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_hugging_face_model_trains_as_in_a_loop_by_hand(name, dtype):
+    model = hugging_face(name).to(dtype)
+    before = photograph(model)
+    needed = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(needed.parameters(), lr=0.01, weight_decay=0.0, fused=True)
+    step = ft.train_step(ft.from_module(model), ft.optim.adamw(0.01))
+    state = step.init(seed=5)
+    for index in range(STEPS):
+        batch = hugging_face_batch(name, index)
+        with torch.random.fork_rng():
+            reseed(index, seed=5)
+            loss = needed(**batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        state, metrics = step(state, batch)
+        assert float(metrics["loss"]) == loss.item()
+    assert list(state.params) == [key for key, _ in needed.named_parameters()]
+    for key, param in needed.named_parameters():
+        assert torch.equal(state.params[key], param), key
+    assert_as_it_was(model, before)
+    assert "lm_head.weight" not in state.params
+
+
+def test_remat_of_a_hugging_face_model_changes_no_bit():
+    model = hugging_face("gpt2")
+    steps = [ft.compose(step_of(model, None), *wrappers) for wrappers in ((), (ft.remat(),), (ft.remat("dots"),))]
+    assert "blocks=2" in repr(steps[1])
+    states = [step(step.init(), hugging_face_batch("gpt2", 0))[0] for step in steps]
+    for (_, found), key in itertools.product([(0, states[1]), (1, states[2])], states[0].params):
+        assert torch.equal(found.params[key], states[0].params[key])

@@ -1,0 +1,431 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ftrain as ft
+from ftrain import tree
+from ftrain.errors import ComposeError, FtrainError, OptionError
+from ftrain.optim import adamw, partition, sgd
+from ftrain.optim.leaves import DecayGroups, everything, matrices
+
+F64 = torch.float64
+quick = settings(max_examples=40, deadline=None)
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+FAMILIES = {
+    "sgd": lambda **more: sgd(0.1, **more),
+    "momentum": lambda **more: sgd(0.1, momentum=0.9, **more),
+    "nesterov": lambda **more: sgd(0.1, momentum=0.9, nesterov=True, **more),
+    "adamw": lambda **more: adamw(0.1, **more),
+    "partition": lambda **more: partition({"all": adamw(0.1, **more)}, lambda name, leaf: "all"),
+}
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def rates(optimizer, *, tensors=False):
+    found = {name: schedule(0) for name, schedule in optimizer.schedules.items()}
+    return {name: torch.tensor(rate, dtype=F64) for name, rate in found.items()} if tensors else found
+
+
+def bits(values):
+    return [(leaf.dtype, leaf.tolist()) for leaf in tree.leaves(values)]
+
+
+def turned(leaf):
+    """The same tensor with its elements in the opposite order of axes in memory."""
+    order = tuple(reversed(range(leaf.ndim)))
+    return leaf.permute(order).contiguous().permute(order)
+
+
+@st.composite
+def problems(draw):
+    """Parameters, and gradients in some memory layout."""
+    draw_from = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    dtype = draw(st.sampled_from([F64, torch.float32]))
+    params, grads = {}, {}
+    for index, shape in enumerate(draw(st.lists(shapes, min_size=1, max_size=4))):
+        layout = draw(st.sampled_from(["same", "transposed", "expanded"]))
+        params[f"p{index}"] = torch.randn(shape, generator=draw_from, dtype=dtype)
+        grad = torch.randn(shape, generator=draw_from, dtype=dtype)
+        if layout == "transposed":
+            grad = turned(grad)
+        elif layout == "expanded":
+            grad = torch.randn((), generator=draw_from, dtype=dtype).expand(shape)
+        grads[f"p{index}"] = grad
+    return params, grads
+
+
+# Purity, donation, and the two ways to compute an update
+
+
+@families
+@quick
+@given(problems())
+def test_update_is_pure_and_donation_reuses(family, problem):
+    params, grads = problem
+    optimizer = FAMILIES[family](weight_decay=0.1)
+    opt_state = optimizer.init(params)
+    before = bits((params, opt_state, grads))
+    new = optimizer.update(grads, opt_state, params, rates(optimizer))
+    assert bits((params, opt_state, grads)) == before
+    assert tree.signature(new) == tree.signature((params, opt_state))
+
+    own = tree.clone((params, opt_state))
+    places = [leaf.data_ptr() for leaf in tree.leaves(own)]
+    donated = optimizer.update(grads, own[1], own[0], rates(optimizer), donate=True)
+    assert bits(donated) == bits(new)
+    assert [leaf.data_ptr() for leaf in tree.leaves(donated)] == places
+    assert bits(grads) == before[-len(grads) :]
+
+
+@families
+@quick
+@given(problems())
+def test_a_rate_that_is_a_tensor_gives_the_same(family, problem):
+    params, grads = problem
+    optimizer = FAMILIES[family](weight_decay=0.1)
+    opt_state = optimizer.init(params)
+    fused = optimizer.update(grads, opt_state, params, rates(optimizer))
+    plain = optimizer.update(grads, opt_state, params, rates(optimizer, tensors=True))
+    assert tree.signature(fused) == tree.signature(plain)
+    for one, other in zip(tree.leaves(fused), tree.leaves(plain), strict=True):
+        exact = one.dtype == F64
+        torch.testing.assert_close(one, other, rtol=1e-12 if exact else 1e-5, atol=1e-14 if exact else 1e-6)
+
+
+@families
+def test_nothing_of_the_old_state_is_in_an_undonated_new_one(family):
+    optimizer = FAMILIES[family]()
+    params = {"w": torch.ones(3), "empty": torch.zeros(0)}
+    opt_state = optimizer.init(params)
+    for hyper in (rates(optimizer), rates(optimizer, tensors=True)):
+        new = optimizer.update({"w": torch.ones(3), "empty": torch.zeros(0)}, opt_state, params, hyper)
+        old = {leaf.data_ptr() for leaf in tree.leaves((params, opt_state)) if leaf.numel()}
+        assert old.isdisjoint(leaf.data_ptr() for leaf in tree.leaves(new) if leaf.numel())
+
+
+# Closed forms
+
+
+@quick
+@given(problems())
+def test_sgd_is_a_step_along_the_gradient(problem):
+    params, grads = problem
+    optimizer = sgd(0.1)
+    new, state = optimizer.update(grads, optimizer.init(params), params, {"lr": 0.25})
+    assert state == {}
+    torch.testing.assert_close(new, tree.map(lambda p, g: p - 0.25 * g, params, grads))
+
+
+@quick
+@given(problems())
+def test_first_step_of_adamw_has_the_size_of_the_rate(problem):
+    params, grads = problem
+    optimizer = adamw(0.1, eps=1e-8)
+    new, state = optimizer.update(grads, optimizer.init(params), params, {"lr": 0.1})
+    torch.testing.assert_close(new, tree.map(lambda p, g: p - 0.1 * g / (g.abs() + 1e-8), params, grads))
+    assert float(state["count"]) == 1
+
+
+def test_momentum_sums_a_geometric_series():
+    optimizer = sgd(1.0, momentum=0.5)
+    params, state = {"w": torch.zeros((), dtype=F64)}, None
+    state = optimizer.init(params)
+    path = []
+    for _ in range(4):
+        params, state = optimizer.update({"w": torch.ones((), dtype=F64)}, state, params, {"lr": 1.0})
+        path.append(float(params["w"]))
+    assert path == [-1.0, -2.5, -4.25, -6.125]
+    assert float(state["momentum"]["w"]) == 1.875
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@families
+def test_a_rate_of_zero_moves_nothing(family, tensors):
+    optimizer = FAMILIES[family](weight_decay=0.1)
+    params = {"w": torch.randn(3, 4), "b": torch.randn(4)}
+    zero = {name: torch.tensor(0.0, dtype=F64) if tensors else 0.0 for name in optimizer.schedules}
+    new, _ = optimizer.update(tree.map(torch.ones_like, params), optimizer.init(params), params, zero)
+    assert bits(new) == bits(params)
+
+
+@families
+def test_a_zero_gradient_moves_nothing(family):
+    optimizer = FAMILIES[family]()
+    params = {"w": torch.randn(3, 4), "b": torch.randn(4)}
+    new, _ = optimizer.update(tree.map(torch.zeros_like, params), optimizer.init(params), params, rates(optimizer))
+    assert bits(new) == bits(params)
+
+
+@pytest.mark.parametrize("family", ["sgd", "nesterov", "adamw"])
+def test_trees_without_a_leaf(family):
+    optimizer = FAMILIES[family]()
+    for nothing in ({}, {"a": None}, []):
+        for hyper in (rates(optimizer), rates(optimizer, tensors=True)):
+            new, _ = optimizer.update(nothing, optimizer.init(nothing), nothing, hyper)
+            assert new == nothing
+
+
+# State
+
+
+def test_state_of_sgd():
+    params = {"w": torch.ones(2, 3, dtype=F64), "b": torch.ones(3)}
+    assert sgd(0.1).init(params) == {}
+    state = sgd(0.1, momentum=0.9).init(params)
+    assert tree.signature(state) == {"momentum.b": "float32[3]", "momentum.w": "float64[2, 3]"}
+    assert all(not leaf.any() for leaf in tree.leaves(state))
+
+
+def test_state_of_adamw():
+    params = {"w": torch.ones(2, 3, dtype=F64), "b": torch.ones(3).bfloat16()}
+    state = adamw(0.1).init(params)
+    assert tree.signature(state) == {
+        "count": "float32[]",
+        "mu.b": "bfloat16[3]",
+        "mu.w": "float64[2, 3]",
+        "nu.b": "bfloat16[3]",
+        "nu.w": "float64[2, 3]",
+    }
+    assert all(not leaf.any() for leaf in tree.leaves(state))
+
+
+def test_adamw_counts_updates_and_not_steps():
+    """A skipped step leaves the count, and so the bias correction, where it was."""
+    step = ft.skip_nonfinite()(ft.train_step(lambda p, b: (p["w"] * b).sum(), adamw(0.1)))
+    state = step.init({"w": torch.ones(2)})
+    for scale in (1.0, math.nan, 1.0):
+        state, _ = step(state, torch.tensor([scale, 1.0]))
+    assert (int(state.step), float(state.opt_state["count"])) == (3, 2.0)
+
+
+@pytest.mark.parametrize("family", ["momentum", "adamw"])
+@pytest.mark.parametrize("part", ["params", "grads", "opt_state"])
+def test_layouts_may_differ(family, part):
+    """A state from elsewhere may hold a parameter and its moments in different memory orders."""
+    optimizer = FAMILIES[family](weight_decay=0.1)
+    draw = torch.Generator().manual_seed(0)
+    params, grads = ({"w": torch.randn(3, 4, generator=draw, dtype=F64)} for _ in range(2))
+    opt_state = optimizer.update(grads, optimizer.init(params), params, rates(optimizer))[1]
+    given = {"grads": grads, "opt_state": opt_state, "params": params}
+    wanted = optimizer.update(**given, hyper=rates(optimizer))
+    for donate in (False, True):
+        other = tree.clone(given)
+        other[part] = tree.map(turned, other[part])
+        assert any(leaf.stride() == (1, 3) for leaf in tree.leaves(other[part]))
+        found = optimizer.update(**other, hyper=rates(optimizer), donate=donate)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+@families
+def test_one_optimizer_serves_trees_of_other_shapes_and_dtypes(family):
+    """An optimizer is a pair of functions: what it has seen before must not matter."""
+    shapes_and_dtypes = [
+        {"a": ((2, 2), torch.float32), "b": ((2,), torch.float32)},
+        {"a": ((2, 2), F64), "b": ((2,), torch.float32)},
+        {"a": ((2,), F64), "b": ((2, 2), torch.float32)},
+        {"a": ((2, 2), torch.float32), "b": ((2,), torch.float32)},
+    ]
+    shared = FAMILIES[family](weight_decay=0.5)
+    for kinds in shapes_and_dtypes:
+        params = {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
+        grads = tree.map(lambda leaf: 0.5 * leaf, params)
+        fresh = FAMILIES[family](weight_decay=0.5)
+        found = shared.update(grads, shared.init(params), params, rates(shared))
+        assert bits(found) == bits(fresh.update(grads, fresh.init(params), params, rates(fresh)))
+
+
+def test_groups_follow_the_dtypes_of_the_leaves():
+    """A fused kernel on a GPU takes leaves of one dtype only."""
+    groups = DecayGroups(everything)
+    for dtypes, wanted in (
+        ((torch.float32, torch.float32), [([0, 1], True)]),
+        ((F64, torch.float32), [([0], True), ([1], True)]),
+    ):
+        leaves, spec = tree.flatten([torch.ones(2, dtype=dtype) for dtype in dtypes])
+        assert groups.of(spec, leaves) == ([True, True], wanted)
+
+
+# Weight decay
+
+
+def test_masks_see_names_and_leaves():
+    seen = {}
+
+    def mask(name, leaf):
+        seen[name] = tuple(leaf.shape)
+        return name.endswith("w")
+
+    params = {"layers": [{"w": torch.ones(2, 2), "b": torch.ones(2)}], "w": torch.ones(3)}
+    zeros = tree.map(torch.zeros_like, params)
+    for make in (sgd, adamw):
+        seen.clear()
+        optimizer = make(0.1, weight_decay=1.0, decay_mask=mask)
+        new, _ = optimizer.update(zeros, optimizer.init(params), params, {"lr": 0.1})
+        assert seen == {"layers.0.b": (2,), "layers.0.w": (2, 2), "w": (3,)}
+        decayed = {
+            name: bool((leaf < 1).all()) for name, leaf in zip(tree.leaf_names(new), tree.leaves(new), strict=True)
+        }
+        assert decayed == {"layers.0.b": False, "layers.0.w": True, "w": True}
+
+
+def test_default_masks():
+    for ndim in range(4):
+        leaf = torch.ones((1,) * ndim)
+        assert matrices("w", leaf) == (ndim >= 2)
+        assert everything("w", leaf)
+
+
+# Partition
+
+
+def by_first(name, leaf):
+    return name.split(".")[0]
+
+
+def test_partition_keeps_structure_and_names_the_state():
+    params = {"body": [torch.ones(2), (torch.ones(3),)], "head": {"w": torch.ones(2, 2)}}
+    optimizer = partition({"head": adamw(0.1), "body": sgd(0.1, momentum=0.9)}, by_first)
+    state = optimizer.init(params)
+    assert set(state) == {"head", "body"}
+    assert set(state["head"]["mu"]) == {"head.w"}
+    assert set(state["body"]["momentum"]) == {"body.0", "body.1.0"}
+    new, after = optimizer.update(tree.map(torch.ones_like, params), state, params, rates(optimizer))
+    assert tree.signature(new) == tree.signature(params)
+    assert isinstance(new["body"][1], tuple)
+    assert tree.signature(after) == tree.signature(state)
+
+
+def test_partition_schedules_by_label():
+    inner = partition({"x": sgd(1.0), "y": sgd(2.0)}, lambda name, leaf: name[-1])
+    outer = partition({"a": inner, "b": sgd(lambda k: 3.0 + k)}, by_first)
+    assert {name: schedule(1) for name, schedule in outer.schedules.items()} == {
+        "a/x/lr": 1.0,
+        "a/y/lr": 2.0,
+        "b/lr": 4.0,
+    }
+    params = {"a": {"x": torch.zeros(1), "y": torch.zeros(1)}, "b": torch.zeros(1)}
+    new, _ = outer.update(tree.map(torch.ones_like, params), outer.init(params), params, rates(outer))
+    assert [float(leaf) for leaf in tree.leaves(new)] == [-1.0, -2.0, -3.0]
+
+
+def test_partition_of_nothing():
+    optimizer = partition({"a": sgd(0.1), "b": adamw(0.1)}, by_first)
+    new, _ = optimizer.update({}, optimizer.init({}), {}, rates(optimizer))
+    assert new == {}
+
+
+def test_partition_of_unknown_and_unused_labels():
+    with pytest.raises(OptionError, match=r"partition: label_fn gave x the label 'x'; the optimizers are a, b"):
+        partition({"a": sgd(0.1), "b": sgd(0.1)}, by_first).init(
+            {"a": torch.ones(1), "b": torch.ones(1), "x": torch.ones(1)}
+        )
+    with pytest.raises(OptionError, match=r"partition: no parameter has the label b; labels are \['a'\]"):
+        partition({"a": sgd(0.1), "b": sgd(0.1)}, by_first).init({"a": torch.ones(1)})
+
+
+def test_partition_of_leaves_whose_names_are_the_same():
+    """`{"a.b": x, "a": {"b": y}}` is refused or trained right, but never mixed up."""
+    params = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}
+    optimizer = partition({"all": sgd(1.0)}, lambda name, leaf: "all")
+    try:
+        new, _ = optimizer.update(tree.map(torch.ones_like, params), optimizer.init(params), params, rates(optimizer))
+    except FtrainError:
+        return
+    assert float(new["a.b"]) == -1.0
+    assert float(new["a"]["b"]) == 0.0
+
+
+def test_partition_leaves_frozen_parameters_alone():
+    optimizer = partition({"a": sgd(0.1), "b": adamw(0.1)}, by_first)
+    step = ft.train_step(lambda p, x: (p["a"] * p["b"] * p["c"] * x).sum(), optimizer, trainable=["a", "b"])
+    state = step.init({name: torch.ones(2) for name in "abc"})
+    new, metrics = step(state, torch.ones(2))
+    assert torch.equal(new.frozen["c"], torch.ones(2))
+    assert new.params["c"] is None
+    assert {"a/lr", "b/lr"} <= set(metrics)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sgd(0.1, momentum=1.0), r"sgd: momentum is 1\.0, needs a number in \[0, 1\)"),
+        (lambda: sgd(0.1, momentum=-0.1), r"sgd: momentum is -0\.1"),
+        (lambda: sgd(0.1, momentum=math.nan), r"sgd: momentum is nan"),
+        (lambda: sgd(0.1, weight_decay=-1.0), r"sgd: weight_decay is -1\.0, needs a number in \[0, inf\)"),
+        (lambda: sgd(0.1, weight_decay=math.inf), r"sgd: weight_decay is inf"),
+        (lambda: sgd(0.1, nesterov=True), r"sgd: nesterov=True needs momentum > 0"),
+        (lambda: adamw(0.1, b1=1.0), r"adamw: b1 is 1\.0, needs a number in \[0, 1\)"),
+        (lambda: adamw(0.1, b2=-0.5), r"adamw: b2 is -0\.5"),
+        (lambda: adamw(0.1, b2=math.nan), r"adamw: b2 is nan"),
+        (lambda: adamw(0.1, eps=-1e-8), r"adamw: eps is -1e-08"),
+        (lambda: adamw(0.1, weight_decay=-0.1), r"adamw: weight_decay is -0\.1"),
+        (lambda: adamw(0.1, weight_decay=math.nan), r"adamw: weight_decay is nan"),
+        (lambda: adamw(math.nan), r"value is nan"),
+        (lambda: sgd(math.inf), r"value is inf"),
+        (lambda: sgd("0.1"), r"value is '0\.1'"),
+        (lambda: adamw(None), r"value is None"),
+        (lambda: adamw(0.1, b1="0.9"), r"adamw: b1 is '0\.9'"),
+        (lambda: sgd(0.1, momentum=None), r"sgd: momentum is None"),
+    ],
+)
+def test_options_out_of_range(make, message):
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_options_are_keywords(make):
+    with pytest.raises(TypeError, match="positional"):
+        make(0.1, 0.9)
+
+
+def test_boundaries_are_accepted():
+    sgd(0.0, momentum=0.0, weight_decay=0.0)
+    adamw(0.0, b1=0.0, b2=0.0, eps=0.0, weight_decay=0.0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (sgd(0.1), "sgd(constant(0.1))"),
+        (
+            sgd(0.1, momentum=0.9, nesterov=True, weight_decay=1e-4),
+            "sgd(constant(0.1), momentum=0.9, nesterov, weight_decay=0.0001)",
+        ),
+        (
+            adamw(ft.schedules.warmup_cosine(3e-4, 100, 2000), weight_decay=0.1),
+            "adamw(warmup_cosine(3e-4, 100, 2000), weight_decay=0.1)",
+        ),
+        (
+            partition({"a": sgd(0.1), "b": sgd(0.2)}, by_first),
+            "partition(a: sgd(constant(0.1)), b: sgd(constant(0.2)))",
+        ),
+    ],
+)
+def test_how_optimizers_print(optimizer, text):
+    assert optimizer.text == text
+
+
+def test_a_rate_is_a_number_or_any_schedule():
+    for make in (sgd, adamw):
+        assert make(0.1).schedules["lr"](7) == 0.1
+        assert make(lambda k: k / 10).schedules["lr"](7) == 0.7
+
+
+def test_train_step_takes_only_our_optimizers():
+    weight = torch.nn.Parameter(torch.ones(1))
+    for other in (torch.optim.SGD([weight], lr=0.1), 0.1, None, sgd):
+        with pytest.raises(ComposeError, match=r"train_step: the optimizer is .*ft\.optim\.adamw"):
+            ft.train_step(lambda p, b: p.sum(), other)
+
+
+def test_optimizers_are_frozen_records():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sgd(0.1).text = "other"

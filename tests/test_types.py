@@ -1,0 +1,289 @@
+import copy
+import dataclasses
+import inspect
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ftrain as ft
+from ftrain import tree
+from ftrain.errors import ConsumedError, FtrainError
+from ftrain.types import Gradients, Mean, TrainState, consume
+
+quick = settings(max_examples=50, deadline=None)
+FIELDS = ["step", "params", "frozen", "buffers", "opt_state", "slots", "rng"]
+
+
+def mean(total, weight, *, plain=False, dtype=torch.float64):
+    return Mean(torch.tensor(total, dtype=dtype), torch.tensor(weight, dtype=dtype), plain)
+
+
+# Mean
+
+
+pairs = st.tuples(st.integers(-1000, 1000), st.integers(1, 1000))
+
+
+@quick
+@given(st.lists(pairs, min_size=1, max_size=6), st.data())
+def test_means_add_up_to_the_mean_of_all(parts, data):
+    """Whole numbers, so that no order of summation rounds."""
+    means = [mean(float(total), float(weight)) for total, weight in parts]
+    for order in (means, data.draw(st.permutations(means))):
+        whole = sum(order[1:], start=order[0])
+        assert float(whole.total) == sum(total for total, _ in parts)
+        assert float(whole.weight) == sum(weight for _, weight in parts)
+        assert float(whole) == sum(total for total, _ in parts) / sum(weight for _, weight in parts)
+
+
+@quick
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=12), st.data())
+def test_mean_of_pieces_is_the_mean_of_the_whole(values, data):
+    cut = data.draw(st.integers(1, len(values) - 1))
+    left, right = (mean(sum(part), float(len(part))) for part in (values[:cut], values[cut:]))
+    assert float(left + right) == pytest.approx(sum(values) / len(values), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("total", [0.0, 1.0, -2.0])
+def test_value_without_weight_is_nan(total):
+    assert math.isnan(float(mean(total, 0.0)))
+    assert math.isnan(mean(total, 0.0).value)
+
+
+def test_no_weight_adds_nothing():
+    assert float(mean(6.0, 3.0) + mean(0.0, 0.0)) == 2.0
+
+
+@pytest.mark.parametrize("weight", [torch.tensor(4), torch.tensor(4.0), torch.tensor(4, dtype=torch.int32)])
+def test_value_has_the_dtype_of_the_total(weight):
+    found = Mean(torch.tensor(2.0, dtype=torch.float64), weight).value
+    assert (found.shape, found.dtype, float(found)) == ((), torch.float64, 0.5)
+
+
+def test_value_is_differentiable_in_the_total():
+    total = torch.tensor(3.0, requires_grad=True)
+    (grad,) = torch.autograd.grad(Mean(total, torch.tensor(4.0)).value, total)
+    assert float(grad) == 0.25
+
+
+def test_float_and_format():
+    one = mean(1.0, 3.0)
+    assert float(one) == 1 / 3
+    assert f"{one:.3f}" == "0.333"
+    assert f"{one:.2e}|{one:>8.1f}|{one}" == "3.33e-01|     0.3|" + str(1 / 3)
+    assert format(mean(0.0, 0.0), ".1f") == "nan"
+
+
+@pytest.mark.parametrize(("one", "other"), [(True, True), (True, False), (False, False)])
+def test_a_sum_is_plain_when_all_of_it_is(one, other):
+    whole = mean(1.0, 1.0, plain=one) + mean(1.0, 1.0, plain=other)
+    assert whole.plain == (one and other)
+
+
+def test_mean_is_a_tree_of_total_and_weight():
+    leaves, spec = tree.flatten(mean(1.0, 2.0, plain=True))
+    assert [float(leaf) for leaf in leaves] == [1.0, 2.0]
+    back = tree.unflatten(spec, [10.0, 20.0])
+    assert (back.total, back.weight, back.plain) == (10.0, 20.0, True)
+    assert tree.flatten(mean(1.0, 2.0))[1] != spec
+    assert tree.leaf_names({"m": mean(1.0, 2.0)}) == ["m.total", "m.weight"]
+
+
+def test_records_are_frozen():
+    for record, name in ((mean(1.0, 1.0), "total"), (make_state(), "params")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(record, name, None)
+
+
+# TrainState
+
+
+def make_step(*wrappers):
+    optimizer = ft.optim.adamw(0.1)
+    return ft.compose(ft.train_step(lambda p, b: (p["w"] * b).square().sum() + p["b"].sum(), optimizer), *wrappers)
+
+
+PARAMS = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
+BATCH = torch.tensor([0.5, -1.0])
+
+
+def make_state(*wrappers):
+    return make_step(*wrappers).init(PARAMS, seed=3, buffers={"seen": torch.tensor(0)})
+
+
+def equal(one, other):
+    (ours, spec), (theirs, wanted) = tree.flatten(one), tree.flatten(other)
+    return spec == wanted and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_fields():
+    assert [each.name for each in dataclasses.fields(TrainState)] == FIELDS
+    state = make_state()
+    assert (state.step.dtype, state.step.shape) == (torch.int64, ())
+    assert (state.rng.dtype, state.rng.shape) == (torch.int64, (2,))
+
+
+def test_state_is_a_tree():
+    state = make_state(ft.ema(0.9))
+    assert tree.leaf_names(state) == [
+        "step",
+        "params.b",
+        "params.w",
+        "buffers.seen",
+        "opt_state.count",
+        "opt_state.mu.b",
+        "opt_state.mu.w",
+        "opt_state.nu.b",
+        "opt_state.nu.w",
+        "slots.ema.b",
+        "slots.ema.w",
+        "rng",
+    ]
+    doubled = tree.map(lambda leaf: leaf * 2, state)
+    assert isinstance(doubled, TrainState)
+    assert torch.equal(doubled.params["w"], 2 * PARAMS["w"])
+
+
+@pytest.mark.parametrize("name", ["paramz", "optimizer", "_hidden", "__setstate_", "shape"])
+def test_unknown_names_are_attribute_errors(name):
+    state = make_state()
+    with pytest.raises(AttributeError, match=f"'TrainState' object has no attribute '{name}'"):
+        getattr(state, name)
+    assert not hasattr(state, name)
+    assert getattr(state, name, 5) == 5
+    consume(state)
+    assert not hasattr(state, name)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+    "replace": dataclasses.replace,
+    "clone": tree.clone,
+    "map": lambda state: tree.map(lambda leaf: leaf, state),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_copies_are_states_that_train_on(way, stepped):
+    step = make_step(ft.ema(0.9))
+    state = make_state(ft.ema(0.9))
+    if stepped:
+        state, _ = step(state, BATCH)
+    copied = COPIES[way](state)
+    assert isinstance(copied, TrainState)
+    assert copied is not state
+    assert equal(copied, state)
+    assert equal(step(copied, BATCH)[0], step(state, BATCH)[0])
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "clone"])
+def test_deep_copies_survive_donation(way):
+    state = make_state()
+    wanted = tree.clone(state)
+    copied = COPIES[way](state)
+    make_step(ft.donated())(state, BATCH)
+    assert equal(copied, wanted)
+    with pytest.raises(ConsumedError):
+        _ = state.params
+
+
+def test_replace():
+    state = make_state()
+    other = dataclasses.replace(state, params={"w": torch.zeros(2), "b": torch.zeros(1)}, slots={})
+    assert float(other.params["w"].sum()) == 0
+    assert other.opt_state is state.opt_state
+    with pytest.raises(TypeError, match="unknown"):
+        dataclasses.replace(state, unknown=1)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_consumed_state_says_so(name):
+    state = make_state()
+    consume(state)
+    with pytest.raises(ConsumedError, match=rf"TrainState\.{name}: .*donated.*ft\.tree\.clone"):
+        getattr(state, name)
+    # Not an AttributeError, which hasattr and getattr with a default would swallow.
+    with pytest.raises(ConsumedError):
+        hasattr(state, name)
+    with pytest.raises(ConsumedError):
+        getattr(state, name, None)
+
+
+USES = {
+    "leaves": tree.leaves,
+    "flatten": tree.flatten,
+    "map": lambda state: tree.map(lambda leaf: leaf, state),
+    "clone": tree.clone,
+    "names": tree.leaf_names,
+    "device": tree.device_of,
+    "replace": lambda state: dataclasses.replace(state, step=torch.tensor(0)),
+    "asdict": dataclasses.asdict,
+    "repr": repr,
+    "step": lambda state: make_step()(state, BATCH),
+    "donated": lambda state: make_step(ft.donated())(state, BATCH),
+    "compiled": lambda state: make_step(ft.compiled(backend="eager"))(state, BATCH),
+    "fit": lambda state: ft.fit(make_step(), state, [BATCH], progress=False),
+    "evaluate": lambda state: ft.evaluate(ft.eval_step(lambda p, b: p["w"].sum()), state, [BATCH]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_use_of_a_consumed_state_is_an_error(use):
+    state = make_state()
+    consume(state)
+    with pytest.raises(ConsumedError):
+        USES[use](state)
+
+
+def test_a_copy_of_a_consumed_state_is_consumed():
+    state = make_state()
+    consume(state)
+    for way in (copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))):
+        with pytest.raises(ConsumedError):
+            _ = way(state).params
+
+
+def test_states_compare_by_identity_and_hash():
+    state = make_state()
+    assert state == state
+    assert state != copy.copy(state)
+    assert len({state, state}) == 1
+
+
+# The other records
+
+
+def test_gradients_is_a_tree():
+    found = Gradients({"w": torch.ones(2)}, mean(1.0, 2.0), {"m": mean(3.0, 4.0)}, {"b": torch.ones(1)})
+    names = ["grads.w", "loss.total", "loss.weight", "metrics.m.total", "metrics.m.weight", "buffers.b"]
+    assert tree.leaf_names(found) == names
+    assert tree.leaf_names(dataclasses.replace(found, finite=torch.tensor(True))) == [*names, "finite"]
+    assert isinstance(tree.clone(found), Gradients)
+
+
+def test_errors_are_of_their_builtin_kind_and_ours():
+    kinds = {
+        "ComposeError": TypeError,
+        "OptionError": ValueError,
+        "LossError": ValueError,
+        "BatchError": ValueError,
+        "StructureError": ValueError,
+        "ConsumedError": RuntimeError,
+        "DeviceError": RuntimeError,
+        "DataError": ValueError,
+        "NonFiniteError": ArithmeticError,
+        "TraceError": RuntimeError,
+    }
+    found = {name: kind for name, kind in vars(ft.errors).items() if inspect.isclass(kind) and name.endswith("Error")}
+    assert set(found) == {"FtrainError", *kinds}
+    for name, builtin in kinds.items():
+        assert issubclass(found[name], FtrainError)
+        assert issubclass(found[name], builtin)
+    assert FtrainError("x").result is None
