@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from ftrain import tree
-from ftrain.errors import DataError, OptionError
-from ftrain.grad import adapt, detach, merge
-from ftrain.transforms.amp import DTYPES, NAMES, autocast
+from ftrain import backends, tree
+from ftrain.errors import ComposeError, DataError, OptionError
+from ftrain.grad import adapt, detach
+from ftrain.purity import merge
+from ftrain.transforms.amp import DTYPES, NAMES, autocast, require_dtype
 from ftrain.types import Loss, Mean, PyTree, TrainState
 
 
@@ -42,7 +43,7 @@ def eval_step(loss_fn: Callable[..., Any] | Loss) -> EvalStep:
     Raises:
         LossError: when `loss_fn` cannot be called as a loss.
     """
-    return EvalStep(adapt(loss_fn))
+    return EvalStep(adapt(loss_fn, "eval_step"))
 
 
 def evaluate(
@@ -61,13 +62,18 @@ def evaluate(
     Raises:
         DataError: when there is no batch.
         OptionError: for another dtype.
+        DeviceError: for a dtype that the device cannot compute in.
+        ComposeError: when `step` is no evaluation step.
     """
+    if not isinstance(step, EvalStep):
+        raise ComposeError(f"evaluate: the step is a {type(step).__name__}; needs one of ft.eval_step(loss_fn)")
+    device = tree.device_of(state.params)
     if dtype is not None:
         name = NAMES.get(dtype, dtype)
         if name not in DTYPES:
             raise OptionError(f"evaluate: dtype is {dtype!r}; choices are {', '.join(DTYPES)} and None")
+        require_dtype("evaluate", str(name), backends.of(device))
         step = EvalStep(_cast(step.loss, DTYPES[str(name)]))
-    device = tree.device_of(state.params)
     totals: dict[str, Mean] = {}
     for batch in data:
         for name, mean in step(state, tree.to(batch, device)).items():

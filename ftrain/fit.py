@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
-from ftrain.errors import DataError, FtrainError, OptionError
+from ftrain.errors import ComposeError, DataError, FtrainError, OptionError
 from ftrain.loggers import History, Logger
 from ftrain.progress import Display, Status, show
-from ftrain.step import Step
+from ftrain.step import Step, require_positive
 from ftrain.types import Metrics, PyTree
 
 Evaluate = Callable[[Any], Mapping[str, float]]
@@ -127,14 +126,17 @@ def fit(
         donate: let each state take the memory of the one before; `Step` only.
 
     Raises:
+        ComposeError: when `step` cannot be called.
         OptionError: for numbers that are not positive.
         DataError: when there is no batch, or the data ends before `steps` is reached.
         NonFiniteError: when `skip_nonfinite` has reached its limit.
         FtrainError: any of these holds what was trained until then in its ``result``.
     """
+    if not callable(step):
+        raise ComposeError(f"fit: the step is {type(step).__name__}; needs a Step or a function (state, batch)")
     for name, value in (("log_every", log_every), ("evaluate_every", evaluate_every)):
-        if value is not None and value < 1:
-            raise OptionError(f"fit: {name} is {value!r}, needs a whole number of at least 1")
+        if value is not None:
+            require_positive("fit", name, value)
     run = _Run(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)))
     stepping = step.donating if isinstance(step, Step) and donate else step
     latest, done = state, -1
@@ -281,8 +283,8 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 def _require_limits(data: Iterable[PyTree], steps: int | None, epochs: int | None) -> None:
     for name, value in (("steps", steps), ("epochs", epochs)):
-        if value is not None and (not math.isfinite(value) or value < 1 or int(value) != value):
-            raise OptionError(f"fit: {name} is {value!r}, needs a whole number of at least 1")
+        if value is not None:
+            require_positive("fit", name, value)
     if not isinstance(data, Iterable):
         raise DataError(f"fit: data is {type(data).__name__}; needs an iterable of batches")
     if epochs is not None and epochs > 1 and isinstance(data, Iterator):

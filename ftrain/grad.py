@@ -7,22 +7,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ftrain import tree
+from ftrain import purity, tree
 from ftrain.errors import LossError
-from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, Mean, PyTree, TrainState
+from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, Mean, Metrics, PyTree, TrainState
 
 FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, buffers)"
 
 
-def adapt(loss_fn: Callable[..., Any] | Loss) -> Loss:
+def adapt(loss_fn: Callable[..., Any] | Loss, function: str = "train_step") -> Loss:
     """Bring a loss into its full form.
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, which may also take ``rng=`` (a key of `ftrain.random`) and
             ``buffers=`` by keyword, and returns a 0-d tensor or `Mean`, alone or as ``(loss, metrics)``
             or ``(loss, metrics, buffers)``. A 0-d tensor counts as a mean with weight one.
+        function: who asks, for messages.
 
     Raises:
         LossError: when `loss_fn` cannot be called like that.
@@ -31,7 +32,7 @@ def adapt(loss_fn: Callable[..., Any] | Loss) -> Loss:
         return loss_fn
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     name = "loss" if name == "<lambda>" else name
-    accepted = _accepted(loss_fn, name)
+    accepted = _accepted(loss_fn, name, function)
 
     def full(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         offered = {"rng": rng, "buffers": buffers}
@@ -40,10 +41,15 @@ def adapt(loss_fn: Callable[..., Any] | Loss) -> Loss:
     return Loss(full, name, needs_rng="rng" in accepted)
 
 
-def _accepted(loss_fn: Callable[..., Any], name: str) -> list[str]:
+def _accepted(loss_fn: Callable[..., Any], name: str, function: str) -> list[str]:
     """Which of `rng` and `buffers` a loss takes."""
     if not callable(loss_fn):
-        raise LossError(f"train_step: the loss must be a function (params, batch) -> loss, found {loss_fn!r}")
+        raise LossError(f"{function}: the loss must be a function (params, batch) -> loss, found {loss_fn!r}")
+    if isinstance(loss_fn, nn.Module):
+        raise LossError(
+            f"{function}: the loss is the module {type(loss_fn).__name__}; make one of it with "
+            "ft.from_module(module, criterion)"
+        )
     try:
         signature = inspect.signature(loss_fn)
     except ValueError:  # builtins
@@ -51,7 +57,7 @@ def _accepted(loss_fn: Callable[..., Any], name: str) -> list[str]:
     try:
         signature.bind("params", "batch", **{key: None for key in ("rng", "buffers") if key in signature.parameters})
     except TypeError as error:
-        raise LossError(f"train_step: {name}{signature} cannot be called as {name}(params, batch): {error}") from error
+        raise LossError(f"{function}: {name}{signature} cannot be called as {name}(params, batch): {error}") from error
     return [key for key in ("rng", "buffers") if key in signature.parameters]
 
 
@@ -78,6 +84,18 @@ def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
         if not isinstance(part, Tensor) or part.ndim:
             raise LossError(f"{name}: total and weight of a Mean must be 0-d tensors, found {tree.describe(part)}")
     return loss, metrics, new_buffers
+
+
+def report(metrics: Metrics, function: str, **more: Any) -> Metrics:
+    """Add metrics to those that a loss reports.
+
+    Raises:
+        LossError: when one of that name is there already.
+    """
+    for name in more:
+        if name in metrics:
+            raise LossError(f"{function}: a metric is called {name!r}, which the step reports itself; rename it")
+    return {**metrics, **more}
 
 
 def value_and_grad(
@@ -108,11 +126,10 @@ def value_and_grad(
         names = _Names(state.params)
         with torch.enable_grad():
             leaves = [leaf.detach().requires_grad_() for leaf in found]
-            inputs = _Versions(leaves, batch, state.buffers)
-            mean, metrics, buffers = loss(
-                merge(tree.unflatten(spec, leaves), state.frozen), batch, rng=rng, buffers=state.buffers
+            params = tree.unflatten(spec, leaves)
+            mean, metrics, buffers = purity.call(
+                loss, params, state.frozen, batch, rng=rng, buffers=state.buffers, name=name
             )
-        inputs.require_unchanged(name, names)
         _require_differentiable(mean, name)
         weight = mean.weight.detach()
         # A loss without weight has no gradient: 0, where 1 / 0 would put NaN into the parameters.
@@ -140,13 +157,6 @@ def value_and_grad(
     return grad
 
 
-def merge(params: PyTree, frozen: PyTree) -> PyTree:
-    """Put trainable and frozen parameters back together; each is None where the other has a leaf."""
-    if not tree.leaves(frozen):
-        return params
-    return tree.overlay(params, frozen)
-
-
 def detach(values: PyTree) -> PyTree:
     """Cut every tensor off the graph that computed it."""
     return tree.map(lambda leaf: leaf.detach() if tree.is_tensor(leaf) else leaf, values)
@@ -160,34 +170,6 @@ class _Names:
 
     def __getitem__(self, index: int) -> str:
         return tree.leaf_names(self._params)[index]
-
-
-class _Versions:
-    """Notices in-place changes of what a loss was given, by torch's version counters."""
-
-    def __init__(self, params: list[Tensor], batch: PyTree, buffers: PyTree) -> None:
-        self._params, self._batch, self._buffers = params, batch, buffers
-        self._before = [_version(leaf) for leaf in self._inputs()]
-
-    def _inputs(self) -> list[Any]:
-        return [*self._params, *tree.leaves(self._batch), *tree.leaves(self._buffers)]
-
-    def require_unchanged(self, name: str, names: _Names) -> None:
-        after = [_version(leaf) for leaf in self._inputs()]
-        if after == self._before:
-            return
-        where = next(i for i, (old, new) in enumerate(zip(self._before, after, strict=True)) if old != new)
-        parts = [f"params.{names[i]}" for i in range(len(self._params))]
-        parts += [f"batch.{path}" for path in tree.leaf_names(self._batch)]
-        parts += [f"buffers.{path}" for path in tree.leaf_names(self._buffers)]
-        raise LossError(
-            f"{name}: changed its input {parts[where]} in place; a loss must be a pure function: "
-            "work on a copy (x = x.clone()), and return new buffers instead of writing them"
-        )
-
-
-def _version(leaf: Any) -> int | None:
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
 
 
 def _require_differentiable(mean: Mean, name: str) -> None:

@@ -3,7 +3,7 @@
 The function runs once on fake tensors, and every operation it dispatches is recorded, those of the
 backward pass included. So anything traces that does not ask for the *value* of a tensor: Python control
 flow, closures over modules, autograd, checkpointing, hooks. Random operations become arithmetic on a
-key (`ftrain.random.Keyed`), so a graph holds no hidden state.
+key (`ftrain.keyed.Keyed`), so a graph holds no hidden state.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ftrain.errors import FtrainError, OptionError, TraceError
@@ -23,24 +28,44 @@ Flat: TypeAlias = Callable[..., Sequence[Tensor]]
 """A function from tensors, as positional arguments, to a sequence of tensors."""
 
 INDUCTOR = "inductor"
+VALUE_NEEDED = DataDependentOutputException, DynamicOutputShapeException
 HERE = Path(torch.__file__).parent, Path(__file__).parent
 
 
-def capture(function: Flat, inputs: Sequence[Tensor]) -> fx.GraphModule:
+def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], object]) -> fx.GraphModule:
     """Record `function` on tensors like `inputs` as a graph of aten operations.
+
+    Args:
+        function: what to record.
+        inputs: tensors of the shapes, dtypes and devices that it will get.
+        rehearse: does the same without recording; called when that fails, to see whether the fault
+            is the function's own.
 
     Raises:
         TraceError: when it cannot be recorded; the message names the line that asked for a value.
-        FtrainError: whatever the function itself finds wrong.
+        Exception: whatever the function itself raises.
     """
+    # Without symbolic shapes, so that reading a value is refused where it happens.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(tensor) for tensor in inputs]
     try:
-        with torch.autograd.set_multithreading_enabled(False):
-            return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        with mode, torch.autograd.set_multithreading_enabled(False):
+            return make_fx(function, tracing_mode="real")(*fakes)
+    except TraceError as error:
+        raise TraceError(f"{error} (at {_where(error)})") from error
     except FtrainError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TraceError(f"{reason} (at {_where(error)})") from error
+        if not isinstance(error, VALUE_NEEDED):
+            rehearse()
+        raise TraceError(f"{_reason(error)} (at {_where(error)})") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, VALUE_NEEDED):
+        return f"the value of a tensor is needed by {getattr(error, 'func', error)}"
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def _where(error: BaseException) -> str:
@@ -80,7 +105,7 @@ def require_backend(function: str, backend: str, mode: str | None, options: Mapp
     if backend == INDUCTOR and not (mode or options):
         return {}
     from torch._dynamo import list_backends
-    from torch._inductor import list_mode_options
+    from torch._inductor import list_mode_options, list_options
 
     known = sorted({*list_backends(None), INDUCTOR})
     if backend not in known:
@@ -90,4 +115,7 @@ def require_backend(function: str, backend: str, mode: str | None, options: Mapp
     modes = list_mode_options()
     if mode is not None and mode not in modes:
         raise OptionError(f"{function}: mode is {mode!r}; choices are {', '.join(modes)}")
+    unknown = [name for name in options or {} if name.replace("-", "_") not in list_options()]
+    if unknown:
+        raise OptionError(f"{function}: Inductor has no option {unknown[0]!r}; torch._inductor.list_options() has them")
     return {**(modes[mode] if mode else {}), **(options or {})}

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ftrain.errors import LossError, OptionError, StructureError
-from ftrain.grad import merge, normalise
+from ftrain.grad import normalise
+from ftrain.purity import merge
 from ftrain.types import Loss, LossOutput, PyTree, TrainState
 
 Criterion: TypeAlias = Callable[..., Any]
@@ -51,8 +53,10 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
             transformers' models compute it: the mean over the batch they are given.
 
     Raises:
-        LossError: from the loss, when it gets parameters that are not the module's.
+        LossError: when `module` is no module or the criterion cannot be called; and from the loss, when
+            it gets parameters that are not the module's.
     """
+    _require_module(module, criterion)
     slots = _slots(module)
     text = _criterion_name(criterion, module)
     run: Criterion = criterion or own_loss
@@ -67,6 +71,27 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         return mean, metrics, after
 
     return Loss(loss, text, scope=functools.partial(mode, list(module.modules())), module=module, needs_rng=needs_rng)
+
+
+def _require_module(module: Any, criterion: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise LossError(f"from_module: needs an nn.Module, found {module!r}")
+    if criterion is None:
+        return
+    if not callable(criterion):
+        raise LossError(f"from_module: the criterion is {criterion!r}; needs a function criterion(model, batch)")
+    signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
+    try:
+        signature.bind("model", "batch", **({"rng": None} if "rng" in signature.parameters else {}))
+        callable_so = not isinstance(criterion, nn.Module)
+    except TypeError:
+        callable_so = False
+    if not callable_so:
+        raise LossError(
+            f"from_module: the criterion {getattr(criterion, '__name__', type(criterion).__name__)}{signature} cannot "
+            "be called as criterion(model, batch); for a loss of outputs and labels write "
+            "lambda model, batch: loss(model(batch['x']), batch['y'])"
+        )
 
 
 def own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -95,7 +120,9 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
     Raises:
         StructureError: when names or shapes differ; the module is then unchanged.
     """
-    tensors = {**merge(state.params, state.frozen), **(state.buffers or {})}
+    tensors = merge(state.params, state.frozen)
+    tensors = tensors if isinstance(tensors, dict) else {}
+    tensors = {**tensors, **(state.buffers or {})}
     wanted = dict(_named_tensors(module))
     problems = [f"{name}: missing" for name in wanted if name not in tensors]
     problems += [f"{name}: unexpected" for name in tensors if name not in wanted]
@@ -113,7 +140,18 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
 
 
 def initial(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
-    """Return copies of a module's parameters and buffers, and the names of the trainable parameters."""
+    """Return copies of a module's parameters and buffers, and the names of the trainable parameters.
+
+    Raises:
+        StructureError: for a lazy parameter that has no shape yet.
+    """
+    for owner, part in module.named_modules():
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            if is_lazy(tensor):
+                raise StructureError(
+                    f"Step.init: {owner + '.' if owner else ''}{name} of {type(part).__name__} has no shape yet; run "
+                    "the module once on an example before making the state"
+                )
     params = {name: param.detach().clone() for name, param in module.named_parameters()}
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     trainable = {name for name, param in module.named_parameters() if param.requires_grad}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ftrain import backends, random, tree
 from ftrain.errors import ComposeError, OptionError, StructureError
-from ftrain.grad import adapt, value_and_grad
+from ftrain.grad import adapt, report, value_and_grad
 from ftrain.module import initial
 from ftrain.types import (
     Core,
@@ -96,10 +97,17 @@ class Wrapper:
 
 def wrapper(factory: Callable[..., Wrapper]) -> Callable[..., Any]:
     """Let a factory of wrappers also be applied bare: ``clip(step)`` for ``clip()(step)``."""
+    parameters = inspect.signature(factory).parameters.values()
+    needed = [each.name for each in parameters if each.default is each.empty]
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and callable(args[0]):
+        if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], type):
+            if needed:
+                name = factory.__name__
+                raise ComposeError(
+                    f"{name}: cannot be applied bare, for it needs {needed[0]}: {name}({needed[0]})(step)"
+                )
             return factory()(args[0])
         return factory(*args, **kwargs)
 
@@ -209,7 +217,7 @@ class Step:
             new = update(state, gradients, hyper, donate=donate)
             metrics = {name: _value(metric) for name, metric in gradients.metrics.items()}
             if gradients.finite is not None:
-                metrics["skipped"] = ~gradients.finite
+                metrics = report(metrics, self.base.text, skipped=~gradients.finite)
             metrics = {"loss": gradients.loss.value, **metrics}
             # A metric may be a parameter itself, which the donated update has overwritten.
             return new, tree.clone(metrics) if donate else metrics
@@ -272,16 +280,20 @@ class Step:
                     f"Step.init: {self.base.text} is no module; pass the parameters: step.init(params)"
                 )
             params, own_buffers, names = initial(self.base.module)
+            if not names and self.trainable is None:
+                raise StructureError(
+                    f"Step.init: there is no parameter to train: none of {type(self.base.module).__name__} requires a "
+                    "gradient; set requires_grad, or say which train with trainable="
+                )
             buffers = own_buffers if buffers is None else buffers
-        chosen = _chooser(self.trainable, names)
+        chosen = _chooser(self.trainable, names, params)
         params, frozen = tree.split(tree.clone(params), chosen)
         _require_params(params)
-        params, frozen, buffers = (
-            tree.to(part, backends.of(device).device if isinstance(device, str) and ":" not in device else device)
-            if device is not None
-            else part
-            for part in (params, frozen, tree.clone(buffers if buffers is not None else {}))
-        )
+        parts = params, frozen, tree.clone(buffers if buffers is not None else {})
+        if device is not None:
+            place = backends.resolve(device)
+            parts = tuple(tree.to(part, place) for part in parts)
+        params, frozen, buffers = parts
         self._require_device(params)
         return TrainState(
             step=torch.zeros((), dtype=torch.int64),
@@ -314,7 +326,7 @@ class Step:
         object.__setattr__(new, "_origin", self._origin)
         if self.donate:
             consume(state)
-        return new, {**metrics, **hyper}
+        return new, report(metrics, self.base.text, **hyper)
 
     @functools.cached_property
     def _origin(self) -> object:
@@ -409,12 +421,20 @@ def _value(metric: Any) -> Any:
     return metric.value if isinstance(metric, Mean) else metric
 
 
-def _chooser(trainable: Trainable | None, names: set[str] | None) -> Callable[[str, Tensor], bool]:
+def _chooser(trainable: Trainable | None, names: set[str] | None, params: PyTree) -> Callable[[str, Tensor], bool]:
     if trainable is None:
         return lambda name, leaf: names is None or name in names
     if callable(trainable):
         return trainable
+    if isinstance(trainable, str):
+        raise OptionError(f"Step.init: trainable is {trainable!r}, needs a list of patterns: [{trainable!r}]")
     patterns = list(trainable)
+    known = tree.leaf_names(params)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise OptionError(
+                f"Step.init: trainable names {pattern!r}, and no parameter matches; there are {_some(known)}"
+            )
     return lambda name, leaf: any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -425,9 +445,13 @@ def _require_params(params: PyTree) -> None:
     for name, leaf in zip(tree.leaf_names(params), found, strict=True):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             raise StructureError(
-                f"Step.init: params.{name} is {tree.describe(leaf)}; needs a floating-point tensor (convert it, "
-                "freeze it with trainable=, or pass it as a buffer or in the batch)"
+                f"Step.init: {tree.path('params', name)} is {tree.describe(leaf)}; needs a floating-point tensor "
+                "(convert it, freeze it with trainable=, or pass it as a buffer or in the batch)"
             )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[: tree.MAX_LISTED]) + ", ..." * (len(names) > tree.MAX_LISTED)
 
 
 def require_positive(function: str, name: str, value: Any) -> None:

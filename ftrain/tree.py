@@ -156,6 +156,15 @@ def _leaf_norms(tree: PyTree, order: float) -> list[Tensor]:
     return list(torch._foreach_norm(found, order)) if found else []
 
 
+def path(root: str, name: str) -> str:
+    """Write the path of a leaf below a root; the root alone when the tree is the leaf itself.
+
+    >>> path("batch", "x.0"), path("batch", "")
+    ('batch.x.0', 'batch')
+    """
+    return f"{root}.{name}" if name else root
+
+
 def batch_length(batch: PyTree) -> int | None:
     """Return the length of the leading axis of the first tensor that has one, or None."""
     return next((leaf.shape[0] for leaf in leaves(batch) if is_tensor(leaf) and leaf.ndim), None)
@@ -173,18 +182,24 @@ def signature(tree: PyTree) -> dict[str, str]:
     return {name: describe(leaf) for name, leaf in zip(leaf_names(tree), leaves(tree), strict=True)}
 
 
+def _described(tree: PyTree) -> dict[tuple[str, ...], str]:
+    """`signature` by path, which also tells apart paths that are written alike."""
+    accessors, found, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
+    paths = [tuple(_entry_name(entry) for entry in accessor) for accessor in accessors]
+    return {path: describe(leaf) for path, leaf in zip(paths, found, strict=True)}
+
+
 def require_same(function: str, what: str, found: PyTree, needed: PyTree) -> None:
     """Check that two trees agree in the name, shape and dtype of every leaf.
 
     Raises:
         StructureError: naming the paths that are missing, unexpected or different.
     """
-    has, wants = signature(found), signature(needed)
-    missing = [f"{name}: missing, needs {wants[name]}" for name in wants if name not in has]
-    extra = [f"{name}: unexpected {has[name]}" for name in has if name not in wants]
-    changed = [
-        f"{name}: found {has[name]}, needs {wants[name]}" for name in wants if name in has and has[name] != wants[name]
-    ]
+    has, wants = _described(found), _described(needed)
+    missing = [f"{'.'.join(path)}: missing, needs {wants[path]}" for path in wants if path not in has]
+    extra = [f"{'.'.join(path)}: unexpected {has[path]}" for path in has if path not in wants]
+    both = [path for path in wants if path in has]
+    changed = [f"{'.'.join(path)}: found {has[path]}, needs {wants[path]}" for path in both if has[path] != wants[path]]
     problems = missing + extra + changed
     if problems:
         more = [f"and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []

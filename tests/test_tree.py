@@ -3,7 +3,7 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ftrain import tree
@@ -14,7 +14,6 @@ F64 = torch.float64
 FLOATS = [F64, torch.float32, torch.bfloat16, torch.float16]
 Pair = namedtuple("Pair", "first second")
 
-quick = settings(max_examples=50, deadline=None)
 names = st.text("abcw_", min_size=1, max_size=3)
 shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 
@@ -52,7 +51,6 @@ def same(one, other):
 # Structure
 
 
-@quick
 @given(trees(tensors() | st.integers()))
 def test_unflatten_inverts_flatten(values):
     leaves, spec = tree.flatten(values)
@@ -64,7 +62,6 @@ def test_unflatten_inverts_flatten(values):
     assert all(a is b for a, b in zip(leaves, tree.leaves(values), strict=True))
 
 
-@quick
 @given(trees(st.integers()))
 def test_leaf_names_are_unique_and_find_their_leaf(values):
     found = tree.leaf_names(values)
@@ -106,7 +103,6 @@ def test_map_named():
     assert tree.map_named(lambda name, leaf: f"{name}={leaf}", {"a": [1, 2]}) == {"a": ["a.0=1", "a.1=2"]}
 
 
-@quick
 @given(trees(tensors() | st.integers()), st.data())
 def test_overlay_inverts_split(values, data):
     found = tree.leaf_names(values)
@@ -133,7 +129,6 @@ def test_overlay_prefers_the_first():
 # Leaf by leaf
 
 
-@quick
 @given(trees(tensors()))
 def test_where_chooses_a_whole_tree(values):
     other = tree.map(lambda leaf: leaf + 1, values)
@@ -151,7 +146,6 @@ def test_where_passes_on_what_is_the_same_object():
     assert tree.where(torch.tensor(True), {"a": leaf, "n": 3}, {"a": leaf, "n": 3})["a"] is leaf
 
 
-@quick
 @given(trees(tensors()), st.sampled_from([2.0, -0.5, 0.0]), st.sampled_from([None, *FLOATS]))
 def test_scale_keeps_dtypes(values, factor, dtype):
     before = tree.clone(values)
@@ -167,7 +161,6 @@ def test_scale_by_a_wide_tensor_does_not_widen():
     assert all((leaf == 3).all() for leaf in scaled.values())
 
 
-@quick
 @given(trees(tensors(dtypes=(F64,))))
 def test_add(values):
     assert same(tree.add(values, values), tree.scale(values, 2.0))
@@ -193,7 +186,6 @@ def test_cast_converts_floats_only(dtype):
     assert (found["b"], found["s"]) == (True, "text")
 
 
-@quick
 @given(trees(tensors() | st.integers()))
 def test_clone_equals_and_shares_nothing(values):
     copied = tree.clone(values)
@@ -222,7 +214,6 @@ def test_clone_separates_and_detaches():
 # Norms
 
 
-@quick
 @given(trees(tensors()))
 def test_global_norm_equals_torch(values):
     found, leaves = tree.global_norm(values), tree.leaves(values)
@@ -300,7 +291,6 @@ def test_all_finite_of_huge_values(dtype):
     assert torch.equal(tree.all_finite(mixed), torch.tensor(True))
 
 
-@quick
 @given(st.data())
 def test_all_finite_finds_one_bad_element_anywhere(data):
     bad = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))

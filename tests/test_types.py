@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ftrain as ft
@@ -14,7 +14,6 @@ from ftrain import tree
 from ftrain.errors import ConsumedError, FtrainError
 from ftrain.types import Gradients, Mean, TrainState, consume
 
-quick = settings(max_examples=50, deadline=None)
 FIELDS = ["step", "params", "frozen", "buffers", "opt_state", "slots", "rng"]
 
 
@@ -28,7 +27,6 @@ def mean(total, weight, *, plain=False, dtype=torch.float64):
 pairs = st.tuples(st.integers(-1000, 1000), st.integers(1, 1000))
 
 
-@quick
 @given(st.lists(pairs, min_size=1, max_size=6), st.data())
 def test_means_add_up_to_the_mean_of_all(parts, data):
     """Whole numbers, so that no order of summation rounds."""
@@ -40,7 +38,6 @@ def test_means_add_up_to_the_mean_of_all(parts, data):
         assert float(whole) == sum(total for total, _ in parts) / sum(weight for _, weight in parts)
 
 
-@quick
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=12), st.data())
 def test_mean_of_pieces_is_the_mean_of_the_whole(values, data):
     cut = data.draw(st.integers(1, len(values) - 1))

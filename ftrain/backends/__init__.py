@@ -8,6 +8,7 @@ from ftrain.backends.registry import get as get
 from ftrain.backends.registry import names as names
 from ftrain.backends.registry import of as of
 from ftrain.backends.registry import register as register
+from ftrain.backends.registry import resolve as resolve
 
 for _module in (cpu, cuda):
     register(_module.BACKEND)

@@ -119,6 +119,16 @@ def of(device: torch.device | str) -> Backend:
     return _records.get(name) or get(name)
 
 
+def resolve(device: torch.device | str) -> torch.device:
+    """Return the device that a name such as ``"cuda"`` or ``"cuda:1"`` stands for, if it is there.
+
+    Raises:
+        DeviceError: for an unknown or unavailable device; the message lists what there is.
+    """
+    backend = get(str(device).split(":")[0])
+    return backend.device if str(device) == backend.name else torch.device(device)
+
+
 def default() -> Backend:
     """Return the backend that `FTRAIN_BACKEND` names, else an available accelerator, else the CPU."""
     chosen = os.environ.get(CHOICE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import optree
@@ -57,16 +57,12 @@ def _groups(decays: list[bool], leaves: list[Tensor]) -> list[Group]:
     return list(found.values())
 
 
-def can_fuse(leaves: list[Tensor]) -> bool:
-    """Whether torch's fused optimizer kernels take these leaves."""
-    return all(
-        leaf.is_floating_point() and backends.of(device).fused_optimizers
-        for leaf, device in zip(leaves, _devices(leaves), strict=True)
-    )
-
-
-def _devices(leaves: Iterable[Tensor]) -> list[torch.device]:
-    return [leaf.device for leaf in leaves]
+def can_fuse(leaves: list[Tensor], *, half: bool = True) -> bool:
+    """Whether torch's fused optimizer kernels take these leaves, those of 16 bits included if `half`."""
+    dtypes = {leaf.dtype for leaf in leaves}
+    if not half and any(dtype.itemsize < 4 for dtype in dtypes):
+        return False
+    return all(backends.of(device).fused_optimizers for device in {leaf.device for leaf in leaves})
 
 
 def own(leaves: list[Tensor], donate: bool) -> list[Tensor]:

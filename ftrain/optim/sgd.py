@@ -52,7 +52,8 @@ def sgd(
     ) -> tuple[PyTree, PyTree]:
         leaves, spec = tree.flatten(params)
         moments = tree.leaves(opt_state)
-        if isinstance(hyper["lr"], Tensor) or not can_fuse(leaves):
+        # Not in 16 bits: torch's kernel for the CPU is wrong there (2.13).
+        if isinstance(hyper["lr"], Tensor) or not can_fuse(leaves, half=False):
             leaves, moments = plain(tree.leaves(grads), moments, leaves, groups.of(spec, leaves)[0], hyper["lr"])
         else:
             leaves, moments = own(leaves, donate), own(moments, donate)

@@ -74,14 +74,14 @@ def _require_even(batch: PyTree, found: list[Any], n: int) -> None:
     for index, length in lengths.items():
         if length == lengths[first] and length % n == 0 and length > 0:
             continue
-        names = tree.leaf_names(batch)
+        names = [tree.path("batch", name) for name in tree.leaf_names(batch)]
         if length != lengths[first]:
             raise BatchError(
-                f"accumulate({n}): batch.{names[index]} has {length} examples and batch.{names[first]} has "
+                f"accumulate({n}): {names[index]} has {length} examples and {names[first]} has "
                 f"{lengths[first]}; all first axes must have the same length"
             )
         raise BatchError(
-            f"accumulate({n}): the first axis of batch.{names[index]} has length {length}, which is not a positive "
+            f"accumulate({n}): the first axis of {names[index]} has length {length}, which is not a positive "
             f"multiple of {n}; change the batch size or n, or drop the last short batch"
         )
 

@@ -52,13 +52,22 @@ def with_amp(dtype: str | torch.dtype = "bf16") -> Wrapper:
         return dataclasses.replace(loss, fn=autocast(loss.fn, DTYPES[name]), text=f"{loss.text} <- {text}")
 
     def require(backend: backends.Backend) -> None:
-        able = backend.autocast_dtypes()
-        if DTYPES[name] not in able:
-            other = ", ".join([*(NAMES[choice] for choice in able), "float32 (no with_amp)"])
-            raise DeviceError(f"with_amp: {backend.describe()} cannot compute in {name}; it has {other}")
+        require_dtype(NAME, name, backend)
 
     scaling = {"slot": _slot, "scale": _scale, "account": _account} if name == "fp16" else {}
     return Wrapper(NAME, text, "loss", loss=wrap, require=require, **scaling)  # type: ignore[arg-type]
+
+
+def require_dtype(function: str, name: str, backend: backends.Backend) -> None:
+    """Check that a device can compute in ``"bf16"`` or ``"fp16"``.
+
+    Raises:
+        DeviceError: naming the device and what it has.
+    """
+    able = backend.autocast_dtypes()
+    if DTYPES[name] not in able:
+        other = ", ".join([*(NAMES[choice] for choice in able), "float32"])
+        raise DeviceError(f"{function}: {backend.describe()} cannot compute in {name}; it has {other}")
 
 
 def autocast(loss: LossFn, dtype: torch.dtype) -> LossFn:
@@ -100,8 +109,9 @@ def _scale(state: TrainState) -> Tensor:
 
 def _account(slot: PyTree, finite: Tensor) -> PyTree:
     good = slot["good"] + 1
+    larger = slot["scale"] * GROWTH
     grow = good >= GROWTH_INTERVAL
-    grown = torch.where(grow, slot["scale"] * GROWTH, slot["scale"])
+    grown = torch.where(grow & torch.isfinite(larger), larger, slot["scale"])
     return {
         "scale": torch.where(finite, grown, slot["scale"] / GROWTH),
         "good": torch.where(finite & ~grow, good, 0),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import OptionError
+from ftrain.grad import report
 from ftrain.step import Wrapper, wrapper
 from ftrain.types import GradFn, Gradients, PyTree, TrainState
 
@@ -41,7 +42,7 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
             found = grad(state, batch, rng)
             norm = tree.global_norm(found.grads)
             grads = _by_value(found.grads, limit) if value is not None else _by_norm(found.grads, norm, limit)
-            return dataclasses.replace(found, grads=grads, metrics={**found.metrics, "grad_norm": norm})
+            return dataclasses.replace(found, grads=grads, metrics=report(found.metrics, "clip", grad_norm=norm))
 
         return clipping
 

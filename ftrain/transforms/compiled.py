@@ -97,8 +97,46 @@ class Compiler:
         return self.backend or backends.of(device).compile_backend
 
 
+class Kinds:
+    """Counts the kinds of batches that came, each of which needs a graph of its own."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[Hashable, dict[str, str]] = {}
+
+    def admit(self, batch: PyTree) -> None:
+        """Take note of a batch.
+
+        Raises:
+            BatchError: when it is of one kind too many; names the leaf that differs most often.
+        """
+        leaves, spec = tree.flatten(batch)
+        kind = spec, tuple(_static(leaf) for leaf in leaves)
+        if kind in self._known:
+            return
+        names = [tree.path("batch", name) for name in tree.leaf_names(batch)]
+        shown = {name: _shown(leaf) for name, leaf in zip(names, leaves, strict=True)}
+        if len(self._known) >= self._most:
+            raise BatchError(self._too_many(shown))
+        self._known[kind] = shown
+
+    def _too_many(self, shown: dict[str, str]) -> str:
+        seen = [*self._known.values(), shown]
+        values = {name: {kind.get(name, "nothing") for kind in seen} for name in shown}
+        name = max(values, key=lambda name: len(values[name]), default="batch")
+        return (
+            f"compiled: {len(seen)} kinds of batches need as many graphs, and max_graphs is {self._most}; {name} "
+            f"came as {', '.join(sorted(values.get(name, ())))}. Pad to a few lengths, drop the last short batch, make a "
+            "tensor of a number that changes, or raise max_graphs"
+        )
+
+
+def _shown(leaf: Any) -> str:
+    return tree.describe(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+
+
 class Traced:
-    """A function of trees as compiled graphs, one for each signature of its static arguments.
+    """A function of trees as compiled graphs, one for each kind of its arguments.
 
     Args:
         function: ``(carry, *rest) -> (carry, extra)`` on trees; the carry keeps its structure.
@@ -109,34 +147,20 @@ class Traced:
     def __init__(self, function: Callable[..., tuple[PyTree, PyTree]], compiler: Compiler, *, donate: bool) -> None:
         self._function, self._compiler, self._donate = function, compiler, donate
         self._graphs: dict[Hashable, _Graph] = {}
-        self._seen: list[dict[str, str]] = []
+        self._kinds = Kinds(compiler.max_graphs)
 
     def __call__(self, carry: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
         """Run the graph for trees like these, which is compiled when they are the first."""
         leaves, spec = tree.flatten((carry, *rest))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        signature = spec, tuple(_static(leaf) for leaf in leaves)
-        found = self._graphs.get(signature)
+        kind = spec, tuple(_static(leaf) for leaf in leaves)
+        found = self._graphs.get(kind)
         if found is None:
-            found = self._graphs[signature] = self._build(leaves, spec, tensors, rest)
+            self._kinds.admit(rest[0])
+            found = _Graph(self._function, leaves, spec, tensors, self._compiler, donate=self._donate)
+            self._graphs[kind] = found
         with torch.no_grad():
             return found(carry, tensors)
-
-    def _build(self, leaves: list[Any], spec: optree.PyTreeSpec, tensors: list[Tensor], rest: PyTree) -> _Graph:
-        self._require_room(rest)
-        return _Graph(self._function, leaves, spec, tensors, self._compiler, donate=self._donate)
-
-    def _require_room(self, rest: PyTree) -> None:
-        self._seen.append(tree.signature(rest))
-        if len(self._graphs) < self._compiler.max_graphs:
-            return
-        shapes = {name: {seen.get(name, "nothing") for seen in self._seen} for name in self._seen[-1]}
-        name = max(shapes, key=lambda name: len(shapes[name]))
-        raise BatchError(
-            f"compiled: {len(self._seen)} different batches need as many graphs, and max_graphs is "
-            f"{self._compiler.max_graphs}; batch.{name.removeprefix('0.')} came as {', '.join(sorted(shapes[name]))}. "
-            "Pad to a few lengths, drop the last short batch, or raise max_graphs"
-        )
 
 
 class _Graph:
@@ -153,7 +177,8 @@ class _Graph:
         donate: bool,
     ) -> None:
         self._donate = donate
-        captured = graph.capture(self._flat(function, leaves, spec), tensors)
+        trees = tree.unflatten(spec, leaves)
+        captured = graph.capture(self._flat(function, leaves, spec), tensors, lambda: function(*trees))
         self._run = compiler(captured, tensors)
 
     def _flat(self, function: Callable[..., Any], leaves: list[Any], spec: optree.PyTreeSpec) -> graph.Flat:
@@ -204,6 +229,7 @@ class _Compiled:
 
     def __init__(self, step: Step, lowering: str, compiler: Compiler) -> None:
         self._step, self._lowering, self._compiler = step, lowering, compiler
+        self._kinds = Kinds(compiler.max_graphs)
         self._core: Callable[..., Any] = self._whole() if lowering != "split" else self._split()
 
     @property
@@ -249,6 +275,8 @@ class _Compiled:
     def __call__(
         self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
+        if self._lowering == "split":
+            self._kinds.admit(batch)
         device = tree.device_of(state.params)
         values = torch.tensor(list(hyper.values()), dtype=torch.float64).to(device, non_blocking=True)
         inputs = (

@@ -57,8 +57,14 @@ def remat(policy: str = "full", blocks: Sequence[type[nn.Module] | str] | None =
     """
     if policy not in POLICIES:
         raise OptionError(f"remat: policy is {policy!r}; choices are {', '.join(POLICIES)}")
+    if blocks is not None and not isinstance(blocks, list | tuple):
+        raise OptionError(f"remat: blocks is {blocks!r}, needs a list of types and dotted names")
 
     def wrap(loss: Loss) -> Loss:
+        if loss.module is None and blocks:
+            raise OptionError(
+                f"remat: {loss.text} has no module in which to find blocks={blocks!r}; mark functions with ft.block"
+            )
         parts = find_blocks(loss.module, blocks) if loss.module is not None else []
         prepared = Blocks(parts)
         met = [0]

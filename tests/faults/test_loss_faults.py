@@ -148,7 +148,7 @@ def changes_buffers(params, batch, buffers):
     ("loss", "path"),
     [
         (changes_params, "params.w"),
-        (changes_params_under_grad, "params.w"),
+        (changes_params_under_grad, "params"),
         (changes_frozen, ".b in place"),
         (changes_batch, "batch.x"),
         (changes_buffers, "buffers.seen"),

@@ -331,6 +331,19 @@ def test_ema(decay, way):
     torch.testing.assert_close(average, {n: p.detach() for n, p in theirs.module.named_parameters()}, **CARRIED)
 
 
+@pytest.mark.parametrize("way", ["donated", "compiled"])
+def test_training_on_from_the_average(way):
+    """A state whose parameters are its averages, too, must not be written twice when it is donated."""
+    model, batches = seeded(make_mlp), make_batches("mlp", steps=4)
+    plain = ft.ema(0.9)(ft.train_step(ft.from_module(model, criterion), ft.optim.adamw(1e-2)))
+    donating = ft.donated(plain) if way == "donated" else ft.compiled(backend="eager", donate=True)(plain)
+    begun, _ = run(plain, plain.init(), batches[:2])
+    wanted, _ = run(plain, ft.averaged(begun), batches[2:])
+    found, _ = run(donating, ft.averaged(tree.clone(begun)), batches[2:])
+    torch.testing.assert_close(found.params, wanted.params, **TIGHT)
+    torch.testing.assert_close(found.slots, wanted.slots, **TIGHT)
+
+
 # Mixed precision
 
 

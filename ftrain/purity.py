@@ -1,0 +1,82 @@
+"""Hold a loss to being a pure function: containers are its own, and the tensors in them must stay as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.errors import LossError
+from ftrain.types import LossFn, LossOutput, PyTree
+
+LEAF_WRITTEN = "a leaf Variable that requires grad"
+"""What torch says when a tensor that is differentiated is written."""
+
+
+def call(
+    loss: LossFn, params: PyTree, frozen: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree, name: str
+) -> LossOutput:
+    """Call a loss and check that it changed nothing that it was given.
+
+    Raises:
+        LossError: when it wrote to a tensor in place; the message has the path.
+        StructureError: when the buffers it returns are not like those it got.
+    """
+    given = {"params": params, "frozen": frozen, "batch": batch, "buffers": buffers}
+    before = _versions(given)
+    try:
+        output = loss(merge(params, frozen), _own(batch), rng=rng, buffers=_own(buffers))
+    except RuntimeError as error:
+        if LEAF_WRITTEN not in str(error):
+            raise
+        raise _changed(name, _written(loss, given, rng)) from error
+    after = _versions(given)
+    if after != before:
+        changed = [a != b for a, b in zip(after, before, strict=True)]
+        raise _changed(name, tree.leaf_names(given)[changed.index(True)])
+    _require_like(output[2], buffers, name)
+    return output
+
+
+def merge(params: PyTree, frozen: PyTree) -> PyTree:
+    """Put trainable and frozen parameters back together; each is None where the other has a leaf."""
+    return tree.overlay(params, frozen) if tree.leaves(frozen) else params
+
+
+def _own(part: PyTree) -> PyTree:
+    return tree.map(lambda leaf: leaf, part)
+
+
+def _versions(given: PyTree) -> list[int | None]:
+    """Torch counts the in-place changes of every tensor, those made in inference mode excepted."""
+    return [
+        leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in tree.leaves(given)
+    ]
+
+
+def _written(loss: LossFn, given: dict[str, Any], rng: Tensor | None) -> str:
+    """Find the parameter that a loss writes, by giving it copies that it can."""
+    copies = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, given)
+    before = _versions(copies)
+    with torch.enable_grad():
+        loss(merge(copies["params"], copies["frozen"]), copies["batch"], rng=rng, buffers=copies["buffers"])
+    changed = [a != b for a, b in zip(_versions(copies), before, strict=True)]
+    return tree.leaf_names(given)[changed.index(True)] if any(changed) else "params"
+
+
+def _changed(name: str, path: str) -> LossError:
+    return LossError(
+        f"{name}: changed its input {path} in place; a loss must be a pure function: work on a copy "
+        "(x = x.clone()), and return new buffers instead of writing them"
+    )
+
+
+def _require_like(returned: PyTree, buffers: PyTree, name: str) -> None:
+    new, old = tree.flatten(returned), tree.flatten(buffers)
+    if new[1] == old[1] and all(
+        isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype for a, b in zip(new[0], old[0], strict=True)
+    ):
+        return
+    tree.require_same(name, "the tree of buffers it returned", returned, buffers)

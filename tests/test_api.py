@@ -1,0 +1,306 @@
+"""The public names and signatures: a change here is a change for users, and meant to be noticed."""
+
+import ast
+import importlib
+import inspect
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+
+import ftrain as ft
+
+ROOT = Path(ft.__file__).parent
+
+NAMES = [
+    "EvalStep",
+    "FitResult",
+    "Gradients",
+    "Mean",
+    "Step",
+    "TrainState",
+    "Wrapper",
+    "accumulate",
+    "averaged",
+    "block",
+    "clip",
+    "compiled",
+    "compose",
+    "donated",
+    "ema",
+    "eval_step",
+    "evaluate",
+    "fit",
+    "from_module",
+    "iterate",
+    "remat",
+    "skip_nonfinite",
+    "to_module",
+    "train_step",
+    "value_and_grad",
+    "with_amp",
+]
+
+MODULES = {
+    "backends": ["Backend", "Memory", "default", "get", "names", "of", "register", "resolve"],
+    "errors": [
+        "BatchError",
+        "ComposeError",
+        "ConsumedError",
+        "DataError",
+        "DeviceError",
+        "FtrainError",
+        "LossError",
+        "NonFiniteError",
+        "OptionError",
+        "StructureError",
+        "TraceError",
+    ],
+    "loggers": ["History", "Logger", "Record", "jsonl"],
+    "losses": ["accuracy", "binary_cross_entropy", "cross_entropy", "mse"],
+    "optim": ["adamw", "partition", "sgd"],
+    "random": [
+        "Words",
+        "bernoulli",
+        "bits",
+        "dropout",
+        "exponential",
+        "fold_in",
+        "fold_in_each",
+        "fold_in_words",
+        "from_words",
+        "keep_scale",
+        "key",
+        "normal",
+        "permutation",
+        "randint",
+        "seed_of",
+        "split",
+        "stock_words",
+        "to_device",
+        "uniform",
+        "words",
+    ],
+    "schedules": [
+        "as_schedule",
+        "chain",
+        "constant",
+        "cosine",
+        "describe",
+        "linear",
+        "polynomial",
+        "warmup_constant",
+        "warmup_cosine",
+        "warmup_linear",
+        "warmup_polynomial",
+    ],
+    "tree": [
+        "MAX_LISTED",
+        "add",
+        "all_finite",
+        "batch_length",
+        "cast",
+        "clone",
+        "describe",
+        "device_of",
+        "flatten",
+        "global_norm",
+        "is_tensor",
+        "leaf_names",
+        "leaves",
+        "map",
+        "map_named",
+        "overlay",
+        "path",
+        "require_same",
+        "scale",
+        "scale_leaves",
+        "signature",
+        "split",
+        "to",
+        "unflatten",
+        "where",
+    ],
+}
+
+# Imported from their module by those who write wrappers, optimizers or backends of their own.
+INNER = {
+    "transforms": [
+        "accumulate",
+        "averaged",
+        "clip",
+        "compiled",
+        "donated",
+        "ema",
+        "remat",
+        "skip_nonfinite",
+        "with_amp",
+    ],
+    "types": [
+        "Core",
+        "GradFn",
+        "Gradients",
+        "Hyper",
+        "Loss",
+        "LossFn",
+        "LossOutput",
+        "Mean",
+        "Metrics",
+        "NAMESPACE",
+        "Optimizer",
+        "PyTree",
+        "Runner",
+        "STATIC",
+        "Schedule",
+        "T",
+        "TrainState",
+        "UpdateFn",
+        "consume",
+        "tree_class",
+    ],
+}
+
+
+def defined(name):
+    """What a module defines or re-exports (`a as a`) under a public name; other imports are its own affair."""
+    path = ROOT / f"{name}.py"
+    path = path if path.exists() else ROOT / name / "__init__.py"
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname for alias in node.names if alias.asname == alias.name}
+    return sorted(each for each in found if not each.startswith("_"))
+
+
+def test_public_names():
+    assert defined("") == sorted([*NAMES, *MODULES])
+    found = {name: value for name, value in vars(ft).items() if not name.startswith("_")}
+    assert sorted(name for name, value in found.items() if not isinstance(value, types.ModuleType)) == NAMES
+    # A function that is exported under the name of one of these modules would hide it.
+    assert all(isinstance(found[name], types.ModuleType) for name in MODULES)
+
+
+@pytest.mark.parametrize("name", [*MODULES, *INNER])
+def test_names_of_modules(name):
+    wanted = {**MODULES, **INNER}[name]
+    assert wanted == sorted(wanted)
+    assert defined(name) == wanted
+    module = importlib.import_module(f"ftrain.{name}")
+    assert all(hasattr(module, each) for each in wanted)
+
+
+class Bare:
+    """Prints a default as its name."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __repr__(self):
+        return self.name
+
+
+def shape(function):
+    """A signature without its annotations."""
+    signature = inspect.signature(function)
+    parameters = [
+        each.replace(
+            annotation=each.empty,
+            default=Bare(each.default.__name__) if inspect.isfunction(each.default) else each.default,
+        )
+        for each in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+
+
+SIGNATURES = {
+    "train_step": "(loss_fn, optimizer, *, trainable=None, allow_unused=False)",
+    "eval_step": "(loss_fn)",
+    "compose": "(step, *wrappers)",
+    "from_module": "(module, criterion=None)",
+    "to_module": "(module, state)",
+    "Step.init": "(self, params=None, *, buffers=None, seed=0, device=None)",
+    "Step.__call__": "(self, state, batch)",
+    "EvalStep.__call__": "(self, state, batch)",
+    "evaluate": "(step, state, data, *, dtype=None)",
+    "iterate": "(step, state, data, *, steps=None, epochs=None)",
+    "with_amp": "(dtype='bf16')",
+    "remat": "(policy='full', blocks=None)",
+    "accumulate": "(n)",
+    # The norm is 1.0 where nothing is given; None tells `clip(value=...)` from both at once, which is refused.
+    "clip": "(max_norm=None, *, value=None)",
+    "ema": "(decay=0.999)",
+    "averaged": "(state)",
+    "skip_nonfinite": "(limit=10)",
+    "donated": "()",
+    "block": "(function)",
+    "optim.adamw": "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, decay_mask=matrices)",
+    "optim.sgd": "(lr, *, momentum=0.0, nesterov=False, weight_decay=0.0, decay_mask=everything)",
+    "optim.partition": "(optimizers, label_fn)",
+    "schedules.constant": "(value)",
+    "schedules.linear": "(start, end, steps)",
+    "schedules.cosine": "(peak, total, end=0.0)",
+    "schedules.polynomial": "(peak, total, end=0.0, power=1.0)",
+    "schedules.warmup_cosine": "(peak, warmup, total, end=0.0)",
+    "schedules.warmup_linear": "(peak, warmup, total, end=0.0)",
+    "losses.cross_entropy": "(logits, labels, *, ignore_index=-100, label_smoothing=0.0, weight=None)",
+    "random.key": "(seed)",
+    "random.split": "(key, num=2)",
+    "random.fold_in": "(key, data)",
+    "random.normal": "(key, shape, *, dtype=torch.float32)",
+    "random.uniform": "(key, shape, *, dtype=torch.float32, low=0.0, high=1.0)",
+    "random.bernoulli": "(key, p, shape)",
+    "random.dropout": "(key, x, p)",
+}
+
+# What grows: these come first, in this order and with these defaults, and more may follow.
+BEGINNINGS = {
+    "fit": "(step, state, data, *, steps=None, epochs=None, evaluate=None",
+    "compiled": "(*, lowering='auto', donate=False",
+}
+
+
+def look_up(name):
+    found = ft
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    assert shape(look_up(name)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_signatures_that_grow(name):
+    assert shape(look_up(name)).startswith(BEGINNINGS[name])
+
+
+def test_clip_without_a_number_is_a_norm_of_one():
+    assert ft.clip().text == "clip(norm<=1)"
+
+
+def test_results_that_are_unpacked():
+    assert ft.FitResult._fields == ("state", "history")
+
+
+def test_types_are_shipped():
+    assert (ROOT / "py.typed").is_file()
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["ftrain"]
+    assert ft.__version__ == project["project"]["version"]
+
+
+@pytest.mark.parametrize("name", [*SIGNATURES, *BEGINNINGS])
+def test_public_functions_are_annotated(name):
+    function = inspect.unwrap(look_up(name))
+    missing = [each for each in inspect.signature(function).parameters if each not in function.__annotations__]
+    assert missing in ([], ["self"])
+    assert "return" in function.__annotations__

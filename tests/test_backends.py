@@ -1,0 +1,374 @@
+"""The registry of devices: what a record holds, how it is found, and how others add theirs."""
+
+import dataclasses
+import importlib.metadata
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.backends import Backend, cpu, cuda, registry
+from ftrain.errors import DeviceError, OptionError
+
+HAS_CUDA = torch.cuda.is_available()
+needs_cuda = pytest.mark.skipif(not HAS_CUDA, reason="this machine has no CUDA device")
+without_cuda = pytest.mark.skipif(HAS_CUDA, reason="this machine has a CUDA device")
+
+# A device type that torch knows and nobody can have here.
+OTHER = "privateuseone"
+
+
+@pytest.fixture(autouse=True)
+def _registry(monkeypatch):
+    """Every test has a registry of its own, and no choice in its environment."""
+    monkeypatch.setattr(registry, "_records", dict(registry._records))
+    monkeypatch.delenv(registry.CHOICE, raising=False)
+
+
+def record(**fields):
+    return dataclasses.replace(cpu.BACKEND, **{"name": OTHER, **fields})
+
+
+class Point:
+    """As much of an entry point as the registry looks at."""
+
+    def __init__(self, name, made):
+        self.name, self.made, self.loads = name, made, 0
+
+    def load(self):
+        self.loads += 1
+        if isinstance(self.made, Exception):
+            raise self.made
+        return self.made
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that other packages are installed which bring backends."""
+    points = []
+
+    def entry_points(*, group):
+        assert group == "ftrain.backends"
+        return points
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    return points
+
+
+def test_cpu_and_cuda_are_registered():
+    assert {"cpu", "cuda"} <= set(ft.backends.names())
+    assert ft.backends.names() == sorted(ft.backends.names())
+    assert ft.backends.get("cpu") is cpu.BACKEND
+    assert ft.backends.get("cpu").device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_a_backend_is_found_by_device(device):
+    assert ft.backends.of(device) is cpu.BACKEND
+
+
+@pytest.mark.parametrize("name", ["banana", "tpu", "", "CPU", "cpu:0"])
+def test_an_unknown_name_lists_what_there_is(name):
+    with pytest.raises(DeviceError, match="registered are cpu, cuda") as caught:
+        ft.backends.get(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_an_unknown_name_lists_what_others_have_registered():
+    ft.backends.register(record())
+    with pytest.raises(DeviceError, match=f"registered are cpu, cuda, {OTHER}"):
+        ft.backends.get("banana")
+
+
+@pytest.mark.parametrize("device", ["mps", torch.device("meta")])
+def test_a_device_without_a_backend(device):
+    with pytest.raises(DeviceError, match="registered are cpu, cuda"):
+        ft.backends.of(device)
+
+
+def test_a_device_that_torch_does_not_know():
+    with pytest.raises(DeviceError, match="banana"):
+        ft.backends.of("banana")
+
+
+def test_records_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cpu.BACKEND.name = "gpu"
+
+
+def test_a_backend_from_outside():
+    mine = record()
+    ft.backends.register(mine)
+    assert ft.backends.get(OTHER) is mine
+    assert ft.backends.of(torch.device(OTHER, 1)) is mine
+    assert OTHER in ft.backends.names()
+    assert mine.device == torch.device(OTHER)
+
+
+def test_a_backend_from_outside_is_the_default_when_it_is_available():
+    ft.backends.register(record(available=lambda: False))
+    assert ft.backends.default().name == ("cuda" if HAS_CUDA else "cpu")
+    ft.backends.register(record())
+    assert ft.backends.default().name == ("cuda" if HAS_CUDA else OTHER)
+
+
+def test_a_backend_from_outside_trains():
+    # On the meta device nothing is computed, but all that asks for a backend by device asks this one.
+    asked = []
+    seeded = lambda seed: asked.append(seed) or cpu.BACKEND.seeded(seed)  # noqa: E731
+    mine = record(name="meta", seeded=seeded, fused_optimizers=False)
+    ft.backends.register(mine)
+    step = ft.compose(ft.train_step(lambda p, b: (p["w"] * b).sum(), ft.optim.sgd(0.1)), ft.clip(1.0), ft.ema(0.9))
+    state = step.init({"w": torch.ones(3)}, device="meta")
+    assert {leaf.device.type for leaf in ft.tree.leaves((state.params, state.opt_state, state.slots))} == {"meta"}
+    state, metrics = step(state, torch.ones(3, device="meta"))
+    assert metrics["loss"].device.type == "meta"
+    assert len(asked) == 1
+
+
+def test_a_record_may_be_replaced():
+    ft.backends.register(dataclasses.replace(cpu.BACKEND, describe=lambda: "abacus"))
+    assert ft.backends.of("cpu").describe() == "abacus"
+
+
+def test_a_name_that_torch_does_not_know_cannot_be_registered():
+    with pytest.raises(OptionError, match=r"backends\.register.*'banana'"):
+        ft.backends.register(record(name="banana"))
+    assert "banana" not in ft.backends.names()
+
+
+@pytest.mark.parametrize("what", [cpu, "cpu", None])
+def test_what_is_no_record_cannot_be_registered(what):
+    with pytest.raises(ft.errors.FtrainError, match=r"backends\.register.*Backend"):
+        ft.backends.register(what)
+
+
+def test_an_unavailable_backend_says_what_is_available():
+    ft.backends.register(record(available=lambda: False))
+    with pytest.raises(DeviceError, match=f"no '{OTHER}' device; available are cpu"):
+        ft.backends.get(OTHER)
+
+
+def test_the_environment_chooses(monkeypatch):
+    ft.backends.register(record())
+    monkeypatch.setenv("FTRAIN_BACKEND", "cpu")
+    assert ft.backends.default() is cpu.BACKEND
+    monkeypatch.setenv("FTRAIN_BACKEND", OTHER)
+    assert ft.backends.default().name == OTHER
+    monkeypatch.setenv("FTRAIN_BACKEND", "")
+    assert ft.backends.default().name == ("cuda" if HAS_CUDA else OTHER)
+
+
+@pytest.mark.parametrize(("name", "message"), [("banana", "registered are cpu, cuda"), (OTHER, "available are cpu")])
+def test_the_environment_chooses_what_is_not_there(name, message, monkeypatch):
+    ft.backends.register(record(available=lambda: False))
+    monkeypatch.setenv("FTRAIN_BACKEND", name)
+    with pytest.raises(DeviceError, match=message) as caught:
+        ft.backends.default()
+    assert name in str(caught.value)
+    assert "FTRAIN_BACKEND" in str(caught.value)
+
+
+def test_another_package_brings_a_backend(installed):
+    point = Point(OTHER, record())
+    installed.append(point)
+    assert OTHER in ft.backends.names()
+    assert ft.backends.get(OTHER).name == OTHER
+    assert ft.backends.of(torch.device(OTHER)).name == OTHER
+    assert point.loads == 1
+
+
+def test_a_backend_of_another_package_is_found_by_name_first(installed):
+    installed.append(Point(OTHER, record()))
+    assert ft.backends.get(OTHER).name == OTHER
+
+
+def test_a_backend_of_another_package_is_found_by_device_first(installed):
+    installed.append(Point(OTHER, record()))
+    assert ft.backends.of(torch.device(OTHER)).name == OTHER
+
+
+def test_a_backend_of_another_package_is_found_as_the_default_first(installed, monkeypatch):
+    installed.append(Point(OTHER, record()))
+    monkeypatch.setenv("FTRAIN_BACKEND", OTHER)
+    assert ft.backends.default().name == OTHER
+
+
+def test_another_package_cannot_replace_ours_by_being_installed(installed):
+    installed.append(Point("cpu", record(name="cpu")))
+    ft.backends.names()
+    assert ft.backends.get("cpu") is cpu.BACKEND
+
+
+def test_a_package_that_does_not_load_is_named(installed):
+    installed.append(Point(OTHER, ImportError("no driver")))
+    with pytest.raises(DeviceError, match=OTHER) as caught:
+        ft.backends.get(OTHER)
+    assert "no driver" in str(caught.value)
+
+
+def test_a_package_that_does_not_load_stops_nobody_else(installed):
+    installed.append(Point(OTHER, ImportError("no driver")))
+    assert ft.backends.get("cpu") is cpu.BACKEND
+    assert ft.backends.of("cpu") is cpu.BACKEND
+    assert "cpu" in ft.backends.names()
+    assert ft.backends.default().name == ("cuda" if HAS_CUDA else "cpu")
+
+
+def test_the_record_of_the_cpu_is_complete():
+    backend = cpu.BACKEND
+    assert backend.available()
+    assert "CPU" in backend.describe()
+    assert set(backend.autocast_dtypes()) == {torch.bfloat16, torch.float16}
+    for dtype in backend.autocast_dtypes():
+        with torch.autocast("cpu", dtype=dtype):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+    assert backend.synchronize() is None
+    memory = backend.memory()
+    assert 2**20 < memory.current <= memory.peak * 1.01 < 2**44
+    assert torch.distributed.is_available()
+    assert torch.distributed.is_backend_available(backend.distributed)
+    assert backend.tf32() is None
+    assert backend.empty_cache is None
+    assert backend.compile_backend in {*torch._dynamo.list_backends(None), "inductor"}
+    assert backend.pinned_memory is False
+    assert backend.fused_optimizers is True
+    assert backend.graph_capture is False
+
+
+def test_the_peak_memory_of_the_cpu_grows_with_use():
+    before = cpu.BACKEND.memory()
+    block = torch.ones(2**24)
+    during = cpu.BACKEND.memory()
+    assert during.peak >= before.peak
+    assert during.current >= before.current + 2**25
+    del block
+
+
+@pytest.mark.parametrize("backend", [cpu.BACKEND, cuda.BACKEND], ids=lambda backend: backend.name)
+def test_records_have_every_field(backend):
+    calls = ("available", "describe", "autocast_dtypes", "seeded", "synchronize", "memory", "tf32")
+    assert all(callable(getattr(backend, name)) for name in calls)
+    for name in ("pinned_memory", "fused_optimizers", "graph_capture"):
+        assert type(getattr(backend, name)) is bool
+    assert backend.empty_cache is None or callable(backend.empty_cache)
+    assert isinstance(backend.distributed, str)
+    assert isinstance(backend.compile_backend, str)
+    assert backend.device.type == backend.name
+    assert type(backend.available()) is bool
+    names = {field.name for field in dataclasses.fields(Backend)}
+    assert set(calls) < names
+
+
+@without_cuda
+def test_cuda_is_known_where_there_is_none():
+    assert cuda.BACKEND.available() is False
+    assert cuda.BACKEND.device == torch.device("cuda")
+    assert ft.backends.of(torch.device("cuda")) is cuda.BACKEND
+    assert ft.backends.default() is cpu.BACKEND
+
+
+@without_cuda
+def test_cuda_where_there_is_none_is_a_clear_error(monkeypatch):
+    with pytest.raises(DeviceError, match="this machine has no 'cuda' device; available are cpu"):
+        ft.backends.get("cuda")
+    monkeypatch.setenv("FTRAIN_BACKEND", "cuda")
+    with pytest.raises(DeviceError, match="this machine has no 'cuda' device; available are cpu"):
+        ft.backends.default()
+
+
+def seeded_backends():
+    return [cpu.BACKEND, pytest.param(cuda.BACKEND, marks=needs_cuda)]
+
+
+def draws(device):
+    return torch.rand(3), torch.rand(3, device=device)
+
+
+@pytest.mark.parametrize("backend", seeded_backends(), ids=["cpu", "cuda"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_seeded_draws_the_same_and_puts_the_generators_back(backend, fails):
+    torch.manual_seed(5)
+    if backend.name == "cuda":
+        torch.cuda.manual_seed(5)
+    before = torch.get_rng_state()
+    found = []
+    for seed in (1, 1, 2, 2**63 - 1):
+        try:
+            with backend.seeded(seed):
+                found.append(draws(backend.device))
+                if fails:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            assert fails
+        assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+    after = draws(backend.device)
+    torch.manual_seed(5)
+    if backend.name == "cuda":
+        torch.cuda.manual_seed(5)
+    assert all(torch.equal(a, b) for a, b in zip(after, draws(backend.device), strict=True))
+
+
+def test_seeded_is_torchs_manual_seed():
+    with cpu.BACKEND.seeded(12345):
+        found = torch.rand(4)
+    with torch.random.fork_rng():
+        torch.manual_seed(12345)
+        assert torch.equal(torch.rand(4), found)
+
+
+def test_seeded_may_be_nested():
+    before = torch.get_rng_state()
+    with cpu.BACKEND.seeded(1):
+        first = torch.rand(2)
+        with cpu.BACKEND.seeded(2):
+            torch.rand(5)
+        second = torch.rand(2)
+    assert torch.equal(torch.get_rng_state(), before)
+    with cpu.BACKEND.seeded(1):
+        assert torch.equal(torch.rand(4), torch.cat([first, second]))
+
+
+@needs_cuda
+def test_the_record_of_cuda_works():
+    backend = ft.backends.get("cuda")
+    assert backend.describe()
+    assert torch.float16 in backend.autocast_dtypes()
+    ampere = torch.cuda.get_device_capability() >= (8, 0)
+    assert (torch.bfloat16 in backend.autocast_dtypes()) == (ampere or torch.version.hip is not None)
+    backend.synchronize()
+    before = backend.memory().current
+    block = torch.ones(2**20, device="cuda")
+    assert backend.memory().current >= before + 2**22
+    assert backend.memory().peak >= backend.memory().current
+    del block
+    backend.empty_cache()
+    if backend.tf32() is not None:
+        precision = torch.get_float32_matmul_precision()
+        with backend.tf32():
+            assert torch.get_float32_matmul_precision() == "high"
+        assert torch.get_float32_matmul_precision() == precision
+
+
+@needs_cuda
+def test_a_step_on_cuda_reads_nothing_and_agrees_with_the_cpu():
+    def loss(params, batch):
+        return ((batch["x"] @ params["w"]) ** 2).mean()
+
+    step = ft.compose(
+        ft.train_step(loss, ft.optim.adamw(0.1)), ft.accumulate(2), ft.clip(1.0), ft.ema(0.9), ft.skip_nonfinite()
+    )
+    start, batch = {"w": torch.linspace(-1, 1, 8).unsqueeze(-1)}, {"x": torch.linspace(0, 1, 32).reshape(4, 8)}
+    needed, _ = step(step.init(start), batch)
+    state = step.init(start, device="cuda")
+    moved = ft.tree.to(batch, "cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        state, _ = step(state, moved)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.params["w"].device.type == "cuda"
+    torch.testing.assert_close(state.params["w"].cpu(), needed.params["w"], rtol=1e-4, atol=1e-5)

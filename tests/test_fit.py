@@ -1,0 +1,740 @@
+"""The loop: what it counts, records, shows and reads, and how it stops."""
+
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import re
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ftrain as ft
+from ftrain.backends import registry
+from ftrain.errors import ConsumedError
+
+F64 = torch.float64
+
+
+def squares(params, batch):
+    x, y = batch
+    return ((x @ params["w"] - y) ** 2).mean(), {"largest": y.max()}
+
+
+def params():
+    return {"w": torch.tensor([1.0, -1.0, 0.5])}
+
+
+def batches(count=4, length=4):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(length, 3, generator=generator), torch.randn(length, generator=generator)) for _ in range(count)
+    ]
+
+
+def make(*wrappers, loss=squares, lr=None):
+    return ft.compose(ft.train_step(loss, ft.optim.adamw(lr or 0.1)), *wrappers)
+
+
+def by_hand(step, data, state=None):
+    state = state if state is not None else step.init(params())
+    losses = []
+    for batch in data:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def fit(step, data, state=None, **options):
+    state = state if state is not None else step.init(params())
+    return ft.fit(step, state, data, **{"progress": False, **options})
+
+
+def assert_bitwise(found, needed):
+    assert ft.tree.leaf_names(found) == ft.tree.leaf_names(needed)
+    for a, b in zip(ft.tree.leaves(found), ft.tree.leaves(needed), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("donate", [True, False])
+def test_fit_is_the_loop_by_hand(wrappers, donate):
+    step = make(ft.clip(1.0), ft.ema(0.9), *wrappers, lr=ft.schedules.warmup_cosine(0.1, warmup=2, total=8))
+    needed, losses = by_hand(step, batches())
+    state, history = fit(step, batches(), donate=donate)
+    assert_bitwise(state, needed)
+    assert history["loss"] == losses
+    assert history["lr"] == pytest.approx([0.0, 0.05, 0.1, step.optimizer.schedules["lr"](3)])
+
+
+def test_a_dataloader_works_as_it_is():
+    x, y = torch.randn(10, 3, generator=torch.Generator().manual_seed(1)), torch.arange(10.0)
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    state, history = fit(make(), loader, epochs=2)
+    pieces = [(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)]
+    needed, losses = by_hand(make(), pieces * 2)
+    assert_bitwise(state, needed)
+    assert history["loss"] == losses
+
+
+def test_a_dataloader_of_dicts_and_a_loss_of_dicts():
+    rows = [{"x": torch.full((3,), float(i)), "y": torch.tensor(float(i)), "id": i} for i in range(6)]
+    step = make(loss=lambda params, batch: ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean())
+    _, history = fit(step, DataLoader(rows, batch_size=2, shuffle=True), steps=7)
+    assert len(history) == 7
+
+
+@pytest.mark.parametrize(
+    ("limits", "made", "passes", "stopped"),
+    [
+        ({}, 4, 1, "data"),
+        ({"epochs": 1}, 4, 1, "data"),
+        ({"epochs": 3}, 12, 3, "data"),
+        ({"steps": 3}, 3, 1, "steps"),
+        ({"steps": 4}, 4, 1, "steps"),
+        ({"steps": 9}, 9, 3, "steps"),
+        ({"steps": 9, "epochs": 2}, 8, 2, "data"),
+        ({"steps": 6, "epochs": 2}, 6, 2, "steps"),
+    ],
+)
+def test_steps_and_epochs(limits, made, passes, stopped):
+    class Data:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter(batches())
+
+    data = Data()
+    state, history = fit(make(), data, **limits)
+    assert int(state.step) == made
+    assert history["step"] == list(range(1, made + 1))
+    assert data.passes == passes
+    assert history.stopped == stopped
+
+
+def test_no_batch_is_drawn_that_is_not_trained_on():
+    drawn = []
+
+    def data():
+        for batch in itertools.cycle(batches()):
+            drawn.append(batch)
+            yield batch
+
+    fit(make(), data(), steps=3)
+    assert len(drawn) == 3
+
+
+def test_steps_are_counted_from_the_state():
+    step = make(lr=ft.schedules.warmup_cosine(0.1, warmup=2, total=6))
+    whole, history = fit(step, batches(6), steps=6)
+    data = batches(6)
+    state, first = fit(step, data[:4], steps=4)
+    state, rest = fit(step, data[4:], state, steps=6)
+    assert_bitwise(state, whole)
+    assert rest["step"] == [5, 6]
+    assert first["loss"] + rest["loss"] == history["loss"]
+    assert first["lr"] + rest["lr"] == history["lr"]
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_run_that_is_done_does_nothing(steps):
+    step = make()
+    state, _ = fit(step, batches(), steps=3)
+    kept = ft.tree.clone(state)
+    again, history = fit(step, batches(), state, steps=steps)
+    assert_bitwise(again, kept)
+    assert list(history) == []
+    assert history.stopped == "steps"
+
+
+def test_another_epoch_of_a_state_that_has_steps_already():
+    step = make()
+    state, _ = fit(step, batches(), epochs=1)
+    state, history = fit(step, batches(), state, epochs=1)
+    assert int(state.step) == 8
+    assert history["step"] == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("log_every", [1, 3, 10])
+def test_the_history_has_every_step_however_seldom_it_is_read(log_every):
+    _, history = fit(make(ft.clip(1.0)), batches(7), log_every=log_every)
+    assert list(history[0]) == ["step", "seconds", "loss", "largest", "grad_norm", "lr"]
+    assert len(history) == 7
+    for column in ("step", "seconds", "loss", "largest", "grad_norm", "lr"):
+        assert len(history[column]) == 7
+        assert all(type(value) in (int, float) for value in history[column])
+    assert history["seconds"] == sorted(history["seconds"])
+    assert history["nothing of that name"] == []
+    assert history[-1]["step"] == 7
+    assert [record["step"] for record in history[2:4]] == [3, 4]
+
+
+def test_metrics_of_any_kind_are_recorded():
+    def loss(params, batch):
+        value, _ = squares(params, batch)
+        weighted = ft.Mean(torch.tensor(6.0), torch.tensor(4.0))
+        return value, {
+            "mean": weighted,
+            "vector": torch.tensor([1.0, 2.0]),
+            "count": torch.tensor(3),
+            "flag": torch.tensor(True),
+            "number": 0.5,
+        }
+
+    _, history = fit(make(loss=loss), batches(2))
+    assert history["mean"] == [1.5, 1.5]
+    assert history["vector"] == [[1.0, 2.0]] * 2
+    assert history["count"] == [3, 3]
+    assert history["flag"] == [1.0, 1.0]
+    assert history["number"] == [0.5, 0.5]
+
+
+def test_jsonl_writes_one_line_for_each_record(tmp_path):
+    path = tmp_path / "runs" / "new" / "log.jsonl"
+
+    def loss(params, batch):
+        value, _ = squares(params, batch)
+        return value, {"odd": batch[1].sum() * float("nan"), "list": torch.tensor([1.0, float("inf")])}
+
+    evaluate = lambda state: {"accuracy": 0.5, "best": -math.inf}  # noqa: E731
+    options = {"loggers": [ft.loggers.jsonl(path)], "evaluate": evaluate, "evaluate_every": 2}
+    _, history = fit(make(loss=loss), batches(3), **options)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert len(records) == len(history) == 5
+    assert [record["step"] for record in records] == [1, 2, 2, 3, 3]
+    for record, seen in zip(records, history, strict=True):
+        assert list(record) == list(seen)
+        if "loss" in seen:
+            assert record["loss"] == seen["loss"]
+            assert record["odd"] is None
+            assert record["list"] == [1.0, None]
+        else:
+            assert record == {"step": seen["step"], "accuracy": 0.5, "best": None}
+    # A second run appends.
+    fit(make(loss=loss), batches(1), loggers=[ft.loggers.jsonl(path)])
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 6
+
+
+def test_jsonl_takes_what_an_evaluation_may_return(tmp_path):
+    path = tmp_path / "log.jsonl"
+    evaluate = lambda state: {"tensor": torch.tensor(0.5), "mean": torch.tensor([1, 3]).float().mean()}  # noqa: E731
+    _, history = fit(make(), batches(1), loggers=[ft.loggers.jsonl(path)], evaluate=evaluate)
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 1, "tensor": 0.5, "mean": 2.0}
+    assert type(history[-1]["tensor"]) is float
+
+
+def test_loggers_get_every_record_in_order():
+    seen, also = [], []
+    _, history = fit(make(), batches(3), loggers=[seen.append, also.append], log_every=2)
+    assert seen == also == list(history)
+
+
+class Reads:
+    """Counts every way in which the value of a floating-point tensor can reach the host."""
+
+    NAMES = ("item", "tolist", "numpy", "__float__", "__bool__", "__int__", "__index__", "__format__", "__array__")
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        for name in self.NAMES:
+            monkeypatch.setattr(torch.Tensor, name, self._counting(getattr(torch.Tensor, name)))
+
+    def _counting(self, method):
+        def counted(tensor, *args, **kwargs):
+            # The step and the key are integers, and on the host by design.
+            self.count += tensor.is_floating_point() or tensor.dtype == torch.bool
+            return method(tensor, *args, **kwargs)
+
+        return counted
+
+
+class Scalars(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts reads below Python."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += args[0].dtype != torch.int64
+        return func(*args, **(kwargs or {}))
+
+
+STACKS = {
+    "plain": (),
+    "stack": (ft.accumulate(2), ft.clip(1.0), ft.ema(0.9), ft.skip_nonfinite()),
+    "fp16": (ft.with_amp("fp16"), ft.clip(value=0.1)),
+    "compiled": (ft.clip(1.0), ft.compiled(backend="eager", lowering="whole")),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("donate", [True, False])
+def test_nothing_is_read_but_every_log_every_steps(name, donate, monkeypatch):
+    step = make(*STACKS[name])
+    state = step.init(params())
+    reads, at = Reads(monkeypatch), []
+
+    def watched():
+        for batch in batches(9):
+            at.append(reads.count)
+            yield batch
+
+    with Scalars() as below:
+        _, history = fit(step, watched(), state, log_every=4, donate=donate)
+    assert len(history) == 9
+    # Batch k is drawn when k steps are done: what was read by then was read after 4 and after 8.
+    assert at[:4] == [0] * 4
+    assert len(set(at[4:8])) == 1
+    assert at[4] > 0
+    assert at[8] == 2 * at[4]
+    assert below.count == 0
+
+
+def test_reading_costs_one_transfer_for_all_metrics_of_a_kind(monkeypatch):
+    step = make()
+    state = step.init(params())
+    reads = Reads(monkeypatch)
+    fit(step, batches(8), state, log_every=8)
+    assert reads.count == 1
+
+
+def interrupting(data, at, times=1):
+    for index, batch in enumerate(data):
+        if index == at:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        yield batch
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_ctrl_c_returns_what_was_trained(at):
+    before = signal.getsignal(signal.SIGINT)
+    step = make()
+    state, history = fit(step, interrupting(batches(6), at), steps=6)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert history.stopped == "interrupt"
+    needed, losses = by_hand(make(), batches(6)[: at + 1])
+    assert_bitwise(state, needed)
+    assert history["loss"] == losses
+    # And on it goes from there.
+    state, rest = fit(step, batches(6)[at + 1 :], state, steps=6)
+    assert_bitwise(state, by_hand(make(), batches(6))[0])
+    assert rest["step"] == list(range(at + 2, 7))
+
+
+def test_ctrl_c_in_the_last_step_is_no_error():
+    _, history = fit(make(), interrupting(batches(3), 2))
+    assert len(history) == 3
+
+
+def test_a_second_ctrl_c_interrupts_at_once():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        fit(make(), interrupting(batches(6), 2, times=2))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_handler_of_ones_own_is_put_back_and_gets_the_second_one():
+    seen = []
+
+    def own(number, frame):
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        _, history = fit(make(), interrupting(batches(6), 2, times=2))
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [signal.SIGINT]
+    assert history.stopped == "interrupt"
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
+def test_the_handler_is_put_back_after_an_error(kind):
+    def failing():
+        yield from batches(2)
+        raise kind
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(kind):
+        fit(make(), failing())
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_evaluate_is_called_at_its_steps_and_at_the_end():
+    seen = []
+
+    def evaluate(state):
+        seen.append(int(state.step))
+        return {"norm": float(state.params["w"].norm())}
+
+    _, history = fit(make(), batches(7), evaluate=evaluate, evaluate_every=3)
+    assert seen == [3, 6, 7]
+    assert [record["step"] for record in history if "norm" in record] == [3, 6, 7]
+    assert len(history["loss"]) == 7
+    seen.clear()
+    fit(make(), batches(6), evaluate=evaluate, evaluate_every=3)
+    assert seen == [3, 6]
+    seen.clear()
+    fit(make(), batches(5), evaluate=evaluate)
+    assert seen == [5]
+
+
+def test_evaluate_gets_the_state_of_its_step():
+    step, states = make(), []
+
+    def evaluate(state):
+        states.append(ft.tree.clone(state))
+        return {}
+
+    fit(step, batches(4), evaluate=evaluate, evaluate_every=2)
+    for state, count in zip(states, (2, 4), strict=True):
+        assert_bitwise(state, by_hand(make(), batches(4)[:count])[0])
+
+
+def test_records_of_training_and_of_evaluation_are_read_in_order():
+    def evaluate(state):
+        return {"norm": 1.0}
+
+    _, history = fit(make(), batches(5), evaluate=evaluate, evaluate_every=2, log_every=10)
+    assert [("norm" in record, record["step"]) for record in history] == [
+        (False, 1),
+        (False, 2),
+        (True, 2),
+        (False, 3),
+        (False, 4),
+        (True, 4),
+        (False, 5),
+        (True, 5),
+    ]
+
+
+def test_the_loss_of_an_evaluation_is_not_mistaken_for_that_of_a_step():
+    evaluation = ft.eval_step(squares)
+
+    def evaluate(state):
+        return ft.evaluate(evaluation, state, batches(2))
+
+    _, history = fit(make(), batches(4), evaluate=evaluate, evaluate_every=2)
+    _, needed = by_hand(make(), batches(4))
+    assert history["loss"] == needed
+
+
+def test_an_evaluation_after_ctrl_c():
+    seen = []
+    _, history = fit(make(), interrupting(batches(6), 1), evaluate=lambda state: seen.append(int(state.step)) or {})
+    assert history.stopped == "interrupt"
+    assert seen == [2]
+
+
+def test_donation_consumes_the_state_and_changes_no_bit():
+    step = make(ft.ema(0.9))
+    kept, donated = step.init(params()), step.init(params())
+    copied = ft.tree.clone(kept)
+    found, history = fit(step, batches(), kept, donate=False)
+    needed, other = fit(step, batches(), donated)
+    assert_bitwise(found, needed)
+    assert history["loss"] == other["loss"]
+    assert_bitwise(kept, copied)
+    assert_bitwise(fit(step, batches(), kept, donate=False).state, needed)
+    with pytest.raises(ConsumedError, match="donated"):
+        fit(step, batches(), donated)
+
+
+def test_fit_does_not_change_the_step_it_is_given():
+    step = make()
+    text = repr(step)
+    fit(step, batches())
+    assert repr(step) == text
+    assert not step.donate
+
+
+def test_fit_in_a_thread():
+    before, results = signal.getsignal(signal.SIGINT), []
+    thread = threading.Thread(target=lambda: results.append(fit(make(), batches(), progress=True)))
+    thread.start()
+    thread.join()
+    assert_bitwise(results[0].state, by_hand(make(), batches())[0])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def gan():
+    """Two Steps that read each other's parameters, as one plain function."""
+
+    def generated(params, batch):
+        return batch["noise"] * params["scale"] + params["shift"]
+
+    def fooled(params, batch):
+        return -(batch["critic"] * generated(params, batch)).mean()
+
+    def told(params, batch):
+        return (params["critic"] * (batch["fake"] - batch["real"])).mean() + params["critic"].square().sum()
+
+    made, judged = ft.train_step(fooled, ft.optim.sgd(0.1)), ft.train_step(told, ft.optim.adamw(0.1))
+
+    def step(state, batch):
+        noise, real = batch
+        maker, critic = state
+        fake = generated(maker.params, {"noise": noise})
+        critic, critic_metrics = judged(critic, {"fake": fake, "real": real})
+        maker, maker_metrics = made(maker, {"noise": noise, "critic": critic.params["critic"]})
+        return (maker, critic), {"maker": maker_metrics["loss"], "critic": critic_metrics["loss"]}
+
+    state = made.init({"scale": torch.ones(()), "shift": torch.zeros(())}), judged.init({"critic": torch.ones(())})
+    return step, state
+
+
+def gan_batches():
+    return [(x[:, 0], x[:, 1] + 3) for x, _ in batches()]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_function_of_two_steps(compiled, caplog):
+    step, state = gan()
+    fitted = ft.compiled(backend="eager")(step) if compiled else step
+    needed, losses = state, []
+    for batch in gan_batches():
+        needed, metrics = step(needed, batch)
+        losses.append(float(metrics["critic"]))
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        found, history = ft.fit(fitted, state, gan_batches(), progress=False)
+    assert history["step"] == [1, 2, 3, 4]
+    assert history["critic"] == losses
+    assert [int(part.step) for part in found] == [4, 4]
+    for a, b in zip(found, needed, strict=True):
+        assert_bitwise(a, b)
+    # A plain function is never donated to: the state given is as it was.
+    assert [int(part.step) for part in state] == [0, 0]
+    # What calls Steps runs as it is, and says so once.
+    assert ["step runs uncompiled" in record.getMessage() for record in caplog.records] == [True] * compiled
+
+
+def test_a_plain_function_of_tensors_compiles_and_fits():
+    def step(state, batch):
+        count, mean = state
+        x, _ = batch
+        new = count + 1, mean + (x.mean() - mean) / (count + 1)
+        return new, {"mean": new[1]}
+
+    start = torch.zeros(()), torch.zeros(())
+    plain = ft.fit(step, start, batches(), progress=False)
+    compiled = ft.fit(ft.compiled(backend="eager")(step), start, batches(), progress=False)
+    assert plain.history["mean"] == pytest.approx(compiled.history["mean"], rel=1e-6)
+    torch.testing.assert_close(plain.state[1], torch.cat([x for x, _ in batches()]).mean())
+    assert plain.history["step"] == [1, 2, 3, 4]
+
+
+def test_batches_go_to_the_device_of_a_state_of_several_states(monkeypatch):
+    # The first tensor of a TrainState is its step, which is on the CPU wherever the parameters are.
+    monkeypatch.setattr(registry, "_records", dict(registry._records))
+    ft.backends.register(dataclasses.replace(ft.backends.get("cpu"), name="meta"))
+    seen = []
+
+    def step(state, batch):
+        seen.append(batch[0].device.type)
+        return state, {}
+
+    part = make().init({"w": torch.ones(3, device="meta")})
+    ft.fit(step, (part, part), batches(1), progress=False)
+    assert seen == ["meta"]
+
+
+def test_progress_lines_can_be_read(capsys):
+    options = {"steps": 20, "log_every": 1, "throughput": {"examples": lambda batch: len(batch[1])}}
+    evaluate = lambda state: {"accuracy": 0.25}  # noqa: E731
+    fit(make(), batches(), progress=True, evaluate=evaluate, evaluate_every=10, **options)
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert "step 10  accuracy 0.2500" in lines
+    assert "step 20  accuracy 0.2500" in lines
+    steps = [line for line in lines if "/20" in line]
+    assert 9 <= len(steps) <= 11
+    assert steps[-1].startswith("step 20/20  loss ")
+    pattern = r"step \d+/20  loss \d+\.\d{4}  largest -?\d+\.\d{4}  [\d,]+ examples/s  \d+:\d\d left  \d+\.\d GiB"
+    for line in steps:
+        assert re.fullmatch(pattern, line), line
+        assert len(line) < 100
+
+
+def test_progress_without_a_known_end(capsys):
+    fit(make(), batches(), progress=True, log_every=1)
+    _, err = capsys.readouterr()
+    assert "left" not in err
+    assert "\r" not in err
+
+
+def test_progress_can_be_turned_off(capsys):
+    fit(make(), batches(), progress=False, evaluate=lambda state: {"accuracy": 1.0})
+    assert capsys.readouterr() == ("", "")
+
+
+def test_iterate_yields_after_each_step():
+    step = make()
+    seen = list(ft.iterate(step, step.init(params()), batches(3), steps=5))
+    needed, losses = by_hand(make(), [*batches(3), *batches(3)[:2]])
+    assert [made.step for made in seen] == [1, 2, 3, 4, 5]
+    assert [float(made.metrics["loss"]) for made in seen] == losses
+    assert_bitwise(seen[-1].state, needed)
+    assert torch.equal(seen[3].batch[0], batches(3)[0][0])
+    # No donation unless the step does: every state is still there.
+    assert [int(made.state.step) for made in seen] == [1, 2, 3, 4, 5]
+
+
+def test_iterate_in_a_loop_of_ones_own():
+    step = ft.donated(make())
+    state = step.init(params())
+    for made in ft.iterate(step, state, batches(), epochs=10):
+        state = made.state
+        if float(made.metrics["loss"]) < 0 or made.step == 6:
+            break
+    assert int(state.step) == 6
+    rest = list(ft.iterate(step, state, batches(), steps=7))
+    assert [made.step for made in rest] == [7]
+
+
+def test_the_state_on_its_way_is_usable_in_every_step():
+    step = make()
+    norms = [float(made.state.params["w"].norm()) for made in ft.iterate(step, step.init(params()), batches())]
+    assert len(set(norms)) == 4
+
+
+ROWS = 11
+
+
+def table():
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(ROWS, 3, dtype=F64, generator=generator), torch.randn(ROWS, dtype=F64, generator=generator)
+    keep = torch.arange(ROWS) % 3 != 1
+    return x, y, keep
+
+
+def uneven(size):
+    x, y, keep = table()
+    return list(zip(x.split(size), y.split(size), keep.split(size), strict=True))
+
+
+def of_kept(params, batch):
+    """A mean over the rows that count, and a plain mean over all."""
+    x, y, keep = batch
+    errors = (x @ params["w"] - y) ** 2
+    kept = ft.Mean((errors * keep).sum(), keep.sum().to(F64))
+    return kept, {"all": errors.mean(), "share": ft.Mean(keep.sum().to(F64), torch.tensor(float(len(y)), dtype=F64))}
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 11])
+def test_an_evaluation_is_exact_for_uneven_batches(size):
+    step = ft.train_step(of_kept, ft.optim.sgd(0.1))
+    state = step.init({"w": params()["w"].double()})
+    found = ft.evaluate(ft.eval_step(of_kept), state, uneven(size))
+    x, y, keep = table()
+    errors = (x @ state.params["w"] - y) ** 2
+    needed = {"loss": errors[keep].mean(), "all": errors.mean(), "share": keep.double().mean()}
+    assert set(found) == set(needed)
+    for name, value in needed.items():
+        assert type(found[name]) is float
+        assert found[name] == pytest.approx(float(value), rel=1e-14)
+
+
+def test_an_evaluation_of_float32_adds_up_in_float64():
+    # 2**25 + 1 ones in float32 stay at 2**24; here the weights are that large.
+    def loss(params, batch):
+        return ft.Mean(batch * params, torch.tensor(2.0**24))
+
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init(torch.ones(()))
+    data = [torch.tensor(2.0**24), torch.tensor(1.0), torch.tensor(1.0)]
+    found = ft.evaluate(ft.eval_step(loss), state, data)
+    assert found["loss"] == (2.0**24 + 2) / (3 * 2.0**24)
+
+
+def test_an_evaluation_reads_the_device_once(monkeypatch):
+    state = make().init(params())
+    evaluation = ft.eval_step(squares)
+    reads, at = Reads(monkeypatch), []
+
+    def watched():
+        for batch in batches(5):
+            at.append(reads.count)
+            yield batch
+
+    ft.evaluate(evaluation, state, watched())
+    assert at == [0] * 5
+
+
+def test_an_evaluation_changes_neither_state_nor_random_numbers():
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    loss = ft.from_module(module, lambda model, batch: model(batch[0]).square().mean())
+    state = ft.train_step(loss, ft.optim.sgd(0.1)).init()
+    kept, random_state = ft.tree.clone(state), torch.get_rng_state()
+    first = ft.evaluate(ft.eval_step(loss), state, batches(3, length=2))
+    assert first == ft.evaluate(ft.eval_step(loss), state, batches(3, length=2))
+    assert_bitwise(state, kept)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_an_evaluation_of_the_averages():
+    step = make(ft.ema(0.5))
+    state, _ = fit(step, batches())
+    evaluation = ft.eval_step(squares)
+    found = ft.evaluate(evaluation, ft.averaged(state), batches())
+    states, start = [params()["w"]], make().init(params())
+    for batch in batches():
+        start, _ = make()(start, batch)
+        states.append(start.params["w"])
+    average = states[0]
+    for each in states[1:]:
+        average = torch.lerp(average, each, 0.5)
+    x, y = (torch.cat(column) for column in zip(*batches(), strict=True))
+    needed = ((x @ average - y) ** 2).mean()
+    assert found["loss"] == pytest.approx(float(needed), rel=1e-5)
+    assert found != ft.evaluate(evaluation, state, batches())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", torch.bfloat16])
+def test_an_evaluation_in_a_narrow_dtype(dtype):
+    seen = []
+
+    def loss(params, batch):
+        out = batch[0] @ params["w"].unsqueeze(-1)
+        seen.append(out.dtype)
+        return out.float().square().mean()
+
+    state = make(loss=loss).init(params())
+    wide = ft.evaluate(ft.eval_step(loss), state, batches())
+    narrow = ft.evaluate(ft.eval_step(loss), state, batches(), dtype=dtype)
+    assert narrow["loss"] == pytest.approx(wide["loss"], rel=1e-2)
+    assert set(seen) == {torch.float32, torch.float16 if dtype == "fp16" else torch.bfloat16}
+
+
+def test_batches_may_hold_what_is_no_tensor():
+    def loss(params, batch):
+        assert batch["name"] == "train"
+        return (batch["x"] @ params["w"]).square().mean() * batch["scale"]
+
+    data = [{"x": x, "name": "train", "scale": 2} for x, _ in batches()]
+    _, history = fit(make(loss=loss), data)
+    assert len(history) == 4
+
+
+def test_batches_of_hugging_faces_collators():
+    transformers = pytest.importorskip("transformers")
+    data = [transformers.BatchEncoding({"x": x, "y": y}) for x, y in batches()]
+
+    def loss(params, batch):
+        return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
+
+    found, _ = fit(make(ft.accumulate(2), loss=loss), data)
+    needed, _ = fit(make(ft.accumulate(2), loss=loss), [dict(batch) for batch in data])
+    assert_bitwise(found, needed)
