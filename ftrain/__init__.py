@@ -23,7 +23,6 @@ from ftrain.module import block as block
 from ftrain.module import from_module as from_module
 from ftrain.module import to_module as to_module
 from ftrain.step import Step as Step
-from ftrain.step import Wrapper as Wrapper
 from ftrain.step import compose as compose
 from ftrain.step import train_step as train_step
 from ftrain.transforms import accumulate as accumulate
@@ -38,5 +37,7 @@ from ftrain.transforms import with_amp as with_amp
 from ftrain.types import Gradients as Gradients
 from ftrain.types import Mean as Mean
 from ftrain.types import TrainState as TrainState
+from ftrain.wrapper import Wrapper as Wrapper
+from ftrain.wrapper import wrapper as wrapper
 
 __version__ = "0.1.0"

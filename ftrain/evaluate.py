@@ -11,7 +11,7 @@ import torch
 from ftrain import backends, tree
 from ftrain.errors import ComposeError, DataError, OptionError
 from ftrain.grad import adapt, detach
-from ftrain.purity import merge
+from ftrain.purity import as_tree, merge
 from ftrain.transforms.amp import DTYPES, NAMES, autocast, require_dtype
 from ftrain.types import Loss, Mean, PyTree, TrainState
 
@@ -28,6 +28,7 @@ class EvalStep:
         Modules run in evaluation mode, a loss that takes a key gets None, and neither the state nor
         torch's random generators change. A plain number counts once for each example of the batch.
         """
+        batch = as_tree(batch)
         with torch.no_grad(), self.loss.scope(False):
             loss, metrics, _ = self.loss.fn(merge(state.params, state.frozen), batch, rng=None, buffers=state.buffers)
             length = tree.batch_length(batch) or 1
@@ -76,7 +77,7 @@ def evaluate(
         step = EvalStep(_cast(step.loss, DTYPES[str(name)]))
     totals: dict[str, Mean] = {}
     for batch in data:
-        for name, mean in step(state, tree.to(batch, device)).items():
+        for name, mean in step(state, tree.to(as_tree(batch), device)).items():
             totals[name] = totals[name] + mean if name in totals else mean
     if not totals:
         raise DataError("evaluate: the data has no batch; needs an iterable of at least one")

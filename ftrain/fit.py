@@ -18,11 +18,14 @@ from ftrain import backends, tree
 from ftrain.errors import ComposeError, DataError, FtrainError, OptionError
 from ftrain.loggers import History, Logger
 from ftrain.progress import Display, Status, show
-from ftrain.step import Step, require_positive
-from ftrain.types import Metrics, PyTree
+from ftrain.purity import as_tree
+from ftrain.step import Step
+from ftrain.types import Mean, Metrics, PyTree
+from ftrain.wrapper import require_positive
 
 Evaluate = Callable[[Any], Mapping[str, float]]
 Count = Callable[[PyTree], int]
+EVALUATION = "eval_"
 
 
 class FitResult(NamedTuple):
@@ -72,13 +75,13 @@ def iterate(
     """
     _require_limits(data, steps, epochs)
     count = int(getattr(state, "step", 0))
-    device = tree.device_of(getattr(state, "params", state))
+    device = _device(state)
     last_epoch = epochs if epochs is not None else (1 if steps is None else None)
     epoch = 0
     while (steps is None or count < steps) and (last_epoch is None or epoch < last_epoch):
         before = count
-        for batch in data:
-            batch = tree.to(batch, device)
+        for given in data:
+            batch = tree.to(as_tree(given), device)
             state, metrics = step(state, batch)
             count += 1
             yield Progress(count, state, metrics, batch)
@@ -117,7 +120,8 @@ def fit(
             its tensors are moved to the device of the state.
         steps: train until the state has made so many steps, over as many passes as that takes.
         epochs: or so many passes over the data; one, when neither is given.
-        evaluate: ``state -> {name: number}``, recorded under these names.
+        evaluate: ``state -> {name: number}``, recorded under these names, with ``eval_`` before those
+            that metrics of the step have.
         evaluate_every: how often, in steps; and always at the end.
         loggers: functions of a record, such as `ftrain.loggers.jsonl`.
         log_every: how often metrics are read, in steps.
@@ -148,6 +152,7 @@ def fit(
                 if made.step % log_every == 0:
                     run.read(latest, display)
                 if evaluate and evaluate_every and made.step % evaluate_every == 0:
+                    run.read(latest, display)
                     run.evaluated(evaluate, latest, made.step, display)
                     done = made.step
                 if interrupted():
@@ -160,7 +165,7 @@ def fit(
             run.read(latest, display, check=False)
             error.result = FitResult(latest, run.history)
             raise
-    run.history.stopped = run.history.stopped or ("steps" if run.step == steps else "data")
+    run.history.stopped = run.history.stopped or ("data" if steps is None or run.step < steps else "steps")
     return FitResult(latest, run.history)
 
 
@@ -180,6 +185,7 @@ class _Run:
         self._check = step.check if isinstance(step, Step) else None
         self._total, self._loggers, self._counts = total, loggers, counts
         self._first, self._start = start, time.perf_counter()
+        self._names: set[str] = set()
         self._pending: list[tuple[int, float, Metrics]] = []
         self._window = _Window(self._start, counts)
 
@@ -193,6 +199,7 @@ class _Run:
         pending, self._pending = self._pending, []
         values = read_metrics([metrics for _, _, metrics in pending])
         for (step, seconds, _), metrics in zip(pending, values, strict=True):
+            self._names.update(metrics)
             self._record({"step": step, "seconds": round(seconds, 4), **metrics})
         if pending:
             display.update(self._status(state, values[-1]))
@@ -202,7 +209,7 @@ class _Run:
     def evaluated(self, evaluate: Evaluate, state: Any, step: int, display: Display) -> None:
         """Evaluate, and record the result; the time it takes does not count as training."""
         before = time.perf_counter()
-        result = dict(evaluate(state))
+        result = {f"{EVALUATION}{n}" if n in self._names else n: _number(v) for n, v in evaluate(state).items()}
         self._record({"step": step, **result})
         display.say(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in result.items()))
         self._window.pause(time.perf_counter() - before)
@@ -216,7 +223,7 @@ class _Run:
         now = time.perf_counter()
         rates, per_step = self._window.rates(now)
         left = per_step * (self._total - self.step) if self._total is not None else None
-        memory = backends.of(tree.device_of(getattr(state, "params", state))).memory().peak
+        memory = backends.of(_device(state)).memory().peak
         return Status(self.step, self._total, now - self._start, left, rates, memory, metrics)
 
 
@@ -259,6 +266,17 @@ def read_metrics(rows: Sequence[Metrics]) -> list[dict[str, Any]]:
         for (i, name, _), value in zip(group, values, strict=True):
             read[i][name] = float(value) if isinstance(value, bool) else value
     return read
+
+
+def _number(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else float(value) if isinstance(value, Mean) else value
+
+
+def _device(state: Any) -> torch.device:
+    """Where a state lives: counters and keys stay on the CPU, and what is trained may be elsewhere."""
+    devices = [leaf.device for leaf in tree.leaves(state) if isinstance(leaf, Tensor)]
+    host = torch.device("cpu")
+    return next((device for device in devices if device != host), host)
 
 
 @contextmanager

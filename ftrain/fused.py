@@ -63,8 +63,9 @@ def _normal(seed: Tensor, a: dict[str, Any]) -> Tensor:
 
 
 def _bernoulli(seed: Tensor, a: dict[str, Any]) -> Tensor:
-    like = a["self"]
-    return (_draw(like.shape, seed, "rand") < a.get("p", like)).to(like.dtype)
+    like: Tensor = a["self"]
+    keep = _draw(like.shape, seed, "rand") < a.get("p", like)
+    return keep.to(like.dtype)
 
 
 def _native_dropout(seed: Tensor, a: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -57,20 +57,22 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
             it gets parameters that are not the module's.
     """
     _require_module(module, criterion)
-    slots = _slots(module)
+    slots, places = _slots(module), [place for part in module.modules() for place in (part._parameters, part._buffers)]
     text = _criterion_name(criterion, module)
     run: Criterion = criterion or own_loss
     needs_rng = "rng" in inspect.signature(run).parameters
 
     def loss(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         values = _values(slots, params, {name: buffer.clone() for name, buffer in (buffers or {}).items()}, text)
-        with bound(slots, values):
+        with _restored(places), bound(slots, values):
             returned = run(module, batch, rng=rng) if needs_rng else run(module, batch)
             after = {slot.name: slot.place[slot.key] for slot in slots if slot.is_buffer}
         mean, metrics, _ = normalise(returned, None, text)
         return mean, metrics, after
 
-    return Loss(loss, text, scope=functools.partial(mode, list(module.modules())), module=module, needs_rng=needs_rng)
+    # A module compiled by torch has no flag of its own, but that of the one in it.
+    flagged = [part for part in module.modules() if "training" in vars(part)]
+    return Loss(loss, text, scope=functools.partial(mode, flagged), module=module, needs_rng=needs_rng)
 
 
 def _require_module(module: Any, criterion: Any) -> None:
@@ -196,6 +198,19 @@ def bound(slots: list[Slot], values: Sequence[Any]) -> Iterator[None]:
     finally:
         for slot, value in zip(slots, before, strict=True):
             slot.place[slot.key] = value
+
+
+@contextmanager
+def _restored(places: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Take out of a module what appears in it meanwhile: nothing of a run may stay there."""
+    before = [(place, dict(place)) for place in places]
+    try:
+        yield
+    finally:
+        for place, held in before:
+            if place.keys() != held.keys():
+                place.clear()
+                place.update(held)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,6 +39,11 @@ def call(
         raise _changed(name, tree.leaf_names(given)[changed.index(True)])
     _require_like(output[2], buffers, name)
     return output
+
+
+def as_tree(batch: Any) -> PyTree:
+    """Turn a mapping that is no dict (a `BatchEncoding` of transformers, say) into one, to be a tree of its items."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
 def merge(params: PyTree, frozen: PyTree) -> PyTree:

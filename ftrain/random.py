@@ -49,6 +49,8 @@ def key(seed: int) -> Tensor:
 def split(key: Tensor, num: int = 2) -> Tensor:
     """Make `num` independent keys from one: int64 of shape (num, 2), on the key's device.
 
+    Raises `OptionError` for a negative `num`.
+
     >>> first, second = split(key(0))
     """
     _check("split", key)
@@ -76,7 +78,10 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 
 def fold_in_each(key: Tensor, data: Tensor) -> Tensor:
-    """`fold_in` of every element of an integer tensor at the price of one: shape (*data.shape, 2)."""
+    """`fold_in` of every element of an integer tensor at the price of one: shape (*data.shape, 2).
+
+    Raises `OptionError` for data of another dtype.
+    """
     _check("fold_in_each", key)
     if data.is_floating_point() or data.is_complex():
         raise OptionError(f"fold_in: data has dtype {data.dtype}; needed an integer tensor.")

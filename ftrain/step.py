@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftrain import backends, random, tree
-from ftrain.errors import ComposeError, OptionError, StructureError
+from ftrain.errors import ComposeError, StructureError
 from ftrain.grad import adapt, report, value_and_grad
 from ftrain.module import initial
+from ftrain.purity import as_tree
+from ftrain.trainable import Trainable, chooser, require_params
 from ftrain.types import (
     Core,
     GradFn,
@@ -33,85 +33,9 @@ from ftrain.types import (
     UpdateFn,
     consume,
 )
-
-Trainable: TypeAlias = Callable[[str, Tensor], bool] | Sequence[str]
-"""Which parameters train: ``(name, leaf) -> bool``, or patterns of names such as ``["head.*"]``."""
+from ftrain.wrapper import Wrapper
 
 ARROWS = ("loss", "grad", "update", "step")
-
-
-@dataclass(frozen=True, eq=False)
-class Wrapper:
-    """One transformation of a step. A field that is None leaves that part of the step alone.
-
-    Args:
-        name: its name, which is also the name of its slot in the state.
-        text: how it prints.
-        arrow: the line it prints on and the part it acts on: loss, grad, update or step.
-        loss: ``Loss -> Loss``; appends its own text.
-        grad: ``GradFn -> GradFn``.
-        update: ``UpdateFn -> UpdateFn``.
-        step: ``Step -> Runner``, which replaces eager execution.
-        function: ``StepFn -> StepFn``, for plain functions that are no `Step`.
-        donate: whether the step reuses the memory of its state.
-        slot: ``params -> tree``, its own part of the initial state.
-        scale: ``state -> 0-d tensor``, the cotangent of the mean loss.
-        account: ``(slot, finite) -> slot``. With one, a step whose loss or gradients are not finite
-            changes nothing but the slots of the wrappers that account for it.
-        check: ``slot -> None``, raises on the host what the slot shows to be wrong; reads the device.
-        require: ``Backend -> None``, raises when the device cannot do this.
-    """
-
-    name: str
-    text: str
-    arrow: str
-    loss: Callable[[Loss], Loss] | None = None
-    grad: Callable[[GradFn], GradFn] | None = None
-    update: Callable[[UpdateFn], UpdateFn] | None = None
-    step: Callable[[Step], Runner] | None = None
-    function: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    donate: bool = False
-    slot: Callable[[PyTree], PyTree] | None = None
-    scale: Callable[[TrainState], Tensor] | None = None
-    account: Callable[[PyTree, Tensor], PyTree] | None = None
-    check: Callable[[PyTree], None] | None = None
-    require: Callable[[backends.Backend], None] | None = None
-
-    def __call__(self, step: Any) -> Any:
-        """Return the step with this wrapper applied.
-
-        Raises:
-            ComposeError: for a second application, or for a plain function this cannot act on.
-        """
-        if isinstance(step, Step):
-            return step.wrapped(self)
-        if self.function is not None and callable(step):
-            return self.function(step)
-        name = getattr(step, "__name__", repr(step))
-        raise ComposeError(
-            f"{self.text}: acts on the {self.arrow} inside of a Step, and {name} is a {type(step).__name__}; "
-            "by the time a plain function returns, its update has happened. Build it with ft.train_step(loss_fn, "
-            "optimizer), or wrap the Steps it is made of"
-        )
-
-
-def wrapper(factory: Callable[..., Wrapper]) -> Callable[..., Any]:
-    """Let a factory of wrappers also be applied bare: ``clip(step)`` for ``clip()(step)``."""
-    parameters = inspect.signature(factory).parameters.values()
-    needed = [each.name for each in parameters if each.default is each.empty]
-
-    @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], type):
-            if needed:
-                name = factory.__name__
-                raise ComposeError(
-                    f"{name}: cannot be applied bare, for it needs {needed[0]}: {name}({needed[0]})(step)"
-                )
-            return factory()(args[0])
-        return factory(*args, **kwargs)
-
-    return make
 
 
 def compose(step: Any, *wrappers: Callable[[Any], Any]) -> Any:
@@ -286,9 +210,9 @@ class Step:
                     "gradient; set requires_grad, or say which train with trainable="
                 )
             buffers = own_buffers if buffers is None else buffers
-        chosen = _chooser(self.trainable, names, params)
+        chosen = chooser(self.trainable, names, params)
         params, frozen = tree.split(tree.clone(params), chosen)
-        _require_params(params)
+        require_params(params)
         parts = params, frozen, tree.clone(buffers if buffers is not None else {})
         if device is not None:
             place = backends.resolve(device)
@@ -321,7 +245,7 @@ class Step:
         hyper = {name: float(schedule(count)) for name, schedule in self.optimizer.schedules.items()}
         key = state.rng
         with self.loss.scope(True):
-            new, metrics = self.runner(state, batch, hyper, random.fold_in_words(random.words(key), count))
+            new, metrics = self.runner(state, as_tree(batch), hyper, random.fold_in_words(random.words(key), count))
         new = dataclasses.replace(new, step=torch.tensor(count + 1), rng=key)
         object.__setattr__(new, "_origin", self._origin)
         if self.donate:
@@ -351,7 +275,7 @@ class Step:
         """
         if not isinstance(state, TrainState):
             raise StructureError(f"Step: the state is {type(state).__name__}; needs the TrainState of step.init()")
-        _require_params(state.params)
+        require_params(state.params)
         self._require_device(state.params)
         params = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), state.params)
         needed = {
@@ -419,46 +343,3 @@ def _guarded(update: UpdateFn, guards: Mapping[str, Callable[[PyTree, Tensor], P
 
 def _value(metric: Any) -> Any:
     return metric.value if isinstance(metric, Mean) else metric
-
-
-def _chooser(trainable: Trainable | None, names: set[str] | None, params: PyTree) -> Callable[[str, Tensor], bool]:
-    if trainable is None:
-        return lambda name, leaf: names is None or name in names
-    if callable(trainable):
-        return trainable
-    if isinstance(trainable, str):
-        raise OptionError(f"Step.init: trainable is {trainable!r}, needs a list of patterns: [{trainable!r}]")
-    patterns = list(trainable)
-    known = tree.leaf_names(params)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            raise OptionError(
-                f"Step.init: trainable names {pattern!r}, and no parameter matches; there are {_some(known)}"
-            )
-    return lambda name, leaf: any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _require_params(params: PyTree) -> None:
-    found = tree.leaves(params)
-    if not found:
-        raise StructureError("Step.init: there is no parameter to train; needs a tree with at least one tensor")
-    for name, leaf in zip(tree.leaf_names(params), found, strict=True):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            raise StructureError(
-                f"Step.init: {tree.path('params', name)} is {tree.describe(leaf)}; needs a floating-point tensor "
-                "(convert it, freeze it with trainable=, or pass it as a buffer or in the batch)"
-            )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[: tree.MAX_LISTED]) + ", ..." * (len(names) > tree.MAX_LISTED)
-
-
-def require_positive(function: str, name: str, value: Any) -> None:
-    """Check for a positive whole number.
-
-    Raises:
-        OptionError: naming the function, the argument and its value.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{function}: {name} is {value!r}, needs a whole number of at least 1")

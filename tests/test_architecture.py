@@ -29,6 +29,8 @@ STAIRCASE = [
     "grad",
     "module",
     "graph",
+    "trainable",
+    "wrapper",
     "step",
     "transforms",
     "evaluate",

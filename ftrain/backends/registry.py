@@ -68,14 +68,17 @@ class Backend:
 
 
 _records: dict[str, Backend] = {}
+_broken: dict[str, str] = {}
 
 
 def register(backend: Backend) -> None:
     """Add a backend under its name, or replace the one that has it.
 
     Raises:
-        OptionError: when torch knows no device type of that name.
+        OptionError: when it is no `Backend`, or torch knows no device type of its name.
     """
+    if not isinstance(backend, Backend):
+        raise OptionError(f"backends.register: found {backend!r}; needs a Backend record")
     try:
         torch.device(backend.name)
     except RuntimeError as error:
@@ -101,7 +104,8 @@ def get(name: str) -> Backend:
         _load_entry_points()
     backend = _records.get(name)
     if backend is None:
-        raise DeviceError(f"backends.get: no backend {name!r}; registered are {', '.join(names())}")
+        broken = f", and the package that brings it does not load: {_broken[name]}" if name in _broken else ""
+        raise DeviceError(f"backends.get: no backend {name!r}; registered are {', '.join(names())}{broken}")
     if not backend.available():
         usable = ", ".join(other for other in names() if _records[other].available())
         raise DeviceError(f"backends.get: this machine has no {name!r} device; available are {usable}")
@@ -115,7 +119,7 @@ def of(device: torch.device | str) -> Backend:
         DeviceError: when none is registered for its type.
     """
     # No availability check: this is asked in every step, of tensors that are already there.
-    name = device.type if isinstance(device, torch.device) else torch.device(device).type
+    name = device.type if isinstance(device, torch.device) else device.split(":")[0]
     return _records.get(name) or get(name)
 
 
@@ -130,15 +134,27 @@ def resolve(device: torch.device | str) -> torch.device:
 
 
 def default() -> Backend:
-    """Return the backend that `FTRAIN_BACKEND` names, else an available accelerator, else the CPU."""
+    """Return the backend that `FTRAIN_BACKEND` names, else an available accelerator, else the CPU.
+
+    Raises:
+        DeviceError: when the one that is named is not there.
+    """
     chosen = os.environ.get(CHOICE)
     if chosen:
-        return get(chosen)
+        try:
+            return get(chosen)
+        except DeviceError as error:
+            raise DeviceError(f"{CHOICE}={chosen}: {error}") from error
     accelerators = (name for name in names() if name != "cpu" and _records[name].available())
     return get(next(accelerators, "cpu"))
 
 
 def _load_entry_points() -> None:
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        if point.name not in _records:
+        if point.name in _records:
+            continue
+        try:
             register(point.load())
+        except Exception as error:
+            # Somebody else's package: said when its backend is asked for, and in nobody's way until then.
+            _broken[point.name] = f"{type(error).__name__}: {error}"

@@ -76,7 +76,7 @@ def adamw(
         leaves, spec = tree.flatten(params)
         gradients, mu, nu = tree.leaves(grads), tree.leaves(opt_state["mu"]), tree.leaves(opt_state["nu"])
         decays, parts = groups.of(spec, leaves)
-        if isinstance(hyper["lr"], Tensor) or not can_fuse(leaves):
+        if isinstance(hyper["lr"], Tensor) or not can_fuse(leaves, mu, nu):
             count = opt_state["count"] + 1
             leaves, mu, nu = plain(gradients, mu, nu, leaves, decays, count, hyper["lr"])
         else:

@@ -34,15 +34,15 @@ class DecayGroups:
 
     def __init__(self, mask: DecayMask) -> None:
         self._mask = mask
-        self._known: dict[optree.PyTreeSpec, tuple[list[torch.Size], list[bool], list[Group]]] = {}
+        self._known: dict[optree.PyTreeSpec, tuple[list[Any], list[bool], list[Group]]] = {}
 
     def of(self, spec: optree.PyTreeSpec, leaves: list[Tensor]) -> tuple[list[bool], list[Group]]:
         """Return for each leaf whether it decays, and the groups for the fused kernels."""
-        shapes = [leaf.shape for leaf in leaves]
+        kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         known = self._known.get(spec)
-        if known is None or known[0] != shapes:
+        if known is None or known[0] != kinds:
             decays = self._decays(spec, leaves)
-            known = self._known[spec] = shapes, decays, _groups(decays, leaves)
+            known = self._known[spec] = kinds, decays, _groups(decays, leaves)
         return known[1], known[2]
 
     def _decays(self, spec: optree.PyTreeSpec, leaves: list[Tensor]) -> list[bool]:
@@ -57,12 +57,24 @@ def _groups(decays: list[bool], leaves: list[Tensor]) -> list[Group]:
     return list(found.values())
 
 
-def can_fuse(leaves: list[Tensor], *, half: bool = True) -> bool:
+def can_fuse(leaves: list[Tensor], *moments: list[Tensor], half: bool = True) -> bool:
     """Whether torch's fused optimizer kernels take these leaves, those of 16 bits included if `half`."""
     dtypes = {leaf.dtype for leaf in leaves}
     if not half and any(dtype.itemsize < 4 for dtype in dtypes):
         return False
-    return all(backends.of(device).fused_optimizers for device in {leaf.device for leaf in leaves})
+    fused = all(backends.of(device).fused_optimizers for device in {leaf.device for leaf in leaves})
+    return fused and same_layout(leaves, *moments)
+
+
+def same_layout(leaves: list[Tensor], *others: list[Tensor]) -> bool:
+    """Whether leaves are dense and those beside them lie in memory as they do, which fused kernels take for granted."""
+    return all(leaf.is_contiguous() or _is_channels_last(leaf) for leaf in leaves) and all(
+        leaf.stride() == other.stride() for column in others for leaf, other in zip(leaves, column, strict=True)
+    )
+
+
+def _is_channels_last(leaf: Tensor) -> bool:
+    return leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
 
 
 def own(leaves: list[Tensor], donate: bool) -> list[Tensor]:
@@ -89,5 +101,5 @@ def require_range(function: str, name: str, value: float, low: float, high: floa
     Raises:
         OptionError: naming the function, the argument, its value and the range.
     """
-    if not low <= value < high:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < high:
         raise OptionError(f"{function}: {name} is {value!r}, needs a number in [{low:g}, {high:g})")

@@ -25,7 +25,8 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: Callable[[str, Tens
         label_fn: ``(name, leaf) -> label``, with names as in `ftrain.tree.leaf_names`.
 
     Raises:
-        OptionError: at `init`, for a label without an optimizer or an optimizer without parameters.
+        OptionError: at `init`, for two parameters of one name, a label without an optimizer, or an optimizer
+            without parameters.
     """
     schedules = {
         f"{label}{SEPARATOR}{name}": schedule
@@ -35,6 +36,9 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: Callable[[str, Tens
 
     def split(params: PyTree, *others: PyTree) -> dict[str, list[dict[str, Any]]]:
         names, columns = tree.leaf_names(params), [tree.leaves(part) for part in (params, *others)]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise OptionError(f"partition: two parameters are called {twice}; rename one, for labels go by name")
         labels = [label_fn(name, leaf) for name, leaf in zip(names, columns[0], strict=True)]
         _require_labels(dict(zip(names, labels, strict=True)), optimizers)
         return {

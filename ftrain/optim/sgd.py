@@ -53,7 +53,7 @@ def sgd(
         leaves, spec = tree.flatten(params)
         moments = tree.leaves(opt_state)
         # Not in 16 bits: torch's kernel for the CPU is wrong there (2.13).
-        if isinstance(hyper["lr"], Tensor) or not can_fuse(leaves, half=False):
+        if isinstance(hyper["lr"], Tensor) or not can_fuse(leaves, *([moments] * bool(momentum)), half=False):
             leaves, moments = plain(tree.leaves(grads), moments, leaves, groups.of(spec, leaves)[0], hyper["lr"])
         else:
             leaves, moments = own(leaves, donate), own(moments, donate)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.errors import BatchError
-from ftrain.step import Wrapper, require_positive, wrapper
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState
+from ftrain.wrapper import Wrapper, require_positive, wrapper
 
 
 @wrapper

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ftrain import backends, tree
 from ftrain.errors import DeviceError, OptionError
-from ftrain.step import Wrapper, wrapper
 from ftrain.types import Loss, LossFn, LossOutput, PyTree, TrainState
+from ftrain.wrapper import Wrapper, wrapper
 
 NAME = "with_amp"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,8 +10,8 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.errors import OptionError
 from ftrain.grad import report
-from ftrain.step import Wrapper, wrapper
 from ftrain.types import GradFn, Gradients, PyTree, TrainState
+from ftrain.wrapper import Wrapper, wrapper
 
 EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""

@@ -15,7 +15,7 @@ from ftrain import backends, graph, random, tree
 from ftrain.errors import BatchError, OptionError, TraceError
 from ftrain.fused import Fused
 from ftrain.keyed import Keyed
-from ftrain.step import Step, Wrapper, require_positive, wrapper
+from ftrain.step import Step
 from ftrain.types import (
     Gradients,
     Hyper,
@@ -25,6 +25,7 @@ from ftrain.types import (
     TrainState,
     UpdateFn,
 )
+from ftrain.wrapper import Wrapper, require_positive, wrapper
 
 LOWERINGS = ("auto", "whole", "split")
 log = logging.getLogger("ftrain")
@@ -126,8 +127,8 @@ class Kinds:
         name = max(values, key=lambda name: len(values[name]), default="batch")
         return (
             f"compiled: {len(seen)} kinds of batches need as many graphs, and max_graphs is {self._most}; {name} "
-            f"came as {', '.join(sorted(values.get(name, ())))}. Pad to a few lengths, drop the last short batch, make a "
-            "tensor of a number that changes, or raise max_graphs"
+            f"came as {', '.join(sorted(values.get(name, ())))}. Pad to a few lengths, drop the last short batch, make "
+            "a tensor of a number that changes, or raise max_graphs"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftrain.step import Wrapper, wrapper
+from ftrain.wrapper import Wrapper, wrapper
 
 
 @wrapper

@@ -8,8 +8,8 @@ import torch
 
 from ftrain import tree
 from ftrain.errors import OptionError, StructureError
-from ftrain.step import Wrapper, wrapper
 from ftrain.types import Gradients, Hyper, TrainState, UpdateFn
+from ftrain.wrapper import Wrapper, wrapper
 
 NAME = "ema"
 

@@ -16,8 +16,8 @@ from ftrain import keyed
 from ftrain.errors import ComposeError, OptionError
 from ftrain.grad import detach
 from ftrain.module import Blocks, Slot, bound, find_blocks
-from ftrain.step import Wrapper, wrapper
 from ftrain.types import Loss, LossOutput, PyTree
+from ftrain.wrapper import Wrapper, wrapper
 
 POLICIES = ("full", "dots")
 

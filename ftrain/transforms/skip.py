@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import NonFiniteError
-from ftrain.step import Wrapper, require_positive, wrapper
 from ftrain.types import PyTree
+from ftrain.wrapper import Wrapper, require_positive, wrapper
 
 NAME = "skip_nonfinite"
 

@@ -14,9 +14,9 @@ from tests.laws.test_pipelines import ALONE, STACKS, assert_equal, build, close_
 label = "+".join
 
 
-def assert_same_state(found, needed, names):
+def assert_same_state(found, needed, names, **tolerance):
     for part in ("params", "buffers", "opt_state", "slots"):
-        close_trees(getattr(found, part), getattr(needed, part), names)
+        close_trees(getattr(found, part), getattr(needed, part), names, **tolerance)
 
 
 @pytest.mark.parametrize("names", [*ALONE, STACKS[0]], ids=[label(n) or "plain" for n in [*ALONE, STACKS[0]]])
@@ -24,8 +24,9 @@ def test_inductor_equals_eager(names):
     _, step = build(names, p=0.0)
     found, metrics = train(ft.compiled(lowering="whole", donate=True)(step))
     needed, eager_metrics = train(step)
-    assert_same_state(found, needed, names)
-    assert metrics[-1]["loss"] == pytest.approx(eager_metrics[-1]["loss"], rel=1e-5)
+    # Inductor rounds to 16 bits in other places than autocast does, and Adam divides by small numbers.
+    assert_same_state(found, needed, names, narrow=(3e-2, 3e-3))
+    assert metrics[-1]["loss"] == pytest.approx(eager_metrics[-1]["loss"], rel=1e-3 if "bf16" in names else 1e-5)
 
 
 def test_inductor_full_stack_with_stock_dropout_is_pure_and_donation_changes_no_bit():

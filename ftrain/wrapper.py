@@ -1,0 +1,99 @@
+"""The record of a wrapper: which parts of a step it transforms, and what it keeps in the state."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ftrain.backends import Backend
+from ftrain.errors import ComposeError, OptionError
+from ftrain.types import GradFn, Loss, PyTree, Runner, TrainState, UpdateFn
+
+
+@dataclass(frozen=True, eq=False)
+class Wrapper:
+    """One transformation of a step. A field that is None leaves that part of the step alone.
+
+    Args:
+        name: its name, which is also the name of its slot in the state.
+        text: how it prints.
+        arrow: the line it prints on and the part it acts on: loss, grad, update or step.
+        loss: ``Loss -> Loss``; appends its own text.
+        grad: ``GradFn -> GradFn``.
+        update: ``UpdateFn -> UpdateFn``.
+        step: ``Step -> Runner``, which replaces eager execution.
+        function: ``StepFn -> StepFn``, for plain functions that are no `Step`.
+        donate: whether the step reuses the memory of its state.
+        slot: ``params -> tree``, its own part of the initial state.
+        scale: ``state -> 0-d tensor``, the cotangent of the mean loss.
+        account: ``(slot, finite) -> slot``. With one, a step whose loss or gradients are not finite
+            changes nothing but the slots of the wrappers that account for it.
+        check: ``slot -> None``, raises on the host what the slot shows to be wrong; reads the device.
+        require: ``Backend -> None``, raises when the device cannot do this.
+    """
+
+    name: str
+    text: str
+    arrow: str
+    loss: Callable[[Loss], Loss] | None = None
+    grad: Callable[[GradFn], GradFn] | None = None
+    update: Callable[[UpdateFn], UpdateFn] | None = None
+    step: Callable[[Any], Runner] | None = None
+    function: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    donate: bool = False
+    slot: Callable[[PyTree], PyTree] | None = None
+    scale: Callable[[TrainState], Tensor] | None = None
+    account: Callable[[PyTree, Tensor], PyTree] | None = None
+    check: Callable[[PyTree], None] | None = None
+    require: Callable[[Backend], None] | None = None
+
+    def __call__(self, step: Any) -> Any:
+        """Return the step with this wrapper applied.
+
+        Raises:
+            ComposeError: for a second application, or for a plain function this cannot act on.
+        """
+        if hasattr(step, "wrapped"):
+            return step.wrapped(self)
+        if self.function is not None and callable(step):
+            return self.function(step)
+        name = getattr(step, "__name__", repr(step))
+        raise ComposeError(
+            f"{self.text}: acts on the {self.arrow} inside of a Step, and {name} is a {type(step).__name__}; "
+            "by the time a plain function returns, its update has happened. Build it with ft.train_step(loss_fn, "
+            "optimizer), or wrap the Steps it is made of"
+        )
+
+
+def wrapper(factory: Callable[..., Wrapper]) -> Callable[..., Any]:
+    """Let a factory of wrappers also be applied bare: ``clip(step)`` for ``clip()(step)``."""
+    parameters = inspect.signature(factory).parameters.values()
+    needed = [each.name for each in parameters if each.default is each.empty]
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], type):
+            if needed:
+                name = factory.__name__
+                raise ComposeError(
+                    f"{name}: cannot be applied bare, for it needs {needed[0]}: {name}({needed[0]})(step)"
+                )
+            return factory()(args[0])
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def require_positive(function: str, name: str, value: Any) -> None:
+    """Check for a positive whole number.
+
+    Raises:
+        OptionError: naming the function, the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{function}: {name} is {value!r}, needs a whole number of at least 1")
