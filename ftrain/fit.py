@@ -209,7 +209,8 @@ class _Run:
     def evaluated(self, evaluate: Evaluate, state: Any, step: int, display: Display) -> None:
         """Evaluate, and record the result; the time it takes does not count as training."""
         before = time.perf_counter()
-        result = {f"{EVALUATION}{n}" if n in self._names else n: _number(v) for n, v in evaluate(state).items()}
+        (values,) = read_metrics([evaluate(state)])
+        result = {f"{EVALUATION}{name}" if name in self._names else name: value for name, value in values.items()}
         self._record({"step": step, **result})
         display.say(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in result.items()))
         self._window.pause(time.perf_counter() - before)
@@ -253,10 +254,10 @@ class _Window:
         return rates, per_step
 
 
-def read_metrics(rows: Sequence[Metrics]) -> list[dict[str, Any]]:
+def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Bring the metrics of several steps to the host, waiting for the device once per dtype."""
-    places = [(i, name, value) for i, row in enumerate(rows) for name, value in row.items()]
-    read: list[dict[str, Any]] = [dict(row) for row in rows]
+    read = [{name: m.value if isinstance(m, Mean) else m for name, m in row.items()} for row in rows]
+    places = [(i, name, value) for i, row in enumerate(read) for name, value in row.items()]
     groups: dict[tuple[Any, ...], list[tuple[int, str, Tensor]]] = {}
     for i, name, value in places:
         if isinstance(value, Tensor):
@@ -268,15 +269,10 @@ def read_metrics(rows: Sequence[Metrics]) -> list[dict[str, Any]]:
     return read
 
 
-def _number(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else float(value) if isinstance(value, Mean) else value
-
-
 def _device(state: Any) -> torch.device:
     """Where a state lives: counters and keys stay on the CPU, and what is trained may be elsewhere."""
     devices = [leaf.device for leaf in tree.leaves(state) if isinstance(leaf, Tensor)]
-    host = torch.device("cpu")
-    return next((device for device in devices if device != host), host)
+    return next((device for device in devices if device != tree.HOST), tree.HOST)
 
 
 @contextmanager

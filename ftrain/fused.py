@@ -64,8 +64,8 @@ def _normal(seed: Tensor, a: dict[str, Any]) -> Tensor:
 
 def _bernoulli(seed: Tensor, a: dict[str, Any]) -> Tensor:
     like: Tensor = a["self"]
-    keep = _draw(like.shape, seed, "rand") < a.get("p", like)
-    return keep.to(like.dtype)
+    p: Tensor | float = a.get("p", like)
+    return (_draw(like.shape, seed, "rand") < p).to(like.dtype)
 
 
 def _native_dropout(seed: Tensor, a: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -208,9 +208,8 @@ def _restored(places: Sequence[dict[str, Any]]) -> Iterator[None]:
         yield
     finally:
         for place, held in before:
-            if place.keys() != held.keys():
-                place.clear()
-                place.update(held)
+            place.clear()
+            place.update(held)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from ftrain.errors import StructureError
 from ftrain.types import NAMESPACE, PyTree
 
 MAX_LISTED = 8
+HOST = torch.device("cpu")
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -210,4 +211,4 @@ def require_same(function: str, what: str, found: PyTree, needed: PyTree) -> Non
 def device_of(tree: PyTree) -> torch.device:
     """Return the device of the first leaf; the CPU for an empty tree."""
     first = next(iter(optree.tree_iter(tree, namespace=NAMESPACE)), None)
-    return first.device if isinstance(first, Tensor) else torch.device("cpu")
+    return first.device if isinstance(first, Tensor) else HOST

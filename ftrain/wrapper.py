@@ -71,7 +71,11 @@ class Wrapper:
 
 
 def wrapper(factory: Callable[..., Wrapper]) -> Callable[..., Any]:
-    """Let a factory of wrappers also be applied bare: ``clip(step)`` for ``clip()(step)``."""
+    """Let a factory of wrappers also be applied bare: ``clip(step)`` for ``clip()(step)``.
+
+    Raises:
+        ComposeError: from the factory, when it is applied bare and needs an argument.
+    """
     parameters = inspect.signature(factory).parameters.values()
     needed = [each.name for each in parameters if each.default is each.empty]
 

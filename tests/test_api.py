@@ -40,6 +40,7 @@ NAMES = [
     "train_step",
     "value_and_grad",
     "with_amp",
+    "wrapper",
 ]
 
 MODULES = {
@@ -96,6 +97,7 @@ MODULES = {
         "warmup_polynomial",
     ],
     "tree": [
+        "HOST",
         "MAX_LISTED",
         "add",
         "all_finite",

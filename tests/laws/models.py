@@ -54,9 +54,7 @@ class Tiny(nn.Module):
 def token_loss(model, batch):
     """Mean over the tokens that are not padding."""
     logits = model(batch["tokens"])
-    return ft.losses.cross_entropy(logits, batch["labels"]), {
-        "accuracy": ft.losses.accuracy(logits, batch["labels"])
-    }
+    return ft.losses.cross_entropy(logits, batch["labels"]), {"accuracy": ft.losses.accuracy(logits, batch["labels"])}
 
 
 def keyed_loss(model, batch, rng):

@@ -13,9 +13,7 @@ STEPS = 3
 KINDS = {"bf16": "amp", "fp16": "amp", "remat_dots": "remat", "clip_value": "clip"}
 NAMES = list(oracle.wrappers())
 ALONE = [(), *((name,) for name in NAMES)]
-PAIRS = [
-    (a, b) for a, b in itertools.permutations(NAMES, 2) if KINDS.get(a, a) != KINDS.get(b, b)
-]
+PAIRS = [(a, b) for a, b in itertools.permutations(NAMES, 2) if KINDS.get(a, a) != KINDS.get(b, b)]
 STACKS = [
     ("remat", "bf16", "accumulate", "clip", "ema", "skip"),
     ("remat_dots", "fp16", "accumulate", "clip", "skip", "ema"),
@@ -80,7 +78,9 @@ def test_pipeline_equals_the_hand_written_oracle(names):
         assert_near(state.slots["ema"], needed["ema"], names)
     if "fp16" in names:
         assert float(state.slots["with_amp"]["scale"]) == needed["scale"]
-    assert [m["loss"] for m in metrics] == pytest.approx(needed["losses"], rel=2e-3 if "bf16" in names or "fp16" in names else 1e-9)
+    assert [m["loss"] for m in metrics] == pytest.approx(
+        needed["losses"], rel=2e-3 if "bf16" in names or "fp16" in names else 1e-9
+    )
 
 
 @pipelines
@@ -125,7 +125,7 @@ def close_trees(found, needed, names, **tolerance):
 @pytest.mark.parametrize("names", [*ALONE, *STACKS], ids=["+".join(n) or "plain" for n in [*ALONE, *STACKS]])
 def test_a_bad_step_changes_only_the_counters(names):
     guarded = "skip" in names or "fp16" in names
-    model, step = build(names if guarded else (*names, "skip"), criterion=poisoned_loss)
+    _, step = build(names if guarded else (*names, "skip"), criterion=poisoned_loss)
     state, _ = train_on(step, [make_batch(0)])
     bad = {**make_batch(1), "poison": torch.tensor(float("nan"))}
     after, metrics = step(state, bad)
