@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ftrain import backends, tree
 from ftrain.errors import ComposeError, DataError, FtrainError, OptionError
+from ftrain.grad import report
 from ftrain.loggers import History, Logger
 from ftrain.progress import Display, Status, show
 from ftrain.purity import as_tree
@@ -200,7 +201,9 @@ class _Run:
         values = read_metrics([metrics for _, _, metrics in pending])
         for (step, seconds, _), metrics in zip(pending, values, strict=True):
             self._names.update(metrics)
-            self._record({"step": step, "seconds": round(seconds, 4), **metrics})
+            own = {"step": step, "seconds": round(seconds, 4)}
+            report(metrics, "fit", **own)
+            self._record({**own, **metrics})
         if pending:
             display.update(self._status(state, values[-1]))
         if check and self._check:

@@ -131,7 +131,8 @@ def value_and_grad(
                 loss, params, state.frozen, batch, rng=rng, buffers=state.buffers, name=name
             )
         _require_differentiable(mean, name)
-        weight = mean.weight.detach()
+        # A count of tokens, or a narrower float, must not make the gradient coarser than the loss is.
+        weight = mean.weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
         # A loss without weight has no gradient: 0, where 1 / 0 would put NaN into the parameters.
         cotangent = torch.where(weight == 0, 0.0, 1.0 / weight).to(mean.total.dtype)
         factor = scale(state).to(cotangent.dtype) if scale else None

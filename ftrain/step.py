@@ -239,8 +239,11 @@ class Step:
             StructureError: when the state is not of this step's structure.
             ConsumedError: when the state was donated before.
         """
+        given = state
         if getattr(state, "_origin", None) is not self._origin:
             self.require(state)
+            # What is donated is written, so no two leaves may be one tensor (as in the state of `averaged`).
+            state = tree.unshare(state) if self.donate else state
         count = int(state.step)
         hyper = {name: float(schedule(count)) for name, schedule in self.optimizer.schedules.items()}
         key = state.rng
@@ -249,7 +252,7 @@ class Step:
         new = dataclasses.replace(new, step=torch.tensor(count + 1), rng=key)
         object.__setattr__(new, "_origin", self._origin)
         if self.donate:
-            consume(state)
+            consume(given)
         return new, report(metrics, self.base.text, **hyper)
 
     @functools.cached_property

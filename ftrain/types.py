@@ -86,10 +86,12 @@ class Mean:
 
     @property
     def value(self) -> Tensor:
-        """``total / weight`` as a 0-d tensor; NaN where the weight is zero, for nothing has no mean."""
+        """``total / weight`` as a 0-d tensor; NaN where both are zero, for nothing has no mean."""
         return self.total / self.weight
 
     def __add__(self, other: Mean) -> Mean:
+        if not isinstance(other, Mean):
+            return NotImplemented
         return Mean(self.total + other.total, self.weight + other.weight, self.plain and other.plain)
 
     def __float__(self) -> float:

@@ -122,6 +122,7 @@ MODULES = {
         "split",
         "to",
         "unflatten",
+        "unshare",
         "where",
     ],
 }

@@ -45,7 +45,7 @@ def test_mean_of_pieces_is_the_mean_of_the_whole(values, data):
     assert float(left + right) == pytest.approx(sum(values) / len(values), rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("total", [0.0, 1.0, -2.0])
+@pytest.mark.parametrize("total", [0.0, -0.0])
 def test_value_without_weight_is_nan(total):
     assert math.isnan(float(mean(total, 0.0)))
     assert math.isnan(mean(total, 0.0).value)

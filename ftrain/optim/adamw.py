@@ -58,6 +58,8 @@ def adamw(
     for name, value, high in (("b1", b1, 1.0), ("b2", b2, 1.0), ("eps", eps, 1.0)):
         require_range("adamw", name, value, 0.0, high)
     require_range("adamw", "weight_decay", weight_decay, 0.0)
+    if isinstance(lr, int | float) and lr < 0:
+        require_range("adamw", "lr", lr, 0.0)
     schedule = as_schedule(lr)
     groups = DecayGroups(decay_mask)
 

@@ -68,13 +68,13 @@ def can_fuse(leaves: list[Tensor], *moments: list[Tensor], half: bool = True) ->
 
 def same_layout(leaves: list[Tensor], *others: list[Tensor]) -> bool:
     """Whether leaves are dense and those beside them lie in memory as they do, which fused kernels take for granted."""
-    return all(leaf.is_contiguous() or _is_channels_last(leaf) for leaf in leaves) and all(
+    return all(map(_is_dense, leaves)) and all(
         leaf.stride() == other.stride() for column in others for leaf, other in zip(leaves, column, strict=True)
     )
 
 
-def _is_channels_last(leaf: Tensor) -> bool:
-    return leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
+def _is_dense(leaf: Tensor) -> bool:
+    return leaf.is_contiguous() or leaf.stride() == torch.empty_like(leaf).stride()
 
 
 def own(leaves: list[Tensor], donate: bool) -> list[Tensor]:

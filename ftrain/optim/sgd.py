@@ -41,6 +41,8 @@ def sgd(
     require_range("sgd", "weight_decay", weight_decay, 0.0)
     if nesterov and not momentum:
         raise OptionError("sgd: nesterov=True needs momentum > 0, found momentum=0.0")
+    if isinstance(lr, int | float) and lr < 0:
+        require_range("sgd", "lr", lr, 0.0)
     schedule = as_schedule(lr)
     groups = DecayGroups(decay_mask)
 
