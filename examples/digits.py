@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ftrain as ft
 
-EPOCHS = 30
+EPOCHS = 15
 BATCH = 64
 
 

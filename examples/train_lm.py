@@ -1,10 +1,13 @@
-"""Train a byte-level GPT on the source code of Python's own standard library, with the whole pipeline of ftrain.
+"""Train a byte-level GPT on the source code of Python's own standard library, with everything ftrain composes.
 
-Shows how mixed precision, accumulation, clipping, averaging and compilation compose around one pure step, and how
-`ft.fit` runs it. Needs no download: the text is the standard library of the interpreter that runs it.
+Mixed precision, accumulation, clipping, averaging and compilation are wrappers around one pure step; `ft.fit` runs it,
+shows and records it, and evaluates the averaged weights on whole files that were held out. Needs no download: the text
+is the standard library of the interpreter that runs it.
 
     python examples/train_lm.py            # about two and a half minutes on two CPU cores
     python examples/train_lm.py --help
+
+Writes ``metrics.jsonl`` (a record a step) and ``model.safetensors`` (the averaged weights) into ``--out``.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import einops
 import torch
+from einops import rearrange, reduce
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,182 +32,297 @@ import ftrain as ft
 VOCABULARY = 256
 """A token is a byte."""
 
+NEIGHBOURS = 4
+"""How many bytes, itself included, the vector of a byte is made of."""
 
-# ---------------------------------------------------------------------------------------------------- model
+
+# The model -----------------------------------------------------------------------------------------------------------
 
 
 class GPT(nn.Module):
-    """A pre-norm transformer decoder: ``tokens (batch, time) -> logits (batch, time, 256)``.
+    """A transformer decoder: ``tokens (batch, time)`` to ``logits (batch, time, 256)`` of the bytes that follow."""
 
-    Rotary positions (Su et al. 2021, arXiv:2104.09864), RMS norms (Zhang and Sennrich 2019, arXiv:1910.07467),
-    also of queries and keys (Henry et al. 2020, arXiv:2010.04245), and squared ReLU (So et al. 2021,
-    arXiv:2109.08668).
-    """
-
-    def __init__(self, *, width: int, layers: int, heads: int, length: int, context: int = 1) -> None:
+    def __init__(self, *, width: int, layers: int, heads: int) -> None:
         super().__init__()
-        self.length = length
-        self.context = context
-        self.embed = nn.Embedding(VOCABULARY * context, width)
-        self.blocks = nn.ModuleList(Block(width, heads, length) for _ in range(layers))
+        self.embed = Embedding(width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-        nn.init.normal_(self.embed.weight, std=1.0 / math.sqrt(context))
-        nn.init.zeros_(self.head.weight)
+        self.head = linear(width, VOCABULARY, zero=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits; those of a position depend on no later byte."""
         x = self.embed(tokens)
-        for back in range(1, self.context):
-            x = x + F.pad(self.embed(tokens[:, :-back] + VOCABULARY * back), (0, 0, back, 0))
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
 
-class Block(nn.Module):
-    """Attention and a multilayer perceptron, each added to ``x (batch, time, width)``."""
+class Embedding(nn.Module):
+    """Turn each byte and those right before it into one vector: ``(batch, time) -> (batch, time, width)``.
 
-    def __init__(self, width: int, heads: int, length: int) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(width), Attention(width, heads, length)
-        self.mlp_norm, self.mlp = nn.RMSNorm(width), MLP(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions."""
-
-    def __init__(self, width: int, heads: int, length: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        nn.init.zeros_(self.out.weight)
-        angles = torch.outer(torch.arange(length), 1.0 / 1000.0 ** torch.linspace(0, 1, width // heads // 2))
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = einops.rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=self.heads).unbind()
-        x = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
-        out: Tensor = self.out(einops.rearrange(x, "b h t d -> b t (h d)"))
-        return out
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Normalise ``x (batch, heads, time, d)`` and turn each pair of its features by an angle that grows with time."""
-        x = F.rms_norm(x, x.shape[-1:])
-        cos, sin = self.cos[: x.shape[2]], self.sin[: x.shape[2]]
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
-
-
-class MLP(nn.Module):
-    """Squared ReLU between two linear maps, four times as wide."""
+    A causal convolution over one-hot bytes. Bytes are small tokens: without their neighbours, the first layers do
+    little else than put them together, and the same model needs many more steps to come as far.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-        nn.init.zeros_(self.down.weight)
+        self.table = nn.Embedding(NEIGHBOURS * VOCABULARY, width)
+        nn.init.normal_(self.table.weight, std=NEIGHBOURS**-0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Sum the rows of a byte and its predecessors, of which each place has rows of its own."""
+        place = VOCABULARY * torch.arange(NEIGHBOURS, device=tokens.device)
+        neighbours = F.pad(tokens, (NEIGHBOURS - 1, 0)).unfold(1, NEIGHBOURS, 1)  # batch, time, neighbour
+        vectors: Tensor = reduce(
+            self.table(neighbours + place), "batch time neighbour width -> batch time width", "sum"
+        )
+        return vectors
+
+
+class Block(nn.Module):
+    """Attention, then a perceptron, each on normalised ``x (batch, time, width)`` and added to it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.RMSNorm(width), Attention(width, heads)
+        self.norm2, self.perceptron = nn.RMSNorm(width), Perceptron(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.down(F.relu(self.up(x)).square())
-        return x
+        """Return `x` with what the two found."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.perceptron(self.norm2(x))
 
 
-def next_byte_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[ft.Mean, dict[str, ft.Mean]]:
-    """Cross-entropy of every byte given those before it, in nats, and the same in bits."""
-    loss = ft.losses.cross_entropy(model(batch["tokens"]), batch["labels"])
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and normalised queries and keys (Henry et al., arXiv:2010.04245)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width, zero=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix ``x (batch, time, width)`` over time."""
+        q, k, v = rearrange(self.qkv(x), "b t (qkv heads d) -> qkv b heads t d", qkv=3, heads=self.heads).unbind()
+        q, k = (rotate(F.rms_norm(part, part.shape[-1:])) for part in (q, k))
+        x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed: Tensor = self.out(rearrange(x, "b heads t d -> b t (heads d)"))
+        return mixed
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Turn pairs of features of ``x (..., time, d)`` by angles that grow with time (RoPE, arXiv:2104.09864)."""
+    time, d = x.shape[-2:]
+    slowness = 1000.0 ** torch.linspace(0, 1, d // 2, device=x.device)
+    angles = torch.arange(time, device=x.device)[:, None] / slowness  # time, d / 2
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+class Perceptron(nn.Module):
+    """Two linear maps with a squared ReLU between them (So et al., arXiv:2109.08668)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = linear(width, 4 * width), linear(4 * width, width, zero=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map each vector of ``x (batch, time, width)`` by itself."""
+        y: Tensor = self.down(F.relu(self.up(x)).square())
+        return y
+
+
+def linear(inputs: int, outputs: int, *, zero: bool = False) -> nn.Linear:
+    """Make a linear map without bias; with `zero` it starts silent, which lets the learning rate be high at once."""
+    layer = nn.Linear(inputs, outputs, bias=False)
+    if zero:
+        nn.init.zeros_(layer.weight)
+    return layer
+
+
+def predict_bytes(model: nn.Module, batch: dict[str, Tensor]) -> tuple[ft.Mean, dict[str, ft.Mean]]:
+    """Return the cross-entropy of every byte given those before it, in nats, and in bits as `bpb`."""
+    windows = batch["bytes"]  # batch, time + 1
+    loss = ft.losses.cross_entropy(model(windows[:, :-1]), windows[:, 1:])
     return loss, {"bpb": ft.Mean(loss.total / math.log(2), loss.weight)}
 
 
-# ----------------------------------------------------------------------------------------------------- data
+# The data ------------------------------------------------------------------------------------------------------------
 
 
-def standard_library() -> tuple[Tensor, Tensor, str]:
+def standard_library() -> tuple[list[bytes], list[bytes]]:
+    """Return the source files to train on and those held out: one in twenty, chosen by a hash of the name.
+
+    Tests are left out, since not every interpreter comes with them.
+    """
     root = Path(sysconfig.get_path("stdlib"))
-    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = sorted(path for path in root.rglob("*.py") if excluded.isdisjoint(path.relative_to(root).parts))
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
-    for path in files:
-        held_out = zlib.crc32(path.relative_to(root).as_posix().encode()) % 20 == 0
-        parts[held_out].append(path.read_bytes())
-    train, valid = (torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8) for part in parts)
-    text = (
-        f"{len(parts[0])} files, {len(train) / 1e6:.1f} MB; "
-        f"held out {len(parts[1])} files, {len(valid) / 1e6:.2f} MB"
-    )
-    return train, valid, text
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files: tuple[list[bytes], list[bytes]] = [], []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if left_out.isdisjoint(name.parts):
+            files[zlib.crc32(name.as_posix().encode()) % 20 == 0].append(path.read_bytes())
+    if not all(files):
+        raise SystemExit(f"found no source files of the standard library under {root}")
+    return files
 
 
-class Windows:
+def as_tensor(files: list[bytes]) -> Tensor:
+    """Return the files one after the other as uint8."""
+    return torch.frombuffer(bytearray(b"\n".join(files)), dtype=torch.uint8)
+
+
+class RandomWindows:
+    """Endless batches of windows of a text: batch k depends on the seed and on k only."""
+
     def __init__(self, text: Tensor, batch: int, length: int, seed: int) -> None:
-        self.text, self.batch, self.length, self.key = text, batch, length, ft.random.key(seed)
+        self.windows = text.unfold(0, length + 1, 1)  # views, of which only those drawn are copied
+        self.batch, self.key = batch, ft.random.key(seed)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        count = 0
+        k = 0
         while True:
-            key = ft.random.fold_in(self.key, count)
-            starts = ft.random.randint(key, (self.batch, 1), 0, len(self.text) - self.length)
-            yield example(self.text[starts + torch.arange(self.length + 1)])
-            count += 1
+            drawn = ft.random.randint(ft.random.fold_in(self.key, k), (self.batch,), 0, len(self.windows))
+            yield {"bytes": self.windows[drawn].long()}
+            k += 1
 
 
-def example(bytes_: Tensor) -> dict[str, Tensor]:
-    tokens = bytes_.long()
-    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+class SpreadWindows:
+    """At most so many batches of windows that do not overlap, spread evenly over a text."""
+
+    def __init__(self, text: Tensor, batch: int, length: int, batches: int) -> None:
+        windows = text.unfold(0, length + 1, length)
+        chosen = torch.linspace(0, len(windows) - 1, min(batch * batches, len(windows))).long()
+        self.parts = windows[chosen].long().split(batch)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for part in self.parts:
+            yield {"bytes": part}
 
 
-def in_order(text: Tensor, batch: int, length: int, batches: int) -> Iterator[dict[str, Tensor]]:
-    windows = text.unfold(0, length + 1, length)
-    n = len(windows) // batch
-    step = max(1, n // batches) if batches else 1
-    for i in range(0, n * batch, batch * step):
-        yield example(windows[i : i + batch])
+# The run -------------------------------------------------------------------------------------------------------------
+
+
+def options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+
+    def add(name: str, default: Any, text: str, **more: Any) -> None:
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text, **more)
+
+    add("steps", 600, "optimizer steps")
+    add("batch", 32, "windows in a batch")
+    add("accumulate", 1, "pieces a batch is computed in; divides it")
+    add("length", 128, "bytes in a window")
+    add("width", 128, "features of a byte; a multiple of twice the heads")
+    add("layers", 4, "blocks")
+    add("heads", 2, "attention heads")
+    add("lr", 5e-3, "peak learning rate")
+    add("decay", 0.1, "weight decay of the matrices")
+    add("ema", 0.98, "decay of the average of the weights")
+    add("clip", 1.0, "largest norm of the gradient")
+    add("seed", 0, "of the weights and of the windows")
+    add("device", ft.backends.default().name, "where to train")
+    add("amp", "bf16", "dtype to compute in; weights stay float32", choices=["bf16", "fp16", "none"])
+    parser.add_argument("--remat", action="store_true", help="keep no activations inside of blocks, compute them twice")
+    parser.add_argument("--no-compile", action="store_true", help="run the step operation by operation")
+    add("eval-batches", 100, "batches of held-out text to evaluate on")
+    add("prompt", "def ", "what the sampled text continues")
+    add("sample", 400, "bytes to sample")
+    add("out", Path("runs/lm"), "folder for metrics.jsonl and model.safetensors")
+    return parser.parse_args()
+
+
+def pipeline(model: nn.Module, o: argparse.Namespace) -> ft.Step:
+    """Compose the training step."""
+
+    def off(step: ft.Step) -> ft.Step:
+        return step
+
+    schedule = ft.schedules.warmup_cosine(o.lr, warmup=min(50, o.steps // 10), total=o.steps)
+    optimizer = ft.optim.adamw(schedule, b2=0.99, weight_decay=o.decay)
+    step: ft.Step = ft.compose(
+        ft.train_step(ft.from_module(model, predict_bytes), optimizer),
+        ft.remat() if o.remat else off,
+        ft.with_amp(o.amp) if o.amp != "none" else off,
+        ft.accumulate(o.accumulate),
+        ft.clip(o.clip),
+        ft.ema(o.ema),
+        ft.compiled() if not o.no_compile else off,
+    )
+    return step
+
+
+@torch.no_grad()
+def sample(model: nn.Module, prompt: str, count: int, length: int, seed: int, temperature: float = 0.7) -> str:
+    """Let the model continue a prompt by so many bytes, each drawn given the last `length`."""
+    device = next(model.parameters()).device
+    tokens, key = torch.tensor(list(prompt.encode()), device=device), ft.random.key(seed)
+    for k in range(count):
+        logits = model(tokens[None, -length:])[0, -1]
+        # The smallest of exponential times over probabilities is a draw from them.
+        times = ft.random.exponential(ft.random.fold_in(key, k), logits.shape).to(device)
+        tokens = torch.cat([tokens, (logits / temperature - times.log()).argmax(keepdim=True)])
+    text = bytes(tokens.tolist()).decode(errors="replace")
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    for name, v in dict(steps=600, batch=16, accumulate=1, length=256, width=128, layers=4, heads=4, lr=3e-3, warmup=50, ema=0.99, b2=0.99, wd=0.1, seed=0, amp="bf16", eval_batches=40, out="/tmp/lm/x", context=1, clip=1.0, end=0.0).items():
-        p.add_argument("--" + name.replace("_", "-"), type=type(v), default=v)
-    p.add_argument("--remat", action="store_true")
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    a = p.parse_args()
-    torch.manual_seed(a.seed)
-    train, valid, text = standard_library()
-    print(text)
-    model = GPT(width=a.width, layers=a.layers, heads=a.heads, length=a.length, context=a.context)
-    print(sum(x.numel() for x in model.parameters()))
-    same = lambda s: s
-    sched = ft.schedules.warmup_cosine(a.lr, warmup=a.warmup, total=a.steps, end=a.end)
-    step = ft.compose(
-        ft.train_step(ft.from_module(model, next_byte_loss), ft.optim.adamw(sched, b2=a.b2, weight_decay=a.wd)),
-        ft.remat() if a.remat else same,
-        ft.with_amp(a.amp) if a.amp != "none" else same,
-        ft.accumulate(a.accumulate) if a.accumulate > 1 else same,
-        ft.clip(a.clip),
-        ft.ema(a.ema),
-        ft.compiled() if a.compile else same,
+    """Train, evaluate, sample and save."""
+    o = options()
+    torch.manual_seed(o.seed)
+    model = GPT(width=o.width, layers=o.layers, heads=o.heads).to(o.device)
+    step = pipeline(model, o)
+
+    train_files, held_out_files = standard_library()
+    train, held_out = as_tensor(train_files), as_tensor(held_out_files)
+    o.out.mkdir(parents=True, exist_ok=True)
+    metrics = o.out / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+
+    def tell(name: str, text: str) -> None:
+        print(f"{name:<9}{text}", flush=True)
+
+    tell("text", f"{len(train_files)} files, {len(train) / 1e6:.1f} MB of Python's standard library")
+    tell("held out", f"{len(held_out_files)} files, {len(held_out) / 1e6:.2f} MB")
+    tell("model", f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+    tell("device", ft.backends.of(o.device).describe())
+    print(f"\n{step}\n", flush=True)
+
+    eval_step = ft.eval_step(ft.from_module(model, predict_bytes))
+    windows = SpreadWindows(held_out, o.batch, o.length, o.eval_batches)
+
+    def evaluate(state: ft.TrainState) -> dict[str, float]:
+        found = ft.evaluate(eval_step, ft.averaged(state), windows, dtype=None if o.amp == "none" else o.amp)
+        return {f"held_out_{name}": value for name, value in found.items()}
+
+    start = time.perf_counter()
+    state, history = ft.fit(
+        step,
+        step.init(seed=o.seed),
+        RandomWindows(train, o.batch, o.length, o.seed),
+        steps=o.steps,
+        evaluate=evaluate,
+        loggers=[ft.loggers.jsonl(metrics)],
+        throughput={"tokens": lambda batch: batch["bytes"].shape[0] * (batch["bytes"].shape[1] - 1)},
     )
-    print(step)
-    state = step.init(seed=a.seed)
-    t0, c0 = time.perf_counter(), time.process_time()
-    data = Windows(train, a.batch, a.length, a.seed)
-    first = []
-    state, history = ft.fit(step, state, data, steps=a.steps, throughput={"tokens": lambda b: b["tokens"].numel()},
-        loggers=[lambda r: first.append((time.perf_counter() - t0, time.process_time() - c0))])
-    t, c = time.perf_counter() - t0, time.process_time() - c0
-    print(f"{a}\n wall {t:.1f} cpu {c:.1f} (/2 = {c/2:.1f}); first10 {first[0]}; tokens/s {(a.steps-10)*a.batch*a.length/(t-first[0][0]):.0f} tokens/cpu2 {(a.steps-10)*a.batch*a.length/(c-first[0][1])*2:.0f}")
-    es = ft.eval_step(ft.from_module(model, next_byte_loss))
-    dt = None if a.amp == "none" else a.amp
-    t0 = time.perf_counter()
-    for name, s in (("ema", ft.averaged(state)), ("raw", state)):
-        print("RESULT", name, ft.evaluate(es, s, in_order(valid, 32, a.length, a.eval_batches), dtype=dt))
-    print("eval", time.perf_counter() - t0)
+    seconds = time.perf_counter() - start
+
+    save_file(
+        {name: weight.contiguous() for name, weight in ft.averaged(state).params.items()}, o.out / "model.safetensors"
+    )
+    text = sample(ft.to_module(model, ft.averaged(state)), o.prompt, o.sample, o.length, o.seed)
+    print(f"\n{text}\n")
+    bpb, made = history["held_out_bpb"][-1], len(history["loss"])
+    tell("result", f"{bpb:.3f} bits per byte held out, after {made} steps and {seconds:.0f} s")
+    tell("saved", f"{o.out / 'model.safetensors'}, {metrics}")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,6 @@ from ftrain.evaluate import evaluate as evaluate
 from ftrain.fit import FitResult as FitResult
 from ftrain.fit import fit as fit
 from ftrain.fit import iterate as iterate
-from ftrain.grad import value_and_grad as value_and_grad
 from ftrain.module import block as block
 from ftrain.module import from_module as from_module
 from ftrain.module import to_module as to_module

@@ -133,17 +133,8 @@ def value_and_grad(
         _require_differentiable(mean, name)
         # A count of tokens, or a narrower float, must not make the gradient coarser than the loss is.
         weight = mean.weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
-        # A loss without weight has no gradient: 0, where 1 / 0 would put NaN into the parameters.
-        cotangent = torch.where(weight == 0, 0.0, 1.0 / weight).to(mean.total.dtype)
-        factor = scale(state).to(cotangent.dtype) if scale else None
-        grads = _gradients(
-            mean.total,
-            leaves,
-            cotangent * factor if factor is not None else cotangent,
-            name,
-            names,
-            allow_unused,
-        )
+        factor = scale(state).to(mean.total.dtype) if scale else None
+        grads = _gradients(mean.total, leaves, _cotangent(mean, weight, factor), name, names, allow_unused)
         finite = _finite(mean.total, grads) if watch else None
         if factor is not None:
             grads = tree.scale_leaves(grads, 1.0 / factor)
@@ -156,6 +147,15 @@ def value_and_grad(
         )
 
     return grad
+
+
+def _cotangent(mean: Mean, weight: Tensor, factor: Tensor | None) -> Tensor | None:
+    """The gradient of the scaled mean with respect to its total; None for one."""
+    if mean.plain:
+        return factor
+    # A loss without weight has no gradient: 0, where 1 / 0 would put NaN into the parameters.
+    cotangent = torch.where(weight == 0, 0.0, 1.0 / weight).to(mean.total.dtype)
+    return cotangent if factor is None else cotangent * factor
 
 
 def detach(values: PyTree) -> PyTree:
@@ -186,7 +186,7 @@ def _require_differentiable(mean: Mean, name: str) -> None:
 
 
 def _gradients(
-    total: Tensor, leaves: list[Tensor], cotangent: Tensor, name: str, names: _Names, allow_unused: bool
+    total: Tensor, leaves: list[Tensor], cotangent: Tensor | None, name: str, names: _Names, allow_unused: bool
 ) -> list[Tensor]:
     grads: Sequence[Tensor | None] = torch.autograd.grad(total, leaves, grad_outputs=cotangent, allow_unused=True)
     unused = [names[index] for index, grad in enumerate(grads) if grad is None]

@@ -249,10 +249,14 @@ def _through_region(function: Callable[..., Any], slots: Sequence[Slot], *args: 
     region = _region.get()
     if region is None:
         return function(*args, **kwargs)
-    # Blocks inside of a block belong to it.
+    return region(functools.partial(_as_one, function), slots, *args, **kwargs)
+
+
+def _as_one(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a block, in which further blocks belong to it, each time that it runs."""
     token = _region.set(None)
     try:
-        return region(function, slots, *args, **kwargs)
+        return function(*args, **kwargs)
     finally:
         _region.reset(token)
 

@@ -38,7 +38,6 @@ NAMES = [
     "skip_nonfinite",
     "to_module",
     "train_step",
-    "value_and_grad",
     "with_amp",
     "wrapper",
 ]

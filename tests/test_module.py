@@ -224,7 +224,7 @@ def test_the_gradient_function_gives_torchs_gradients():
     state = ft.train_step(loss, ft.optim.sgd(LR)).init()
     with torch.random.fork_rng(), loss.scope(True):
         reseed(0)
-        found = ft.value_and_grad(loss.fn)(state, batch(0), None)
+        found = ft.grad.value_and_grad(loss.fn)(state, batch(0), None)
     assert sorted(found.grads) == sorted(grads)
     for name, grad in grads.items():
         assert torch.equal(found.grads[name], grad)
