@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ftrain import backends, tree
+from ftrain import backends, purity, tree
 from ftrain.errors import ComposeError, DataError, OptionError
 from ftrain.grad import adapt, detach
-from ftrain.purity import as_tree, merge
+from ftrain.purity import as_tree
 from ftrain.transforms.amp import DTYPES, NAMES, autocast, require_dtype
 from ftrain.types import Loss, Mean, PyTree, TrainState
 
@@ -30,7 +30,9 @@ class EvalStep:
         """
         batch = as_tree(batch)
         with torch.no_grad(), self.loss.scope(False):
-            loss, metrics, _ = self.loss.fn(merge(state.params, state.frozen), batch, rng=None, buffers=state.buffers)
+            loss, metrics, _ = purity.call(
+                self.loss.fn, state.params, state.frozen, batch, rng=None, buffers=state.buffers, name=self.loss.text
+            )
             length = tree.batch_length(batch) or 1
             return {name: _mean(metric, length) for name, metric in detach({"loss": loss, **metrics}).items()}
 

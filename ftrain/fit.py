@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
-from ftrain.errors import ComposeError, DataError, FtrainError, OptionError
+from ftrain.errors import ComposeError, DataError, OptionError
 from ftrain.grad import report
 from ftrain.loggers import History, Logger
 from ftrain.progress import Display, Status, show
@@ -135,7 +135,8 @@ def fit(
         OptionError: for numbers that are not positive.
         DataError: when there is no batch, or the data ends before `steps` is reached.
         NonFiniteError: when `skip_nonfinite` has reached its limit.
-        FtrainError: any of these holds what was trained until then in its ``result``.
+        Exception: whatever a step, the data or a logger raises; any error holds what was trained until
+            then, as `fit` returns it, in its ``result``.
     """
     if not callable(step):
         raise ComposeError(f"fit: the step is {type(step).__name__}; needs a Step or a function (state, batch)")
@@ -162,9 +163,10 @@ def fit(
             run.read(latest, display)
             if evaluate and done != run.step:
                 run.evaluated(evaluate, latest, run.step, display)
-        except FtrainError as error:
+        except Exception as error:
             run.read(latest, display, check=False)
-            error.result = FitResult(latest, run.history)
+            # Of any error, so that nothing that was trained is lost.
+            error.result = FitResult(latest, run.history)  # type: ignore[attr-defined]
             raise
     run.history.stopped = run.history.stopped or ("data" if steps is None or run.step < steps else "steps")
     return FitResult(latest, run.history)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, random, tree
-from ftrain.errors import ComposeError, StructureError
+from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.grad import adapt, report, value_and_grad
 from ftrain.module import initial
 from ftrain.purity import as_tree
@@ -110,8 +111,12 @@ class Step:
     @functools.cached_property
     def donating(self) -> Step:
         """The step that donates: itself, if it does so already."""
+        if self.donate:
+            return self
         donate = Wrapper("donated", "donated", "step", donate=True)
-        return self if self.donate else dataclasses.replace(self, wrappers=(*self.wrappers, donate))
+        step = dataclasses.replace(self, wrappers=(*self.wrappers, donate))
+        vars(step)["_origin"] = self._origin
+        return step
 
     @property
     def donate(self) -> bool:
@@ -138,13 +143,13 @@ class Step:
 
         def core(state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None) -> tuple[TrainState, Metrics]:
             gradients = grad(state, batch, rng)
-            new = update(state, gradients, hyper, donate=donate)
             metrics = {name: _value(metric) for name, metric in gradients.metrics.items()}
             if gradients.finite is not None:
                 metrics = report(metrics, self.base.text, skipped=~gradients.finite)
             metrics = {"loss": gradients.loss.value, **metrics}
-            # A metric may be a parameter itself, which the donated update has overwritten.
-            return new, tree.clone(metrics) if donate else metrics
+            # A metric may be a parameter itself, which a donated update overwrites.
+            metrics = tree.clone(metrics) if donate else metrics
+            return update(state, gradients, hyper, donate=donate), metrics
 
         return core
 
@@ -219,7 +224,7 @@ class Step:
             parts = tuple(tree.to(part, place) for part in parts)
         params, frozen, buffers = parts
         self._require_device(params)
-        return TrainState(
+        state = TrainState(
             step=torch.zeros((), dtype=torch.int64),
             params=params,
             frozen=frozen,
@@ -228,6 +233,7 @@ class Step:
             slots={wrapper.name: wrapper.slot(params) for wrapper in self.wrappers if wrapper.slot},
             rng=random.key(seed),
         )
+        return _own(state)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Return the next state and the metrics of this step.
@@ -242,16 +248,21 @@ class Step:
         given = state
         if getattr(state, "_origin", None) is not self._origin:
             self.require(state)
-            # What is donated is written, so no two leaves may be one tensor (as in the state of `averaged`).
-            state = tree.unshare(state) if self.donate else state
+        if self.donate and getattr(state, "_owner", None) != id(state):
+            # Others may hold the tensors of a state that was not made by `init` or a donating step.
+            state = tree.clone(state)
         count = int(state.step)
         hyper = {name: float(schedule(count)) for name, schedule in self.optimizer.schedules.items()}
+        for name, value in hyper.items():
+            if not math.isfinite(value):
+                raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs a finite number")
         key = state.rng
         with self.loss.scope(True):
             new, metrics = self.runner(state, as_tree(batch), hyper, random.fold_in_words(random.words(key), count))
         new = dataclasses.replace(new, step=torch.tensor(count + 1), rng=key)
-        object.__setattr__(new, "_origin", self._origin)
+        vars(new)["_origin"] = self._origin
         if self.donate:
+            _own(new)
             consume(given)
         return new, report(metrics, self.base.text, **hyper)
 
@@ -319,6 +330,13 @@ class _Eager:
         rng = random.to_device(random.from_words(words), device) if self._needs_rng else None
         with torch.no_grad(), backends.of(device).seeded(random.seed_of(words)):
             return self._core(state, batch, hyper, rng)
+
+
+def _own(state: TrainState) -> TrainState:
+    """Note that nobody else has the tensors of a state, so that they can be donated as they are."""
+    # By identity, since a copy of the state takes the mark along.
+    vars(state)["_owner"] = id(state)
+    return state
 
 
 def _optimize(optimizer: Optimizer) -> UpdateFn:

@@ -89,21 +89,6 @@ def clone(tree: PyTree) -> PyTree:
     return map(lambda leaf: leaf.detach().clone() if is_tensor(leaf) else leaf, tree)
 
 
-def unshare(tree: PyTree) -> PyTree:
-    """Copy the tensors that share memory with an earlier leaf; the others stay as they are."""
-    seen: set[int] = set()
-
-    def own(leaf: Any) -> Any:
-        if not is_tensor(leaf):
-            return leaf
-        memory = leaf.untyped_storage().data_ptr()
-        shared = memory in seen and leaf.numel() > 0
-        seen.add(memory)
-        return leaf.clone() if shared else leaf
-
-    return map(own, tree)
-
-
 def cast(tree: PyTree, dtype: torch.dtype) -> PyTree:
     """Convert floating-point tensors to `dtype`; integer and other leaves stay as they are."""
     return map(lambda leaf: leaf.to(dtype) if is_tensor(leaf) and leaf.is_floating_point() else leaf, tree)

@@ -102,7 +102,7 @@ class Mean:
 
 
 @tree_class
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TrainState:
     """Everything a run consists of, as one explicit tree: what is not in it does not exist.
 
@@ -123,6 +123,13 @@ class TrainState:
     opt_state: PyTree
     slots: dict[str, PyTree]
     rng: Tensor
+
+    def __repr__(self) -> str:
+        if "step" not in vars(self):
+            return "TrainState(consumed)"
+        leaves = optree.tree_leaves(self.params, namespace=NAMESPACE)
+        count = sum(leaf.numel() for leaf in leaves)
+        return f"TrainState(step={int(self.step)}, params={count:,} in {len(leaves)} leaves, slots={list(self.slots)})"
 
     def __getattr__(self, name: str) -> NoReturn:
         # Reached only when normal lookup fails, so a live state pays nothing for this.

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import Tensor
 
@@ -99,5 +99,5 @@ def require_positive(function: str, name: str, value: Any) -> None:
     Raises:
         OptionError: naming the function, the argument and its value.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
         raise OptionError(f"{function}: {name} is {value!r}, needs a whole number of at least 1")

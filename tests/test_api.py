@@ -121,7 +121,6 @@ MODULES = {
         "split",
         "to",
         "unflatten",
-        "unshare",
         "where",
     ],
 }

@@ -8,6 +8,7 @@ import math
 import re
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ftrain as ft
 from ftrain.backends import registry
-from ftrain.errors import ConsumedError
+from ftrain.errors import ConsumedError, LossError
 
 F64 = torch.float64
 
@@ -453,6 +454,20 @@ def test_donation_consumes_the_state_and_changes_no_bit():
         fit(step, batches(), donated)
 
 
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
+def test_a_metric_that_is_a_parameter_is_that_before_the_step(wrappers):
+    def loss(params, batch):
+        return squares(params, batch)[0], {"w": params["w"], "first": params["w"][0]}
+
+    _, history = fit(make(*wrappers, loss=loss), batches(3))
+    needed = [params()["w"].tolist()]
+    for count in (1, 2):
+        needed.append(by_hand(make(), batches(3)[:count])[0].params["w"].tolist())
+    for found, value in zip(history["w"], needed, strict=True):
+        assert found == pytest.approx(value, rel=1e-5)
+    assert history["first"] == [row[0] for row in history["w"]]
+
+
 def test_fit_does_not_change_the_step_it_is_given():
     step = make()
     text = repr(step)
@@ -569,6 +584,27 @@ def test_progress_lines_can_be_read(capsys):
         assert len(line) < 100
 
 
+def test_the_time_of_an_evaluation_is_not_counted_as_training(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def data():
+        for batch in batches(4):
+            now[0] += 1
+            yield batch
+
+    def evaluate(state):
+        now[0] += 100
+        return {"accuracy": 0.5}
+
+    options = {"steps": 4, "log_every": 1, "throughput": {"examples": lambda batch: len(batch[1])}}
+    fit(make(), data(), progress=True, evaluate=evaluate, evaluate_every=2, **options)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "examples/s" in line]
+    assert len(lines) == 4
+    assert all("  4 examples/s  " in line for line in lines)
+    assert [re.search(r"(\d+:\d\d) left", line).group(1) for line in lines] == ["0:03", "0:02", "0:01", "0:00"]
+
+
 def test_progress_without_a_known_end(capsys):
     fit(make(), batches(), progress=True, log_every=1)
     _, err = capsys.readouterr()
@@ -682,6 +718,44 @@ def test_an_evaluation_changes_neither_state_nor_random_numbers():
     assert first == ft.evaluate(ft.eval_step(loss), state, batches(3, length=2))
     assert_bitwise(state, kept)
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def writes_params(params, batch, buffers):
+    params["w"].add_(1)
+    return squares(params, batch)
+
+
+def writes_batch(params, batch, buffers):
+    batch[0].mul_(2)
+    return squares(params, batch)
+
+
+def writes_buffers(params, batch, buffers):
+    buffers["seen"].add_(1)
+    return squares(params, batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "path"), [(writes_params, "params.w"), (writes_batch, "batch.0"), (writes_buffers, "buffers.seen")]
+)
+def test_an_evaluation_that_changes_its_inputs_in_place(loss, path):
+    state = make(loss=loss).init(params(), buffers={"seen": torch.zeros(())})
+    with pytest.raises(LossError, match=f"{loss.__name__}.*{path} in place"):
+        ft.evaluate(ft.eval_step(loss), state, batches(1))
+
+
+def test_what_an_evaluation_puts_into_its_dicts_does_not_reach_the_caller():
+    def loss(params, batch, buffers):
+        buffers["seen"] = buffers["seen"] + 1
+        batch["x"] = batch["x"] * 2
+        return (batch["x"] @ params["w"]).mean(), {}, buffers
+
+    state = make(loss=loss).init(params(), buffers={"seen": torch.zeros(())})
+    batch = {"x": torch.ones(2, 3)}
+    first = ft.evaluate(ft.eval_step(loss), state, [batch])
+    assert ft.evaluate(ft.eval_step(loss), state, [batch]) == first
+    assert float(state.buffers["seen"]) == 0
+    assert torch.equal(batch["x"], torch.ones(2, 3))
 
 
 def test_an_evaluation_of_the_averages():

@@ -222,7 +222,6 @@ USES = {
     "device": tree.device_of,
     "replace": lambda state: dataclasses.replace(state, step=torch.tensor(0)),
     "asdict": dataclasses.asdict,
-    "repr": repr,
     "step": lambda state: make_step()(state, BATCH),
     "donated": lambda state: make_step(ft.donated())(state, BATCH),
     "compiled": lambda state: make_step(ft.compiled(backend="eager"))(state, BATCH),
@@ -237,6 +236,14 @@ def test_every_use_of_a_consumed_state_is_an_error(use):
     consume(state)
     with pytest.raises(ConsumedError):
         USES[use](state)
+
+
+def test_a_state_prints_on_one_line_also_when_it_is_consumed():
+    state = make_state()
+    assert repr(state).startswith("TrainState(step=")
+    assert "\n" not in repr(state)
+    consume(state)
+    assert repr(state) == "TrainState(consumed)"
 
 
 def test_a_copy_of_a_consumed_state_is_consumed():

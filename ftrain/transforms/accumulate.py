@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ftrain import random, tree
-from ftrain.errors import BatchError
+from ftrain.errors import BatchError, LossError
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState
 from ftrain.wrapper import Wrapper, require_positive, wrapper
 
@@ -106,6 +106,8 @@ def _added(total: Gradients, piece: Gradients) -> Gradients:
 
 
 def _merged(total: Metrics, piece: Metrics) -> Metrics:
+    if total.keys() != piece.keys():
+        raise LossError(f"accumulate: microbatches report different metrics: {sorted(total)} and {sorted(piece)}")
     return {name: total[name] + piece[name] for name in total}
 
 

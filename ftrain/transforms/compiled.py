@@ -19,6 +19,7 @@ from ftrain.step import Step
 from ftrain.types import (
     Gradients,
     Hyper,
+    LossFn,
     Metrics,
     PyTree,
     Runner,
@@ -93,6 +94,11 @@ class Compiler:
         """Compile a captured graph for the device of its inputs."""
         return graph.compile_graph(captured, inputs, self.backend_for(inputs[0].device), self.options)
 
+    def compile_loss(self, loss: LossFn) -> LossFn:
+        """Hand a loss to `torch.compile`."""
+        backend = self.backend or graph.INDUCTOR
+        return torch.compile(loss, dynamic=False, backend=backend, options=dict(self.options) or None)
+
     def backend_for(self, device: torch.device) -> str:
         """The backend that was asked for, or the one that suits the device."""
         return self.backend or backends.of(device).compile_backend
@@ -105,18 +111,17 @@ class Kinds:
         self._most = most
         self._known: dict[Hashable, dict[str, str]] = {}
 
-    def admit(self, batch: PyTree) -> None:
-        """Take note of a batch.
+    def admit(self, **inputs: PyTree) -> None:
+        """Take note of the inputs of a graph.
 
         Raises:
-            BatchError: when it is of one kind too many; names the leaf that differs most often.
+            BatchError: when they are of one kind too many; names the leaf that differs most often.
         """
-        leaves, spec = tree.flatten(batch)
+        leaves, spec = tree.flatten(inputs)
         kind = spec, tuple(_static(leaf) for leaf in leaves)
         if kind in self._known:
             return
-        names = [tree.path("batch", name) for name in tree.leaf_names(batch)]
-        shown = {name: _shown(leaf) for name, leaf in zip(names, leaves, strict=True)}
+        shown = {name: _shown(leaf) for name, leaf in zip(tree.leaf_names(inputs), leaves, strict=True)}
         if len(self._known) >= self._most:
             raise BatchError(self._too_many(shown))
         self._known[kind] = shown
@@ -157,7 +162,7 @@ class Traced:
         kind = spec, tuple(_static(leaf) for leaf in leaves)
         found = self._graphs.get(kind)
         if found is None:
-            self._kinds.admit(rest[0])
+            self._kinds.admit(state=carry, batch=rest[0])
             found = _Graph(self._function, leaves, spec, tensors, self._compiler, donate=self._donate)
             self._graphs[kind] = found
         with torch.no_grad():
@@ -179,7 +184,7 @@ class _Graph:
     ) -> None:
         self._donate = donate
         trees = tree.unflatten(spec, leaves)
-        captured = graph.capture(self._flat(function, leaves, spec), tensors, lambda: function(*trees))
+        captured = graph.capture(self._flat(function, leaves, spec), tensors, lambda: function(*tree.clone(trees)))
         self._run = compiler(captured, tensors)
 
     def _flat(self, function: Callable[..., Any], leaves: list[Any], spec: optree.PyTreeSpec) -> graph.Flat:
@@ -251,9 +256,7 @@ class _Compiled:
 
     def _split(self) -> Callable[..., Any]:
         core = self._step.assemble(
-            around_loss=lambda loss: torch.compile(
-                loss, dynamic=False, backend=self._compiler.backend or graph.INDUCTOR
-            ),
+            around_loss=self._compiler.compile_loss,
             around_update=self._traced_update,
         )
         return lambda state, batch, hyper, keys: core(
@@ -277,7 +280,7 @@ class _Compiled:
         self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
         if self._lowering == "split":
-            self._kinds.admit(batch)
+            self._kinds.admit(batch=batch)
         device = tree.device_of(state.params)
         values = torch.tensor(list(hyper.values()), dtype=torch.float64).to(device, non_blocking=True)
         inputs = (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from ftrain import keyed
 from ftrain.errors import ComposeError, OptionError
@@ -68,10 +68,11 @@ def remat(policy: str = "full", blocks: Sequence[type[nn.Module] | str] | None =
         parts = find_blocks(loss.module, blocks) if loss.module is not None else []
         prepared = Blocks(parts)
         met = [0]
+        region = _region(policy, met)
 
         @contextmanager
         def scope(training: bool) -> Iterator[None]:
-            with loss.scope(training), prepared.through(_region(policy, met)):
+            with loss.scope(training), prepared.through(region):
                 yield
 
         def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
@@ -94,14 +95,11 @@ def remat(policy: str = "full", blocks: Sequence[type[nn.Module] | str] | None =
 
 def _region(policy: str, met: list[int]) -> Callable[..., Any]:
     def region(function: Callable[..., Any], slots: Sequence[Slot], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            # Dynamo has its own operator for this, which sees to parameters, buffers and random numbers.
-            choice: dict[str, Any] = {} if policy == "full" else {"context_fn": _dynamo_contexts}
-            return checkpoint(function, *args, use_reentrant=False, **choice, **kwargs)
         met[0] += 1
         return checkpoint(_Repeatable(function, slots, policy), *args, use_reentrant=False, **kwargs)
 
-    return region
+    # Dynamo may compile the inside of a block, but not this: its own checkpoint would not run `_Repeatable` again.
+    return torch.compiler.disable(region, recursive=False)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Repeatable:
@@ -157,11 +155,3 @@ class _Reuse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless its result is there."""
         return detach(next(self._kept)) if func in DOTS else func(*args, **(kwargs or {}))
-
-
-def _dynamo_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_dots)  # type: ignore[no-untyped-call]
-
-
-def _keep_dots(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in DOTS else CheckpointPolicy.PREFER_RECOMPUTE

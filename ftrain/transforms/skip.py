@@ -22,8 +22,8 @@ def skip_nonfinite(limit: int = 10) -> Wrapper:
     steps were bad.
 
     Args:
-        limit: as many bad steps in a row are an error, which `fit` raises when it next reads metrics;
-            in a loop of your own, `step.check(state)` raises it.
+        limit: as many bad steps in a row are an error, which `fit` raises when it next reads metrics and
+            they still go on; in a loop of your own, `step.check(state)` raises it.
 
     Raises:
         OptionError: when `limit` is not a positive whole number.

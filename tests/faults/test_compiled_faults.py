@@ -136,3 +136,56 @@ def test_a_random_operation_with_a_generator():
     step = make(loss, ft.compiled(backend="eager", lowering="whole"))
     with failing(TraceError, "compiled", "generator", "# here: generator"):
         step(step.init(params()), batch())
+
+
+def test_a_plain_function_that_writes_and_cannot_be_captured_writes_once(caplog):
+    def step(state, batch):
+        batch.numpy()
+        state.add_(batch.sum())
+        return state, {"sum": batch.sum()}
+
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        state, _ = ft.compiled(backend="eager")(step)(torch.zeros(()), torch.ones(2))
+    assert float(state) == 2
+    assert "uncompiled" in caplog.text
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_function_of_steps_that_cannot_be_captured_takes_one_step(donate):
+    inner = make(squares, *[ft.donated()] * donate)
+
+    def step(state, batch):
+        batch["x"].numpy()
+        return inner(state, batch)
+
+    plain = make()
+    found, metrics = ft.compiled(backend="eager")(step)(inner.init(params()), batch())
+    needed, needed_metrics = plain(plain.init(params()), batch())
+    assert_bitwise(found, needed)
+    assert_bitwise(metrics, needed_metrics)
+
+
+def test_a_loss_that_cannot_be_captured_runs_once_in_the_step_that_finds_out():
+    real = []
+
+    def loss(params, batch):
+        real.append(type(batch["x"]) is torch.Tensor)
+        batch["x"].numpy()
+        return squares(params, batch)
+
+    step = make(loss, ft.compiled(backend="eager", lowering="whole"))
+    with failing(TraceError, "compiled", "numpy"):
+        step(step.init(params()), batch())
+    assert real.count(True) <= 1
+
+
+def test_a_number_in_the_state_of_a_plain_function_that_changes():
+    # Every value is another graph: that many compilations must not go unnoticed.
+    def step(state, batch):
+        return {"count": state["count"] + 1, "sum": state["sum"] + batch.sum()}, {}
+
+    compiled, start = ft.compiled(backend="eager", max_graphs=2)(step), {"count": 0, "sum": torch.zeros(())}
+    with pytest.raises(ft.errors.FtrainError, match="max_graphs is 2") as caught:
+        ft.fit(compiled, start, [torch.ones(2)] * 4, progress=False)
+    assert "state.count" in str(caught.value)
+    assert "tensor" in str(caught.value)

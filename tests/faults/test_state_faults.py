@@ -1,6 +1,7 @@
 """States that belong to another step or are used up, and calls that fail: they must lose nothing."""
 
 import copy
+import dataclasses
 import logging
 
 import pytest
@@ -105,6 +106,39 @@ def test_a_consumed_state_has_no_other_attributes_either():
     step(state, batch())
     with pytest.raises(AttributeError, match="no attribute 'weights'"):
         _ = state.weights
+
+
+def intact(state, kept):
+    """Whether a state is as it was, bit by bit; one that says that it was donated is neither changed nor a surprise."""
+    try:
+        assert_bitwise(state, kept)
+    except ConsumedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["fit", *DONATED])
+def test_a_copy_with_another_key_leaves_the_original_alone(name):
+    # Runs that differ in their seed have one start: the second must not begin where the first ended.
+    step = make() if name == "fit" else make(squares, DONATED[name])
+    state = step.init(params())
+    kept = ft.tree.clone(state)
+    other = dataclasses.replace(state, rng=ft.random.key(1))
+    if name == "fit":
+        ft.fit(step, other, [batch()], progress=False)
+    else:
+        step(other, batch())
+    intact(state, kept)
+
+
+def test_training_on_from_the_averages_leaves_the_original_alone():
+    step = make(squares, ft.ema(0.9))
+    state, _ = step(step.init(params()), batch())
+    kept = ft.tree.clone(state)
+    needed, _ = step(ft.averaged(state), batch())
+    found, _ = ft.fit(step, ft.averaged(state), [batch()], progress=False)
+    assert_bitwise(found, needed)
+    intact(state, kept)
 
 
 def flaky(params, batch):

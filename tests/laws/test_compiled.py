@@ -24,9 +24,19 @@ def test_inductor_equals_eager(names):
     _, step = build(names, p=0.0)
     found, metrics = train(ft.compiled(lowering="whole", donate=True)(step))
     needed, eager_metrics = train(step)
-    # Inductor rounds to 16 bits in other places than autocast does, and Adam divides by small numbers.
-    assert_same_state(found, needed, names, narrow=(3e-2, 3e-3))
+    if "bf16" in names or "fp16" in names:
+        # Inductor rounds to 16 bits in other places than autocast does, and Adam divides by small numbers: an element
+        # of the parameters can be far off, all of them together cannot.
+        assert_close_in_norm(found.params, needed.params)
+        assert_close_in_norm(found.opt_state["mu"], needed.opt_state["mu"])
+    else:
+        assert_same_state(found, needed, names)
     assert metrics[-1]["loss"] == pytest.approx(eager_metrics[-1]["loss"], rel=1e-3 if "bf16" in names else 1e-5)
+
+
+def assert_close_in_norm(found, needed, rtol=2e-2):
+    difference = ft.tree.global_norm(ft.tree.map(torch.sub, found, needed))
+    assert float(difference) < rtol * float(ft.tree.global_norm(needed))
 
 
 def test_inductor_full_stack_with_stock_dropout_is_pure_and_donation_changes_no_bit():

@@ -1,0 +1,65 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[1]
+COLUMNS = {"step", "seconds", "loss", "bpb", "grad_norm", "lr"}
+TINY = (
+    "--steps 30 --batch 8 --length 32 --width 32 --layers 2 --heads 2 --lr 1e-2 --ema 0.8 "
+    "--eval-batches 2 --sample 20 --seed 1"
+).split()
+
+
+def run(name: str, *options: str) -> str:
+    """Run an example as its reader would, with warnings as errors, and return what it printed."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *options],
+        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def accuracy(printed: str) -> float:
+    found = re.search(r"test accuracy (\d+\.\d+)%", printed)
+    assert found, printed
+    return float(found[1])
+
+
+@pytest.mark.parametrize(("name", "least"), [("digits.py", 98.5), ("pure.py", 94.0)])
+def test_classifiers_reach_their_accuracy(name: str, least: float) -> None:
+    assert accuracy(run(name)) >= least
+
+
+@pytest.mark.parametrize("options", [["--no-compile"], ["--layers", "1", "--accumulate", "2", "--remat"]])
+def test_train_lm_learns_and_writes_plain_files(tmp_path: Path, options: list[str]) -> None:
+    printed = run("train_lm.py", *TINY, "--out", str(tmp_path), *options)
+
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps, evaluations = [r for r in records if "loss" in r], [r for r in records if "held_out_bpb" in r]
+    assert [r["step"] for r in steps] == list(range(1, 31))
+    assert all(set(r) == COLUMNS for r in steps)
+    assert len(evaluations) == 1
+    assert steps[0]["bpb"] == pytest.approx(8.0, abs=0.1)
+    assert sum(r["bpb"] for r in steps[-5:]) / 5 < 6.5
+    assert evaluations[0]["held_out_bpb"] < 7.0
+
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights["blocks.0.attention.qkv.weight"].shape == (96, 32)
+    assert f"{evaluations[0]['held_out_bpb']:.3f} bits per byte" in printed
+    assert "value_and_grad <- accumulate(" in printed
+
+
+def test_train_lm_lists_its_options() -> None:
+    printed = run("train_lm.py", "--help")
+    for option in ("--steps", "--batch", "--amp", "--accumulate", "--remat", "--no-compile", "--device", "--out"):
+        assert option in printed
