@@ -247,7 +247,7 @@ def pipeline(model: nn.Module, o: argparse.Namespace) -> ft.Step:
     optimizer = ft.optim.adamw(schedule, b2=0.99, weight_decay=o.decay)
     step: ft.Step = ft.compose(
         ft.train_step(ft.from_module(model, predict_bytes), optimizer),
-        ft.remat() if o.remat else off,
+        ft.remat(blocks=[Block]) if o.remat else off,
         ft.with_amp(o.amp) if o.amp != "none" else off,
         ft.accumulate(o.accumulate),
         ft.clip(o.clip),

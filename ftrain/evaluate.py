@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -14,6 +15,7 @@ from ftrain.grad import adapt, detach
 from ftrain.purity import as_tree
 from ftrain.transforms.amp import DTYPES, NAMES, autocast, require_dtype
 from ftrain.types import Loss, Mean, PyTree, TrainState
+from ftrain.wrapper import Wrapper
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,22 @@ class EvalStep:
         torch's random generators change. A plain number counts once for each example of the batch.
         """
         batch = as_tree(batch)
-        with torch.no_grad(), self.loss.scope(False):
+        # Seeded, so that a model that draws in evaluation draws the same each time, and from nobody's stream.
+        seeded = backends.of(tree.device_of(state.params)).seeded(0)
+        with torch.no_grad(), seeded, self.loss.scope(False):
             loss, metrics, _ = purity.call(
                 self.loss.fn, state.params, state.frozen, batch, rng=None, buffers=state.buffers, name=self.loss.text
             )
             length = tree.batch_length(batch) or 1
             return {name: _mean(metric, length) for name, metric in detach({"loss": loss, **metrics}).items()}
+
+    def wrapped(self, wrapper: Wrapper) -> NoReturn:
+        """Refuse a wrapper.
+
+        Raises:
+            ComposeError: always; wrappers are for training steps.
+        """
+        raise ComposeError(f"{wrapper.text}: acts on a training step; evaluate(..., dtype=) computes in a narrow dtype")
 
     def __repr__(self) -> str:
         return f"eval    {self.loss.text}"
@@ -87,7 +99,7 @@ def evaluate(
 
 
 def _cast(loss: Loss, dtype: torch.dtype) -> Loss:
-    return Loss(autocast(loss.fn, dtype), loss.text, loss.scope, loss.module, loss.needs_rng)
+    return dataclasses.replace(loss, fn=autocast(loss.fn, dtype))
 
 
 def _mean(metric: Any, length: int) -> Mean:

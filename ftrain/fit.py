@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
+from ftrain.checks import require_positive
 from ftrain.errors import ComposeError, DataError, OptionError
 from ftrain.grad import report
 from ftrain.loggers import History, Logger
@@ -22,7 +23,6 @@ from ftrain.progress import Display, Status, show
 from ftrain.purity import as_tree
 from ftrain.step import Step
 from ftrain.types import Mean, Metrics, PyTree
-from ftrain.wrapper import require_positive
 
 Evaluate = Callable[[Any], Mapping[str, float]]
 Count = Callable[[PyTree], int]
@@ -37,7 +37,7 @@ class FitResult(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepRecord:
     """What `iterate` yields after each step.
 
     Args:
@@ -60,7 +60,7 @@ def iterate(
     *,
     steps: int | None = None,
     epochs: int | None = None,
-) -> Iterator[Progress]:
+) -> Iterator[StepRecord]:
     """Run a step over data and yield after each: the loop of `fit`, for those who write their own around it.
 
     Args:
@@ -85,7 +85,7 @@ def iterate(
             batch = tree.to(as_tree(given), device)
             state, metrics = step(state, batch)
             count += 1
-            yield Progress(count, state, metrics, batch)
+            yield StepRecord(count, state, metrics, batch)
             if steps is not None and count >= steps:
                 return
         epoch += 1
@@ -121,7 +121,8 @@ def fit(
             its tensors are moved to the device of the state.
         steps: train until the state has made so many steps, over as many passes as that takes.
         epochs: or so many passes over the data; one, when neither is given.
-        evaluate: ``state -> {name: number}``, recorded under these names, with ``eval_`` before those
+        evaluate: ``state -> {name: number}``; must copy (`ftrain.tree.clone`) what it keeps of a state
+            that is donated. Recorded under these names, with ``eval_`` before those
             that metrics of the step have.
         evaluate_every: how often, in steps; and always at the end.
         loggers: functions of a record, such as `ftrain.loggers.jsonl`.
@@ -163,10 +164,10 @@ def fit(
             run.read(latest, display)
             if evaluate and done != run.step:
                 run.evaluated(evaluate, latest, run.step, display)
-        except Exception as error:
-            run.read(latest, display, check=False)
+        except BaseException as error:
             # Of any error, so that nothing that was trained is lost.
             error.result = FitResult(latest, run.history)  # type: ignore[attr-defined]
+            run.read(latest, display, check=False)
             raise
     run.history.stopped = run.history.stopped or ("data" if steps is None or run.step < steps else "steps")
     return FitResult(latest, run.history)
@@ -189,10 +190,11 @@ class _Run:
         self._total, self._loggers, self._counts = total, loggers, counts
         self._first, self._start = start, time.perf_counter()
         self._names: set[str] = set()
+        self._streak = 0
         self._pending: list[tuple[int, float, Metrics]] = []
         self._window = _Window(self._start, counts)
 
-    def add(self, made: Progress) -> None:
+    def add(self, made: StepRecord) -> None:
         self.step = made.step
         self._window.add(made.batch)
         self._pending.append((made.step, time.perf_counter() - self._start, made.metrics))
@@ -209,7 +211,15 @@ class _Run:
         if pending:
             display.update(self._status(state, values[-1]))
         if check and self._check:
-            self._check(state)
+            self._check(state, self._longest_streak(values))
+
+    def _longest_streak(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Most skipped steps in a row up to now, those before the last reading included."""
+        longest = self._streak
+        for row in rows:
+            self._streak = self._streak + 1 if row.get("skipped") else 0
+            longest = max(longest, self._streak)
+        return longest
 
     def evaluated(self, evaluate: Evaluate, state: Any, step: int, display: Display) -> None:
         """Evaluate, and record the result; the time it takes does not count as training."""

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -47,10 +48,11 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
     """
     # Without symbolic shapes, so that reading a value is refused where it happens.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(tensor) for tensor in inputs]
+    # Detached, for one tensor that is given twice must be two inputs: next time it may be two tensors.
+    fakes = [mode.from_tensor(tensor.detach()) for tensor in inputs]
     try:
         with mode, torch.autograd.set_multithreading_enabled(False):
-            return make_fx(function, tracing_mode="real")(*fakes)
+            return _require_real(make_fx(function, tracing_mode="real")(*fakes))
     except TraceError as error:
         raise TraceError(f"{error} (at {_where(error)})") from error
     except FtrainError:
@@ -59,6 +61,16 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
         if not isinstance(error, VALUE_NEEDED):
             rehearse()
         raise TraceError(f"{_reason(error)} (at {_where(error)})") from error
+
+
+def _require_real(captured: fx.GraphModule) -> fx.GraphModule:
+    constants = [getattr(captured, str(node.target)) for node in captured.graph.nodes if node.op == "get_attr"]
+    if any(isinstance(constant, FakeTensor) for constant in constants):
+        raise TraceError(
+            "a tensor that was made while another graph was captured is used again; do not keep tensors of a forward "
+            "pass in caches or closures, or make them before the first step"
+        )
+    return captured
 
 
 def _reason(error: Exception) -> str:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from ftrain.errors import LossError, OptionError, StructureError
 from ftrain.grad import normalise
 from ftrain.purity import merge
-from ftrain.types import Loss, LossOutput, PyTree, TrainState
+from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
 
 Criterion: TypeAlias = Callable[..., Any]
 
@@ -32,6 +32,12 @@ class Slot(NamedTuple):
 
 Region: TypeAlias = Callable[..., Any]
 """``region(function, slots, *args, **kwargs)``: runs a block in a special way, rematerialised say."""
+
+CAUSAL = ("CausalLM", "LMHeadModel", "DoubleHeadsModel")
+"""What the names of transformers' models have in them whose loss shifts the labels by one."""
+
+IGNORED = -100
+"""The label that transformers leaves out of a loss."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,13 +56,15 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         module: any module; models of transformers too.
         criterion: ``criterion(model, batch)``, which may take ``rng=``, and returns a 0-d tensor or
             `Mean`, alone or with a dict of metrics. Without one, ``model(**batch).loss``, as
-            transformers' models compute it: the mean over the batch they are given.
+            transformers' models compute it, weighted by the labels that count.
 
     Raises:
         LossError: when `module` is no module or the criterion cannot be called; and from the loss, when
             it gets parameters that are not the module's.
     """
     _require_module(module, criterion)
+    # What torch.compile wraps is the module itself: its names have no prefix, and the step is compiled as a whole.
+    module = getattr(module, "_orig_mod", module)
     slots, places = _slots(module), [place for part in module.modules() for place in (part._parameters, part._buffers)]
     text = _criterion_name(criterion, module)
     run: Criterion = criterion or own_loss
@@ -70,9 +78,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         mean, metrics, _ = normalise(returned, None, text)
         return mean, metrics, after
 
-    # A module compiled by torch has no flag of its own, but that of the one in it.
-    flagged = [part for part in module.modules() if "training" in vars(part)]
-    return Loss(loss, text, scope=functools.partial(mode, flagged), module=module, needs_rng=needs_rng)
+    return Loss(loss, text, scope=functools.partial(mode, module), module=module, needs_rng=needs_rng)
 
 
 def _require_module(module: Any, criterion: Any) -> None:
@@ -96,8 +102,11 @@ def _require_module(module: Any, criterion: Any) -> None:
         )
 
 
-def own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | Mean:
     """Return ``module(**batch).loss``, as transformers' models define it.
+
+    With integer labels, as the `Mean` over those that are not -100 (of a causal model, over those that have
+    a token before them), so that microbatches with more padding count less.
 
     Raises:
         LossError: when the batch is no mapping or the model computes no loss from it.
@@ -107,13 +116,18 @@ def own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             f"from_module: without a criterion the batch is passed as keywords, found {type(batch).__name__}; "
             "needs a dict, or a criterion(model, batch)"
         )
-    loss = getattr(module(**batch), "loss", None)
+    loss: Tensor | None = getattr(module(**batch), "loss", None)
     if loss is None:
         raise LossError(
             f"from_module: {type(module).__name__}(**batch) has no .loss; add labels to the batch (it has "
             f"{', '.join(batch)}) or give a criterion(model, batch)"
         )
-    return loss  # type: ignore[no-any-return]
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not isinstance(loss, Tensor) or loss.ndim:
+        return loss
+    causal = labels.ndim > 1 and any(mark in type(module).__name__ for mark in CAUSAL)
+    weight = ((labels[..., 1:] if causal else labels) != IGNORED).sum().to(loss.dtype)
+    return Mean(loss * weight, weight)
 
 
 def to_module(module: nn.Module, state: TrainState) -> nn.Module:
@@ -213,13 +227,17 @@ def _restored(places: Sequence[dict[str, Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def mode(parts: list[nn.Module], training: bool) -> Iterator[None]:
-    """Set the training flag of modules, and put back each one's own."""
+def mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Put a module into training or evaluation mode, as its own `train` does it, and put back what was."""
+    parts = list(module.modules())
     before = [part.training for part in parts]
     try:
-        # Past nn.Module.__setattr__, which looks for parameters and costs ten times as much.
-        for part in parts:
-            part.__dict__["training"] = training
+        if any(type(part).train is not nn.Module.train for part in parts):
+            module.train(training)
+        else:
+            # Past nn.Module.__setattr__, which looks for parameters and costs ten times as much.
+            for part in parts:
+                part.__dict__["training"] = training
         yield
     finally:
         for part, flag in zip(parts, before, strict=True):

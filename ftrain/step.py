@@ -148,7 +148,9 @@ class Step:
                 metrics = report(metrics, self.base.text, skipped=~gradients.finite)
             metrics = {"loss": gradients.loss.value, **metrics}
             # A metric may be a parameter itself, which a donated update overwrites.
-            metrics = tree.clone(metrics) if donate else metrics
+            if donate:
+                metrics = tree.clone(metrics)
+                gradients = dataclasses.replace(gradients, buffers=_apart(gradients.buffers, state.params))
             return update(state, gradients, hyper, donate=donate), metrics
 
         return core
@@ -271,15 +273,19 @@ class Step:
         """Marks the states this step made, whose structure need not be checked again."""
         return object()
 
-    def check(self, state: TrainState) -> None:
+    def check(self, state: TrainState, in_a_row: int = 0) -> None:
         """Raise what the wrappers' slots show to be wrong; waits for the device.
+
+        Args:
+            state: the state to look at.
+            in_a_row: most bad steps in a row that the metrics have shown since the last check.
 
         Raises:
             NonFiniteError: when `skip_nonfinite` has skipped too many steps in a row.
         """
         for wrapper in self.wrappers:
             if wrapper.check:
-                wrapper.check(state.slots[wrapper.name])
+                wrapper.check(state.slots[wrapper.name], in_a_row)
 
     def require(self, state: TrainState) -> None:
         """Check that a state has the structure this step works on, and is where it can run.
@@ -330,6 +336,14 @@ class _Eager:
         rng = random.to_device(random.from_words(words), device) if self._needs_rng else None
         with torch.no_grad(), backends.of(device).seeded(random.seed_of(words)):
             return self._core(state, batch, hyper, rng)
+
+
+def _apart(buffers: PyTree, params: PyTree) -> PyTree:
+    """Copy the buffers that share memory with parameters, which a donated update overwrites."""
+    if not tree.leaves(buffers):
+        return buffers
+    held = {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(params)}
+    return tree.map(lambda leaf: leaf.clone() if leaf.untyped_storage().data_ptr() in held else leaf, buffers)
 
 
 def _own(state: TrainState) -> TrainState:

@@ -6,12 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 from torch import Tensor
 
 from ftrain.backends import Backend
-from ftrain.errors import ComposeError, OptionError
+from ftrain.errors import ComposeError
 from ftrain.types import GradFn, Loss, PyTree, Runner, TrainState, UpdateFn
 
 
@@ -33,7 +33,7 @@ class Wrapper:
         scale: ``state -> 0-d tensor``, the cotangent of the mean loss.
         account: ``(slot, finite) -> slot``. With one, a step whose loss or gradients are not finite
             changes nothing but the slots of the wrappers that account for it.
-        check: ``slot -> None``, raises on the host what the slot shows to be wrong; reads the device.
+        check: ``(slot, bad steps in a row) -> None``, raises on the host what they show to be wrong.
         require: ``Backend -> None``, raises when the device cannot do this.
     """
 
@@ -49,7 +49,7 @@ class Wrapper:
     slot: Callable[[PyTree], PyTree] | None = None
     scale: Callable[[TrainState], Tensor] | None = None
     account: Callable[[PyTree, Tensor], PyTree] | None = None
-    check: Callable[[PyTree], None] | None = None
+    check: Callable[[PyTree, int], None] | None = None
     require: Callable[[Backend], None] | None = None
 
     def __call__(self, step: Any) -> Any:
@@ -91,13 +91,3 @@ def wrapper(factory: Callable[..., Wrapper]) -> Callable[..., Any]:
         return factory(*args, **kwargs)
 
     return make
-
-
-def require_positive(function: str, name: str, value: Any) -> None:
-    """Check for a positive whole number.
-
-    Raises:
-        OptionError: naming the function, the argument and its value.
-    """
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
-        raise OptionError(f"{function}: {name} is {value!r}, needs a whole number of at least 1")

@@ -16,12 +16,13 @@ PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf
 # Each line may import only lines above it.
 STAIRCASE = [
     "errors",
+    "checks",
     "types",
     "tree",
     "purity",
     "random",
     "keyed",
-    "fused",
+    "inductor_random",
     "backends",
     "schedules",
     "optim",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
+from ftrain.checks import require_range
 from ftrain.optim.leaves import (
     DecayGroups,
     DecayMask,
@@ -15,7 +16,6 @@ from ftrain.optim.leaves import (
     matrices,
     own,
     pick,
-    require_range,
 )
 from ftrain.schedules import as_schedule
 from ftrain.types import Hyper, Optimizer, PyTree, Schedule

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
-from ftrain.errors import OptionError
 
 DecayMask: TypeAlias = Callable[[str, Tensor], bool]
 """``(name, leaf) -> bool``: whether weight decay applies to the leaf of that name."""
@@ -93,13 +92,3 @@ def like(grads: list[Tensor], params: list[Tensor]) -> list[Tensor]:
 def pick(indices: list[int], leaves: list[Tensor]) -> list[Tensor]:
     """Return the leaves at `indices`."""
     return [leaves[index] for index in indices]
-
-
-def require_range(function: str, name: str, value: float, low: float, high: float = float("inf")) -> None:
-    """Check that a constant lies in [low, high).
-
-    Raises:
-        OptionError: naming the function, the argument, its value and the range.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < high:
-        raise OptionError(f"{function}: {name} is {value!r}, needs a number in [{low:g}, {high:g})")

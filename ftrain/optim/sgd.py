@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
+from ftrain.checks import require_range
 from ftrain.errors import OptionError
-from ftrain.optim.leaves import DecayGroups, DecayMask, can_fuse, everything, like, own, pick, require_range
+from ftrain.optim.leaves import DecayGroups, DecayMask, can_fuse, everything, like, own, pick
 from ftrain.schedules import as_schedule
 from ftrain.types import Hyper, Optimizer, PyTree, Schedule
 

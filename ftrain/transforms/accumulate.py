@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ftrain import random, tree
+from ftrain.checks import require_positive
 from ftrain.errors import BatchError, LossError
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState
-from ftrain.wrapper import Wrapper, require_positive, wrapper
+from ftrain.wrapper import Wrapper, wrapper
 
 
 @wrapper

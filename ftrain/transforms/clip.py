@@ -34,7 +34,7 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
     if max_norm is not None and value is not None:
         raise OptionError(f"clip: found max_norm={max_norm!r} and value={value!r}; needs one of them")
     limit = value if value is not None else 1.0 if max_norm is None else max_norm
-    if not 0 < limit < float("inf"):
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < float("inf"):
         raise OptionError(f"clip: the limit is {limit!r}, needs a positive number")
 
     def wrap(grad: GradFn) -> GradFn:

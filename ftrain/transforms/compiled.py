@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, graph, random, tree
+from ftrain.checks import require_positive
 from ftrain.errors import BatchError, OptionError, TraceError
-from ftrain.fused import Fused
+from ftrain.inductor_random import Fused
 from ftrain.keyed import Keyed
 from ftrain.step import Step
 from ftrain.types import (
@@ -26,7 +27,7 @@ from ftrain.types import (
     TrainState,
     UpdateFn,
 )
-from ftrain.wrapper import Wrapper, require_positive, wrapper
+from ftrain.wrapper import Wrapper, wrapper
 
 LOWERINGS = ("auto", "whole", "split")
 log = logging.getLogger("ftrain")
@@ -49,7 +50,9 @@ def compiled(
     ``"auto"`` takes the whole step, and splits it when that cannot be captured, with one log line that
     says why. A changing learning rate is an input of the graph; another shape of the batch is another
     graph. Modules that draw from torch's global generators draw from the state's key instead in a
-    whole graph, so their random numbers differ from those of the eager step.
+    whole graph, so their random numbers differ from those of the eager step. As under `jax.jit`, what is
+    not an argument is read once, when the graph is captured: numbers in closures and attributes, and
+    metrics that are Python numbers.
 
     A plain function ``(state, batch) -> (state, metrics)`` is captured as it is; one that calls Steps
     runs uncompiled, since these work on the host as well: compile the Steps.
@@ -200,8 +203,12 @@ class _Graph:
             outputs = [leaf.clone() for leaf in extras if isinstance(leaf, Tensor)]
             if not self._donate:
                 return outputs + [new_leaves[i] for i in self._changed]
-            for i in self._changed:
-                old_leaves[i].copy_(new_leaves[i])
+            # What a new leaf shares with an old one is read before it is written.
+            held = {leaf.untyped_storage()._cdata for leaf in old_leaves}
+            values = [new_leaves[i] for i in self._changed]
+            values = [value.clone() if value.untyped_storage()._cdata in held else value for value in values]
+            for i, value in zip(self._changed, values, strict=True):
+                old_leaves[i].copy_(value)
             return outputs
 
         return flat
@@ -236,6 +243,7 @@ class _Compiled:
     def __init__(self, step: Step, lowering: str, compiler: Compiler) -> None:
         self._step, self._lowering, self._compiler = step, lowering, compiler
         self._kinds = Kinds(compiler.max_graphs)
+        self._may_split = lowering == "auto"
         self._core: Callable[..., Any] = self._whole() if lowering != "split" else self._split()
 
     @property
@@ -290,23 +298,18 @@ class _Compiled:
             random.to_device(torch.tensor([words, random.stock_words(words)]), device),
         )
         with torch.no_grad(), backends.of(device).seeded(random.seed_of(words)):
-            return self._settled(*inputs) if self._lowering != "auto" else self._first(*inputs)
+            return self._run(*inputs)
 
-    def _settled(self, *inputs: Any) -> tuple[TrainState, Metrics]:
-        try:
-            return self._core(*inputs)  # type: ignore[no-any-return]
-        except TraceError as error:
-            raise TraceError(f"compiled: the step cannot be captured as one graph: {error}") from error
-
-    def _first(self, *inputs: Any) -> tuple[TrainState, Metrics]:
-        """Take the whole step if it can be captured."""
+    def _run(self, *inputs: Any) -> tuple[TrainState, Metrics]:
         try:
             made = self._core(*inputs)
-            self._lowering = "whole"
         except TraceError as error:
+            if not self._may_split:
+                raise TraceError(f"compiled: the step cannot be captured as one graph: {error}") from error
             log.warning("compiled: split into loss and update, since the whole step cannot be captured: %s", error)
-            self._lowering, self._core = "split", self._split()
-            made = self._core(*inputs)
+            self._may_split, self._lowering, self._core = False, "split", self._split()
+            return self._core(*inputs)  # type: ignore[no-any-return]
+        self._lowering = "whole" if self._lowering == "auto" else self._lowering
         return made  # type: ignore[no-any-return]
 
 

@@ -7,8 +7,9 @@ import dataclasses
 import torch
 
 from ftrain import tree
-from ftrain.errors import OptionError, StructureError
-from ftrain.types import Gradients, Hyper, TrainState, UpdateFn
+from ftrain.checks import require_range
+from ftrain.errors import StructureError
+from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn
 from ftrain.wrapper import Wrapper, wrapper
 
 NAME = "ema"
@@ -28,14 +29,13 @@ def ema(decay: float = 0.999) -> Wrapper:
     Raises:
         OptionError: for a decay out of its range.
     """
-    if not 0 <= decay < 1:
-        raise OptionError(f"ema: decay is {decay!r}, needs a number in [0, 1)")
+    require_range("ema", "decay", decay, 0.0, 1.0)
 
     def wrap(update: UpdateFn) -> UpdateFn:
         def averaging(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
             averages, spec = tree.flatten(state.slots[NAME])
             new = update(state, gradients, hyper, donate=donate)
-            params = tree.leaves(new.params)
+            params = [leaf.to(average.dtype) for leaf, average in zip(tree.leaves(new.params), averages, strict=True)]
             if donate:
                 torch._foreach_lerp_(averages, params, 1 - decay)
             else:
@@ -44,7 +44,12 @@ def ema(decay: float = 0.999) -> Wrapper:
 
         return averaging
 
-    return Wrapper(NAME, f"ema({decay:g})", "update", update=wrap, slot=tree.clone)
+    return Wrapper(NAME, f"ema({decay:g})", "update", update=wrap, slot=_slot)
+
+
+def _slot(params: PyTree) -> PyTree:
+    # In 16 bits the small steps of an average would round to nothing.
+    return tree.map(lambda leaf: leaf.detach().to(torch.promote_types(leaf.dtype, torch.float32), copy=True), params)
 
 
 def averaged(state: TrainState) -> TrainState:
@@ -55,4 +60,5 @@ def averaged(state: TrainState) -> TrainState:
     """
     if NAME not in state.slots:
         raise StructureError("averaged: the state holds no averages; compose the step with ft.ema(decay)")
-    return dataclasses.replace(state, params=state.slots[NAME])
+    cast = tree.map(lambda average, leaf: average.to(leaf.dtype), state.slots[NAME], state.params)
+    return dataclasses.replace(state, params=cast)

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
+from ftrain.checks import require_positive
 from ftrain.errors import NonFiniteError
 from ftrain.types import PyTree
-from ftrain.wrapper import Wrapper, require_positive, wrapper
+from ftrain.wrapper import Wrapper, wrapper
 
 NAME = "skip_nonfinite"
 
@@ -22,8 +23,8 @@ def skip_nonfinite(limit: int = 10) -> Wrapper:
     steps were bad.
 
     Args:
-        limit: as many bad steps in a row are an error, which `fit` raises when it next reads metrics and
-            they still go on; in a loop of your own, `step.check(state)` raises it.
+        limit: as many bad steps in a row are an error, which `fit` raises when it next reads metrics; in
+            a loop of your own, `step.check(state)` raises it.
 
     Raises:
         OptionError: when `limit` is not a positive whole number.
@@ -39,8 +40,8 @@ def skip_nonfinite(limit: int = 10) -> Wrapper:
         bad = (~finite).to(torch.int64)
         return {"skipped": counters["skipped"] + bad, "in_a_row": (counters["in_a_row"] + 1) * bad}
 
-    def check(counters: PyTree) -> None:
-        in_a_row = int(counters["in_a_row"])
+    def check(counters: PyTree, seen: int) -> None:
+        in_a_row = max(int(counters["in_a_row"]), seen)
         if in_a_row >= limit:
             raise NonFiniteError(
                 f"skip_nonfinite: the loss or a gradient was not finite in {in_a_row} steps in a row (limit {limit}, "
