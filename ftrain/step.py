@@ -204,23 +204,21 @@ class Step:
             StructureError: for no parameters, or a parameter that is not a floating-point tensor.
             DeviceError: when the device is not there or cannot do what a wrapper needs.
         """
-        names: set[str] | None = None
-        if params is None:
-            if self.base.module is None:
-                raise StructureError(
-                    f"Step.init: {self.base.text} is no module; pass the parameters: step.init(params)"
-                )
-            params, own_buffers, names = initial(self.base.module)
-            if not names and self.trainable is None:
-                raise StructureError(
-                    f"Step.init: there is no parameter to train: none of {type(self.base.module).__name__} requires a "
-                    "gradient; set requires_grad, or say which train with trainable="
-                )
-            buffers = own_buffers if buffers is None else buffers
+        module = self.base.module
+        if module is None and params is None:
+            raise StructureError(f"Step.init: {self.base.text} is no module; pass the parameters: step.init(params)")
+        own_params, own_buffers, names = initial(module) if module is not None else ({}, {}, None)
+        if names is not None and not names and self.trainable is None:
+            raise StructureError(
+                f"Step.init: there is no parameter to train: none of {type(module).__name__} requires a gradient; set "
+                "requires_grad, or say which train with trainable="
+            )
+        params = own_params if params is None else params
+        buffers = own_buffers if buffers is None else buffers
         chosen = chooser(self.trainable, names, params)
         params, frozen = tree.split(tree.clone(params), chosen)
         require_params(params)
-        parts = params, frozen, tree.clone(buffers if buffers is not None else {})
+        parts = params, frozen, tree.clone(buffers)
         if device is not None:
             place = backends.resolve(device)
             parts = tuple(tree.to(part, place) for part in parts)

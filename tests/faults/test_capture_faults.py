@@ -1,0 +1,107 @@
+"""What a captured graph must not get wrong: inputs that are one tensor, and tensors kept from a capture."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import TraceError
+from tests.faults.problem import make, params, squares
+
+BACKENDS = ["eager", "aot_eager"]
+
+
+def of_two(params, batch):
+    return (params["w"].sum() * batch["x"] - batch["y"]).square().mean() + params["b"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("donate", [False, True])
+def test_one_tensor_given_twice_is_two_inputs(backend, donate):
+    step, eager = make(of_two, ft.compiled(backend=backend, donate=donate)), make(of_two)
+    state, needed = step.init(params()), eager.init(params())
+    same = torch.ones(4)
+    for given in ({"x": same, "y": same}, {"x": torch.full((4,), 3.0), "y": torch.full((4,), 5.0)}):
+        state, metrics = step(state, given)
+        needed, needed_metrics = eager(needed, given)
+        torch.testing.assert_close(metrics["loss"], needed_metrics["loss"])
+    torch.testing.assert_close(state.params, needed.params)
+
+
+def test_a_first_call_with_the_averages_does_not_tie_them_to_the_parameters():
+    step, eager = make(squares, ft.ema(0.5), ft.compiled(backend="eager")), make(squares, ft.ema(0.5))
+    given = {"x": torch.arange(6.0).reshape(2, 3), "y": torch.ones(2)}
+    step(ft.averaged(step.init(params())), given)
+    state, needed = step.init(params()), eager.init(params())
+    for _ in range(3):
+        (state, _), (needed, _) = step(state, given), eager(needed, given)
+    torch.testing.assert_close(state.slots["ema"], needed.slots["ema"])
+
+
+def test_a_tensor_kept_from_a_capture_is_refused_and_not_used():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.kept = nn.Linear(3, 1), []
+
+        def forward(self, x):
+            if not self.kept:
+                self.kept.append(torch.arange(3.0))
+            return self.inner(x + self.kept[0])
+
+    step = ft.train_step(ft.from_module(Keeping(), lambda model, x: model(x).sum()), ft.optim.sgd(0.1))
+    step = ft.compiled(backend="eager", lowering="whole")(step)
+    state, _ = step(step.init(), torch.ones(2, 3))
+    with pytest.raises(TraceError, match="made while another graph was captured"):
+        step(state, torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("wrappers", [(ft.donated(),), (ft.compiled(backend="eager", donate=True),)])
+def test_a_buffer_that_is_the_old_parameter_stays_the_old_one(wrappers):
+    def loss(params, batch, *, buffers):
+        return squares(params, batch), {}, {"previous": params["w"].detach()}
+
+    given = {"x": torch.ones(2, 3), "y": torch.zeros(2)}
+    step, plain = make(loss, *wrappers), make(loss)
+    buffers = {"previous": torch.zeros(3)}
+    (state, _), (needed, _) = (each(each.init(params(), buffers=buffers), given) for each in (step, plain))
+    assert torch.equal(state.buffers["previous"], params()["w"])
+    assert torch.equal(needed.buffers["previous"], params()["w"])
+
+
+def test_the_averages_of_16_bit_parameters_do_not_stand_still():
+    step = make(lambda params, batch: params["w"].sum(), ft.ema(0.999), optimizer=ft.optim.sgd(0.0))
+    state = step.init({"w": torch.ones(1, dtype=torch.bfloat16)})
+    state.slots["ema"]["w"].zero_()
+    for _ in range(200):
+        state, _ = step(state, torch.zeros(1))
+    assert float(state.slots["ema"]["w"]) == pytest.approx(1 - 0.999**200, rel=1e-4)
+    assert ft.averaged(state).params["w"].dtype == torch.bfloat16
+
+
+def test_a_module_keeps_what_its_own_train_says():
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.out = nn.BatchNorm1d(3), nn.Linear(3, 1)
+
+        def train(self, mode=True):
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+        def forward(self, x):
+            return self.out(self.norm(x))
+
+    step = ft.train_step(ft.from_module(Frozen(), lambda model, x: model(x).sum()), ft.optim.sgd(0.1))
+    state, _ = step(step.init(), torch.arange(6.0).reshape(2, 3))
+    assert torch.equal(state.buffers["norm.running_mean"], torch.zeros(3))
+
+
+def test_parameters_given_to_a_module_keep_what_is_frozen():
+    module = nn.Linear(3, 1)
+    module.bias.requires_grad_(False)
+    step = ft.train_step(ft.from_module(module, lambda model, x: model(x).sum()), ft.optim.sgd(0.1))
+    state = step.init({"weight": torch.ones(1, 3), "bias": torch.ones(1)})
+    assert state.params["bias"] is None
+    assert torch.equal(state.frozen["bias"], torch.ones(1))
