@@ -14,11 +14,14 @@ TINY = "--steps 30 --batch 8 --length 32 --width 32 --lr 1e-2 --ema 0.8 --eval-b
 
 
 def run(name: str, *options: str) -> str:
-    """Run an example as its reader would, and return what it printed; nothing may warn."""
+    """Run an example as its reader would, and return what it printed; nothing may warn.
+
+    On one thread: threads of several processes that wait for each other on the same cores take minutes for seconds.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *options],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
