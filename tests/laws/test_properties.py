@@ -1,0 +1,55 @@
+"""Accumulation equals the full batch for any tree, batch size, pieces and weights, all of them zero included."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ftrain as ft
+
+SHAPES = st.lists(st.sampled_from([(), (1,), (3,), (2, 3), (0,), (1, 4, 2)]), min_size=1, max_size=4)
+WEIGHTS = st.sampled_from([0.0, 0.0, 1.0, 2.5, 1e-3, 40.0])
+
+
+def weighted(params, batch):
+    """A weighted mean over examples, in which every parameter takes part."""
+    scores = sum((leaf * (index + 1)).sin().sum() for index, leaf in enumerate(ft.tree.leaves(params)))
+    errors = (scores * batch["x"] - batch["x"].cos()) ** 2
+    return ft.Mean((errors * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def gradient(params, batch, *wrappers):
+    """The gradient, as the negative step of plain descent with rate one."""
+    step = ft.compose(ft.train_step(weighted, ft.optim.sgd(1.0)), *wrappers)
+    state = step.init(params)
+    new, metrics = step(state, batch)
+    return ft.tree.map(torch.sub, state.params, new.params), metrics
+
+
+@given(shapes=SHAPES, n=st.integers(1, 5), each=st.integers(1, 3), data=st.data())
+def test_accumulation_equals_the_full_batch(shapes, n, each, data):
+    length = n * each
+    draw = torch.Generator().manual_seed(length)
+    params = {"a": [torch.randn(shape, dtype=torch.float64, generator=draw) for shape in shapes]}
+    weight = data.draw(st.lists(WEIGHTS, min_size=length, max_size=length))
+    batch = {
+        "x": torch.randn(length, dtype=torch.float64, generator=draw),
+        "weight": torch.tensor(weight, dtype=torch.float64),
+    }
+    full, full_metrics = gradient(params, batch)
+    pieces, metrics = gradient(params, batch, ft.accumulate(n))
+    torch.testing.assert_close(pieces, full, rtol=1e-12, atol=1e-12 * (1 + float(ft.tree.global_norm(full))))
+    torch.testing.assert_close(metrics["loss"], full_metrics["loss"], rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("more", [(), (ft.clip(1.0),), (ft.clip(value=0.1), ft.ema(0.5)), (ft.with_amp("fp16"),)])
+@pytest.mark.parametrize("compiled", [(), (ft.compiled(backend="eager", lowering="whole"),)], ids=["eager", "captured"])
+def test_no_weight_at_all_moves_nothing_and_brings_no_nan(n, more, compiled):
+    step = ft.compose(ft.train_step(weighted, ft.optim.adamw(0.1)), ft.accumulate(n), *more, *compiled)
+    params = {"w": torch.ones(3), "b": torch.zeros(())}
+    state = step.init(params)
+    for _ in range(2):
+        state, _ = step(state, {"x": torch.randn(4), "weight": torch.zeros(4)})
+    torch.testing.assert_close(state.params, params, rtol=0, atol=0)
+    assert all(bool(leaf.isfinite().all()) for leaf in ft.tree.leaves(state.opt_state))
