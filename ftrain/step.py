@@ -214,6 +214,8 @@ class Step:
                 "requires_grad, or say which train with trainable="
             )
         params = own_params if params is None else params
+        if names is not None:
+            names |= set(tree.leaf_names(params)) - own_params.keys()
         buffers = own_buffers if buffers is None else buffers
         chosen = chooser(self.trainable, names, params)
         params, frozen = tree.split(tree.clone(params), chosen)
