@@ -16,7 +16,7 @@ train: $(READY)  ## Train a byte-level GPT on Python's own standard library (ARG
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
 test: $(READY)  ## Run every test, the doctests and the code blocks of the documentation.
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(READY)  ## Check format, style and types.
 	$(BIN)/ruff format --check .
