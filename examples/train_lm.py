@@ -214,14 +214,14 @@ def options() -> argparse.Namespace:
     def add(name: str, default: Any, text: str, **more: Any) -> None:
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text, **more)
 
-    add("steps", 1200, "optimizer steps")
-    add("batch", 16, "windows in a batch")
+    add("steps", 600, "optimizer steps")
+    add("batch", 32, "windows in a batch")
     add("accumulate", 1, "pieces a batch is computed in; divides it")
     add("length", 128, "bytes in a window")
     add("width", 128, "features of a byte; a multiple of twice the heads")
     add("layers", 4, "blocks")
     add("heads", 2, "attention heads")
-    add("lr", 2e-3, "peak learning rate")
+    add("lr", 5e-3, "peak learning rate")
     add("decay", 0.1, "weight decay of the matrices")
     add("ema", 0.98, "decay of the average of the weights")
     add("clip", 1.0, "largest norm of the gradient")
@@ -261,7 +261,7 @@ def pipeline(model: nn.Module, o: argparse.Namespace) -> ft.Step:
 def sample(model: nn.Module, prompt: str, count: int, length: int, seed: int, temperature: float = 0.7) -> str:
     """Let the model continue a prompt by so many bytes, each drawn given the last `length`."""
     device = next(model.parameters()).device
-    tokens, key = torch.tensor(list((prompt or "\n").encode()), device=device), ft.random.key(seed)
+    tokens, key = torch.tensor(list(prompt.encode()), device=device), ft.random.key(seed)
     for k in range(count):
         logits = model(tokens[None, -length:])[0, -1]
         # The smallest of exponential times over probabilities is a draw from them.
@@ -294,8 +294,6 @@ def main() -> None:
     tell("model", f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
     tell("device", ft.backends.of(o.device).describe())
     print(f"\n{step}\n", flush=True)
-    if not o.no_compile:
-        print("compiling, which takes half a minute the first time", flush=True)
 
     eval_step = ft.eval_step(ft.from_module(model, predict_bytes))
     windows = SpreadWindows(held_out, o.batch, o.length, o.eval_batches)
