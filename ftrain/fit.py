@@ -292,12 +292,15 @@ def _device(state: Any) -> torch.device:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into a question that the loop asks; outside the main thread there is none."""
-    if threading.current_thread() is not threading.main_thread():
+    """Turn the first Ctrl-C into a question that the loop asks.
+
+    There is none outside the main thread, nor where interrupts are ignored, as in a job of the background.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     asked: list[bool] = []
-    before = signal.getsignal(signal.SIGINT)
 
     def ask(number: int, frame: FrameType | None) -> None:
         asked.append(True)

@@ -318,6 +318,25 @@ def interrupting(data, at, times=1):
         yield batch
 
 
+@pytest.fixture
+def heard():
+    """Ctrl-C as in a terminal: a shell starts its background jobs with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        _, history = fit(make(), interrupting(batches(6), 2, times=2))
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(history) == 6
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("at", [0, 2])
 def test_ctrl_c_returns_what_was_trained(at):
     before = signal.getsignal(signal.SIGINT)
@@ -334,11 +353,13 @@ def test_ctrl_c_returns_what_was_trained(at):
     assert rest["step"] == list(range(at + 2, 7))
 
 
+@pytest.mark.usefixtures("heard")
 def test_ctrl_c_in_the_last_step_is_no_error():
     _, history = fit(make(), interrupting(batches(3), 2))
     assert len(history) == 3
 
 
+@pytest.mark.usefixtures("heard")
 def test_a_second_ctrl_c_interrupts_at_once():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -362,6 +383,7 @@ def test_a_handler_of_ones_own_is_put_back_and_gets_the_second_one():
     assert history.stopped == "interrupt"
 
 
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
 def test_the_handler_is_put_back_after_an_error(kind):
     def failing():
@@ -433,6 +455,7 @@ def test_the_loss_of_an_evaluation_is_not_mistaken_for_that_of_a_step():
     assert history["loss"] == needed
 
 
+@pytest.mark.usefixtures("heard")
 def test_an_evaluation_after_ctrl_c():
     seen = []
     _, history = fit(make(), interrupting(batches(6), 1), evaluate=lambda state: seen.append(int(state.step)) or {})
