@@ -77,7 +77,9 @@ def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
     if "loss" in metrics:
         raise LossError(f"{name}: a metric is called 'loss', which is the name of the loss itself; rename it")
     if isinstance(loss, Tensor) and loss.ndim == 0:
-        loss = Mean(loss, torch.ones((), dtype=loss.dtype, device=loss.device), plain=True)
+        loss = Mean(
+            loss, torch.ones((), dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device), plain=True
+        )
     if not isinstance(loss, Mean):
         raise LossError(f"{name}: returned {tree.describe(loss)}; needs {FORMS}")
     for part in (loss.total, loss.weight):
@@ -132,7 +134,9 @@ def value_and_grad(
             )
         _require_differentiable(mean, name)
         # A count of tokens, or a narrower float, must not make the gradient coarser than the loss is.
-        weight = mean.weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
+        weight = mean.weight
+        if not mean.plain:
+            weight = weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
         factor = scale(state).to(mean.total.dtype) if scale else None
         grads = _gradients(mean.total, leaves, _cotangent(mean, weight, factor), name, names, allow_unused)
         finite = _finite(mean.total, grads) if watch else None
@@ -160,6 +164,8 @@ def _cotangent(mean: Mean, weight: Tensor, factor: Tensor | None) -> Tensor | No
 
 def detach(values: PyTree) -> PyTree:
     """Cut every tensor off the graph that computed it."""
+    if tree.is_blank(values):
+        return values
     return tree.map(lambda leaf: leaf.detach() if tree.is_tensor(leaf) else leaf, values)
 
 

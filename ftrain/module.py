@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -78,7 +78,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         mean, metrics, _ = normalise(returned, None, text)
         return mean, metrics, after
 
-    return Loss(loss, text, scope=functools.partial(mode, module), module=module, needs_rng=needs_rng)
+    return Loss(loss, text, scope=moding(module), module=module, needs_rng=needs_rng)
 
 
 def _require_module(module: Any, criterion: Any) -> None:
@@ -201,47 +201,61 @@ def _values(slots: list[Slot], params: Mapping[str, Tensor], buffers: Mapping[st
         ) from None
 
 
-@contextmanager
-def bound(slots: list[Slot], values: Sequence[Any]) -> Iterator[None]:
-    """Put tensors into their places in a module, and put back what was there."""
-    before = [slot.place[slot.key] for slot in slots]
-    try:
-        for slot, value in zip(slots, values, strict=True):
-            slot.place[slot.key] = value
-        yield
-    finally:
-        for slot, value in zip(slots, before, strict=True):
-            slot.place[slot.key] = value
+class bound:  # noqa: N801
+    """Context that puts tensors into their places in a module, and puts back what was there."""
+
+    def __init__(self, slots: Sequence[Slot], values: Sequence[Any]) -> None:
+        self._slots, self._values = slots, values
+
+    def __enter__(self) -> None:
+        self._before = [place[key] for place, key, _, _ in self._slots]
+        _put(self._slots, self._values)
+
+    def __exit__(self, *error: object) -> None:
+        _put(self._slots, self._before)
 
 
-@contextmanager
-def _restored(places: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Take out of a module what appears in it meanwhile: nothing of a run may stay there."""
-    before = [(place, dict(place)) for place in places]
-    try:
-        yield
-    finally:
-        for place, held in before:
+def _put(slots: Sequence[Slot], values: Sequence[Any]) -> None:
+    for (place, key, _, _), value in zip(slots, values, strict=True):
+        place[key] = value
+
+
+class _restored:  # noqa: N801
+    """Context that takes out of a module what appears in it meanwhile: nothing of a run may stay there."""
+
+    def __init__(self, places: Sequence[dict[str, Any]]) -> None:
+        self._places = places
+
+    def __enter__(self) -> None:
+        self._before = [dict(place) for place in self._places]
+
+    def __exit__(self, *error: object) -> None:
+        for place, held in zip(self._places, self._before, strict=True):
             place.clear()
             place.update(held)
 
 
-@contextmanager
-def mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Put a module into training or evaluation mode, as its own `train` does it, and put back what was."""
+def moding(module: nn.Module) -> Callable[[bool], AbstractContextManager[None]]:
+    """Return the function that makes the context in which a module trains, or is evaluated."""
     parts = list(module.modules())
-    before = [part.training for part in parts]
-    try:
-        if any(type(part).train is not nn.Module.train for part in parts):
-            module.train(training)
-        else:
-            # Past nn.Module.__setattr__, which looks for parameters and costs ten times as much.
-            for part in parts:
-                part.__dict__["training"] = training
-        yield
-    finally:
-        for part, flag in zip(parts, before, strict=True):
-            part.__dict__["training"] = flag
+    own = any(type(part).train is not nn.Module.train for part in parts)
+
+    @contextmanager
+    def mode(training: bool) -> Iterator[None]:
+        before = [part.training for part in parts]
+        try:
+            if own:
+                module.train(training)
+            else:
+                # Past nn.Module.__setattr__, which looks for parameters and costs ten times as much.
+                for part in parts:
+                    part.__dict__["training"] = training
+            yield
+        finally:
+            for part, flag in zip(parts, before, strict=True):
+                part.__dict__["training"] = flag
+
+    return mode
 
 
 def _criterion_name(criterion: Criterion | None, module: nn.Module) -> str:

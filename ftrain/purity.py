@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,17 @@ def call(
         StructureError: when the buffers it returns are not like those it got.
     """
     given = {"params": params, "frozen": frozen, "batch": batch, "buffers": buffers}
-    before = _versions(given)
+    leaves, spec = tree.flatten(given)
+    # Containers of its own: what it does to these is nobody's business.
+    own = tree.unflatten(spec, leaves)
+    before = _versions(leaves)
     try:
-        output = loss(merge(params, frozen), _own(batch), rng=rng, buffers=_own(buffers))
+        output = loss(merge(own["params"], own["frozen"]), own["batch"], rng=rng, buffers=own["buffers"])
     except RuntimeError as error:
         if LEAF_WRITTEN not in str(error):
             raise
         raise _changed(name, _written(loss, given, rng)) from error
-    after = _versions(given)
+    after = _versions(leaves)
     if after != before:
         changed = [a != b for a, b in zip(after, before, strict=True)]
         raise _changed(name, tree.leaf_names(given)[changed.index(True)])
@@ -43,32 +46,26 @@ def call(
 
 def as_tree(batch: Any) -> PyTree:
     """Turn a mapping that is no dict (a `BatchEncoding` of transformers, say) into one, to be a tree of its items."""
-    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+    return dict(batch) if not isinstance(batch, dict) and isinstance(batch, Mapping) else batch
 
 
 def merge(params: PyTree, frozen: PyTree) -> PyTree:
     """Put trainable and frozen parameters back together; each is None where the other has a leaf."""
-    return tree.overlay(params, frozen) if tree.leaves(frozen) else params
+    return params if frozen is None else tree.overlay(params, frozen)
 
 
-def _own(part: PyTree) -> PyTree:
-    return tree.map(lambda leaf: leaf, part)
-
-
-def _versions(given: PyTree) -> list[int | None]:
+def _versions(leaves: Sequence[Any]) -> list[int | None]:
     """Torch counts the in-place changes of every tensor, those made in inference mode excepted."""
-    return [
-        leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in tree.leaves(given)
-    ]
+    return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves]
 
 
 def _written(loss: LossFn, given: dict[str, Any], rng: Tensor | None) -> str:
     """Find the parameter that a loss writes, by giving it copies that it can."""
     copies = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, given)
-    before = _versions(copies)
+    before = _versions(tree.leaves(copies))
     with torch.enable_grad():
         loss(merge(copies["params"], copies["frozen"]), copies["batch"], rng=rng, buffers=copies["buffers"])
-    changed = [a != b for a, b in zip(_versions(copies), before, strict=True)]
+    changed = [a != b for a, b in zip(_versions(tree.leaves(copies)), before, strict=True)]
     return tree.leaf_names(given)[changed.index(True)] if any(changed) else "params"
 
 
@@ -80,6 +77,8 @@ def _changed(name: str, path: str) -> LossError:
 
 
 def _require_like(returned: PyTree, buffers: PyTree, name: str) -> None:
+    if tree.is_blank(returned) and tree.is_blank(buffers):
+        return
     new, old = tree.flatten(returned), tree.flatten(buffers)
     if new[1] == old[1] and all(
         isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype for a, b in zip(new[0], old[0], strict=True)

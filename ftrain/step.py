@@ -33,6 +33,7 @@ from ftrain.types import (
     TrainState,
     UpdateFn,
     consume,
+    replace,
 )
 from ftrain.wrapper import Wrapper
 
@@ -149,8 +150,8 @@ class Step:
             metrics = {"loss": gradients.loss.value, **metrics}
             # A metric may be a parameter itself, which a donated update overwrites.
             if donate:
-                metrics = tree.clone(metrics)
-                gradients = dataclasses.replace(gradients, buffers=_apart(gradients.buffers, state.params))
+                metrics = {name: m.clone() if isinstance(m, Tensor) else m for name, m in metrics.items()}
+                gradients = replace(gradients, buffers=_apart(gradients.buffers, state.params))
             return update(state, gradients, hyper, donate=donate), metrics
 
         return core
@@ -220,6 +221,7 @@ class Step:
         chosen = chooser(self.trainable, names, params)
         params, frozen = tree.split(tree.clone(params), chosen)
         require_params(params)
+        frozen = frozen if tree.leaves(frozen) else None
         parts = params, frozen, tree.clone(buffers)
         if device is not None:
             place = backends.resolve(device)
@@ -261,7 +263,7 @@ class Step:
         key = state.rng
         with self.loss.scope(True):
             new, metrics = self.runner(state, as_tree(batch), hyper, random.fold_in_words(random.words(key), count))
-        new = dataclasses.replace(new, step=torch.tensor(count + 1), rng=key)
+        new = replace(new, step=state.step + 1, rng=key)
         vars(new)["_origin"] = self._origin
         if self.donate:
             _own(new)
@@ -340,7 +342,7 @@ class _Eager:
 
 def _apart(buffers: PyTree, params: PyTree) -> PyTree:
     """Copy the buffers that share memory with parameters, which a donated update overwrites."""
-    if not tree.leaves(buffers):
+    if tree.is_blank(buffers):
         return buffers
     held = {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(params)}
     return tree.map(lambda leaf: leaf.clone() if leaf.untyped_storage().data_ptr() in held else leaf, buffers)
@@ -356,7 +358,7 @@ def _own(state: TrainState) -> TrainState:
 def _optimize(optimizer: Optimizer) -> UpdateFn:
     def update(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
         params, opt_state = optimizer.update(gradients.grads, state.opt_state, state.params, hyper, donate=donate)
-        return dataclasses.replace(state, params=params, opt_state=opt_state, buffers=gradients.buffers)
+        return replace(state, params=params, opt_state=opt_state, buffers=gradients.buffers)
 
     return update
 
@@ -371,7 +373,7 @@ def _guarded(update: UpdateFn, guards: Mapping[str, Callable[[PyTree, Tensor], P
         # Not donated: the old values are still needed for the case that the new ones are refused.
         new: TrainState = tree.where(finite, update(state, gradients, hyper, donate=False), state)
         counted = {name: account(state.slots[name], finite) for name, account in guards.items()}
-        return dataclasses.replace(new, slots={**new.slots, **counted})
+        return replace(new, slots={**new.slots, **counted})
 
     return guarded
 

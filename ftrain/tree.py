@@ -21,6 +21,13 @@ def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
 
+def columns(*trees: PyTree) -> tuple[list[list[Any]], optree.PyTreeSpec]:
+    """Return the leaves of each of several trees of one structure, and the structure of the tuple of them."""
+    found, spec = flatten(trees)
+    count = len(found) // len(trees)
+    return [found[start : start + count] for start in range(0, len(found), count or 1)] or [[] for _ in trees], spec
+
+
 def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> PyTree:
     """Put `leaves` back into the structure that `flatten` returned."""
     return optree.tree_unflatten(spec, leaves)
@@ -77,6 +84,11 @@ def split(tree: PyTree, keep: Callable[[str, Any], bool]) -> tuple[PyTree, PyTre
 def overlay(tree: PyTree, other: PyTree) -> PyTree:
     """Fill the gaps (None) of `tree` with the leaves of `other`, which has the same structure."""
     return optree.tree_map(lambda a, b: b if a is None else a, tree, other, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def is_blank(tree: PyTree) -> bool:
+    """Whether a tree is None or an empty dict: the cheap way to see that there is nothing to do."""
+    return tree is None or (isinstance(tree, dict) and not tree)
 
 
 def is_tensor(leaf: Any) -> bool:
@@ -136,20 +148,25 @@ def global_norm(tree: PyTree) -> Tensor:
 
     Half-precision leaves are summed in float32.
     """
-    norms = _leaf_norms(tree, 2.0)
+    return norm_of(leaves(tree))
+
+
+def norm_of(found: Sequence[Tensor]) -> Tensor:
+    """`global_norm` for a flat list of tensors."""
+    norms = _leaf_norms(found, 2.0)
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 def all_finite(tree: PyTree) -> Tensor:
     """Return a 0-d bool tensor: whether no leaf holds an infinity or NaN."""
     # A sum of squares could overflow where every element is finite; the largest magnitude cannot.
-    norms = _leaf_norms(tree, float("inf"))
+    norms = _leaf_norms(leaves(tree), float("inf"))
     return torch.isfinite(torch.stack(norms)).all() if norms else torch.ones((), dtype=torch.bool)
 
 
-def _leaf_norms(tree: PyTree, order: float) -> list[Tensor]:
+def _leaf_norms(found: Sequence[Tensor], order: float) -> list[Tensor]:
     """Norm of each leaf that has elements, all in one dtype of at least float32."""
-    found = [leaf for leaf in leaves(tree) if leaf.numel()]
+    found = [leaf for leaf in found if leaf.numel()]
     dtypes = {leaf.dtype for leaf in found}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     if dtypes != {wide}:

@@ -18,6 +18,7 @@ STAIRCASE = [
     "errors",
     "checks",
     "types",
+    "guard",
     "tree",
     "purity",
     "random",

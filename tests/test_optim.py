@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 import ftrain as ft
 from ftrain import tree
-from ftrain.errors import ComposeError, FtrainError, OptionError
+from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError
 from ftrain.optim import adamw, partition, sgd
-from ftrain.optim.leaves import DecayGroups, everything, matrices
+from ftrain.optim.leaves import Planner, everything, matrices
 
 F64 = torch.float64
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -243,13 +243,25 @@ def test_one_optimizer_serves_trees_of_other_shapes_and_dtypes(family):
 
 def test_groups_follow_the_dtypes_of_the_leaves():
     """A fused kernel on a GPU takes leaves of one dtype only."""
-    groups = DecayGroups(everything)
+    planner = Planner(everything)
     for dtypes, wanted in (
         ((torch.float32, torch.float32), [([0, 1], True)]),
         ((F64, torch.float32), [([0], True), ([1], True)]),
     ):
-        leaves, spec = tree.flatten([torch.ones(2, dtype=dtype) for dtype in dtypes])
-        assert groups.of(spec, leaves) == ([True, True], wanted)
+        params = [torch.ones(2, dtype=dtype) for dtype in dtypes]
+        (leaves, grads), spec = tree.columns(params, tree.clone(params))
+        plan = planner.of(spec, leaves, grads)
+        assert (plan.decays, plan.groups) == ([True, True], wanted)
+        assert planner.of(spec, leaves, grads) is plan
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_another_structure_are_refused(family):
+    optimizer = FAMILIES[family]()
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    grads = {"a": torch.ones(2), "c": torch.ones(2)}
+    with pytest.raises(StructureError, match="differ in structure"):
+        optimizer.update(grads, optimizer.init(params), params, rates(optimizer))
 
 
 # Weight decay

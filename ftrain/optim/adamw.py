@@ -8,10 +8,9 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.checks import require_range
 from ftrain.optim.leaves import (
-    DecayGroups,
     DecayMask,
-    Group,
-    can_fuse,
+    Plan,
+    Planner,
     like,
     matrices,
     own,
@@ -61,7 +60,7 @@ def adamw(
     if isinstance(lr, int | float) and lr < 0:
         require_range("adamw", "lr", lr, 0.0)
     schedule = as_schedule(lr)
-    groups = DecayGroups(decay_mask)
+    planner = Planner(decay_mask)
 
     def init(params: PyTree) -> PyTree:
         device = next((leaf.device for leaf in tree.leaves(params)), None)
@@ -75,18 +74,17 @@ def adamw(
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
-        leaves, spec = tree.flatten(params)
-        gradients, mu, nu = tree.leaves(grads), tree.leaves(opt_state["mu"]), tree.leaves(opt_state["nu"])
-        decays, parts = groups.of(spec, leaves)
-        if isinstance(hyper["lr"], Tensor) or not can_fuse(leaves, mu, nu):
+        (leaves, gradients, mu, nu), spec = tree.columns(params, grads, opt_state["mu"], opt_state["nu"])
+        plan = planner.of(spec, leaves, gradients, mu, nu)
+        if isinstance(hyper["lr"], Tensor) or not plan.fusible:
             count = opt_state["count"] + 1
-            leaves, mu, nu = plain(gradients, mu, nu, leaves, decays, count, hyper["lr"])
+            leaves, mu, nu = plain(gradients, mu, nu, leaves, plan.decays, count, hyper["lr"])
         else:
             count = opt_state["count"].add_(1) if donate else opt_state["count"] + 1
             leaves, mu, nu = own(leaves, donate), own(mu, donate), own(nu, donate)
-            fused(gradients, mu, nu, leaves, parts, count, hyper["lr"])
-        state = {"count": count, "mu": tree.unflatten(spec, mu), "nu": tree.unflatten(spec, nu)}
-        return tree.unflatten(spec, leaves), state
+            fused(gradients, mu, nu, leaves, plan, count, hyper["lr"])
+        params, _, mu, nu = tree.unflatten(spec, [*leaves, *gradients, *mu, *nu])
+        return params, {"count": count, "mu": mu, "nu": nu}
 
     def plain(
         grads: list[Tensor],
@@ -117,12 +115,12 @@ def adamw(
         mu: list[Tensor],
         nu: list[Tensor],
         leaves: list[Tensor],
-        parts: list[Group],
+        plan: Plan,
         count: Tensor,
         rate: float,
     ) -> None:
-        grads = like(grads, leaves)
-        for indices, decay in parts:
+        grads = grads if plan.aligned else like(grads, leaves)
+        for indices, decay in plan.groups:
             torch._fused_adamw_(
                 pick(indices, leaves),
                 pick(indices, grads),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import optree
@@ -10,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
+from ftrain.errors import StructureError
+from ftrain.guard import Guard
 
 DecayMask: TypeAlias = Callable[[str, Tensor], bool]
 """``(name, leaf) -> bool``: whether weight decay applies to the leaf of that name."""
@@ -28,25 +32,70 @@ def everything(name: str, leaf: Tensor) -> bool:
     return True
 
 
-class DecayGroups:
-    """Applies a decay mask to lists of leaves, once for each tree that comes by."""
+@dataclass(frozen=True)
+class Plan:
+    """What an optimizer knows of its leaves before it sees their values.
 
-    def __init__(self, mask: DecayMask) -> None:
-        self._mask = mask
-        self._known: dict[optree.PyTreeSpec, tuple[list[Any], list[bool], list[Group]]] = {}
+    Args:
+        decays: of each leaf, whether weight decay applies.
+        groups: the leaves as fused kernels take them.
+        fusible: whether torch's fused kernels run on them at all.
+        aligned: whether the gradients lie in memory as their leaves do, which fused kernels take for granted.
+    """
 
-    def of(self, spec: optree.PyTreeSpec, leaves: list[Tensor]) -> tuple[list[bool], list[Group]]:
-        """Return for each leaf whether it decays, and the groups for the fused kernels."""
-        kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
+    decays: list[bool]
+    groups: list[Group]
+    fusible: bool
+    aligned: bool
+
+
+class Planner:
+    """Makes plans, once for each tree that comes by.
+
+    Args:
+        mask: which leaves decay.
+        half: whether the fused kernels are right in 16 bits.
+    """
+
+    def __init__(self, mask: DecayMask, *, half: bool = True) -> None:
+        self._mask, self._half = mask, half
+        self._known: dict[optree.PyTreeSpec, tuple[Guard, Plan]] = {}
+
+    def of(self, spec: optree.PyTreeSpec, leaves: list[Tensor], grads: list[Tensor], *moments: list[Tensor]) -> Plan:
+        """Return the plan for leaves, their gradients and the moments beside them; `spec` is of all of these."""
+        tensors = list(itertools.chain(leaves, grads, *moments))
         known = self._known.get(spec)
-        if known is None or known[0] != kinds:
-            decays = self._decays(spec, leaves)
-            known = self._known[spec] = kinds, decays, _groups(decays, leaves)
-        return known[1], known[2]
+        if known is None or not known[0](tensors):
+            known = self._known[spec] = Guard(tensors), self._make(spec, leaves, grads, moments)
+        return known[1]
 
-    def _decays(self, spec: optree.PyTreeSpec, leaves: list[Tensor]) -> list[bool]:
-        named = tree.map_named(lambda name, leaf: bool(self._mask(name, leaf)), tree.unflatten(spec, leaves))
-        return tree.leaves(named)
+    def _make(
+        self, spec: optree.PyTreeSpec, leaves: list[Tensor], grads: list[Tensor], moments: tuple[list[Tensor], ...]
+    ) -> Plan:
+        params = tree.unflatten(require_alike(spec), leaves)
+        decays = tree.leaves(tree.map_named(lambda name, leaf: bool(self._mask(name, leaf)), params))
+        devices, dtypes = {leaf.device for leaf in leaves}, {leaf.dtype for leaf in leaves}
+        fusible = (
+            (self._half or all(dtype.itemsize >= 4 for dtype in dtypes))
+            and all(backends.of(device).fused_optimizers for device in devices)
+            and same_layout(leaves, *moments)
+        )
+        return Plan(decays, _groups(decays, leaves), fusible, _aligned(leaves, grads))
+
+
+def require_alike(spec: optree.PyTreeSpec) -> optree.PyTreeSpec:
+    """Return the structure of each tree in a tuple of trees, from that of the tuple.
+
+    Raises:
+        StructureError: when they have not all the same.
+    """
+    first, *others = spec.children()
+    if any(other != first for other in others):
+        raise StructureError(
+            "optimizer: the trees of parameters, gradients and moments differ in structure; gradients and "
+            "optimizer state must be like the parameters"
+        )
+    return first
 
 
 def _groups(decays: list[bool], leaves: list[Tensor]) -> list[Group]:
@@ -56,20 +105,13 @@ def _groups(decays: list[bool], leaves: list[Tensor]) -> list[Group]:
     return list(found.values())
 
 
-def can_fuse(leaves: list[Tensor], *moments: list[Tensor], half: bool = True) -> bool:
-    """Whether torch's fused optimizer kernels take these leaves, those of 16 bits included if `half`."""
-    dtypes = {leaf.dtype for leaf in leaves}
-    if not half and any(dtype.itemsize < 4 for dtype in dtypes):
-        return False
-    fused = all(backends.of(device).fused_optimizers for device in {leaf.device for leaf in leaves})
-    return fused and same_layout(leaves, *moments)
-
-
 def same_layout(leaves: list[Tensor], *others: list[Tensor]) -> bool:
     """Whether leaves are dense and those beside them lie in memory as they do, which fused kernels take for granted."""
-    return all(map(_is_dense, leaves)) and all(
-        leaf.stride() == other.stride() for column in others for leaf, other in zip(leaves, column, strict=True)
-    )
+    return all(map(_is_dense, leaves)) and all(_aligned(leaves, column) for column in others)
+
+
+def _aligned(leaves: list[Tensor], others: list[Tensor]) -> bool:
+    return all(leaf.stride() == other.stride() for leaf, other in zip(leaves, others, strict=True))
 
 
 def _is_dense(leaf: Tensor) -> bool:

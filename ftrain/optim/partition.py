@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import OptionError
+from ftrain.optim.leaves import require_alike
 from ftrain.types import Hyper, Optimizer, PyTree
 
 SEPARATOR = "/"
@@ -35,7 +36,9 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: Callable[[str, Tens
     }
 
     def split(params: PyTree, *others: PyTree) -> dict[str, list[dict[str, Any]]]:
-        names, columns = tree.leaf_names(params), [tree.leaves(part) for part in (params, *others)]
+        columns, spec = tree.columns(params, *others)
+        require_alike(spec)
+        names = tree.leaf_names(params)
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise OptionError(f"partition: two parameters are called {twice}; rename one, for labels go by name")

@@ -8,7 +8,7 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.checks import require_range
 from ftrain.errors import OptionError
-from ftrain.optim.leaves import DecayGroups, DecayMask, can_fuse, everything, like, own, pick
+from ftrain.optim.leaves import DecayMask, Plan, Planner, everything, like, own, pick
 from ftrain.schedules import as_schedule
 from ftrain.types import Hyper, Optimizer, PyTree, Schedule
 
@@ -45,7 +45,8 @@ def sgd(
     if isinstance(lr, int | float) and lr < 0:
         require_range("sgd", "lr", lr, 0.0)
     schedule = as_schedule(lr)
-    groups = DecayGroups(decay_mask)
+    # Not in 16 bits: torch's kernel for the CPU is wrong there (2.13).
+    planner = Planner(decay_mask, half=False)
 
     def init(params: PyTree) -> PyTree:
         return {"momentum": tree.map(torch.zeros_like, params)} if momentum else {}
@@ -53,16 +54,16 @@ def sgd(
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
-        leaves, spec = tree.flatten(params)
-        moments = tree.leaves(opt_state)
-        # Not in 16 bits: torch's kernel for the CPU is wrong there (2.13).
-        if isinstance(hyper["lr"], Tensor) or not can_fuse(leaves, *([moments] * bool(momentum)), half=False):
-            leaves, moments = plain(tree.leaves(grads), moments, leaves, groups.of(spec, leaves)[0], hyper["lr"])
+        (leaves, gradients, *rest), spec = tree.columns(params, grads, *opt_state.values())
+        plan = planner.of(spec, leaves, gradients, *rest)
+        moments = rest[0] if momentum else []
+        if isinstance(hyper["lr"], Tensor) or not plan.fusible:
+            leaves, moments = plain(gradients, moments, leaves, plan.decays, hyper["lr"])
         else:
             leaves, moments = own(leaves, donate), own(moments, donate)
-            fused(tree.leaves(grads), moments, leaves, groups.of(spec, leaves)[1], hyper["lr"])
-        state = {"momentum": tree.unflatten(spec, moments)} if momentum else {}
-        return tree.unflatten(spec, leaves), state
+            fused(gradients, moments, leaves, plan, hyper["lr"])
+        params, _, *state = tree.unflatten(spec, [*leaves, *gradients, *moments])
+        return params, {"momentum": state[0]} if momentum else {}
 
     def plain(
         grads: list[Tensor],
@@ -86,11 +87,11 @@ def sgd(
         grads: list[Tensor],
         moments: list[Tensor],
         leaves: list[Tensor],
-        parts: list[tuple[list[int], bool]],
+        plan: Plan,
         rate: float,
     ) -> None:
-        grads = like(grads, leaves)
-        for indices, decay in parts:
+        grads = grads if plan.aligned else like(grads, leaves)
+        for indices, decay in plan.groups:
             torch._fused_sgd_(
                 pick(indices, leaves),
                 pick(indices, grads),

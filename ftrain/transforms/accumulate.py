@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from ftrain import random, tree
 from ftrain.checks import require_positive
 from ftrain.errors import BatchError, LossError
-from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState
+from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
 from ftrain.wrapper import Wrapper, wrapper
 
 
@@ -42,7 +41,7 @@ def accumulate(n: int) -> Wrapper:
             keys = random.split(rng, n) if rng is not None else [None] * n
             total = _weighed(grad(state, pieces[0], keys[0]))
             for piece, key in zip(pieces[1:], keys[1:], strict=True):
-                here = dataclasses.replace(state, buffers=total.buffers)
+                here = replace(state, buffers=total.buffers)
                 total = _added(total, grad(here, piece, key))
             return _divided(total, n)
 
@@ -89,7 +88,7 @@ def _require_even(batch: PyTree, found: list[Any], n: int) -> None:
 
 def _weighed(piece: Gradients) -> Gradients:
     """Turn the gradient of a mean into that of the sum."""
-    return dataclasses.replace(piece, grads=tree.scale(piece.grads, piece.loss.weight))
+    return replace(piece, grads=tree.scale(piece.grads, piece.loss.weight))
 
 
 def _added(total: Gradients, piece: Gradients) -> Gradients:
@@ -116,4 +115,4 @@ def _divided(total: Gradients, n: int) -> Gradients:
     weight = total.loss.weight
     factor = torch.where(weight == 0, 0.0, 1.0 / weight)
     metrics = {name: m if isinstance(m, Mean) else m / n for name, m in total.metrics.items()}
-    return dataclasses.replace(total, grads=tree.scale(total.grads, factor), metrics=metrics)
+    return replace(total, grads=tree.scale(total.grads, factor), metrics=metrics)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import torch
 from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import OptionError
 from ftrain.grad import report
-from ftrain.types import GradFn, Gradients, PyTree, TrainState
+from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 from ftrain.wrapper import Wrapper, wrapper
 
 EPSILON = 1e-6
@@ -40,9 +37,12 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
     def wrap(grad: GradFn) -> GradFn:
         def clipping(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             found = grad(state, batch, rng)
-            norm = tree.global_norm(found.grads)
-            grads = _by_value(found.grads, limit) if value is not None else _by_norm(found.grads, norm, limit)
-            return dataclasses.replace(found, grads=grads, metrics=report(found.metrics, "clip", grad_norm=norm))
+            leaves, spec = tree.flatten(found.grads)
+            norm = tree.norm_of(leaves)
+            clipped = _by_value(leaves, limit) if value is not None else _by_norm(leaves, norm, limit)
+            return replace(
+                found, grads=tree.unflatten(spec, clipped), metrics=report(found.metrics, "clip", grad_norm=norm)
+            )
 
         return clipping
 
@@ -50,9 +50,9 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
     return Wrapper("clip", f"clip({kind}<={limit:g})", "grad", grad=wrap)
 
 
-def _by_norm(grads: PyTree, norm: Tensor, limit: float) -> PyTree:
-    return tree.scale(grads, torch.clamp(limit / (norm + EPSILON), max=1.0))
+def _by_norm(leaves: list[Tensor], norm: Tensor, limit: float) -> list[Tensor]:
+    return tree.scale_leaves(leaves, (norm + EPSILON).reciprocal_().mul_(limit).clamp_(max=1.0))
 
 
-def _by_value(grads: PyTree, limit: float) -> PyTree:
-    return tree.map(lambda leaf: leaf.clamp(-limit, limit), grads)
+def _by_value(leaves: list[Tensor], limit: float) -> list[Tensor]:
+    return [leaf.clamp(-limit, limit) for leaf in leaves]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from ftrain import tree
 from ftrain.checks import require_range
 from ftrain.errors import StructureError
-from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn
+from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 from ftrain.wrapper import Wrapper, wrapper
 
 NAME = "ema"
@@ -40,7 +38,7 @@ def ema(decay: float = 0.999) -> Wrapper:
                 torch._foreach_lerp_(averages, params, 1 - decay)
             else:
                 averages = list(torch._foreach_lerp(averages, params, 1 - decay))
-            return dataclasses.replace(new, slots={**new.slots, NAME: tree.unflatten(spec, averages)})
+            return replace(new, slots={**new.slots, NAME: tree.unflatten(spec, averages)})
 
         return averaging
 
@@ -61,4 +59,4 @@ def averaged(state: TrainState) -> TrainState:
     if NAME not in state.slots:
         raise StructureError("averaged: the state holds no averages; compose the step with ft.ema(decay)")
     cast = tree.map(lambda average, leaf: average.to(leaf.dtype), state.slots[NAME], state.params)
-    return dataclasses.replace(state, params=cast)
+    return replace(state, params=cast)
