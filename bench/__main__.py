@@ -1,62 +1,109 @@
-"""`python -m bench`: time every case, print a table, and write the rows to a CSV file."""
+"""`python -m bench`: measure a step beside what it replaces, write the rows, and make the report.
+
+The quick CPU set is the default; `--device cuda` runs the GPU set. Peers are optional: `bench/peers.txt`.
+"""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import dataclasses
-import subprocess
+import importlib
+import tempfile
+import time
 from pathlib import Path
 
 import torch
 
-from bench.steps import CASES, variants
-from bench.timing import Row, interleaved
+from bench import rows as results
+from bench.settings import Settings
 
 RESULTS = Path(__file__).parent / "results"
+CPU = {f"C{number}": f"bench.cases.c{number}" for number in range(7)}
+GPU = {f"G{number}": f"bench.gpu.g{number}" for number in range(6)}
 
 
-def main() -> None:
-    """Run the benchmarks."""
+def main(given: list[str] | None = None) -> int:
+    """Run the bench; the exit status is 1 when the maths of a case differs or one of ftrain's entrants fails."""
+    options = _parser().parse_args(given)
+    # What is not measured must not wait for threads of others who use the machine, either.
+    if threads := options.threads or (1 if options.smoke else None):
+        torch.set_num_threads(threads)
+    if options.report:
+        _report(options.out or RESULTS)
+        return 0
+    settings = _settings(options)
+    cases = _chosen(options)
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        # What is tiny is no measurement, and does not go where those are kept.
+        folder = options.out or (Path(scratch) if settings.tiny else RESULTS)
+        failed = _run(cases, settings, folder)
+        _report(folder)
+    return int(failed)
+
+
+def _run(cases: dict[str, str], settings: Settings, folder: Path) -> bool:
+    where, failed = results.machine(settings.place), False
+    for name, module in cases.items():
+        start = time.perf_counter()
+        rows = results.placed(importlib.import_module(module).run(settings), where)
+        results.write(rows, folder / f"{name}.csv")
+        _print(rows)
+        print(f"{name}: {time.perf_counter() - start:.0f} s\n", flush=True)
+        failed |= any(r.metric == results.FAILED and (r.variant == "all" or r.variant.startswith("ft")) for r in rows)
+    return failed
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    smoke = options.smoke
+    return Settings(
+        device=options.device,
+        rounds=1 if smoke else options.rounds,
+        seconds=0.0 if smoke else options.seconds,
+        tiny=options.tiny or smoke,
+        smoke=smoke,
+        # Tracing is what a smoke test must see; code generation takes minutes.
+        compile_backend="aot_eager" if smoke else "inductor",
+        peers=options.peers,
+        deadline=time.monotonic() + 60 * options.minutes,
+    )
+
+
+def _chosen(options: argparse.Namespace) -> dict[str, str]:
+    known = CPU if options.device == "cpu" and not options.gpu_set else GPU
+    wanted = options.case or [*known]
+    unknown = [name for name in wanted if name not in {**CPU, **GPU}]
+    if unknown:
+        raise SystemExit(f"bench: no case {', '.join(unknown)}; there are {', '.join([*CPU, *GPU])}")
+    return {name: {**CPU, **GPU}[name] for name in wanted}
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="turns that each variant takes")
+    parser.add_argument("--case", nargs="+", metavar="C1", help="run these cases only")
+    parser.add_argument("--rounds", type=int, default=30, help="turns that each entrant takes")
     parser.add_argument("--seconds", type=float, default=0.05, help="about how long a turn lasts")
-    parser.add_argument("--out", type=Path, default=RESULTS / "steps.csv", help="where the rows go")
-    options = parser.parse_args()
-    rows: list[Row] = []
-    for name, case in CASES.items():
-        made = variants(case)
-        (probe,) = interleaved(name, {"probe": made["loop, eager"]}, rounds=3, calls=3)
-        calls = max(1, round(options.seconds * 1e6 / probe.median))
-        rows += interleaved(name, made, rounds=options.rounds, calls=calls)
-        _print(rows[-len(made) :])
-        torch.compiler.reset()
-    _write(rows, options.out)
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda for the GPU set")
+    parser.add_argument("--gpu-set", action="store_true", help="run the GPU set on whatever device, to try it tiny")
+    parser.add_argument("--threads", type=int, help="of torch and of the peers")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="race other libraries")
+    parser.add_argument("--tiny", action="store_true", help="problems of no size, to see that everything runs")
+    parser.add_argument("--smoke", action="store_true", help="tiny, one round, nothing generated by Inductor")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no more entrants after so long")
+    parser.add_argument("--out", type=Path, help="folder of the rows; bench/results, or nowhere when tiny")
+    parser.add_argument("--report", action="store_true", help="run nothing, make the report from the rows there are")
+    return parser
 
 
-def _print(rows: list[Row]) -> None:
-    print(f"\n{rows[0].case}, microseconds a step ({torch.get_num_threads()} threads)")
-    print(f"{'':<28}{'p20':>10}{'median':>10}{'p80':>10}{'ratio':>8}")
+def _print(rows: list[results.Row]) -> None:
     for row in rows:
-        print(f"{row.variant:<28}{row.p20:>10,.0f}{row.median:>10,.0f}{row.p80:>10,.0f}{row.ratio:>8.2f}")
+        if row.metric == results.TIME:
+            print(f"{row.question:<28}{row.variant:<42}{row.p20:>12,.1f}{row.median:>12,.1f}{row.p80:>12,.1f} us")
 
 
-def _write(rows: list[Row], path: Path) -> None:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    context = {"unit": "us/step", "device": f"cpu x{torch.get_num_threads()}", "torch": torch.__version__}
-    context["commit"] = commit.stdout.strip()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        fields = [*(field.name for field in dataclasses.fields(Row)), *context]
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows({**_rounded(dataclasses.asdict(row)), **context} for row in rows)
-    print(f"\nwritten to {path}")
+def _report(folder: Path) -> None:
+    from bench.report import write_report
 
-
-def _rounded(row: dict[str, object]) -> dict[str, object]:
-    return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+    print(f"written to {write_report(folder)}")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,44 +1,108 @@
-"""Interleaved timing: variants take turns, so that a drift of the machine hits all of them alike."""
+"""Interleaved timing: entrants take turns, so that a drift of the machine hits all of them alike."""
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 
-Run = Callable[[], object]
+from bench.apart import Apart, train
+from bench.tasks import Entrant, Run, Task
+
+SETTLE = 0.02
+"""Seconds for the threads of another process to stop spinning and sleep, before and after its turn."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One result: microseconds a step at three quantiles, and the median ratio to the first variant."""
+class Racer(Protocol):
+    """One who can make so many steps and say how long they took."""
 
-    case: str
-    variant: str
-    p20: float
-    median: float
-    p80: float
-    ratio: float
+    def losses(self, steps: int) -> list[float]:
+        """The losses of the first steps."""
+
+    def turn(self, steps: int) -> float:
+        """The seconds that so many more steps took."""
+
+    def close(self) -> None:
+        """Free what it holds."""
 
 
-def interleaved(case: str, variants: Mapping[str, Run], *, rounds: int, calls: int) -> list[Row]:
-    """Time variants in turn, `calls` calls each, for so many rounds."""
-    for run in variants.values():
-        for _ in range(3):
+class Here:
+    """A racer in this process."""
+
+    def __init__(self, run: Run, device: str) -> None:
+        self._run = run
+        self._wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+
+    def losses(self, steps: int) -> list[float]:
+        return [float(self._run()) for _ in range(steps)]
+
+    def turn(self, steps: int) -> float:
+        run = self._run
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(steps):
             run()
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, run in variants.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                run()
-            times[name].append((time.perf_counter() - start) / calls * 1e6)
-    first = next(iter(variants))
-    return [_row(case, name, torch.tensor(times[name]), torch.tensor(times[first])) for name in variants]
+        self._wait()
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        del self._run
 
 
-def _row(case: str, name: str, own: torch.Tensor, first: torch.Tensor) -> Row:
-    low, middle, high = own.quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-    return Row(case, name, low, middle, high, (own / first).median().item())
+class There:
+    """A racer in a process of its own."""
+
+    def __init__(self, entrant: Entrant, task: Task) -> None:
+        self._apart, self._patience = Apart(train, entrant, task), entrant.patience
+
+    def losses(self, steps: int) -> list[float]:
+        # One more, for a loop that fetches a batch ahead has not finished the last one.
+        self._apart.ask("run", steps + 1, patience=self._patience)
+        found: list[float] = self._apart.ask("losses", patience=self._patience)
+        return found[:steps]
+
+    def turn(self, steps: int) -> float:
+        time.sleep(SETTLE)
+        seconds: float = self._apart.ask("run", steps)
+        time.sleep(SETTLE)
+        return seconds
+
+    def close(self) -> None:
+        self._apart.close()
+
+
+def racer(entrant: Entrant, task: Task) -> Racer:
+    """Make an entrant ready to race."""
+    if entrant.apart:
+        return There(entrant, task)
+    made = entrant.load()(entrant.task(task))
+    return Here(made, task.device) if callable(made) else made
+
+
+def interleaved(
+    racers: Mapping[str, Any], *, rounds: int, seconds: float, steps: int | None = None
+) -> dict[str, list[float]]:
+    """Time racers in turns of about so many seconds, or of so many steps; return microseconds a step by round.
+
+    Odd rounds go backwards, so that nobody always runs behind the same one.
+    """
+    calls = {name: steps or _calls(one, seconds) for name, one in racers.items()}
+    times: dict[str, list[float]] = {name: [] for name in racers}
+    # Collections would hit whoever happens to run; each starts with the same clean heap.
+    gc.collect()
+    for number in range(rounds):
+        for name in reversed(racers) if number % 2 else racers:
+            times[name].append(racers[name].turn(calls[name]) / calls[name] * 1e6)
+    return times
+
+
+def _calls(one: Any, seconds: float) -> int:
+    """Warm up, and find how many steps fill a turn."""
+    one.turn(2)
+    steps = 1
+    while (took := one.turn(steps)) < seconds / 4 and steps < 1 << 16:
+        steps *= 2
+    return max(1, round(seconds / took * steps))

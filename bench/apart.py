@@ -1,0 +1,124 @@
+"""Entrants in processes of their own, blocked on a pipe while others are timed.
+
+Two processes whose threads compute beside each other on the same cores would slow each other down many times, so one
+of them runs at a time and the others wait in a read, which costs nothing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gate import ClosedError, Gate
+from bench.tasks import Entrant, MissingError, Task
+
+QUIET = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONWARNINGS": "ignore",
+    "JAX_PLATFORMS": "cpu",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+}
+
+
+class Apart:
+    """A function in a process of its own, and the pipe to it."""
+
+    def __init__(self, target: Callable[..., None], *given: Any, environment: dict[str, str] | None = None) -> None:
+        here, there = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="bench-")
+        log = str(Path(self._folder.name) / "log")
+        settings = {**QUIET, **(environment or {})}
+        # Set here as well, since the child's imports may read them before its first line of ours.
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            arguments = (target, there, log, torch.get_num_threads(), given)
+            self._process = context.Process(target=_entered, args=arguments, daemon=True)
+            self._process.start()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+        there.close()
+        self._pipe = here
+
+    def receive(self, patience: float) -> Any:
+        """Wait for an answer.
+
+        Raises:
+            MissingError: when the process lacks what it needs.
+            TimeoutError: when there is no answer within so many seconds.
+            RuntimeError: for any other error of the process, with its text.
+        """
+        if not self._pipe.poll(patience):
+            self.close()
+            raise TimeoutError(f"no answer within {patience:.0f} s")
+        try:
+            kind, value = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"the process ended: exit code {self._process.exitcode}") from None
+        if kind == "missing":
+            raise MissingError(value)
+        if kind == "error":
+            raise RuntimeError(value)
+        return value
+
+    def ask(self, *command: Any, patience: float = 600.0) -> Any:
+        """Send a command and wait for its answer."""
+        self._pipe.send(command)
+        return self.receive(patience)
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(0.5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(5)
+        self._folder.cleanup()
+
+
+def _entered(target: Callable[..., None], pipe: Connection, log: str, threads: int, given: tuple[Any, ...]) -> None:
+    """Run in the child: its output goes to a file, and its errors to the parent."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(Path(log).parent)
+    torch.set_num_threads(threads)
+    if hasattr(os, "sched_setaffinity"):
+        # JAX takes a thread for each core it may use; torch has been told.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    try:
+        target(pipe, *given)
+    except ClosedError:
+        pass
+    except (ImportError, MissingError) as error:
+        pipe.send(("missing", str(error)))
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()[-2000:]))
+    sys.stdout.flush()
+    # Trainers leave threads that would keep the process.
+    os._exit(0)
+
+
+def train(pipe: Connection, entrant: Entrant, task: Task) -> None:
+    """Run in the child: train in turns, as the parent commands."""
+    own = entrant.task(task)
+    wait = torch.cuda.synchronize if task.device.startswith("cuda") else lambda: None
+    gate = Gate(pipe, own.batch(), wait)
+    if entrant.owns_loop:
+        entrant.load()(own, gate)
+        return
+    run = entrant.load()(own)
+    for _ in gate:
+        gate.record(run())

@@ -1,0 +1,25 @@
+"""The loss head of a language model alone, in time and memory."""
+
+from __future__ import annotations
+
+from bench.race import memory_rows, race
+from bench.rows import Row
+from bench.settings import Settings
+from bench.tasks import Entrant
+
+QUESTION = "C4 loss head, 50,257 classes"
+PLAIN = Entrant("F.cross_entropy(F.linear)", "head", "bench.heads:plain")
+ENTRANTS = (
+    PLAIN,
+    Entrant("F.cross_entropy(F.linear), compiled", "head", "bench.heads:plain", best=True),
+    Entrant("F.linear_cross_entropy", "head", "bench.heads:torch_fused"),
+    Entrant("ft.losses.linear_cross_entropy", "ours", "bench.heads:ours"),
+    Entrant("ft.losses.linear_cross_entropy, compiled", "ours", "bench.heads:ours", best=True),
+)
+
+
+def run(settings: Settings) -> list[Row]:
+    """Race the heads, then measure their memory."""
+    task = settings.task("head")
+    rows = race(QUESTION, task, ENTRANTS, settings, part=0.2)
+    return rows + memory_rows(QUESTION, task, ENTRANTS, base=PLAIN.name)

@@ -1,0 +1,57 @@
+"""Who races: the loops by hand, ftrain, and the peers, by the names that rows and claims use."""
+
+from __future__ import annotations
+
+from bench.settings import Settings
+from bench.tasks import Entrant
+
+HAND_EAGER = Entrant("loop, eager", "hand eager", "bench.loops:eager")
+HAND_COMPILED = Entrant("loop, torch.compile(model)", "hand compile", "bench.loops:compiled")
+HAND_BEST = Entrant("loop, torch.compile(loss)", "hand compile", "bench.loops:compiled", best=True)
+HAND_UPDATE = Entrant("loop, torch.compile(loss, update)", "hand compile", "bench.loops:compiled_update", best=True)
+HAND_APART = Entrant("loop, eager, in a process of its own", "control", "bench.loops:eager", apart=True)
+HAND_GRAPH = Entrant("loop, CUDA graph", "hand graph", "bench.loops:graphed")
+HAND_GRAPH_BEST = Entrant("loop, CUDA graph of torch.compile(loss)", "hand graph", "bench.loops:graphed", best=True)
+
+OURS_EAGER = Entrant("ftrain, eager", "ours", "bench.ours:eager")
+OURS_COMPILED = Entrant("ftrain, compiled", "ours", "bench.ours:compiled")
+OURS_KEEPING = Entrant("ftrain, compiled, not donated", "ours", "bench.ours:compiled", options=(("donate", False),))
+OURS_GRAPHED = Entrant("ftrain, compiled, graphs", "ours", "bench.ours:compiled", options=(("graphs", True),))
+OURS_UNGRAPHED = Entrant("ftrain, compiled, no graphs", "ours", "bench.ours:compiled", options=(("graphs", False),))
+
+_TRAINERS = {
+    "Accelerate": ("bench.peers.accelerate_loop:make", False),
+    "Fabric": ("bench.peers.fabric_loop:make", False),
+    "HF Trainer": ("bench.peers.hf_trainer:drive", True),
+    "Lightning Trainer": ("bench.peers.lightning_trainer:drive", True),
+}
+TRAINERS = tuple(
+    Entrant(f"{name}, {'best' if best else 'default'}", "trainer", code, best=best, apart=owns, owns_loop=owns)
+    for name, (code, owns) in _TRAINERS.items()
+    for best in (False, True)
+)
+JAX = tuple(
+    Entrant(name, "jax", "bench.peers.jax_step:drive", best=best, apart=True, owns_loop=True)
+    for name, best in (("JAX jit", False), ("JAX jit, donated", True))
+)
+
+HAND = (HAND_EAGER, HAND_COMPILED, HAND_BEST, HAND_UPDATE)
+OURS = (OURS_EAGER, OURS_COMPILED)
+BY_NAME = {
+    entrant.name: entrant
+    for entrant in (*HAND, HAND_APART, HAND_GRAPH, HAND_GRAPH_BEST, *OURS, OURS_KEEPING, OURS_GRAPHED, OURS_UNGRAPHED)
+    + TRAINERS
+    + JAX
+}
+
+
+def everyone(settings: Settings, *, smoke: bool = True) -> tuple[Entrant, ...]:
+    """All entrants that make sense on the device; the first one is who the maths of others is held to.
+
+    A case with `smoke=False` leaves out the trainers in a smoke test.
+    """
+    graphs = (HAND_GRAPH, HAND_GRAPH_BEST) if settings.device != "cpu" else ()
+    jax = JAX if settings.device == "cpu" else ()
+    trainers = TRAINERS if smoke or not settings.smoke else ()
+    peers = (*trainers, *jax) if settings.peers else ()
+    return (*HAND, *graphs, *OURS, *peers)

@@ -1,0 +1,48 @@
+"""`ft.fit` as an entrant: a turn is one call of it, from start to end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from typing import Any
+
+import ftrain as ft
+from bench.ours import step_of
+from bench.tasks import Task
+
+
+class Fitting:
+    """Fits for so many steps at a time; with progress, what it shows goes nowhere."""
+
+    def __init__(self, task: Task) -> None:
+        self._step, self._batch = step_of(task), task.batch()
+        self._state: Any = self._step.init(device=task.device)
+        self._progress = task.option("progress", False)
+
+    def losses(self, steps: int) -> list[float]:
+        return [float(loss) for loss in self._fit(steps)["loss"]]
+
+    def turn(self, steps: int) -> float:
+        start = time.perf_counter()
+        self._fit(steps)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        del self._state
+
+    def _fit(self, steps: int) -> ft.loggers.History:
+        target = int(self._state.step) + steps
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            shown = contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere)
+            with shown[0], shown[1]:
+                self._state, history = ft.fit(
+                    self._step, self._state, itertools.repeat(self._batch), steps=target, progress=self._progress
+                )
+        return history
+
+
+def fit(task: Task) -> Fitting:
+    """`ft.fit` over the compiled step, or with the option `compile=False` over the eager one."""
+    return Fitting(task)

@@ -1,0 +1,83 @@
+"""Peak memory of training: in a process of its own on a CPU, of the allocator on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bench.apart import Apart
+from bench.tasks import Entrant, MissingError, Task
+
+# Large blocks go back to the system as they are freed, so that what is resident is what is alive.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+STEPS = 3
+
+
+class Peak(NamedTuple):
+    """Bytes that training holds at its most, state and batch included, and how many of them only within a step."""
+
+    most: float
+    within: float
+
+
+def peak(entrant: Entrant, task: Task) -> Peak:
+    """Return the bytes that training holds at its most.
+
+    The process trains a few steps, which compiles what is compiled, then notes the most that is resident in a few
+    more; from that is taken what is resident when all that was trained is dropped, so that libraries and what their
+    compilers leave behind do not count.
+
+    Raises:
+        MissingError: where the system does not tell, or the entrant lacks what it needs.
+    """
+    apart = Apart(_measure, entrant, task, environment=MALLOC)
+    try:
+        return Peak(*apart.receive(600.0))
+    finally:
+        apart.close()
+
+
+def _measure(pipe: Connection, entrant: Entrant, task: Task) -> None:
+    run = entrant.load()(entrant.task(task))
+    for _ in range(STEPS):
+        run()
+    most, between = [], []
+    for _ in range(STEPS):
+        _release()
+        _forget_peak()
+        between.append(_status("VmRSS"))
+        run()
+        most.append(_status("VmHWM"))
+    del run
+    torch.compiler.reset()
+    _release()
+    highest = statistics.median(most)
+    pipe.send(("peak", (highest - _status("VmRSS"), highest - statistics.median(between))))
+
+
+def _release() -> None:
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        raise MissingError("peak memory is read with glibc on Linux only") from None
+
+
+def _forget_peak() -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        raise MissingError("this system does not let a process forget its peak memory") from None
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise MissingError(f"this system does not tell {name}")

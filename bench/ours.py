@@ -1,0 +1,104 @@
+"""ftrain's entrants: the same step eager, donated, compiled, captured, and with any wrappers between."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+import ftrain as ft
+from bench.problems import criterion
+from bench.tasks import LR, MAX_NORM, MissingError, Run, Task
+
+WRAPPERS: Mapping[str, Callable[[], Any]] = {
+    'with_amp("bf16")': lambda: ft.with_amp("bf16"),
+    "remat()": lambda: ft.remat(),
+    'remat("dots")': lambda: ft.remat("dots"),
+    "accumulate(2)": lambda: ft.accumulate(2),
+    "accumulate(4)": lambda: ft.accumulate(4),
+    "clip(1.0)": lambda: ft.clip(MAX_NORM),
+    "ema(0.99)": lambda: ft.ema(0.99),
+    "skip_nonfinite()": lambda: ft.skip_nonfinite(),
+    "donated()": lambda: ft.donated(),
+}
+
+
+def eager(task: Task) -> Run:
+    """`ft.donated()`, or with the option `donate=False` without it."""
+    return _stateful(step_of(task.with_options(compile=False)), task)
+
+
+def compiled(task: Task) -> Run:
+    """`ft.compiled(donate=True)`; the option `graphs` asks for the capture of device graphs or forbids it."""
+    return _stateful(step_of(task), task)
+
+
+def step_of(task: Task) -> ft.Step:
+    """The step with clipping, in the precision of the task, donated or compiled as its options say."""
+    donate = task.option("donate", True)
+    if task.option("compile", True):
+        return _composed(task, compiling(task, donate=donate, graphs=task.option("graphs")))
+    return _composed(task, *([ft.donated()] if donate else []))
+
+
+def wrapped(task: Task) -> Run:
+    """The plain eager step with the wrappers of the option `wrappers`, and no others."""
+    names = task.option("wrappers", ())
+    chosen = [compiling(task) if name == "compiled()" else WRAPPERS[name]() for name in names]
+    return _stateful(ft.compose(ft.train_step(loss(task), ft.optim.adamw(LR)), *chosen), task)
+
+
+def rematerialised(task: Task) -> Run:
+    """The donated eager step with the named blocks, or all of them, computed twice."""
+    blocks = task.option("blocks")
+    remat = ft.remat(task.option("policy", "full"), blocks=list(blocks) if blocks else None)
+    return _stateful(_composed(task, remat, ft.donated()), task)
+
+
+def compiling(task: Task, *, donate: bool = False, graphs: bool | None = None) -> Any:
+    """`ft.compiled`, with the capture of device graphs where it is asked for.
+
+    Raises:
+        MissingError: when this version of ftrain has no such option.
+    """
+    backend = {} if task.backend == "inductor" else {"backend": task.backend}
+    if graphs is None:
+        return ft.compiled(donate=donate, **backend)
+    names = inspect.signature(ft.compiled).parameters
+    option = next((name for name in ("graphs", "capture", "cuda_graphs") if name in names), None)
+    if option is None:
+        raise MissingError("this version of ft.compiled captures no device graphs")
+    return ft.compiled(donate=donate, **backend, **{option: graphs})
+
+
+def loss(task: Task) -> Any:
+    """The loss of a task, with the loss head that the option `fused_head` names."""
+    if not task.option("fused_head"):
+        return ft.from_module(task.model(), criterion)
+    head = getattr(ft.losses, "linear_cross_entropy", None)
+    if head is None:
+        raise MissingError("this version of ftrain has no losses.linear_cross_entropy")
+    return ft.from_module(
+        task.model(), lambda model, batch: head(model.hidden(batch["x"]), model.head.weight, batch["y"])
+    )
+
+
+def _composed(task: Task, *wrappers: Any) -> ft.Step:
+    precise = {"bf16": [ft.with_amp("bf16")], "tf32": [ft.with_amp("tf32")]}.get(task.precision, [])
+    inner = [WRAPPERS[name]() for name in task.option("wrappers", ())]
+    clip = [ft.clip(MAX_NORM)] if task.option("clip", True) else []
+    return ft.compose(ft.train_step(loss(task), ft.optim.adamw(LR)), *precise, *inner, *clip, *wrappers)
+
+
+def _stateful(step: ft.Step, task: Task) -> Run:
+    state, batch = step.init(device=task.device), task.batch()
+
+    def run() -> Tensor:
+        nonlocal state
+        state, metrics = step(state, batch)
+        found: Tensor = metrics["loss"]
+        return found
+
+    return run

@@ -1,0 +1,74 @@
+"""The Trainer of transformers, on batches that are ready: what is timed is its loop and not its collator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.gate import Gate
+from bench.problems import criterion
+from bench.tasks import LR, MAX_NORM, Task
+
+FOREVER = 10_000_000
+"""Steps of the run that is never finished; its linear schedule stays where it began."""
+
+
+class WithLoss(nn.Module):
+    """A model that computes its own loss, as the Trainer wants it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": criterion(self.model, {"x": x, "y": y})}
+
+
+class Ready(torch.utils.data.IterableDataset):
+    """Batches that are given one by one."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def __iter__(self) -> Any:
+        return iter(self.gate)
+
+
+def drive(task: Task, gate: Gate) -> None:
+    """Train until the gate closes."""
+    from transformers import Trainer, TrainingArguments
+
+    class Recording(Trainer):
+        def training_step(self, *given: Any, **named: Any) -> Tensor:
+            loss = super().training_step(*given, **named)
+            gate.record(loss)
+            return loss
+
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(torch.utils.data.DataLoader(self.train_dataset, batch_size=None))
+
+    best: dict[str, Any] = {}
+    if task.best:
+        best = {
+            "disable_tqdm": True,
+            "logging_strategy": "no",
+            "logging_nan_inf_filter": False,
+            "report_to": "none",
+            "optim": "adamw_torch_fused",
+            "torch_compile": True,
+            "torch_compile_backend": task.backend,
+        }
+    arguments = TrainingArguments(
+        output_dir="trainer",
+        max_steps=FOREVER,
+        learning_rate=LR,
+        weight_decay=0.0,
+        max_grad_norm=MAX_NORM,
+        save_strategy="no",
+        use_cpu=task.device == "cpu",
+        bf16=task.precision == "bf16",
+        **best,
+    )
+    Recording(model=WithLoss(task.model()), args=arguments, train_dataset=Ready(gate)).train()

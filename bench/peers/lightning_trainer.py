@@ -1,0 +1,44 @@
+"""The Trainer of Lightning. Best is its `barebones` mode, made to measure its overhead, with the loss compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gate import Gate
+from bench.peers.hf_trainer import Ready
+from bench.problems import criterion
+from bench.tasks import MAX_NORM, Task
+
+
+def drive(task: Task, gate: Gate) -> None:
+    """Train until the gate closes."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = task.model()
+            self.loss_fn = torch.compile(criterion, backend=task.backend) if task.best else criterion
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss = self.loss_fn(self.model, batch)
+            gate.record(loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return task.adamw(self.parameters(), **({"fused": True} if task.best else {}))
+
+    options: dict[str, Any] = {"barebones": True} if task.best else {"enable_checkpointing": False}
+    trainer = lightning.Trainer(
+        max_steps=-1,
+        max_epochs=-1,
+        accelerator="cpu" if task.device == "cpu" else "gpu",
+        devices=1,
+        precision="bf16-mixed" if task.precision == "bf16" else "32-true",
+        gradient_clip_val=MAX_NORM,
+        **options,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(Ready(gate), batch_size=None))

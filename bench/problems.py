@@ -1,0 +1,156 @@
+"""What is trained: a model, a batch and a loss, each at full size and tiny."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bench import models
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a problem, as far as it has them; `tokens` tells whether it reads integers."""
+
+    batch: int
+    length: int = 0
+    vocabulary: int = 0
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model family at two sizes: the one that is measured, and one that runs in a moment."""
+
+    text: str
+    build: Callable[[Sizes], nn.Module]
+    full: Sizes
+    tiny: Sizes
+    jax: str | None = None
+
+    def sizes(self, *, tiny: bool) -> Sizes:
+        """The sizes to run."""
+        return self.tiny if tiny else self.full
+
+    def batch(self, *, tiny: bool) -> Batch:
+        """Draw a batch: numbers to regress on, tokens to predict, or classes of sequences."""
+        s = self.sizes(tiny=tiny)
+        if s.vocabulary:
+            labels = (s.batch,) if self.build is _bert else (s.batch, s.length)
+            classes = 2 if self.build is _bert else s.vocabulary
+            return {"x": torch.randint(s.vocabulary, (s.batch, s.length)), "y": torch.randint(classes, labels)}
+        width = s.model.get("width", 1)
+        return {"x": torch.randn(s.batch, width), "y": torch.randn(s.batch, width)}
+
+
+def criterion(model: Callable[[Tensor], Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    """Squared error of numbers, cross-entropy of tokens or classes."""
+    out = model(batch["x"])
+    if batch["y"].is_floating_point():
+        return F.mse_loss(out.float(), batch["y"])
+    return F.cross_entropy(out.flatten(0, -2).float(), batch["y"].flatten())
+
+
+def flops(model: nn.Module, sizes: Sizes) -> float:
+    """Operations of a training step, six for each weight of a matrix and token, and the products of attention.
+
+    Source: Kaplan et al. 2020, arXiv:2001.08361, table 1; of a causal model half of the products count.
+    """
+    tokens = sizes.batch * max(sizes.length, 1)
+    # An embedding looks up; only as a tied head does its weight multiply, and then a linear map holds it.
+    matrices = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)}
+    layers, width = sizes.model.get("layers", 0), sizes.model.get("width", 0)
+    seen = 1.0 if isinstance(model, models.BERT) else 0.5
+    attention = 12 * layers * width * sizes.length * seen if sizes.length else 0.0
+    return tokens * (6.0 * sum(matrices.values()) + attention)
+
+
+def _leaves(sizes: Sizes) -> nn.Module:
+    return models.Leaves(sizes.model["leaves"])
+
+
+def _mlp(sizes: Sizes) -> nn.Module:
+    return models.mlp(**sizes.model)
+
+
+def _gpt(sizes: Sizes) -> nn.Module:
+    return models.GPT(sizes.vocabulary, length=sizes.length, **sizes.model)
+
+
+def _bert(sizes: Sizes) -> nn.Module:
+    return models.BERT(sizes.vocabulary, length=sizes.length, **sizes.model)
+
+
+def _llama(sizes: Sizes) -> nn.Module:
+    return models.Llama(sizes.vocabulary, length=sizes.length, **sizes.model)
+
+
+def _head(sizes: Sizes) -> nn.Module:
+    return models.Head(sizes.vocabulary, length=sizes.length, **sizes.model)
+
+
+SMALL = Sizes(2, 8, 32, {"width": 16, "layers": 2, "heads": 2})
+GPT2 = {"width": 768, "layers": 12, "heads": 12, "tied": True}
+SMALL_TIED = Sizes(2, 8, 32, {"width": 16, "layers": 2, "heads": 2, "tied": True})
+LLAMA = {"width": 2048, "layers": 16, "heads": 32, "groups": 8, "inner": 8192}
+SMALL_LLAMA = Sizes(1, 8, 32, {"width": 16, "layers": 2, "heads": 4, "groups": 2, "inner": 32})
+
+PROBLEMS: dict[str, Problem] = {
+    "null": Problem("one 1x1 linear", lambda sizes: models.null(), Sizes(1), Sizes(1), jax="sequential"),
+    "mlp": Problem(
+        "MLP 4x128, batch 64",
+        _mlp,
+        Sizes(64, model={"width": 128, "layers": 4}),
+        Sizes(4, model={"width": 8, "layers": 2}),
+        jax="sequential",
+    ),
+    "gpt128": Problem(
+        "GPT 4x128, 8 x 128 tokens, vocabulary 256",
+        _gpt,
+        Sizes(8, 128, 256, {"width": 128, "layers": 4, "heads": 4}),
+        SMALL,
+        jax="gpt",
+    ),
+    "gpt384": Problem(
+        "GPT 6x384, 4 x 256 tokens, vocabulary 8,192",
+        _gpt,
+        Sizes(4, 256, 8192, {"width": 384, "layers": 6, "heads": 6}),
+        SMALL,
+        jax="gpt",
+    ),
+    **{
+        f"gpt2 b{batch}": Problem(
+            f"GPT-2 124M, {batch} x 1024 tokens", _gpt, Sizes(batch, 1024, 50257, GPT2), SMALL_TIED, jax=None
+        )
+        for batch in (1, 4, 64)
+    },
+    "head": Problem(
+        "loss head, width 256, vocabulary 50,257, 2,048 tokens",
+        _head,
+        Sizes(1, 2048, 50257, {"width": 256}),
+        Sizes(1, 8, 32, {"width": 16}),
+    ),
+    "bert": Problem(
+        "bert-large, 4 x 512 tokens",
+        _bert,
+        Sizes(4, 512, 30522, {"width": 1024, "layers": 24, "heads": 16}),
+        Sizes(4, 8, 32, {"width": 16, "layers": 2, "heads": 2}),
+    ),
+    "llama": Problem("Llama-like 1.2B, 1 x 4096 tokens", _llama, Sizes(1, 4096, 128256, LLAMA), SMALL_LLAMA),
+    **{
+        f"leaves {count}": Problem(
+            f"{count:,} parameters of two numbers",
+            _leaves,
+            Sizes(1, model={"leaves": count}),
+            Sizes(1, model={"leaves": max(2, count // 100)}),
+        )
+        for count in (10, 100, 1_000, 10_000)
+    },
+}

@@ -1,0 +1,156 @@
+"""One question from start to end: get entrants ready, compare their maths, time them in turns, and make the rows."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from bench.memory import Peak, peak
+from bench.problems import flops
+from bench.rows import ADDED, FAILED, MEMORY, MISSING, RATIO, SKIPPED, TIME, WITHIN, Row, measured, said
+from bench.same import MathsError, require_same
+from bench.settings import Settings
+from bench.stats import differences, pairwise
+from bench.tasks import Entrant, MissingError, Task
+from bench.timing import interleaved, racer
+
+CHECKED = 3
+"""How many losses are compared."""
+
+
+class Race:
+    """The entrants of one question, those that are ready, and the rows so far."""
+
+    def __init__(
+        self, question: str, task: Task, settings: Settings, *, checked: int = CHECKED, tolerance: str = ""
+    ) -> None:
+        self.question, self.task, self.settings = question, task, settings
+        self.rows: list[Row] = []
+        self._checked, self._tolerance = checked, tolerance or task.precision
+        self._racers: dict[str, Any] = {}
+        self._losses: dict[str, list[float]] = {}
+        self._kinds: dict[str, str] = {}
+
+    def enter(self, entrants: Iterable[Entrant]) -> None:
+        """Get entrants ready; who cannot gets a row that says why."""
+        for entrant in entrants:
+            if self.settings.late():
+                self._say(entrant, SKIPPED, "the time of the run was used up")
+                continue
+            try:
+                self._prepare(entrant)
+            except (ImportError, MissingError) as error:
+                self._say(entrant, MISSING, str(error))
+            except TimeoutError as error:
+                self._say(entrant, SKIPPED, f"getting ready (compiling) took too long: {error}")
+            except Exception as error:
+                # An entrant that does not run is a result, and must not take the others with it.
+                self._say(entrant, FAILED, f"{type(error).__name__}: {str(error)[-200:]}")
+
+    def time(self, *, rounds: int, steps: int | None = None) -> dict[str, list[float]]:
+        """Compare the losses, then time all entrants that are ready; return microseconds a step by round."""
+        if not self._racers:
+            return {}
+        try:
+            apart = require_same(self._losses, self._tolerance)
+        except MathsError as error:
+            self.rows.append(said(self.question, "all", FAILED, str(error)))
+            self.close()
+            return {}
+        self.rows.append(measured(self.question, "all", "largest difference of losses", "", [apart]))
+        times = interleaved(self._racers, rounds=rounds, seconds=self.settings.seconds, steps=steps)
+        for name, values in times.items():
+            self.rows.append(measured(self.question, name, TIME, "us", values))
+            self.rows += self._rates(name, values)
+        for own in [name for name in times if self._kinds[name] in {"ours", "control"}]:
+            for other in [name for name in times if name != own]:
+                ratios = pairwise(times[own], times[other])
+                self.rows.append(measured(self.question, own, f"{RATIO}{other}", "", ratios, sure=True))
+        return times
+
+    def added(self, times: dict[str, list[float]], name: str, base: str) -> None:
+        """A row of what an entrant adds to the time of another, when both were timed."""
+        if name in times and base in times:
+            values = differences(times[name], times[base])
+            self.rows.append(measured(self.question, name, f"{ADDED}{base}", "us", values, sure=True))
+
+    def close(self) -> None:
+        """Drop all entrants."""
+        for one in self._racers.values():
+            one.close()
+        self._racers.clear()
+        torch.compiler.reset()
+        gc.collect()
+        if self.settings.place.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _prepare(self, entrant: Entrant) -> None:
+        on_gpu = self.settings.place.type == "cuda" and not entrant.apart
+        before = torch.cuda.memory_allocated() if on_gpu else 0
+        one = racer(entrant, self.task)
+        try:
+            losses = one.losses(self._checked)
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+                one.turn(2)
+                used = (torch.cuda.max_memory_allocated() - before) / 1e6
+                self.rows.append(measured(self.question, entrant.name, MEMORY, "MB", [used]))
+        except BaseException:
+            one.close()
+            raise
+        self._racers[entrant.name], self._losses[entrant.name] = one, losses
+        self._kinds[entrant.name] = entrant.kind
+        print(f"  ready: {entrant.name}", flush=True)
+
+    def _say(self, entrant: Entrant, what: str, why: str) -> None:
+        self.rows.append(said(self.question, entrant.name, what, why))
+        print(f"  {what}: {entrant.name}: {' '.join(why.split())[:160]}", flush=True)
+
+    def _rates(self, name: str, values: Sequence[float]) -> list[Row]:
+        sizes, rows = self.task.sizes, []
+        if sizes.length:
+            tokens = [sizes.batch * sizes.length / value * 1e6 for value in values]
+            rows.append(measured(self.question, name, "throughput", "tokens/s", tokens))
+        ceiling = self.settings.ceilings.get(self.task.precision)
+        if ceiling and sizes.length:
+            with torch.device("meta"):
+                work = flops(self.task.spec.build(sizes), sizes)
+            used = [work / value / 1e6 / ceiling * 100 for value in values]
+            rows.append(measured(self.question, name, "MFU of the measured ceiling", "%", used))
+        return rows
+
+
+def memory_rows(question: str, task: Task, entrants: Iterable[Entrant], base: str | None = None) -> list[Row]:
+    """Rows of peak memory of entrants, each in a process of its own, and of their ratios to one of them."""
+    found: dict[str, Peak] = {}
+    rows = []
+    for entrant in entrants:
+        try:
+            found[entrant.name] = peak(entrant, task)
+        except Exception as error:
+            what = MISSING if isinstance(error, MissingError | ImportError) else FAILED
+            rows.append(said(question, entrant.name, what, f"{MEMORY}: {error}"))
+            continue
+        rows.append(measured(question, entrant.name, MEMORY, "MB", [found[entrant.name].most / 1e6]))
+        rows.append(measured(question, entrant.name, WITHIN, "MB", [found[entrant.name].within / 1e6]))
+    for name in found if base in found else ():
+        if name != base:
+            for metric, part in ((MEMORY, "most"), (WITHIN, "within")):
+                ratio = getattr(found[name], part) / getattr(found[base], part)
+                rows.append(measured(question, name, f"{metric}, {RATIO}{base}", "", [ratio]))
+    return rows
+
+
+def race(question: str, task: Task, entrants: Iterable[Entrant], settings: Settings, *, part: float = 1.0) -> list[Row]:
+    """Race entrants with a part of the rounds, and return the rows."""
+    print(f"{question}", flush=True)
+    contest = Race(question, task, settings)
+    try:
+        contest.enter(entrants)
+        contest.time(rounds=settings.share(part))
+    finally:
+        contest.close()
+    return contest.rows

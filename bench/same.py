@@ -1,0 +1,38 @@
+"""Before anything is timed: do all entrants compute the same? A case whose maths differs is no comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 2e-2}
+"""Largest difference of a loss, relative to the reference's and to 1, by precision."""
+
+
+class MathsError(Exception):
+    """Entrants of a case compute different losses."""
+
+
+def require_same(losses: Mapping[str, Sequence[float]], precision: str) -> float:
+    """Compare the losses of the first steps with those of the first entrant, and return the largest difference.
+
+    Raises:
+        MathsError: naming who differs by more than the tolerance of the precision, and the losses.
+    """
+    reference, needed = next(iter(losses.items()))
+    tolerance, worst = TOLERANCE[precision], 0.0
+    for name, found in losses.items():
+        if len(found) != len(needed) or not needed:
+            raise MathsError(f"{name} gave {len(found)} losses where {reference} gave {len(needed)}")
+        apart = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found, needed, strict=True))
+        if not math.isfinite(apart) or apart > tolerance:
+            raise MathsError(
+                f"{name} computes {_shown(found)} where {reference} computes {_shown(needed)} "
+                f"({precision}: {apart:.1e} apart, at most {tolerance:.0e})"
+            )
+        worst = max(worst, apart)
+    return worst
+
+
+def _shown(losses: Sequence[float]) -> str:
+    return ", ".join(f"{loss:.6g}" for loss in losses)
