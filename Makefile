@@ -27,7 +27,8 @@ format: $(READY)  ## Rewrite the files as `make lint` wants them.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## Time a step against the loops it replaces and print the table.
+bench: $(READY)  ## Measure a step beside the loops and libraries that it replaces (ARGS="--help" lists the options).
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]' -r bench/peers.txt
 	$(BIN)/python -m bench $(ARGS)
 
 clean:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bench.gate import ClosedError, Gate
-from bench.tasks import Entrant, MissingError, Task
+from bench.tasks import Entrant, MissingError, Task, absent
 
 QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -102,10 +102,8 @@ def _entered(target: Callable[..., None], pipe: Connection, log: str, threads: i
         target(pipe, *given)
     except ClosedError:
         pass
-    except (ImportError, MissingError) as error:
-        pipe.send(("missing", str(error)))
-    except BaseException:
-        pipe.send(("error", traceback.format_exc()[-2000:]))
+    except BaseException as error:
+        pipe.send(("missing", str(error)) if absent(error) else ("error", traceback.format_exc()[-2000:]))
     sys.stdout.flush()
     # Trainers leave threads that would keep the process.
     os._exit(0)

@@ -37,12 +37,7 @@ JAX = tuple(
 
 HAND = (HAND_EAGER, HAND_COMPILED, HAND_BEST, HAND_UPDATE)
 OURS = (OURS_EAGER, OURS_COMPILED)
-BY_NAME = {
-    entrant.name: entrant
-    for entrant in (*HAND, HAND_APART, HAND_GRAPH, HAND_GRAPH_BEST, *OURS, OURS_KEEPING, OURS_GRAPHED, OURS_UNGRAPHED)
-    + TRAINERS
-    + JAX
-}
+PEERS = {entrant.name for entrant in TRAINERS + JAX}
 
 
 def everyone(settings: Settings, *, smoke: bool = True) -> tuple[Entrant, ...]:

@@ -25,13 +25,14 @@ def plain(task: Task) -> Run:
 
 
 def torch_fused(task: Task) -> Run:
-    """The function of torch that does both, where it has one (2.13)."""
+    """The function of torch that does both, where it has one (2.13); in pieces with the option `chunked`."""
     function = getattr(F, "linear_cross_entropy", None)
     if function is None:
         raise MissingError(f"torch {torch.__version__} has no F.linear_cross_entropy")
+    options = {"options": torch.nn.LinearCrossEntropyOptions()} if task.option("chunked") else {}
 
     def loss_of(model: Any, labels: Tensor) -> Tensor:
-        return function(model.hidden.flatten(0, 1), model.weight, labels.flatten())
+        return function(model.hidden.flatten(0, 1), model.weight, labels.flatten(), **options)
 
     return _gradient(task, loss_of)
 

@@ -1,9 +1,11 @@
-"""Models with random weights, small enough to read: a null model, many leaves, an MLP, GPT, BERT and a Llama."""
+"""Models with random weights, small enough to read: a null model, many leaves, an MLP, GPT, BERT and a Llama.
+
+Of torch alone, so that a GPU machine needs no more than ftrain itself does.
+"""
 
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -40,9 +42,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def attend(self, x: Tensor) -> Tensor:
-        q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=self.heads)
+        q, k, v = (_split(part, self.heads) for part in self.qkv(x).chunk(3, -1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(rearrange(attended, "b h t d -> b t (h d)"))
+        return self.out(_merge(attended))
 
     def feed(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
@@ -123,11 +125,11 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = self.norm1(x)
-        q = rearrange(self.q(h), "b t (h d) -> b h t d", h=self.heads)
-        k, v = rearrange(self.kv(h), "b t (two h d) -> two b h t d", two=2, h=self.groups)
+        q = _split(self.q(h), self.heads)
+        k, v = (_split(part, self.groups) for part in self.kv(h).chunk(2, -1))
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(rearrange(attended, "b h t d -> b t (h d)"))
+        x = x + self.out(_merge(attended))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
@@ -157,6 +159,16 @@ class Llama(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.hidden(x))
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    """Return (batch, heads, time, size) of (batch, time, heads * size)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _merge(x: Tensor) -> Tensor:
+    """Undo `_split`."""
+    return x.transpose(1, 2).flatten(2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

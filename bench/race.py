@@ -14,7 +14,7 @@ from bench.rows import ADDED, FAILED, MEMORY, MISSING, RATIO, SKIPPED, TIME, WIT
 from bench.same import MathsError, require_same
 from bench.settings import Settings
 from bench.stats import differences, pairwise
-from bench.tasks import Entrant, MissingError, Task
+from bench.tasks import Entrant, Task, absent
 from bench.timing import interleaved, racer
 
 CHECKED = 3
@@ -42,13 +42,12 @@ class Race:
                 continue
             try:
                 self._prepare(entrant)
-            except (ImportError, MissingError) as error:
-                self._say(entrant, MISSING, str(error))
             except TimeoutError as error:
                 self._say(entrant, SKIPPED, f"getting ready (compiling) took too long: {error}")
             except Exception as error:
                 # An entrant that does not run is a result, and must not take the others with it.
-                self._say(entrant, FAILED, f"{type(error).__name__}: {str(error)[-200:]}")
+                text = str(error) if absent(error) else f"{type(error).__name__}: {str(error)[-200:]}"
+                self._say(entrant, MISSING if absent(error) else FAILED, text)
 
     def time(self, *, rounds: int, steps: int | None = None) -> dict[str, list[float]]:
         """Compare the losses, then time all entrants that are ready; return microseconds a step by round."""
@@ -65,10 +64,7 @@ class Race:
         for name, values in times.items():
             self.rows.append(measured(self.question, name, TIME, "us", values))
             self.rows += self._rates(name, values)
-        for own in [name for name in times if self._kinds[name] in {"ours", "control"}]:
-            for other in [name for name in times if name != own]:
-                ratios = pairwise(times[own], times[other])
-                self.rows.append(measured(self.question, own, f"{RATIO}{other}", "", ratios, sure=True))
+        self.rows += self._ratios(times)
         return times
 
     def added(self, times: dict[str, list[float]], name: str, base: str) -> None:
@@ -109,6 +105,20 @@ class Race:
         self.rows.append(said(self.question, entrant.name, what, why))
         print(f"  {what}: {entrant.name}: {' '.join(why.split())[:160]}", flush=True)
 
+    def _ratios(self, times: dict[str, list[float]]) -> list[Row]:
+        """Ftrain's time over that of every other, and a control's over the first one's."""
+        first = next(iter(times))
+        pairs = [
+            (own, other)
+            for own in times
+            for other in times
+            if own != other and (self._kinds[own] == "ours" or (self._kinds[own] == "control" and other == first))
+        ]
+        return [
+            measured(self.question, own, f"{RATIO}{other}", "", pairwise(times[own], times[other]), sure=True)
+            for own, other in pairs
+        ]
+
     def _rates(self, name: str, values: Sequence[float]) -> list[Row]:
         sizes, rows = self.task.sizes, []
         if sizes.length:
@@ -123,24 +133,28 @@ class Race:
         return rows
 
 
-def memory_rows(question: str, task: Task, entrants: Iterable[Entrant], base: str | None = None) -> list[Row]:
-    """Rows of peak memory of entrants, each in a process of its own, and of their ratios to one of them."""
+def memory_rows(question: str, task: Task, entrants: Sequence[Entrant], settings: Settings) -> list[Row]:
+    """Rows of peak memory of entrants, each in a process of its own, and of their ratios to the first one."""
     found: dict[str, Peak] = {}
     rows = []
-    for entrant in entrants:
+    base = entrants[0].name
+    for entrant in settings.some(entrants):
+        if settings.late():
+            rows.append(said(question, entrant.name, SKIPPED, f"{MEMORY}: the time of the run was used up"))
+            continue
         try:
             found[entrant.name] = peak(entrant, task)
         except Exception as error:
-            what = MISSING if isinstance(error, MissingError | ImportError) else FAILED
-            rows.append(said(question, entrant.name, what, f"{MEMORY}: {error}"))
+            what = MISSING if absent(error) else FAILED
+            rows.append(said(question, entrant.name, what, f"{MEMORY}: {str(error)[-200:]}"))
             continue
         rows.append(measured(question, entrant.name, MEMORY, "MB", [found[entrant.name].most / 1e6]))
         rows.append(measured(question, entrant.name, WITHIN, "MB", [found[entrant.name].within / 1e6]))
-    for name in found if base in found else ():
-        if name != base:
-            for metric, part in ((MEMORY, "most"), (WITHIN, "within")):
-                ratio = getattr(found[name], part) / getattr(found[base], part)
-                rows.append(measured(question, name, f"{metric}, {RATIO}{base}", "", [ratio]))
+    for name in found.keys() - {base} if base in found else ():
+        for metric, own, other in zip((MEMORY, WITHIN), found[name], found[base], strict=True):
+            # What is tiny may hold less than a page.
+            if own > 0 and other > 0:
+                rows.append(measured(question, name, f"{metric}, {RATIO}{base}", "", [own / other]))
     return rows
 
 

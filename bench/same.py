@@ -24,8 +24,10 @@ def require_same(losses: Mapping[str, Sequence[float]], precision: str) -> float
     for name, found in losses.items():
         if len(found) != len(needed) or not needed:
             raise MathsError(f"{name} gave {len(found)} losses where {reference} gave {len(needed)}")
-        apart = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found, needed, strict=True))
-        if not math.isfinite(apart) or apart > tolerance:
+        differences = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(found, needed, strict=True)]
+        # `max` passes over a NaN that is not its first argument.
+        apart = max(differences) if all(map(math.isfinite, differences)) else math.nan
+        if not apart <= tolerance:
             raise MathsError(
                 f"{name} computes {_shown(found)} where {reference} computes {_shown(needed)} "
                 f"({precision}: {apart:.1e} apart, at most {tolerance:.0e})"

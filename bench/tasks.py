@@ -24,6 +24,13 @@ class MissingError(Exception):
     """A library, a device or a feature that an entrant needs is not there."""
 
 
+def absent(error: BaseException) -> bool:
+    """Whether an error says that something optional is not there; a broken import of ours is no such error."""
+    if isinstance(error, ModuleNotFoundError):
+        return (error.name or "").split(".")[0] not in {"", "ftrain", "bench", "torch"}
+    return isinstance(error, MissingError)
+
+
 @dataclass(frozen=True)
 class Task:
     """What to train and how; small and plain, so that it can be sent to another process."""

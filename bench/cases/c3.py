@@ -7,7 +7,7 @@ from bench.race import memory_rows, race
 from bench.rows import Row
 from bench.settings import Settings
 
-MEASURED = (field.HAND_COMPILED, field.HAND_EAGER, field.OURS_EAGER, field.OURS_COMPILED)
+MEASURED = (field.HAND_COMPILED, field.OURS_COMPILED, field.HAND_EAGER, field.OURS_EAGER)
 
 
 def run(settings: Settings) -> list[Row]:
@@ -17,7 +17,7 @@ def run(settings: Settings) -> list[Row]:
         entrants = field.everyone(settings, smoke=False)
         rows += race(title(precision), settings.task("gpt384", precision), entrants, settings, part=0.2)
     task = settings.task("gpt384")
-    return rows + memory_rows(title("fp32"), task, MEASURED, base=field.HAND_COMPILED.name)
+    return rows + memory_rows(title("fp32"), task, MEASURED, settings)
 
 
 def title(precision: str) -> str:

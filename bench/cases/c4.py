@@ -13,6 +13,7 @@ ENTRANTS = (
     PLAIN,
     Entrant("F.cross_entropy(F.linear), compiled", "head", "bench.heads:plain", best=True),
     Entrant("F.linear_cross_entropy", "head", "bench.heads:torch_fused"),
+    Entrant("F.linear_cross_entropy, chunked", "head", "bench.heads:torch_fused", options=(("chunked", True),)),
     Entrant("ft.losses.linear_cross_entropy", "ours", "bench.heads:ours"),
     Entrant("ft.losses.linear_cross_entropy, compiled", "ours", "bench.heads:ours", best=True),
 )
@@ -22,4 +23,4 @@ def run(settings: Settings) -> list[Row]:
     """Race the heads, then measure their memory."""
     task = settings.task("head")
     rows = race(QUESTION, task, ENTRANTS, settings, part=0.2)
-    return rows + memory_rows(QUESTION, task, ENTRANTS, base=PLAIN.name)
+    return rows + memory_rows(QUESTION, task, ENTRANTS, settings)

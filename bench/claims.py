@@ -1,0 +1,122 @@
+"""What ftrain claims of its speed, and how the rows bear it out. A claim that falls short is printed as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from bench import field
+from bench.cases import c5, c6
+from bench.rows import ADDED, MEMORY, RATIO, TIME, WITHIN, Row
+
+Find = Callable[[Sequence[Row]], Iterable[Row]]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A number that must not be larger than one bound, and aims at another; of all rows the worst one counts."""
+
+    text: str
+    unit: str
+    must: float
+    aim: float
+    find: Find
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worst row for a claim, if there is one, how many rows there are, and what that means."""
+
+    claim: Claim
+    worst: Row | None
+    found: int
+
+    @property
+    def word(self) -> str:
+        """One of ``aim``, ``must``, ``short`` and ``not measured``."""
+        if self.worst is None:
+            return "not measured"
+        if self.worst.median <= self.claim.aim:
+            return "aim"
+        return "must" if self.worst.median <= self.claim.must else "short"
+
+
+def judge(rows: Sequence[Row], claims: Sequence[Claim] | None = None) -> list[Verdict]:
+    """Hold claims against rows; the machine a row is from does not matter, and is shown."""
+    verdicts = []
+    for claim in CLAIMS if claims is None else claims:
+        found = [row for row in claim.find(rows) if not math.isnan(row.median)]
+        verdicts.append(Verdict(claim, max(found, key=lambda row: row.median, default=None), len(found)))
+    return verdicts
+
+
+def ratios(own: str, others: Iterable[str], questions: Iterable[str], before: str = "") -> Find:
+    """Find the ratios of one variant to others, in questions whose names begin in one of these ways."""
+    metrics, starts = {f"{before}{RATIO}{other}" for other in others}, tuple(f"{name} " for name in questions)
+
+    def find(rows: Sequence[Row]) -> Iterator[Row]:
+        return (r for r in rows if r.variant == own and r.metric in metrics and r.question.startswith(starts))
+
+    return find
+
+
+def _trainers(*, best: bool) -> list[str]:
+    return [entrant.name for entrant in field.TRAINERS if entrant.best == best]
+
+
+def _added_by_fit(rows: Sequence[Row]) -> Iterator[Row]:
+    pairs = {(fit.name, f"{ADDED}{c6.LOOPS[way].name}") for way, fit in c6.FITS.items()}
+    return (row for row in rows if row.question == c6.QUESTION and (row.variant, row.metric) in pairs)
+
+
+def _added_by_leaf(rows: Sequence[Row]) -> Iterator[Row]:
+    return (row for row in rows if row.metric == "added a leaf" and row.variant == field.OURS_COMPILED.name)
+
+
+def _remat(rows: Sequence[Row]) -> list[Row]:
+    """The cheapest kind of remat of those that at least halve what is held within a step."""
+    of = [row for row in rows if row.question == c5.REMAT]
+    held = f"{WITHIN}, {RATIO}{c5.KEEPING_ALL.name}"
+    halved = {row.variant for row in of if row.metric == held and row.median <= 0.5}
+    times = [row for row in of if row.metric == f"{RATIO}{c5.KEEPING_ALL.name}" and row.variant in halved]
+    return sorted(times, key=lambda row: row.median)[:1]
+
+
+EAGER, COMPILED = field.OURS_EAGER.name, field.OURS_COMPILED.name
+HAND_COMPILED = [entrant.name for entrant in field.HAND if entrant.kind == "hand compile"]
+JAX = [entrant.name for entrant in field.JAX]
+ALL = ("C1", "C2", "C3")
+
+CLAIMS = (
+    Claim("eager step / eager loop by hand", "", 1.02, 1.00, ratios(EAGER, [field.HAND_EAGER.name], ALL)),
+    Claim(
+        "compiled step / torch.compile loops, launch-bound",
+        "",
+        0.65,
+        0.40,
+        ratios(COMPILED, HAND_COMPILED, ("C0", "C1")),
+    ),
+    Claim(
+        "compiled step / torch.compile loops, GEMM-bound", "", 1.00, 0.95, ratios(COMPILED, HAND_COMPILED, ("C2", "C3"))
+    ),
+    Claim("compiled step / trainers at their default", "", 0.85, 0.70, ratios(COMPILED, _trainers(best=False), ALL)),
+    Claim("compiled step / trainers at their best", "", 0.97, 0.90, ratios(COMPILED, _trainers(best=True), ALL)),
+    Claim("compiled step / JAX jit", "", 1.05, 0.95, ratios(COMPILED, JAX, ALL)),
+    Claim("fit: added to the loop over the same step, null model", "us", 20.0, 5.0, _added_by_fit),
+    Claim("compiled step: added a leaf", "us", 0.5, 0.05, _added_by_leaf),
+    Claim(
+        "peak memory, compiled and donated / torch.compile loop",
+        "",
+        1.02,
+        0.90,
+        ratios(COMPILED, [field.HAND_COMPILED.name], ALL, f"{MEMORY}, "),
+    ),
+    Claim("remat: time for half the activations", "", 1.20, 1.08, _remat),
+)
+"""The worst of all cases and peers counts, not a mean. For the leaves the aim is flat: a tenth of the bound."""
+
+
+def times(rows: Sequence[Row], question: str) -> list[Row]:
+    """The step times of a question, fastest first."""
+    return sorted((r for r in rows if r.question == question and r.metric == TIME), key=lambda row: row.median)

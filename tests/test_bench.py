@@ -1,0 +1,246 @@
+"""The bench: its statistics, its refusal to time different maths, its report, and that its cases still run."""
+
+import csv
+import dataclasses
+import doctest
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import claims, rows, same, stats
+from bench.field import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, TRAINERS
+from bench.problems import PROBLEMS, flops
+from bench.race import Race
+from bench.report import report, write_report
+from bench.settings import Settings
+from bench.tasks import Entrant, MissingError, Task, absent
+from bench.timing import interleaved
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = Settings(rounds=1, seconds=0.0, tiny=True, compile_backend="aot_eager")
+
+
+def wrong(task: Task):
+    """An entrant whose maths is not that of the others."""
+    run = HAND_EAGER.load()(task)
+    return lambda: run() * 1.01
+
+
+def broken(task: Task):
+    raise ValueError("does not run")
+
+
+def without_its_library(task: Task):
+    raise ModuleNotFoundError("No module named 'optional'", name="optional")
+
+
+# Statistics
+
+
+def test_pairwise_ratios_cancel_a_drift_of_the_machine():
+    drift = [1.0, 2.0, 5.0]
+    assert stats.pairwise([3 * d for d in drift], [2 * d for d in drift]) == pytest.approx([1.5] * 3)
+    with pytest.raises(ValueError, match="zip"):
+        stats.pairwise([1.0], [1.0, 2.0])
+
+
+def test_the_bootstrap_interval_holds_the_median_and_narrows_with_more_rounds():
+    normal = torch.distributions.Normal(2.0, 0.5)
+    torch.manual_seed(0)
+    few, many = normal.sample((10,)).tolist(), normal.sample((1000,)).tolist()
+    assert stats.bootstrap(few) == stats.bootstrap(few)
+    narrow, wide = stats.bootstrap(many), stats.bootstrap(few)
+    assert narrow.low < stats.spread(many).median < narrow.high
+    # The standard error of a median of n normal numbers is 1.2533 s / sqrt(n).
+    assert narrow.high - narrow.low == pytest.approx(2 * 1.96 * 1.2533 * 0.5 / math.sqrt(1000), rel=0.2)
+    assert narrow.high - narrow.low < wide.high - wide.low
+
+
+def test_the_interval_covers_the_median_as_often_as_it_says():
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randn(25, generator=generator).tolist() for _ in range(200)]
+    covered = sum(low <= 0.0 <= high for low, high in map(stats.bootstrap, draws))
+    assert 180 <= covered <= 200
+
+
+def test_turns_alternate_and_are_counted_by_step():
+    order = []
+
+    class Fake:
+        def __init__(self, name, seconds):
+            self.name, self.seconds = name, seconds
+
+        def turn(self, steps):
+            order.append(self.name)
+            return self.seconds * steps
+
+    times = interleaved({"a": Fake("a", 1e-6), "b": Fake("b", 2e-6)}, rounds=3, seconds=0.0, steps=7)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert times == {"a": pytest.approx([1.0] * 3), "b": pytest.approx([2.0] * 3)}
+
+
+def test_the_examples_of_the_statistics_hold():
+    assert doctest.testmod(stats).failed == 0
+
+
+# Maths
+
+
+def test_losses_within_the_tolerance_pass_and_others_do_not():
+    losses = {"a": [2.0, 1.0], "b": [2.0001, 1.0]}
+    assert same.require_same(losses, "fp32") == pytest.approx(5e-5)
+    with pytest.raises(same.MathsError, match=r"c computes 2\.1, 1 where a computes 2, 1"):
+        same.require_same({**losses, "c": [2.1, 1.0]}, "bf16")
+    for other in ([2.0], [2.0, math.nan]):
+        with pytest.raises(same.MathsError):
+            same.require_same({"a": [2.0, 1.0], "b": other}, "fp32")
+    with pytest.raises(same.MathsError):
+        same.require_same({"a": [], "b": []}, "fp32")
+
+
+def raced(*entrants, problem="mlp"):
+    contest = Race("C1 test", SETTINGS.task(problem), SETTINGS)
+    try:
+        contest.enter(entrants)
+        contest.time(rounds=2, steps=1)
+    finally:
+        contest.close()
+    return contest.rows
+
+
+def test_a_case_whose_maths_differs_fails_and_is_not_timed():
+    found = raced(HAND_EAGER, OURS_EAGER, Entrant("wrong", "hand eager", f"{__name__}:wrong"))
+    assert [(row.variant, row.metric) for row in found] == [("all", rows.FAILED)]
+    assert "wrong computes" in found[0].note
+
+
+def test_an_entrant_that_is_missing_or_broken_is_a_row_without_a_number():
+    others = [
+        Entrant(name, "trainer", f"{__name__}:{name}", apart=apart)
+        for name, apart in (("broken", False), ("without_its_library", False))
+    ]
+    found = raced(HAND_EAGER, *others)
+    said = {row.variant: (row.metric, row.note) for row in found if row.variant in {"broken", "without_its_library"}}
+    assert said == {
+        "broken": (rows.FAILED, "ValueError: does not run"),
+        "without_its_library": (rows.MISSING, "No module named 'optional'"),
+    }
+    assert all(math.isnan(row.median) for row in found if row.metric in {rows.MISSING, rows.FAILED})
+
+
+def test_only_optional_libraries_can_be_missing():
+    assert absent(MissingError("no GPU"))
+    assert absent(ModuleNotFoundError("", name="jax.numpy"))
+    assert not absent(ModuleNotFoundError("", name="ftrain.gone"))
+    assert not absent(ImportError("cannot import name", name="jax"))
+
+
+@pytest.mark.parametrize("problem", ["null", "leaves 10", "mlp", "gpt384", "gpt2 b1", "bert", "llama"])
+def test_a_step_of_every_model_agrees_with_the_loop_by_hand(problem):
+    found = raced(HAND_EAGER, OURS_EAGER, problem=problem)
+    times = [row.variant for row in found if row.metric == rows.TIME]
+    assert times == ["loop, eager", "ftrain, eager"]
+    assert [r.metric for r in found if r.metric.startswith(rows.RATIO)] == ["ratio to loop, eager"]
+
+
+def test_flops_are_six_a_weight_and_token_and_attention():
+    problem = PROBLEMS["gpt2 b4"]
+    with torch.device("meta"):
+        model = problem.build(problem.full)
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+    weights = 12 * 12 * 768**2 + 50257 * 768
+    assert flops(model, problem.full) == 4 * 1024 * (6 * weights + 6 * 12 * 768 * 1024)
+
+
+# Rows, claims and report
+
+
+def ratio(question, variant, other, median):
+    return rows.Row(question, variant, f"{rows.RATIO}{other}", "", median, median, median, median, median, "here")
+
+
+def test_rows_come_back_as_they_were_written(tmp_path):
+    written = [
+        rows.measured("C1 test", "a", rows.TIME, "us", [1.0, 2.0, 3.0], sure=True),
+        rows.said("C1 test", "b", rows.MISSING, "no\n  such   thing"),
+    ]
+    rows.write(written, tmp_path / "C1.csv")
+    read = rows.read(tmp_path)
+    assert read[0] == written[0]
+    assert dataclasses.replace(read[1], p20=0.0, median=0.0, p80=0.0, low=0.0, high=0.0) == dataclasses.replace(
+        written[1], p20=0.0, median=0.0, p80=0.0, low=0.0, high=0.0
+    )
+    assert math.isnan(read[1].median)
+    assert read[1].note == "no such thing"
+
+
+def test_the_worst_row_decides_a_claim_and_what_is_missing_does_not_count():
+    found = [
+        ratio("C1 MLP", OURS_COMPILED.name, JAX[0].name, 0.90),
+        ratio("C2 GPT", OURS_COMPILED.name, JAX[1].name, 1.02),
+        ratio("C10 other", OURS_COMPILED.name, JAX[1].name, 9.0),
+        rows.said("C3 GPT", OURS_COMPILED.name, f"{rows.RATIO}{JAX[0].name}", "missing"),
+    ]
+    verdicts = {verdict.claim.text: verdict for verdict in claims.judge(found)}
+    jax = verdicts["compiled step / JAX jit"]
+    assert (jax.worst.median, jax.found, jax.word) == (1.02, 2, "must")
+    others = {verdict.word for text, verdict in verdicts.items() if text != "compiled step / JAX jit"}
+    assert others == {"not measured"}
+
+
+@pytest.mark.parametrize(("median", "word"), [(0.90, "aim"), (0.97, "must"), (0.98, "short")])
+def test_a_claim_is_met_up_to_its_bound(median, word):
+    best = next(entrant for entrant in TRAINERS if entrant.best)
+    found = [ratio("C1 MLP", OURS_COMPILED.name, best.name, median)]
+    text = "compiled step / trainers at their best"
+    assert next(v.word for v in claims.judge(found) if v.claim.text == text) == word
+
+
+def test_the_report_shows_machines_claims_figures_and_what_is_missing():
+    found = [
+        ratio("C1 MLP", OURS_COMPILED.name, JAX[0].name, 1.5),
+        dataclasses.replace(rows.measured("C1 MLP", "loop, eager", rows.TIME, "us", [1234.0]), device="here"),
+        rows.said("C1 MLP", "Fabric, best", rows.MISSING, "No module named 'lightning'"),
+    ]
+    text = report(found, ["plots/c1-mlp.svg"])
+    assert "| compiled step / JAX jit | 1.05 | 0.95 | 1.5 | 1.5 to 1.5 | short | 1 |" in text
+    assert "| loop, eager | 1,234 | 1,234 | 1,234 |" in text
+    assert "* Fabric, best: missing. No module named 'lightning'" in text
+    assert "| here |" in text
+    assert "![c1-mlp](plots/c1-mlp.svg)" in text
+
+
+def test_a_report_of_no_rows_is_a_report(tmp_path):
+    assert "not measured" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+# The cases
+
+
+def bench(folder, *options):
+    """Run the bench as its reader would, on one thread, and return its rows by question and variant."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "bench", "--smoke", "--no-peers", "--out", str(folder), *options]
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = []
+    for file in sorted(folder.glob("*.csv")):
+        with file.open(encoding="utf-8") as lines:
+            found += list(csv.DictReader(lines))
+    return found
+
+
+def test_a_smoke_run_writes_rows_and_a_report(tmp_path):
+    found = bench(tmp_path, "--case", "C1", "C4", "C5", "C6")
+    timed = {row["variant"] for row in found if row["metric"] == rows.TIME}
+    assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name, "fit, compiled", "all, compiled()"} <= timed
+    assert not [row for row in found if row["metric"] == rows.FAILED]
+    assert all(row["device"].endswith("tiny") and row["torch"] and row["commit"] for row in found)
+    assert {row["variant"] for row in found if row["metric"] == rows.MEMORY} >= {"remat()"} or sys.platform != "linux"
+    assert "## C1 MLP" in (tmp_path / "REPORT.md").read_text(encoding="utf-8")
