@@ -20,18 +20,20 @@ OURS_GRAPHED = Entrant("ftrain, compiled, graphs", "ours", "bench.ours:compiled"
 OURS_UNGRAPHED = Entrant("ftrain, compiled, no graphs", "ours", "bench.ours:compiled", options=(("graphs", False),))
 
 _TRAINERS = {
-    "Accelerate": ("bench.peers.accelerate_loop:make", False),
-    "Fabric": ("bench.peers.fabric_loop:make", False),
-    "HF Trainer": ("bench.peers.hf_trainer:drive", True),
-    "Lightning Trainer": ("bench.peers.lightning_trainer:drive", True),
+    "Accelerate": ("bench.peers.accelerate_loop:make", False, ("accelerate",)),
+    "Fabric": ("bench.peers.fabric_loop:make", False, ("lightning",)),
+    "HF Trainer": ("bench.peers.hf_trainer:drive", True, ("transformers", "accelerate")),
+    "Lightning Trainer": ("bench.peers.lightning_trainer:drive", True, ("lightning",)),
 }
 TRAINERS = tuple(
-    Entrant(f"{name}, {'best' if best else 'default'}", "trainer", code, best=best, apart=owns, owns_loop=owns)
-    for name, (code, owns) in _TRAINERS.items()
+    Entrant(
+        f"{name}, {'best' if best else 'default'}", "trainer", code, best=best, apart=owns, owns_loop=owns, needs=needs
+    )
+    for name, (code, owns, needs) in _TRAINERS.items()
     for best in (False, True)
 )
 JAX = tuple(
-    Entrant(name, "jax", "bench.peers.jax_step:drive", best=best, apart=True, owns_loop=True)
+    Entrant(name, "jax", "bench.peers.jax_step:drive", best=best, apart=True, owns_loop=True, needs=("jax", "optax"))
     for name, best in (("JAX jit", False), ("JAX jit, donated", True))
 )
 

@@ -96,7 +96,7 @@ def _captured(iteration: Callable[[], Tensor], params: list[Tensor], optimizer: 
 
     def run() -> Tensor:
         graph.replay()
-        return loss.clone()
+        return loss
 
     return run
 

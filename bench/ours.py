@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ftrain as ft
 from bench.problems import criterion
-from bench.tasks import LR, MAX_NORM, MissingError, Run, Task
+from bench.tasks import MAX_NORM, MissingError, Run, Task
 
 WRAPPERS: Mapping[str, Callable[[], Any]] = {
     'with_amp("bf16")': lambda: ft.with_amp("bf16"),
@@ -47,7 +47,7 @@ def wrapped(task: Task) -> Run:
     """The plain eager step with the wrappers of the option `wrappers`, and no others."""
     names = task.option("wrappers", ())
     chosen = [compiling(task) if name == "compiled()" else WRAPPERS[name]() for name in names]
-    return _stateful(ft.compose(ft.train_step(loss(task), ft.optim.adamw(LR)), *chosen), task)
+    return _stateful(ft.compose(ft.train_step(loss(task), ft.optim.adamw(task.rate)), *chosen), task)
 
 
 def rematerialised(task: Task) -> Run:
@@ -75,21 +75,21 @@ def compiling(task: Task, *, donate: bool = False, graphs: bool | None = None) -
 
 def loss(task: Task) -> Any:
     """The loss of a task, with the loss head that the option `fused_head` names."""
+    # The module is a skeleton, and keeps its own weights; on an accelerator these need not be there twice.
+    module = task.model().cpu()
     if not task.option("fused_head"):
-        return ft.from_module(task.model(), criterion)
+        return ft.from_module(module, criterion)
     head = getattr(ft.losses, "linear_cross_entropy", None)
     if head is None:
         raise MissingError("this version of ftrain has no losses.linear_cross_entropy")
-    return ft.from_module(
-        task.model(), lambda model, batch: head(model.hidden(batch["x"]), model.head.weight, batch["y"])
-    )
+    return ft.from_module(module, lambda model, batch: head(model.hidden(batch["x"]), model.head.weight, batch["y"]))
 
 
 def _composed(task: Task, *wrappers: Any) -> ft.Step:
     precise = {"bf16": [ft.with_amp("bf16")], "tf32": [ft.with_amp("tf32")]}.get(task.precision, [])
     inner = [WRAPPERS[name]() for name in task.option("wrappers", ())]
     clip = [ft.clip(MAX_NORM)] if task.option("clip", True) else []
-    return ft.compose(ft.train_step(loss(task), ft.optim.adamw(LR)), *precise, *inner, *clip, *wrappers)
+    return ft.compose(ft.train_step(loss(task), ft.optim.adamw(task.rate)), *precise, *inner, *clip, *wrappers)
 
 
 def _stateful(step: ft.Step, task: Task) -> Run:

@@ -27,13 +27,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model family at two sizes: the one that is measured, and one that runs in a moment."""
+    """A model family at two sizes, the one that is measured and one that runs in a moment, and a learning rate.
+
+    Deep models take a small one, lest rounding grow within three steps to what looks like other maths.
+    """
 
     text: str
     build: Callable[[Sizes], nn.Module]
     full: Sizes
     tiny: Sizes
     jax: str | None = None
+    rate: float = 1e-3
 
     def sizes(self, *, tiny: bool) -> Sizes:
         """The sizes to run."""
@@ -127,7 +131,7 @@ PROBLEMS: dict[str, Problem] = {
     ),
     **{
         f"gpt2 b{batch}": Problem(
-            f"GPT-2 124M, {batch} x 1024 tokens", _gpt, Sizes(batch, 1024, 50257, GPT2), SMALL_TIED, jax=None
+            f"GPT-2 124M, {batch} x 1024 tokens", _gpt, Sizes(batch, 1024, 50257, GPT2), SMALL_TIED, rate=1e-5
         )
         for batch in (1, 4, 64)
     },
@@ -142,8 +146,9 @@ PROBLEMS: dict[str, Problem] = {
         _bert,
         Sizes(4, 512, 30522, {"width": 1024, "layers": 24, "heads": 16}),
         Sizes(4, 8, 32, {"width": 16, "layers": 2, "heads": 2}),
+        rate=1e-5,
     ),
-    "llama": Problem("Llama-like 1.2B, 1 x 4096 tokens", _llama, Sizes(1, 4096, 128256, LLAMA), SMALL_LLAMA),
+    "llama": Problem("Llama-like 1.2B, 1 x 4096 tokens", _llama, Sizes(1, 4096, 128256, LLAMA), SMALL_LLAMA, rate=1e-5),
     **{
         f"leaves {count}": Problem(
             f"{count:,} parameters of two numbers",

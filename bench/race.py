@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,9 @@ class Race:
         self._racers: dict[str, Any] = {}
         self._losses: dict[str, list[float]] = {}
         self._kinds: dict[str, str] = {}
+        if settings.place.type == "cuda":
+            # As one sets it at the start of a program; ftrain sets it for its own step.
+            torch.set_float32_matmul_precision("high" if task.precision == "tf32" else "highest")
 
     def enter(self, entrants: Iterable[Entrant]) -> None:
         """Get entrants ready; who cannot gets a row that says why."""
@@ -60,7 +64,12 @@ class Race:
             self.close()
             return {}
         self.rows.append(measured(self.question, "all", "largest difference of losses", "", [apart]))
-        times = interleaved(self._racers, rounds=rounds, seconds=self.settings.seconds, steps=steps)
+        try:
+            times = interleaved(self._racers, rounds=rounds, seconds=self.settings.seconds, steps=steps)
+        except Exception as error:
+            self.rows.append(said(self.question, "all", FAILED, f"while timed: {type(error).__name__}: {error}"))
+            self.close()
+            return {}
         for name, values in times.items():
             self.rows.append(measured(self.question, name, TIME, "us", values))
             self.rows += self._rates(name, values)
@@ -86,9 +95,12 @@ class Race:
     def _prepare(self, entrant: Entrant) -> None:
         on_gpu = self.settings.place.type == "cuda" and not entrant.apart
         before = torch.cuda.memory_allocated() if on_gpu else 0
+        start = time.perf_counter()
         one = racer(entrant, self.task)
         try:
             losses = one.losses(self._checked)
+            seconds = time.perf_counter() - start
+            self.rows.append(measured(self.question, entrant.name, "time to get ready", "s", [seconds]))
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
                 one.turn(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 from bench.problems import PROBLEMS, Batch, Problem, Sizes, criterion
 
-LR = 1e-3
 MAX_NORM = 1.0
 
 Run = Callable[[], Tensor]
@@ -51,6 +51,10 @@ class Task:
     def sizes(self) -> Sizes:
         return self.spec.sizes(tiny=self.tiny)
 
+    @property
+    def rate(self) -> float:
+        return self.spec.rate
+
     def option(self, name: str, default: Any = None) -> Any:
         """One of the options of the entrant."""
         return dict(self.options).get(name, default)
@@ -62,7 +66,9 @@ class Task:
     def model(self) -> nn.Module:
         """The model, with the same weights every time."""
         torch.manual_seed(0)
-        return self.spec.build(self.sizes).to(self.device)
+        # On the device, where a billion numbers are drawn in a moment.
+        with torch.device(self.device):
+            return self.spec.build(self.sizes)
 
     def batch(self) -> Batch:
         """The batch, the same every time."""
@@ -82,7 +88,7 @@ class Task:
 
     def adamw(self, params: Any, **options: Any) -> torch.optim.AdamW:
         """AdamW of torch without decay, in which all entrants agree whatever they would decay."""
-        return torch.optim.AdamW(params, lr=LR, weight_decay=0.0, **options)
+        return torch.optim.AdamW(params, lr=self.rate, weight_decay=0.0, **options)
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ class Entrant:
         code: ``module:function``, which makes of a `Task` a `Run`, or with `owns_loop` runs ``(task, batches)``.
         best: whether its options are turned for speed.
         apart: runs in a process of its own, since it owns the loop or a runtime with threads.
+        needs: the libraries it imports, so that a missing one is known before a process is started.
         patience: seconds after which an entrant that runs apart is given up, while it gets ready.
     """
 
@@ -104,12 +111,19 @@ class Entrant:
     best: bool = False
     apart: bool = False
     owns_loop: bool = False
+    needs: tuple[str, ...] = ()
     patience: float = 300.0
     options: tuple[tuple[str, Any], ...] = ()
 
     def task(self, task: Task) -> Task:
         """The task with the options of the entrant."""
         return dataclasses.replace(task, best=self.best, options=(*task.options, *self.options))
+
+    def require(self) -> None:
+        """Raise `MissingError` for a library that is not installed."""
+        missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        if missing:
+            raise MissingError(f"not installed: {', '.join(missing)}")
 
     def load(self) -> Callable[..., Any]:
         """Import the code; what it imports of libraries it imports only when called."""

@@ -76,6 +76,7 @@ class There:
 
 def racer(entrant: Entrant, task: Task) -> Racer:
     """Make an entrant ready to race."""
+    entrant.require()
     if entrant.apart:
         return There(entrant, task)
     made = entrant.load()(entrant.task(task))

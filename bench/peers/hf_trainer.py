@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bench.gate import Gate
 from bench.problems import criterion
-from bench.tasks import LR, MAX_NORM, Task
+from bench.tasks import MAX_NORM, Task
 
 FOREVER = 10_000_000
 """Steps of the run that is never finished; its linear schedule stays where it began."""
@@ -63,7 +63,7 @@ def drive(task: Task, gate: Gate) -> None:
     arguments = TrainingArguments(
         output_dir="trainer",
         max_steps=FOREVER,
-        learning_rate=LR,
+        learning_rate=task.rate,
         weight_decay=0.0,
         max_grad_norm=MAX_NORM,
         save_strategy="no",

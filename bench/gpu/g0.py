@@ -1,0 +1,51 @@
+"""The speed of products of matrices, which is the ceiling that the flops of models are held to."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from bench.rows import Row, measured
+from bench.settings import Settings
+
+QUESTION = "G0 matmul ceiling"
+DTYPES = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+CALLS = 10
+
+
+def run(settings: Settings) -> list[Row]:
+    """Measure, and keep the medians for the cases that follow."""
+    size = 64 if settings.tiny else 8192
+    rows = []
+    for precision in DTYPES:
+        found = _rates(settings, precision, size)
+        rows.append(measured(QUESTION, f"{precision}, {size:,} cubed", "matmul", "TFLOP/s", found))
+        settings.ceilings[precision] = rows[-1].median
+    return rows
+
+
+def ensure(settings: Settings) -> None:
+    """Measure the ceiling if no case has done so."""
+    if not settings.ceilings:
+        run(settings)
+
+
+def _rates(settings: Settings, precision: str, size: int) -> list[float]:
+    # Random numbers, since zeros draw less power and run faster than any training would.
+    a, b = (torch.randn(size, size, device=settings.device, dtype=DTYPES[precision]) for _ in range(2))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    wait = torch.cuda.synchronize if settings.place.type == "cuda" else lambda: None
+    try:
+        rates = []
+        for _ in range(settings.share(0.3) + 1):
+            wait()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                a @ b
+            wait()
+            rates.append(2 * size**3 * CALLS / (time.perf_counter() - start) / 1e12)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return rates[1:]

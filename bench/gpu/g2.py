@@ -1,0 +1,22 @@
+"""GPT-2 124M at batches of one and four, where launches still show."""
+
+from __future__ import annotations
+
+from bench import field
+from bench.gpu import g0
+from bench.race import race
+from bench.rows import Row
+from bench.settings import Settings
+
+FEW = (field.HAND_EAGER, field.HAND_BEST, field.HAND_GRAPH_BEST, field.OURS_COMPILED, field.OURS_GRAPHED)
+ALL = (*FEW, field.HAND_GRAPH, field.OURS_EAGER)
+
+
+def run(settings: Settings) -> list[Row]:
+    """Race in bf16 at both batches."""
+    g0.ensure(settings)
+    rows = []
+    for batch, entrants in ((4, ALL), (1, FEW)):
+        question = f"G2 GPT-2 124M, batch {batch}, bf16"
+        rows += race(question, settings.task(f"gpt2 b{batch}", "bf16"), entrants, settings, part=0.7)
+    return rows
