@@ -15,13 +15,13 @@ from torch import Tensor
 from ftrain import backends, random, tree
 from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.grad import adapt, report, value_and_grad
+from ftrain.lowered import Lowered
 from ftrain.module import initial
 from ftrain.purity import as_tree
 from ftrain.trainable import Trainable, chooser, require_params
 from ftrain.types import (
     Core,
     GradFn,
-    Gradients,
     Hyper,
     Loss,
     LossFn,
@@ -35,6 +35,7 @@ from ftrain.types import (
     consume,
     replace,
 )
+from ftrain.update import guarded, optimize
 from ftrain.wrapper import Wrapper
 
 ARROWS = ("loss", "grad", "update", "step")
@@ -170,10 +171,10 @@ class Step:
         return grad
 
     def _update(self) -> UpdateFn:
-        update = _optimize(self.optimizer)
+        update = optimize(self.optimizer)
         for wrapper in self.wrappers:
             update = wrapper.update(update) if wrapper.update else update
-        return _guarded(update, self._guards) if self._guards else update
+        return guarded(update, self._guards) if self._guards else update
 
     @property
     def _guards(self) -> dict[str, Callable[[PyTree, Tensor], PyTree]]:
@@ -255,20 +256,38 @@ class Step:
         if self.donate and getattr(state, "_owner", None) != id(state):
             # Others may hold the tensors of a state that was not made by `init` or a donating step.
             state = tree.clone(state)
-        count = int(state.step)
-        hyper = {name: float(schedule(count)) for name, schedule in self.optimizer.schedules.items()}
-        for name, value in hyper.items():
-            if not math.isfinite(value):
-                raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs a finite number")
-        key = state.rng
+        count, key, hyper, words = state.step, state.rng, *self._known_to_the_host(state)
         with self.loss.scope(True):
-            new, metrics = self.runner(state, as_tree(batch), hyper, random.fold_in_words(random.words(key), count))
-        new = replace(new, step=state.step + 1, rng=key)
+            new, metrics = self.runner(state, as_tree(batch), hyper, words)
+        new = replace(new, step=count + 1, rng=key)
         vars(new)["_origin"] = self._origin
         if self.donate:
             _own(new)
             consume(given)
         return new, report(metrics, self.base.text, **hyper)
+
+    def lower(self, state: TrainState, batch: PyTree) -> Lowered:
+        """Compile the step for a state and a batch like these, and say what it consists of: `print` shows it.
+
+        Raises:
+            ComposeError: when the step is not compiled.
+            TraceError: when ``compiled(lowering="whole")`` cannot capture it.
+        """
+        lower = getattr(self.runner, "lower", None)
+        if lower is None:
+            raise ComposeError(f"Step.lower: the step is not compiled; use ft.compiled()(step).lower(...):\n{self}")
+        self.require(state)
+        with self.loss.scope(True):
+            return lower(state, as_tree(batch), *self._known_to_the_host(state))  # type: ignore[no-any-return]
+
+    def _known_to_the_host(self, state: TrainState) -> tuple[dict[str, float], tuple[int, int]]:
+        """The scheduled values of a step, and the words of its key."""
+        count = int(state.step)
+        hyper = {name: float(schedule(count)) for name, schedule in self.optimizer.schedules.items()}
+        for name, value in hyper.items():
+            if not math.isfinite(value):
+                raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs a finite number")
+        return hyper, random.fold_in_words(random.words(state.rng), count)
 
     @functools.cached_property
     def _origin(self) -> object:
@@ -312,13 +331,19 @@ class Step:
             if wrapper.require:
                 wrapper.require(backend)
 
+    @property
+    def _ran(self) -> Step:
+        """What shows how this step is compiled: the step that `fit` made of it, if it did."""
+        made: Step = vars(self).get("donating", self)
+        return made if any(wrapper.step for wrapper in self.wrappers) else self
+
     def __repr__(self) -> str:
         texts = {arrow: [w.text for w in self.wrappers if w.arrow == arrow] for arrow in ARROWS}
         lines = {
             "loss": self.loss.text,
             "grad": " <- ".join(["value_and_grad", *texts["grad"]]),
             "update": " <- ".join([self.optimizer.text, *texts["update"]]),
-            "step": self.runner.text,
+            "step": self._ran.runner.text,
         }
         return "\n".join(f"{arrow:<7} {line}" for arrow, line in lines.items())
 
@@ -353,29 +378,6 @@ def _own(state: TrainState) -> TrainState:
     # By identity, since a copy of the state takes the mark along.
     vars(state)["_owner"] = id(state)
     return state
-
-
-def _optimize(optimizer: Optimizer) -> UpdateFn:
-    def update(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-        params, opt_state = optimizer.update(gradients.grads, state.opt_state, state.params, hyper, donate=donate)
-        return replace(state, params=params, opt_state=opt_state, buffers=gradients.buffers)
-
-    return update
-
-
-def _guarded(update: UpdateFn, guards: Mapping[str, Callable[[PyTree, Tensor], PyTree]]) -> UpdateFn:
-    """Take an update only when loss and gradients were finite, and let the guards count."""
-
-    def guarded(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-        finite = gradients.finite
-        if finite is None:
-            raise ComposeError("a grad wrapper dropped Gradients.finite, which a guard needs; use dataclasses.replace")
-        # Not donated: the old values are still needed for the case that the new ones are refused.
-        new: TrainState = tree.where(finite, update(state, gradients, hyper, donate=False), state)
-        counted = {name: account(state.slots[name], finite) for name, account in guards.items()}
-        return replace(new, slots={**new.slots, **counted})
-
-    return guarded
 
 
 def _value(metric: Any) -> Any:

@@ -77,7 +77,7 @@ def wrapper(factory: Callable[..., Wrapper]) -> Callable[..., Any]:
         ComposeError: from the factory, when it is applied bare and needs an argument.
     """
     parameters = inspect.signature(factory).parameters.values()
-    needed = [each.name for each in parameters if each.default is each.empty]
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,7 @@ NAMES = [
 ]
 
 MODULES = {
-    "backends": ["Backend", "Memory", "default", "get", "names", "of", "register", "resolve"],
+    "backends": ["Backend", "Memory", "Recorder", "default", "get", "names", "of", "register", "resolve"],
     "errors": [
         "BatchError",
         "ComposeError",
@@ -58,7 +58,7 @@ MODULES = {
         "TraceError",
     ],
     "loggers": ["History", "Logger", "Record", "jsonl"],
-    "losses": ["accuracy", "binary_cross_entropy", "cross_entropy", "mse"],
+    "losses": ["accuracy", "binary_cross_entropy", "cross_entropy", "linear_cross_entropy", "mse"],
     "optim": ["adamw", "partition", "sgd"],
     "random": [
         "Words",
@@ -103,15 +103,18 @@ MODULES = {
         "batch_length",
         "cast",
         "clone",
+        "columns",
         "describe",
         "device_of",
         "flatten",
         "global_norm",
+        "is_blank",
         "is_tensor",
         "leaf_names",
         "leaves",
         "map",
         "map_named",
+        "norm_of",
         "overlay",
         "path",
         "require_same",
@@ -158,6 +161,7 @@ INNER = {
         "TrainState",
         "UpdateFn",
         "consume",
+        "replace",
         "tree_class",
     ],
 }
@@ -251,6 +255,9 @@ SIGNATURES = {
     "schedules.warmup_cosine": "(peak, warmup, total, end=0.0)",
     "schedules.warmup_linear": "(peak, warmup, total, end=0.0)",
     "losses.cross_entropy": "(logits, labels, *, ignore_index=-100, label_smoothing=0.0, weight=None)",
+    "losses.linear_cross_entropy": (
+        "(hidden, weight, labels, *, bias=None, ignore_index=-100, label_smoothing=0.0, class_weight=None, chunk=None)"
+    ),
     "random.key": "(seed)",
     "random.split": "(key, num=2)",
     "random.fold_in": "(key, data)",

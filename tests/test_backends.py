@@ -233,7 +233,7 @@ def test_the_record_of_the_cpu_is_complete():
     assert backend.compile_backend in {*torch._dynamo.list_backends(None), "inductor"}
     assert backend.pinned_memory is False
     assert backend.fused_optimizers is True
-    assert backend.graph_capture is False
+    assert backend.recorder is None
 
 
 def test_the_peak_memory_of_the_cpu_grows_with_use():
@@ -249,9 +249,10 @@ def test_the_peak_memory_of_the_cpu_grows_with_use():
 def test_records_have_every_field(backend):
     calls = ("available", "describe", "autocast_dtypes", "seeded", "synchronize", "memory", "tf32")
     assert all(callable(getattr(backend, name)) for name in calls)
-    for name in ("pinned_memory", "fused_optimizers", "graph_capture"):
+    for name in ("pinned_memory", "fused_optimizers"):
         assert type(getattr(backend, name)) is bool
     assert backend.empty_cache is None or callable(backend.empty_cache)
+    assert backend.recorder is None or callable(backend.recorder)
     assert isinstance(backend.distributed, str)
     assert isinstance(backend.compile_backend, str)
     assert backend.device.type == backend.name

@@ -3,6 +3,7 @@
 from ftrain.backends import cpu, cuda
 from ftrain.backends.registry import Backend as Backend
 from ftrain.backends.registry import Memory as Memory
+from ftrain.backends.registry import Recorder as Recorder
 from ftrain.backends.registry import default as default
 from ftrain.backends.registry import get as get
 from ftrain.backends.registry import names as names

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from torch import Tensor
 
-from ftrain.backends.registry import Backend, Memory
+from ftrain.backends.registry import Backend, Memory, Recorder
 
 AMPERE = (8, 0)
 
@@ -51,6 +52,19 @@ def _memory() -> Memory:
     return Memory(current=torch.cuda.memory_allocated(), peak=torch.cuda.max_memory_allocated())
 
 
+def _recorder() -> Recorder:
+    # One pool: the recordings of a step run one after another, and their outputs are copied out.
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(work: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded, pool=pool):
+            outputs = work()
+        return recorded.replay, outputs
+
+    return record
+
+
 BACKEND = Backend(
     name="cuda",
     available=torch.cuda.is_available,
@@ -64,5 +78,5 @@ BACKEND = Backend(
     empty_cache=torch.cuda.empty_cache,
     pinned_memory=True,
     fused_optimizers=True,
-    graph_capture=True,
+    recorder=_recorder,
 )

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from ftrain.errors import DeviceError, OptionError
 
 ENTRY_POINTS = "ftrain.backends"
 CHOICE = "FTRAIN_BACKEND"
+
+
+Recorder: TypeAlias = Callable[[Callable[[], Sequence[Tensor]]], tuple[Callable[[], None], Sequence[Tensor]]]
+"""``work -> (replay, outputs)``: records what `work` does on the device; each replay writes the same outputs."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Backend:
         compile_backend: the compiler that suits the device.
         pinned_memory: whether page-locked host memory speeds up copies to the device.
         fused_optimizers: whether torch's fused optimizer kernels run here.
-        graph_capture: whether work can be captured and replayed as a graph.
+        recorder: makes a `Recorder`, which records work that is then replayed; None where there is no such thing.
     """
 
     name: str
@@ -59,7 +65,7 @@ class Backend:
     compile_backend: str = "inductor"
     pinned_memory: bool = False
     fused_optimizers: bool = False
-    graph_capture: bool = False
+    recorder: Callable[[], Recorder] | None = None
 
     @property
     def device(self) -> torch.device:

@@ -15,6 +15,7 @@ from ftrain.optim.leaves import (
     matrices,
     own,
     pick,
+    settled,
 )
 from ftrain.schedules import as_schedule
 from ftrain.types import Hyper, Optimizer, PyTree, Schedule
@@ -98,8 +99,7 @@ def adamw(
         # Shared by all leaves, in float64 as on the host, so that only the leaves' own dtype rounds.
         steps = count.double()
         rate = torch.as_tensor(rate, dtype=steps.dtype, device=steps.device)
-        step_size, root = rate / (1 - b1**steps), torch.sqrt(1 - b2**steps)
-        shrink = 1 - rate * weight_decay
+        step_size, root, shrink = settled(rate / (1 - b1**steps), torch.sqrt(1 - b2**steps), 1 - rate * weight_decay)
         new = []
         for grad, first, second, leaf, decay in zip(grads, mu, nu, leaves, decays, strict=True):
             first = torch.lerp(first, grad, 1 - b1)

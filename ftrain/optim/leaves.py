@@ -22,6 +22,10 @@ Group: TypeAlias = tuple[list[int], bool]
 """Indices of leaves that one fused kernel can take together, and whether they decay."""
 
 
+REDUCED = 16
+"""As many elements as Inductor does not unroll in a reduction."""
+
+
 def matrices(name: str, leaf: Tensor) -> bool:
     """The usual decay mask: decay what has two axes or more, so neither biases nor norms."""
     return leaf.ndim >= 2
@@ -129,6 +133,15 @@ def like(grads: list[Tensor], params: list[Tensor]) -> list[Tensor]:
         grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
         for grad, param in zip(grads, params, strict=True)
     ]
+
+
+def settled(*scalars: Tensor) -> tuple[Tensor, ...]:
+    """Keep a compiler from working 0-d tensors out again for every element that they are used on.
+
+    Inductor puts cheap operations into the kernels that use them, and counts powers among these: an update
+    of 8 million parameters took 6.5 ms instead of 3.0. The result of a reduction it always stores.
+    """
+    return torch.stack(scalars).expand(REDUCED, len(scalars)).amax(0).unbind()
 
 
 def pick(indices: list[int], leaves: list[Tensor]) -> list[Tensor]:

@@ -55,7 +55,9 @@ def test_settings_of_inductor_for_another_backend(settings):
 
 def test_unknown_option_of_inductor():
     with failing(OptionError, "compiled", "'no_such_option'"):
-        ft.compiled(options={"no_such_option": 1})
+        ft.compiled(no_such_option=1)
+    with failing(OptionError, "compiled", "dynamic", "lowering='split'"):
+        ft.compiled(dynamic=True, lowering="whole")
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", None])

@@ -1,0 +1,155 @@
+"""What `Step.lower` says of a compiled step."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import ComposeError, TraceError
+from ftrain.graph import capture
+from ftrain.lowered import count_nodes, peak_bytes
+
+KIB = 1024
+
+
+def captured(function, *inputs):
+    return capture(function, inputs, lambda: None)
+
+
+def of_a_kib(count):
+    """`count` KiB of float32."""
+    return torch.ones(count * KIB // 4)
+
+
+def test_a_result_lives_until_it_is_read_for_the_last_time():
+    def function(x):
+        a = x + 1  # 1 KiB
+        b = a * 2  # 2 KiB, and then a goes
+        c = b * 3  # 2 KiB, and then b goes
+        return [c]
+
+    graph = captured(function, of_a_kib(1))
+    assert peak_bytes(graph) == 2 * KIB
+    assert count_nodes(graph) == {"mul": 2, "add": 1}
+
+
+def test_what_is_read_late_is_kept():
+    def function(x):
+        kept = x + 1
+        last = x
+        for _ in range(5):
+            last = last * 2
+        return [last + kept]
+
+    assert peak_bytes(captured(function, of_a_kib(1))) == 3 * KIB
+
+
+def test_a_view_keeps_its_storage_and_takes_none():
+    def function(x):
+        half = (x + 1)[:1]
+        return [(x * 2).sum() + half.sum()]
+
+    # Two full results, for the first is held by its view, and two or three scalars.
+    assert 2 * KIB <= peak_bytes(captured(function, of_a_kib(1))) <= 2 * KIB + 3 * 4
+
+
+def test_inputs_do_not_count_however_they_are_written():
+    def function(x):
+        x.add_(1)
+        return [x.view(2, -1)]
+
+    assert peak_bytes(captured(function, of_a_kib(64))) == 0
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(6))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def make(*wrappers, criterion=None, **options):
+    torch.manual_seed(0)
+    criterion = criterion or (lambda model, batch: (model(batch) ** 2).mean())
+    step = ft.train_step(ft.from_module(Net(), criterion), ft.optim.sgd(0.1))
+    return ft.compose(step, *wrappers, ft.compiled(backend="aot_eager", **options))
+
+
+BATCH = torch.ones(512, 32)
+
+
+def reading(model, batch):
+    loss = (model(batch) ** 2).mean()
+    return loss * 2 if loss.item() > 1e9 else loss
+
+
+def test_the_whole_step_is_one_graph():
+    step = make()
+    state = step.init()
+    found = step.lower(state, BATCH)
+    assert (found.lowering, found.graphs, found.breaks) == ("whole", 1, ())
+    assert found.nodes["mm"] + found.nodes["addmm"] == 3 * 12 - 1
+    # Six blocks keep two activations of 64 and one of 32 numbers for each of 512 rows, at least.
+    assert found.peak_bytes > 6 * 512 * (64 + 32) * 4
+    assert "1 graph" in repr(found)
+    assert "MiB" in repr(found)
+
+
+def test_rematerialising_lowers_the_peak():
+    full, less = make(), make(ft.remat())
+    state = full.init()
+    assert less.lower(state, BATCH).peak_bytes < full.lower(state, BATCH).peak_bytes * 0.6
+
+
+def test_lowering_compiles_and_changes_nothing(caplog):
+    step = make(donate=True)
+    state = step.init()
+    before = ft.tree.clone(state)
+    with caplog.at_level(logging.INFO, logger="ftrain"):
+        step.lower(state, BATCH)
+    assert "compiled: the whole step is one graph" in caplog.messages
+    assert "compiled(whole, donate)" in repr(step)
+    assert all(map(torch.equal, ft.tree.leaves(state), ft.tree.leaves(before)))
+    state, _ = step(state, BATCH)
+    assert int(state.step) == 1
+
+
+# Torch's own, when it goes on after the break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_split_says_where_the_graph_breaks(caplog):
+    step = make(criterion=reading)
+    state = step.init()
+    before = ft.tree.clone(state)
+    with caplog.at_level(logging.WARNING, logger="ftrain"):
+        found = step.lower(state, BATCH)
+    assert (found.lowering, found.peak_bytes) == ("split", None)
+    assert found.graphs > 2
+    (why,) = found.breaks
+    assert "item()" in why
+    assert "test_lowered.py" in why
+    assert "break     " in repr(found)
+    # And so do the log and the pipeline, once it was chosen.
+    assert any("compiled: split" in message and "test_lowered.py" in message for message in caplog.messages)
+    assert "compiled(split)  # the value of a tensor is needed" in repr(step)
+    assert all(map(torch.equal, ft.tree.leaves(state), ft.tree.leaves(before)))
+
+
+def test_full_graphs_refuse_to_break():
+    step = make(criterion=reading, lowering="split", fullgraph=True)
+    with pytest.raises(Exception, match="item"):
+        step(step.init(), BATCH)
+    step = make(criterion=reading, lowering="whole")
+    with pytest.raises(TraceError, match="cannot be captured as one graph"):
+        step.lower(step.init(), BATCH)
+
+
+def test_a_step_that_is_not_compiled_cannot_be_lowered():
+    step = ft.train_step(lambda params, batch: params.sum(), ft.optim.sgd(0.1))
+    with pytest.raises(ComposeError, match=r"Step\.lower: the step is not compiled; use ft\.compiled"):
+        step.lower(step.init(torch.ones(2)), None)

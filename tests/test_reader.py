@@ -1,0 +1,92 @@
+"""Guards and readers: what the cheap look accepts must be what the thorough one does."""
+
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftrain import tree
+from ftrain.errors import ConsumedError
+from ftrain.guard import Guard
+from ftrain.reader import reader
+from ftrain.types import Mean, TrainState, consume
+
+Pair = namedtuple("Pair", "a b")
+
+LEAVES = st.integers(0, 9)
+TREES = st.recursive(
+    LEAVES | st.none(),
+    lambda inner: st.one_of(
+        st.dictionaries(st.sampled_from("abcde"), inner, max_size=4),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.tuples(inner, inner).map(lambda pair: Pair(*pair)),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=2).map(OrderedDict),
+        st.tuples(inner, inner).map(lambda pair: TrainState(None, *pair, None, {}, {}, None)),
+    ),
+    max_leaves=12,
+)
+
+
+@given(TREES, TREES)
+def test_a_reader_reads_the_leaves_of_its_structure_and_of_no_other(first, second):
+    leaves, spec = tree.flatten(first)
+    read = reader(spec)
+    assert read(first) == leaves
+    found, other = tree.flatten(second)
+    if other == spec:
+        assert read(second) == found
+    else:
+        # What stands in the place of a leaf is for the caller to look at.
+        assert read(second) is None or any(not isinstance(leaf, int) for leaf in read(second))
+
+
+def test_a_reader_sees_more_and_fewer_keys():
+    read = reader(tree.flatten({"a": 1, "b": 2})[1])
+    assert read({"b": 4, "a": 3}) == [3, 4]
+    for other in ({"a": 1}, {"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 2}, [1, 2], OrderedDict(a=1, b=2)):
+        assert read(other) is None
+
+
+def test_a_reader_sees_what_is_not_a_leaf():
+    whole, plain = Mean(1, 2), Mean(1, 2, plain=True)
+    read = reader(tree.flatten({"loss": whole})[1])
+    assert read({"loss": whole}) == [1, 2]
+    assert read({"loss": plain}) is None
+
+
+def test_a_reader_refuses_a_consumed_state():
+    state = TrainState(None, {"w": 1}, None, None, {}, {}, None)
+    read = reader(tree.flatten(state)[1])
+    assert read(state) == [1]
+    consume(state)
+    with pytest.raises(ConsumedError):
+        read(state)
+
+
+LIKE = torch.zeros(2, 3), torch.zeros(())
+UNLIKE = {
+    "shape": torch.zeros(3, 2),
+    "dtype": torch.zeros(2, 3, dtype=torch.float64),
+    "stride": torch.zeros(3, 2).T,
+    "axes": torch.zeros(2, 3, 1),
+    "device": torch.zeros(2, 3, device="meta"),
+    "gradient": torch.zeros(2, 3, requires_grad=True),
+    "no tensor": 1.0,
+    "no leaf": {"a": torch.zeros(2, 3)},
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_guard_sees_another(name):
+    guard = Guard(LIKE)
+    assert guard([torch.ones(2, 3), torch.ones(())])
+    assert not guard([UNLIKE[name], torch.ones(())])
+
+
+def test_a_guard_counts():
+    assert not Guard(LIKE)(LIKE[:1])
+    assert not Guard(LIKE)([*LIKE, LIKE[0]])
+    assert Guard([])([])

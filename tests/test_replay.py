@@ -1,0 +1,173 @@
+"""Recording and replaying, on a device that is made up: it records a function instead of kernels.
+
+Like a real one it executes nothing while it records, works on the addresses that it saw, and writes
+the same outputs in every replay. What it cannot show is whether CUDA records the kernels themselves.
+"""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain import backends, tree
+from ftrain.backends import cpu
+from ftrain.errors import OptionError
+
+
+class Device:
+    """Counts what it records and replays."""
+
+    def __init__(self, fails=False):
+        self.recorded, self.replayed, self.fails = 0, 0, fails
+
+    def recorder(self):
+        def record(work):
+            if self.fails:
+                raise RuntimeError("operation not permitted when stream is capturing\nand more")
+            self.recorded += 1
+            outputs = []
+
+            def replay():
+                self.replayed += 1
+                for kept, new in zip(outputs, work(), strict=True):
+                    kept.copy_(new)
+
+            # The shapes of the outputs, as memory that every replay writes.
+            outputs.extend(torch.zeros(()) for _ in range(OUTPUTS))
+            return replay, outputs
+
+        return record
+
+
+OUTPUTS = 2
+
+
+@pytest.fixture
+def device():
+    made = Device()
+    backends.register(dataclasses.replace(cpu.BACKEND, recorder=made.recorder))
+    yield made
+    backends.register(cpu.BACKEND)
+
+
+def loss(params, batch, *, rng):
+    kept = ft.random.dropout(rng, params["w"], 0.5)
+    return ((batch["x"] @ kept - batch["y"]) ** 2).mean()
+
+
+def make(**options):
+    options = {"donate": True, "backend": "aot_eager", **options}
+    return ft.compose(
+        ft.train_step(loss, ft.optim.adamw(ft.schedules.linear(0.1, 0.01, 9))),
+        ft.clip(1.0),
+        ft.compiled(**options),
+    )
+
+
+def params():
+    return {"w": torch.arange(6.0).reshape(3, 2)}
+
+
+def batches(count, rows=4):
+    generator = torch.Generator().manual_seed(0)
+    made = torch.rand(count, rows, 5, generator=generator)
+    return [{"x": each[:, :3], "y": each[:, 3:]} for each in made]
+
+
+def train(step, state, data):
+    losses = []
+    for batch in data:
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    return state, torch.stack(losses)
+
+
+def same(found, needed):
+    for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True):
+        assert torch.equal(a, b)
+
+
+def plain(data, seed=0):
+    step = make(replay=False)
+    return train(step, step.init(params(), seed=seed), data)
+
+
+def test_a_replayed_run_is_the_same_to_the_bit(device):
+    """Random numbers, the schedule, batches and losses that are read at the end included."""
+    step = make()
+    found = train(step, step.init(params()), batches(6))
+    assert (device.recorded, device.replayed) == (1, 5)
+    same(found, plain(batches(6)))
+    assert len(set(found[1].tolist())) == 6
+    assert "replay" in repr(step)
+
+
+def test_fit_replays(device):
+    step = make(donate=False)
+    state, history = ft.fit(step, step.init(params()), batches(6), progress=False)
+    assert (device.recorded, device.replayed) == (1, 5)
+    needed, losses = plain(batches(6))
+    same(state, needed)
+    assert history["loss"] == losses.tolist()
+    assert "compiled(whole, donate, replay)" in repr(step)
+
+
+def test_a_state_of_one_s_own_keeps_its_memory(device):
+    """Two runs with one step: neither writes what belongs to the other."""
+    step = make()
+    data = batches(6)
+    first, second = step.init(params()), step.init(params(), seed=1)
+    for batch in data[:3]:
+        first, _ = step(first, batch)
+    for batch in data[:3]:
+        first, _ = step(first, batch)
+        second, _ = step(second, batch)
+    for batch in data[3:]:
+        second, _ = step(second, batch)
+    same(second, plain(data, seed=1)[0])
+    same(first, plain([*data[:3], *data[:3]])[0])
+
+
+def test_a_restored_state_is_recorded_in_its_turn(device):
+    step = make()
+    state, _ = train(step, step.init(params()), batches(3))
+    kept = tree.clone(state)
+    state, _ = train(step, state, batches(6)[3:])
+    again, _ = train(step, kept, batches(6)[3:])
+    same(again, state)
+    assert device.recorded == 2
+
+
+def test_batches_of_other_shapes_have_recordings_of_their_own(device):
+    step = make()
+    data = [*batches(3), *batches(3, rows=2), *batches(3)]
+    found = train(step, step.init(params()), data)
+    same(found, plain(data))
+    assert device.recorded == 2
+
+
+def test_a_step_that_does_not_donate_is_not_replayed(device):
+    step = make(donate=False)
+    train(step, step.init(params()), batches(4))
+    assert device.recorded == device.replayed == 0
+
+
+def test_what_cannot_be_recorded_runs_as_it_is_and_says_why(device, caplog):
+    device.fails = True
+    step = make()
+    with caplog.at_level(logging.WARNING, logger="ftrain"):
+        found = train(step, step.init(params()), batches(5))
+    same(found, plain(batches(5)))
+    assert [record.getMessage() for record in caplog.records if record.name == "ftrain"] == [
+        "compiled: runs without replay, for the device cannot record it: "
+        "operation not permitted when stream is capturing"
+    ]
+    assert "no replay" in repr(step)
+
+
+def test_replay_where_there_is_none_is_an_error():
+    step = make(replay=True)
+    with pytest.raises(OptionError, match=r"replay=True, and cpu has nothing to record"):
+        step(step.init(params()), batches(1)[0])
