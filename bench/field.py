@@ -17,6 +17,7 @@ OURS_EAGER = Entrant("ftrain, eager", "ours", "bench.ours:eager")
 OURS_COMPILED = Entrant("ftrain, compiled", "ours", "bench.ours:compiled")
 OURS_KEEPING = Entrant("ftrain, compiled, not donated", "ours", "bench.ours:compiled", options=(("donate", False),))
 OURS_GRAPHED = Entrant("ftrain, compiled, graphs", "ours", "bench.ours:compiled", options=(("graphs", True),))
+OURS_CALLS = Entrant("ftrain, compiled, calls alone", "ours", "bench.ours:called")
 OURS_UNGRAPHED = Entrant("ftrain, compiled, no graphs", "ours", "bench.ours:compiled", options=(("graphs", False),))
 
 _TRAINERS = {
@@ -40,6 +41,14 @@ JAX = tuple(
 HAND = (HAND_EAGER, HAND_COMPILED, HAND_BEST, HAND_UPDATE)
 OURS = (OURS_EAGER, OURS_COMPILED)
 PEERS = {entrant.name for entrant in TRAINERS + JAX}
+
+
+def few(settings: Settings) -> tuple[Entrant, ...]:
+    """Those to whom the claims look first, for cases whose steps are long; everyone in a full run."""
+    if settings.full:
+        return everyone(settings)
+    best = {"HF Trainer, best", "JAX jit, donated"} if settings.peers and not settings.smoke else set()
+    return (HAND_EAGER, HAND_COMPILED, OURS_EAGER, OURS_COMPILED, *(e for e in TRAINERS + JAX if e.name in best))
 
 
 def everyone(settings: Settings, *, smoke: bool = True) -> tuple[Entrant, ...]:

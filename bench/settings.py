@@ -23,6 +23,7 @@ class Settings:
         tiny: problems of no size, to see whether everything runs.
         smoke: do everything once; trainers then race in one case only, since each start takes seconds.
         compile_backend: of `torch.compile` and `ft.compiled`.
+        full: also what makes a run long: everyone in the slow cases, and graphs that take minutes to compile.
         peers: whether other libraries race.
         deadline: the clock's time after which no more entrant is started.
         ceilings: measured TFLOP/s of matrix products by precision; empty until they are.
@@ -33,6 +34,7 @@ class Settings:
     seconds: float = 0.05
     tiny: bool = False
     smoke: bool = False
+    full: bool = False
     compile_backend: str = "inductor"
     peers: bool = True
     deadline: float = float("inf")
@@ -51,8 +53,8 @@ class Settings:
         return max(min(5, self.rounds), round(self.rounds * part))
 
     def some(self, entrants: Sequence[Any]) -> Sequence[Any]:
-        """All of them, or the first two in a smoke test, where each costs a process."""
-        return entrants[:2] if self.smoke else entrants
+        """All of them in a full run, else the first three, and in a smoke test two, where each costs a process."""
+        return entrants if self.full else entrants[: 2 if self.smoke else 3]
 
     @property
     def place(self) -> torch.device:

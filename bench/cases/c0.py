@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from bench import field
 from bench.compiling import compile_rows
-from bench.race import race
+from bench.race import Race, race
 from bench.rows import SKIPPED, TIME, Row, said
 from bench.settings import Settings
+from bench.tasks import Entrant
 
 NULL = "C0 null model"
 COUNTS = (10, 100, 1_000, 10_000)
 SWEPT = (field.HAND_EAGER, field.HAND_COMPILED, field.OURS_EAGER, field.OURS_COMPILED)
 COMPILED = {field.HAND_COMPILED.name, field.OURS_COMPILED.name}
-MOST_COMPILED = 1_000
-PATIENCE = 150.0
+MOST_COMPILED = {False: 100, True: 1_000}
+"""In a quick and in a full run; more would compile for many minutes."""
+PATIENCE = 600.0
+MOST_CALLED = 1_000
 
 
 def run(settings: Settings) -> list[Row]:
     """Race on the null model, then sweep the number of leaves."""
     entrants = (*field.everyone(settings, smoke=False), field.OURS_KEEPING, field.HAND_APART)
     rows = race(NULL, settings.task("null"), entrants, settings)
-    for entrant in (field.HAND_COMPILED, field.OURS_COMPILED):
-        rows += compile_rows(NULL, entrant, settings.task("null"))
+    if settings.full or settings.smoke:
+        rows += compile_rows(NULL, field.OURS_COMPILED, settings.task("null"))
     swept = {count: _sweep(count, settings) for count in COUNTS}
-    return rows + [row for found in swept.values() for row in found] + _slopes(swept)
+    called = {count: _calls(count, settings) for count in COUNTS if count <= MOST_CALLED}
+    rows += [row for found in (*swept.values(), *called.values()) for row in found]
+    return rows + _slopes(swept, SWEPT) + _slopes(called, (field.OURS_CALLS,))
 
 
 def title(count: int) -> str:
@@ -35,22 +41,34 @@ def title(count: int) -> str:
 
 def _sweep(count: int, settings: Settings) -> list[Row]:
     question, entrants, left_out = title(count), [], []
+    most = COUNTS[-1] if settings.tiny else MOST_COMPILED[settings.full]
     for entrant in SWEPT:
-        if entrant.name in COMPILED and count > MOST_COMPILED and not settings.tiny:
-            left_out.append(said(question, entrant.name, SKIPPED, f"compiling {count:,} leaves takes many minutes"))
-        elif entrant.name in COMPILED and count >= MOST_COMPILED and not settings.tiny:
+        if entrant.name in COMPILED and count > most:
+            left_out.append(said(question, entrant.name, SKIPPED, f"compiling {count:,} leaves takes minutes"))
+        elif entrant.name in COMPILED and count > MOST_COMPILED[False] and not settings.tiny:
             # Apart, so that one that compiles for too long can be given up.
             entrants.append(dataclasses.replace(entrant, apart=True, patience=PATIENCE))
         else:
             entrants.append(entrant)
-    task = settings.task(f"leaves {count}")
-    return race(question, task, entrants, settings, part=0.5 if count <= 100 else 0.2) + left_out
+    part = 0.5 if count <= 100 else 0.2
+    return race(question, settings.task(f"leaves {count}"), entrants, settings, part=part) + left_out
 
 
-def _slopes(swept: dict[int, list[Row]]) -> list[Row]:
+def _calls(count: int, settings: Settings) -> list[Row]:
+    """Time the calls of a compiled step alone; the work is left out, so the losses are those of one step."""
+    contest = Race(f"{title(count)}, calls alone", settings.task(f"leaves {count}"), settings, checked=1)
+    try:
+        contest.enter([field.OURS_CALLS])
+        contest.time(rounds=settings.share(0.5))
+    finally:
+        contest.close()
+    return contest.rows
+
+
+def _slopes(swept: dict[int, list[Row]], entrants: Sequence[Entrant]) -> list[Row]:
     """What a leaf adds, from the fewest leaves to the most that an entrant was timed with."""
     rows = []
-    for entrant in SWEPT:
+    for entrant in entrants:
         times = {
             count: row.median
             for count, found in swept.items()
@@ -60,6 +78,7 @@ def _slopes(swept: dict[int, list[Row]]) -> list[Row]:
         if len(times) > 1:
             fewest, most = min(times), max(times)
             slope = (times[most] - times[fewest]) / (most - fewest)
-            note = f"from {fewest:,} to {most:,} leaves; the work on them is included"
+            work = "without" if entrant is field.OURS_CALLS else "with"
+            note = f"from {fewest:,} to {most:,} leaves, {work} the work on them"
             rows.append(Row("C0 leaves", entrant.name, "added a leaf", "us", slope, slope, slope, note=note))
     return rows
