@@ -1,0 +1,207 @@
+"""Cross-entropy of a linear layer by chunks of rows, with its gradients in the same pass.
+
+The gradient of a row's loss with respect to its logits is known as soon as these are,
+``(1 - s) w[y] (p - onehot(y)) + s/C (W p - w)`` with ``W = sum_c w[c]``, and depends on nothing that
+comes later but the cotangent, a common factor. So a chunk of logits becomes its own gradient in place,
+goes into the gradients of hidden, weight and bias, and makes room for the next chunk.
+
+This is one operation to torch: unrolled into the graph of a step, the chunks could be reordered by a
+compiler until all of them live at once, and a policy that keeps matrix products would keep the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 2**25
+"""What a chunk of logits may take anyway; larger ones gain little (measured on CPU)."""
+
+WEIGHT_SHARE = 8
+"""A chunk may also take this part of what the weight takes: each chunk reads and writes the weight's gradient, which is
+what a fast device waits for when the chunks are small."""
+
+TILE = 2**22
+"""Elements of the weight whose gradient is held in 16 bits before it is added in 32."""
+
+Needs: TypeAlias = list[bool]
+"""Whether the gradients of hidden, weight and bias are wanted."""
+
+SCHEMA = (
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight, SymInt ignore_index, "
+    "float label_smoothing, SymInt? chunk, ScalarType dtype, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op("ftrain::linear_cross_entropy", mutates_args=(), schema=SCHEMA)
+def losses_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk: int | None,
+    dtype: torch.dtype,
+    needs: Needs,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum of the losses, and its gradients with respect to hidden, weight and bias, in float32 at least.
+
+    Those that are not needed are empty.
+
+    Args:
+        hidden: (rows, width).
+        weight: (classes, width).
+        bias: (classes,).
+        labels: (rows,), int64.
+        class_weight: (classes,).
+        ignore_index: the label that counts for nothing.
+        label_smoothing: the share of probability spread over the classes.
+        chunk: rows at a time; None chooses.
+        dtype: what matrix products are computed in.
+        needs: which gradients are wanted.
+    """
+    targets = _Targets.of(labels, class_weight, ignore_index, label_smoothing, len(weight), _wide(dtype))
+    grads = _gradients(hidden, weight, dtype, needs)
+    total = hidden.new_zeros((), dtype=_wide(dtype))
+    chunk = min(chunk or auto_chunk(weight, dtype), max(len(hidden), 1))
+    # Inside an operation the caller's autocast would still apply, and turn products into its dtype a second time.
+    with torch.autocast(hidden.device.type, enabled=False):
+        narrow = weight.to(dtype)
+        memory = hidden.new_empty((chunk, len(weight)), dtype=_wide(dtype))
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            part = hidden[rows].to(dtype)
+            logits = _logits(part, narrow, bias, memory[: len(part)])
+            total += _turn_into_gradient(logits, targets[rows])
+            _add_products(grads, rows, logits, part, narrow)
+    return total, *grads
+
+
+@losses_and_gradients.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk: int | None,
+    dtype: torch.dtype,
+    needs: Needs,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return hidden.new_empty((), dtype=_wide(dtype)), *_gradients(hidden, weight, dtype, needs)
+
+
+def auto_chunk(weight: Tensor, dtype: torch.dtype) -> int:
+    """A power of two of rows whose logits take `CHUNK_BYTES` or a share of what the weight takes, whichever is more."""
+    classes, width = weight.shape
+    size = _wide(dtype).itemsize
+    rows = max(CHUNK_BYTES // (classes * size), width // WEIGHT_SHARE, 1)
+    return 1 << (int(rows).bit_length() - 1)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _gradients(hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros like hidden, weight and bias, or nothing."""
+    shapes = tuple(hidden.shape), tuple(weight.shape), (weight.shape[0],)
+    hidden_grad, weight_grad, bias_grad = (
+        hidden.new_zeros(shape if needed else (0,), dtype=_wide(dtype))
+        for shape, needed in zip(shapes, needs, strict=True)
+    )
+    return hidden_grad, weight_grad, bias_grad
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """The coefficients of each row: its gradient is ``slope p - peak onehot(label) - floor spread``."""
+
+    labels: Tensor
+    kept: Tensor
+    slope: Tensor
+    peak: Tensor
+    floor: Tensor
+    spread: Tensor | None
+
+    @classmethod
+    def of(
+        cls, labels: Tensor, weight: Tensor | None, ignored: int, smoothing: float, classes: int, dtype: torch.dtype
+    ) -> _Targets:
+        """Work them out from labels and class weights; `spread` is None without smoothing."""
+        kept = labels != ignored
+        labels = labels.masked_fill(~kept, 0)
+        weight = labels.new_ones(classes, dtype=dtype) if weight is None else weight.to(dtype)
+        peak = torch.where(kept, (1.0 - smoothing) * weight[labels], 0.0)
+        floor = kept.to(dtype) * (smoothing / classes)
+        return cls(labels, kept, peak + floor * weight.sum(), peak, floor, weight if smoothing else None)
+
+    def __getitem__(self, rows: slice) -> _Targets:
+        return _Targets(
+            self.labels[rows], self.kept[rows], self.slope[rows], self.peak[rows], self.floor[rows], self.spread
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    if hidden.dtype == out.dtype:
+        torch.mm(hidden, weight.t(), out=out)
+    else:
+        out.copy_(torch.mm(hidden, weight.t()))
+    return out if bias is None else out.add_(bias)
+
+
+def _turn_into_gradient(logits: Tensor, targets: _Targets) -> Tensor:
+    """Overwrite logits with the gradient of the sum of their losses, and return this sum."""
+    label = targets.labels[:, None]
+    logits -= logits.amax(1, keepdim=True)
+    at_label = logits.gather(1, label).squeeze(1)
+    mean = None if targets.spread is None else logits @ targets.spread
+    odds = logits.exp_().sum(1)
+    losses = targets.slope * odds.log() - targets.peak * at_label
+    if mean is not None:
+        losses -= targets.floor * mean
+    # A row without a label may hold anything, infinities included.
+    total = torch.where(targets.kept, losses, 0.0).sum()
+    logits *= (targets.slope / odds)[:, None]
+    if targets.spread is not None:
+        logits.addr_(targets.floor, targets.spread, alpha=-1)
+    logits.scatter_add_(1, label, -targets.peak[:, None])
+    return total
+
+
+def _add_products(
+    grads: tuple[Tensor, Tensor, Tensor], rows: slice, error: Tensor, hidden: Tensor, weight: Tensor
+) -> None:
+    """Add what a chunk's gradient with respect to its logits gives hidden, weight and bias."""
+    hidden_grad, weight_grad, bias_grad = grads
+    # Probabilities are too small for float16 when no loss scale has been applied yet.
+    dtype = torch.float32 if weight.dtype == torch.float16 else weight.dtype
+    for tile in _tiles(weight, error.dtype):
+        part = error[:, tile].to(dtype)
+        if hidden_grad.numel():
+            _add_product(hidden_grad[rows], part, weight[tile].to(dtype))
+        if weight_grad.numel():
+            _add_product(weight_grad[tile], part.t(), hidden.to(dtype))
+    if bias_grad.numel():
+        bias_grad += error.sum(0)
+
+
+def _tiles(weight: Tensor, wide: torch.dtype) -> Iterator[slice]:
+    """Slices of the classes: all of them, or few enough that copies and products in 16 bits stay small."""
+    step = len(weight) if weight.dtype == wide else max(TILE // max(weight.shape[1], 1), 1)
+    yield from (slice(start, start + step) for start in range(0, len(weight), step))
+
+
+def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == to.dtype:
+        to.addmm_(a, b)
+    else:
+        to += a @ b

@@ -1,0 +1,92 @@
+"""Losses and metrics of class indices, from logits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ftrain.losses.inputs import (
+    loss_dtype,
+    require_class_weight,
+    require_classes,
+    require_smoothing,
+    weight_of_labels,
+)
+from ftrain.types import Mean
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    weight: Tensor | None = None,
+) -> Mean:
+    """Cross-entropy of class indices, over every label that is not `ignore_index`.
+
+    With ``p = softmax(logits)``, label ``y``, ``C`` classes, smoothing ``s`` and class weights ``w``
+    (1 where none are given), a label adds
+
+        ``-(1 - s) w[y] log p[y] - s/C sum_c w[c] log p[c]``  to the total and  ``w[y]``  to the weight,
+
+    so that the value is ``torch.nn.functional.cross_entropy(..., reduction="mean")``. Where every
+    label is ignored the total, the weight and the gradients are 0.
+
+    Args:
+        logits: (..., classes), floating point. The class axis is the last one, where torch wants it
+            second.
+        labels: (...), integers in ``[0, classes)``, or `ignore_index`.
+        ignore_index: the label that counts for nothing.
+        label_smoothing: the share of probability, in [0, 1], spread evenly over the classes.
+        weight: (classes,), floating point, used in the dtype of the loss; not differentiated.
+
+    Raises:
+        LossError: a shape, dtype or the smoothing is not as above.
+
+    Source: Szegedy et al., https://arxiv.org/abs/1512.00567, section 7 (label smoothing).
+
+    >>> import torch
+    >>> loss = cross_entropy(torch.zeros(2, 3, 4), torch.tensor([[0, 1, 2], [3, -100, -100]]))
+    >>> float(loss.weight), round(float(loss), 4)
+    (4.0, 1.3863)
+    """
+    require_classes("cross_entropy", logits, labels)
+    require_smoothing("cross_entropy", label_smoothing)
+    dtype = loss_dtype(logits)
+    if weight is not None:
+        require_class_weight("cross_entropy", "weight", weight, logits.shape[-1])
+        weight = weight.detach().to(dtype)
+    labels = labels.long().reshape(-1)
+    total = F.cross_entropy(
+        logits.to(dtype).reshape(-1, logits.shape[-1]),
+        labels,
+        weight=weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+    return Mean(total, weight_of_labels(labels, ignore_index, weight, dtype))
+
+
+def accuracy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Mean:
+    """The share of labels that are the class of the highest logit; a metric, without a gradient.
+
+    Args:
+        logits: (..., classes), floating point.
+        labels: (...), integers; those equal to `ignore_index` count for nothing.
+        ignore_index: the label that counts for nothing.
+
+    Raises:
+        LossError: a shape or dtype is not as above.
+
+    >>> import torch
+    >>> float(accuracy(torch.eye(4), torch.tensor([0, 1, 0, -100])).total)
+    2.0
+    """
+    require_classes("accuracy", logits, labels)
+    labels = labels.long()
+    kept = labels != ignore_index
+    correct = (logits.argmax(-1) == labels) & kept
+    dtype = loss_dtype(logits)
+    return Mean(correct.sum().to(dtype), kept.sum().to(dtype))

@@ -1,0 +1,90 @@
+"""Losses of every element on its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ftrain.errors import LossError
+from ftrain.losses.inputs import kind, loss_dtype, require_floating
+from ftrain.types import Mean
+
+
+def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | None = None) -> Mean:
+    """Cross-entropy of independent yes-or-no labels, over every element.
+
+    With ``p = sigmoid(logits)``, label ``y`` and weight ``w`` (1 where none is given), an element adds
+
+        ``-w (y log p + (1 - y) log(1 - p))``  to the total and  ``w``  to the weight.
+
+    Args:
+        logits: (...), floating point; infinite ones give NaN, as in torch.
+        labels: like `logits`: bool, integers 0 and 1, or probabilities.
+        weight: bool or real, broadcast to the shape of `logits` (aligned at the last axis); its sum
+            is not differentiated.
+
+    Raises:
+        LossError: a shape or dtype is not as above.
+
+    Source: `torch.nn.functional.binary_cross_entropy_with_logits`.
+
+    >>> round(float(binary_cross_entropy(torch.zeros(3), torch.tensor([True, False, True]))), 4)
+    0.6931
+    """
+    _require_same("binary_cross_entropy", logits, labels, ("logits", "labels"))
+    dtype = loss_dtype(logits)
+    errors = F.binary_cross_entropy_with_logits(logits.to(dtype), labels.to(dtype), reduction="none")
+    return _weighted("binary_cross_entropy", errors, weight)
+
+
+def mse(predictions: Tensor, targets: Tensor, *, weight: Tensor | None = None) -> Mean:
+    """Squared error, over every element.
+
+    With weight ``w`` (1 where none is given) an element adds ``w (prediction - target)^2`` to the
+    total and ``w`` to the weight.
+
+    Args:
+        predictions: (...), floating point.
+        targets: like `predictions`, real; used in the dtype of the loss. Nothing is broadcast.
+        weight: bool or real, broadcast to the shape of `predictions` (aligned at the last axis); its
+            sum is not differentiated.
+
+    Raises:
+        LossError: a shape or dtype is not as above.
+
+    Source: `torch.nn.functional.mse_loss`.
+
+    >>> float(mse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])))
+    2.0
+    """
+    _require_same("mse", predictions, targets, ("predictions", "targets"))
+    dtype = loss_dtype(predictions)
+    return _weighted("mse", (predictions.to(dtype) - targets.to(dtype)).square(), weight)
+
+
+def _weighted(function: str, errors: Tensor, weight: Tensor | None) -> Mean:
+    if weight is None:
+        return Mean(errors.sum(), torch.full((), errors.numel(), dtype=errors.dtype, device=errors.device))
+    if weight.is_complex() or not _broadcasts(weight.shape, errors.shape):
+        raise LossError(
+            f"{function}: weight is {kind(weight)}; it must be real and broadcast to {tuple(errors.shape)}."
+        )
+    weight = weight.to(errors.dtype)
+    return Mean((errors * weight).sum(), weight.detach().expand(errors.shape).sum())
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(size in (1, wanted) for size, wanted in pairs)
+
+
+def _require_same(function: str, outputs: Tensor, targets: Tensor, names: tuple[str, str]) -> None:
+    require_floating(function, names[0], outputs)
+    if targets.is_complex():
+        raise LossError(f"{function}: {names[1]} are {kind(targets)}; they must be real.")
+    if outputs.shape != targets.shape:
+        raise LossError(
+            f"{function}: {names[0]} have shape {tuple(outputs.shape)} and {names[1]} "
+            f"{tuple(targets.shape)}; they must be equal, for nothing is broadcast. Reshape one of them."
+        )

@@ -1,0 +1,159 @@
+"""Cross-entropy of a linear layer that never holds all of its logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain.errors import LossError
+from ftrain.losses.chunked import losses_and_gradients
+from ftrain.losses.inputs import (
+    kind,
+    require_class_weight,
+    require_indices,
+    require_smoothing,
+    weight_of_labels,
+)
+from ftrain.types import Mean
+
+NAME = "linear_cross_entropy"
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    class_weight: Tensor | None = None,
+    chunk: int | None = None,
+) -> Mean:
+    """Cross-entropy of the logits ``hidden @ weight.T + bias``, which are never in memory all at once.
+
+    Value and gradients are those of `cross_entropy` on these logits. Rows are taken by chunks: the logits
+    of a chunk become their own gradient ``softmax(logits) - onehot(label)`` in place and are gone before
+    the next, so that beside inputs and gradients only the logits of one chunk are in memory. The
+    gradients are computed with the loss and only scaled in the backward pass, with as many matrix
+    products as the plain loss has; without gradients only the loss is computed.
+
+    Under `torch.autocast` products are in its dtype, as those of `torch.nn.Linear` are; the softmax and
+    the sums over chunks are in float32 at least. A gradient has the dtype of its input. It can be
+    differentiated once, and not under the transforms of `torch.func`.
+
+    Args:
+        hidden: (..., width), floating point; what the last layer is given.
+        weight: (classes, width), like `torch.nn.Linear.weight` or that of a tied `torch.nn.Embedding`;
+            of the dtype of `hidden`, autocast aside.
+        labels: (...), integers in ``[0, classes)``, or `ignore_index`.
+        bias: (classes,), of the dtype of `weight`.
+        ignore_index: the label that counts for nothing.
+        label_smoothing: the share of probability, in [0, 1], spread evenly over the classes.
+        class_weight: (classes,), floating point; `weight` of `cross_entropy`. Not differentiated.
+        chunk: rows at a time. Unless told, a power of two whose logits take at most 32 MB, or an eighth
+            of what the weight takes when that is more.
+
+    Raises:
+        LossError: a shape, a dtype, the smoothing or the chunk is not as above.
+
+    Source: Hsu et al. 2024, https://arxiv.org/abs/2410.10989 (gradients with the loss, by chunks);
+    Wijmans et al. 2024, https://arxiv.org/abs/2411.09009.
+
+    >>> hidden, weight, labels = torch.randn(2, 3, 8), torch.zeros(5, 8), torch.tensor([[0, 1, 2], [3, -100, -100]])
+    >>> loss = linear_cross_entropy(hidden, weight, labels)
+    >>> float(loss.weight), round(float(loss), 4)
+    (4.0, 1.6094)
+    """
+    dtype = _product_dtype(hidden, weight)
+    _require_shapes(hidden, weight, labels, bias)
+    require_smoothing(NAME, label_smoothing)
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise LossError(f"{NAME}: chunk is {chunk!r}; it must be a number of rows, 1 at least, or None to choose.")
+    wide = torch.promote_types(dtype, torch.float32)
+    if class_weight is not None:
+        require_class_weight(NAME, "class_weight", class_weight, len(weight))
+        class_weight = class_weight.detach().to(wide)
+    labels = labels.long().reshape(-1)
+    options = class_weight, ignore_index, float(label_smoothing), chunk, dtype
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (hidden, weight, bias)):
+        total = _Loss.apply(rows, weight, bias, labels, *options)  # type: ignore[no-untyped-call]
+    else:
+        total = losses_and_gradients(rows, weight, bias, labels, *options, [False] * 3)[0]
+    return Mean(total, weight_of_labels(labels, ignore_index, class_weight, wide))
+
+
+class _Loss(torch.autograd.Function):
+    """The sum of the losses, with gradients that exist before anyone asks for them."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        total: Tensor
+        total, *grads = losses_and_gradients(*inputs, list(ctx.needs_input_grad[:3]))
+        ctx.save_for_backward(*inputs[:5])
+        ctx.options, ctx.grads = inputs[5:], grads
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise LossError(
+                f"{NAME}: the gradient is to be differentiated again (create_graph=True), which needs all logits; "
+                "use cross_entropy on the logits."
+            )
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            # A second backward pass: the first has given its gradients away, scaled in place.
+            _, *grads = losses_and_gradients(*ctx.saved_tensors, *ctx.options, list(ctx.needs_input_grad[:3]))
+        # In place, for they may be large. Autograd gives each the dtype of its input.
+        scaled = [
+            grad.mul_(cotangent) if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)
+        ]
+        return (*scaled, *[None] * (len(ctx.needs_input_grad) - 3))
+
+
+def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """What `hidden @ weight.T` would be computed in.
+
+    Raises:
+        LossError: when it would not be computed.
+    """
+    for name, value in (("hidden", hidden), ("weight", weight)):
+        if not value.is_floating_point():
+            raise LossError(f"{NAME}: {name} is {kind(value)}; it must be floating point.")
+    device = hidden.device.type
+    # Autocast leaves float64 alone.
+    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(device)
+    if hidden.dtype != weight.dtype:
+        raise LossError(
+            f"{NAME}: hidden is {kind(hidden)} and weight {kind(weight)}; they must have one dtype, "
+            "or be under autocast. Convert one of them."
+        )
+    return hidden.dtype
+
+
+def _require_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    if weight.ndim != 2 or not len(weight):
+        raise LossError(
+            f"{NAME}: weight has shape {tuple(weight.shape)}; it must be (classes, width), with at least one class."
+        )
+    if hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise LossError(
+            f"{NAME}: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; hidden must be "
+            f"(..., {weight.shape[1]}), for weight is (classes, width)."
+        )
+    require_indices(NAME, labels)
+    if labels.shape != hidden.shape[:-1]:
+        raise LossError(
+            f"{NAME}: hidden has shape {tuple(hidden.shape)} and labels {tuple(labels.shape)}; "
+            f"labels must have shape {tuple(hidden.shape[:-1])}, one for each row."
+        )
+    if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1]):
+        raise LossError(
+            f"{NAME}: bias is {kind(bias)} and weight {kind(weight)}; bias must have the dtype of weight "
+            f"and shape {tuple(weight.shape[:1])}."
+        )

@@ -1,0 +1,482 @@
+"""The loss of a linear layer equals the loss of its logits, and never has them all."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain import graph
+from ftrain.errors import LossError
+from ftrain.losses import chunked, cross_entropy, linear, linear_cross_entropy
+from ftrain.losses.chunked import auto_chunk, losses_and_gradients
+
+F64 = torch.float64
+CLASSES, WIDTH = 11, 6
+EXACT = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def randn(*shape, seed=0, dtype=F64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
+
+
+def some_labels(*shape, classes=CLASSES, ignore_index=-100, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes, shape, generator=generator)
+    return torch.where(torch.rand(shape, generator=generator) < 0.3, ignore_index, labels)
+
+
+def layer(dtype=F64, classes=CLASSES, width=WIDTH):
+    return randn(classes, width, seed=2, dtype=dtype), randn(classes, seed=3, dtype=dtype)
+
+
+def plainly(hidden, weight, labels, *, bias=None, class_weight=None, chunk=None, **options):
+    logits = hidden @ weight.T
+    return cross_entropy(logits if bias is None else logits + bias, labels, weight=class_weight, **options)
+
+
+def derive(function, hidden, weight, labels, *, bias=None, cotangent=1.7, **options):
+    """Total, weight, and the gradients of a multiple of the total."""
+    inputs = [each.detach().requires_grad_() for each in (hidden, weight, bias) if each is not None]
+    loss = function(*inputs[:2], labels, bias=None if bias is None else inputs[2], **options)
+    return loss.total.detach(), loss.weight, *torch.autograd.grad(loss.total * cotangent, inputs)
+
+
+def assert_same(found, wanted, **tolerance):
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, **(tolerance or EXACT))
+
+
+SMOOTHINGS = [0.0, 0.1, 1.0]
+CLASS_WEIGHTS = [None, torch.linspace(0, 2, CLASSES, dtype=F64)]
+
+
+class TestParity:
+    @pytest.mark.parametrize("smoothing", SMOOTHINGS)
+    @pytest.mark.parametrize("class_weight", CLASS_WEIGHTS)
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_value_and_gradients(self, smoothing, class_weight, biased):
+        weight, bias = layer()
+        for shape, ignored, chunk in itertools.product([(20,), (4, 5), (2, 2, 5)], [-100, 2], [None, 1, 3, 20, 100]):
+            options = {"ignore_index": ignored, "label_smoothing": smoothing, "class_weight": class_weight}
+            options |= {"bias": bias if biased else None, "chunk": chunk}
+            case = randn(*shape, WIDTH), weight, some_labels(*shape, ignore_index=ignored)
+            assert_same(derive(linear_cross_entropy, *case, **options), derive(plainly, *case, **options))
+
+    def test_one_token_and_no_batch_axis(self):
+        weight, bias = layer()
+        for case in ((randn(WIDTH), weight, torch.tensor(3)), (randn(1, WIDTH), weight, torch.tensor([3]))):
+            assert_same(derive(linear_cross_entropy, *case, bias=bias), derive(plainly, *case, bias=bias))
+
+    @pytest.mark.parametrize("smoothing", SMOOTHINGS)
+    @pytest.mark.parametrize("class_weight", CLASS_WEIGHTS)
+    @pytest.mark.parametrize("shape", [(7,), (0,), (0, 3)])
+    def test_nothing_to_count(self, smoothing, class_weight, shape):
+        weight, bias = layer()
+        labels = torch.full(shape, -100)
+        options = {"bias": bias, "label_smoothing": smoothing, "class_weight": class_weight, "chunk": 2}
+        total, count, *grads = derive(linear_cross_entropy, randn(*shape, WIDTH), weight, labels, **options)
+        assert (float(total), float(count)) == (0.0, 0.0)
+        assert [grad.shape for grad in grads] == [(*shape, WIDTH), weight.shape, bias.shape]
+        assert not any(grad.any() for grad in grads)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, F64])
+    @pytest.mark.parametrize("scale", [1e4, -1e4])
+    def test_huge_logits(self, dtype, scale):
+        case = torch.eye(CLASSES, dtype=dtype) * scale, torch.eye(CLASSES, dtype=dtype), torch.arange(CLASSES).roll(1)
+        found = derive(linear_cross_entropy, *case, chunk=4)
+        assert_same(found, derive(plainly, *case), rtol=1e-5, atol=1e-5)
+        assert all(each.isfinite().all() for each in found)
+
+    def test_minus_infinity_rules_a_class_out(self):
+        weight, bias = layer()
+        bias[8:] = -torch.inf
+        case = randn(9, WIDTH), weight, some_labels(9, classes=8)
+        assert_same(derive(linear_cross_entropy, *case, bias=bias), derive(plainly, *case, bias=bias))
+
+    def test_a_row_without_a_label_may_hold_anything(self):
+        hidden, labels = randn(9, WIDTH), torch.arange(9)
+        hidden[-1], labels[-1] = torch.inf, -100
+        found, wanted = (f(hidden, layer()[0], labels) for f in (linear_cross_entropy, plainly))
+        assert_same((found.total, found.weight), (wanted.total, wanted.weight))
+
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
+    def test_any_integer_labels(self, dtype):
+        labels = some_labels(9, ignore_index=2)
+        case = randn(9, WIDTH), layer()[0]
+        found = linear_cross_entropy(*case, labels.to(dtype), ignore_index=2)
+        assert torch.equal(found.value, linear_cross_entropy(*case, labels, ignore_index=2).value)
+
+    @pytest.mark.parametrize("label", [CLASSES, -1])
+    def test_a_label_out_of_range_is_not_read_as_another(self, label):
+        with pytest.raises((IndexError, RuntimeError), match="out of"):
+            linear_cross_entropy(randn(2, WIDTH), layer()[0], torch.tensor([0, label]))
+
+    def test_not_contiguous(self):
+        hidden, weight, labels = randn(WIDTH, 5, 4).permute(2, 1, 0), randn(WIDTH, CLASSES).T, some_labels(5, 4).T
+        case = hidden, weight, labels
+        assert_same(derive(linear_cross_entropy, *case, chunk=3), derive(plainly, *case))
+
+    def test_pieces_add_up_to_the_whole(self):
+        hidden, labels, weight = randn(12, WIDTH), some_labels(12), layer()[0]
+        whole = linear_cross_entropy(hidden, weight, labels)
+        parts = [linear_cross_entropy(hidden[p], weight, labels[p]) for p in (slice(5), slice(5, 6), slice(6, 12))]
+        added = parts[0] + parts[1] + parts[2]
+        assert_same((added.total, added.weight), (whole.total, whole.weight))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Which gradients each run of the operation was asked for."""
+    seen = []
+    monkeypatch.setattr(
+        linear, "losses_and_gradients", lambda *args: seen.append(args[-1]) or losses_and_gradients(*args)
+    )
+    return seen
+
+
+class TestGradientsThatAreWanted:
+    @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3))[1:])
+    def test_no_others_are_computed(self, needs, calls):
+        weight, bias = layer()
+        inputs = [x.requires_grad_(need) for x, need in zip((randn(9, WIDTH), weight, bias), needs, strict=True)]
+        labels, wanting = some_labels(9), [x for x, need in zip(inputs, needs, strict=True) if need]
+        loss = linear_cross_entropy(*inputs[:2], labels, bias=inputs[2], chunk=4)
+        found = torch.autograd.grad(loss.total, wanting)
+        assert calls == [list(needs)]
+        assert_same(found, torch.autograd.grad(plainly(*inputs[:2], labels, bias=inputs[2]).total, wanting))
+
+    def test_none_in_evaluation(self, calls):
+        hidden, weight = randn(9, WIDTH), layer()[0].requires_grad_()
+        with torch.no_grad():
+            loss = linear_cross_entropy(hidden, weight, some_labels(9))
+        linear_cross_entropy(hidden, weight.detach(), some_labels(9))
+        assert calls == [[False] * 3] * 2
+        assert not loss.total.requires_grad
+        assert_same((loss.total,), (plainly(hidden, weight.detach(), some_labels(9)).total,))
+
+    def test_a_second_backward_pass_gives_the_same(self, calls):
+        hidden, weight = randn(9, WIDTH).requires_grad_(), layer()[0].requires_grad_()
+        total = linear_cross_entropy(hidden, weight, some_labels(9)).total * 3
+        first = [grad.clone() for grad in torch.autograd.grad(total, (hidden, weight), retain_graph=True)]
+        assert len(calls) == 1
+        assert_same(torch.autograd.grad(total, (hidden, weight)), first, rtol=0, atol=0)
+
+    def test_a_second_derivative_is_refused(self):
+        hidden = randn(9, WIDTH).requires_grad_()
+        total = linear_cross_entropy(hidden, layer()[0], some_labels(9)).total
+        with pytest.raises(LossError, match=r"^linear_cross_entropy: .*create_graph.*use cross_entropy"):
+            torch.autograd.grad(total, hidden, create_graph=True)
+
+    def test_transforms_of_torch_func_are_refused(self):
+        weight, labels = layer()[0], some_labels(9)
+        with pytest.raises(RuntimeError, match="functorch transforms"):
+            torch.func.grad(lambda hidden: linear_cross_entropy(hidden, weight, labels).total)(randn(9, WIDTH))
+
+
+def relative(found, wanted):
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+class TestSixteenBits:
+    @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_autocast(self, dtype, smoothing):
+        weight, bias = layer(torch.float32, classes=100, width=32)
+        case = randn(64, 32, dtype=torch.float32), weight / 4, some_labels(64, classes=100)
+        wide = [x.double() if x.is_floating_point() else x for x in case]
+        exact = derive(plainly, *wide, bias=bias.double(), label_smoothing=smoothing)
+        with torch.autocast("cpu", dtype):
+            found = derive(linear_cross_entropy, *case, bias=bias, label_smoothing=smoothing, chunk=16)
+            wanted = derive(plainly, *case, bias=bias, label_smoothing=smoothing)
+        assert all(each.dtype == torch.float32 for each in found)
+        # The same rounding before the softmax, so the same value; after it no more than the plain loss has.
+        assert float(found[0]) == pytest.approx(float(wanted[0]), rel=1e-6)
+        assert float(found[0]) != pytest.approx(float(exact[0]), rel=1e-9)
+        for a, b, c in zip(found[2:], wanted[2:], exact[2:], strict=True):
+            assert relative(a, c) < 1.2 * relative(b, c) < 0.02
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_narrow_inputs_accumulate_in_float32(self, dtype):
+        # 4096 equal rows, one a chunk: a sum in 16 bits would stop growing long before.
+        row, weight = randn(1, WIDTH, dtype=dtype), layer(dtype)[0]
+        labels = torch.full((4096,), 3)
+        found = derive(linear_cross_entropy, row.expand(4096, -1), weight, labels, chunk=1, cotangent=1 / 4096)
+        wanted = derive(plainly, row.double(), weight.double(), labels[:1], cotangent=1.0)
+        assert [each.dtype for each in found] == [torch.float32] * 2 + [dtype] * 2
+        assert relative(found[3], wanted[3]) < 4 * torch.finfo(dtype).eps
+        assert relative(found[2].double().sum(0, keepdim=True), wanted[2]) < 8 * torch.finfo(dtype).eps
+
+    def test_small_probabilities_survive_float16(self):
+        weight = torch.tensor([[0.0], [-20.0]]).half()
+        case = torch.ones(1, 1).half(), weight, torch.tensor([0])
+        grad = derive(linear_cross_entropy, *case, cotangent=2.0**16)[3]
+        wanted = derive(plainly, *(x.double() if x.is_floating_point() else x for x in case), cotangent=2.0**16)[3]
+        assert float(grad[1]) == pytest.approx(float(wanted[1]), rel=1e-2)
+
+    def test_autocast_leaves_float64_alone(self):
+        case = randn(9, WIDTH), layer()[0], some_labels(9)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = derive(linear_cross_entropy, *case)
+        assert_same(found, derive(plainly, *case))
+
+    def test_tiles_of_the_classes_add_up(self, monkeypatch):
+        case = randn(9, WIDTH, dtype=torch.float32), layer(torch.float32)[0], some_labels(9)
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = derive(linear_cross_entropy, *case)
+            monkeypatch.setattr(chunked, "TILE", 3 * WIDTH)
+            assert_same(derive(linear_cross_entropy, *case), wanted, rtol=1e-2, atol=1e-2)
+        assert len(list(chunked._tiles(case[1].bfloat16(), torch.float32))) == 4  # Of 3 classes, of 11.
+        assert len(list(chunked._tiles(case[1], torch.float32))) == 1
+
+
+class TestOperation:
+    @pytest.mark.parametrize("needs", [[False] * 3, [True, False, True], [True] * 3])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_fake_results_are_like_real_ones(self, needs, dtype):
+        weight, bias = layer(torch.float32)
+        args = randn(9, WIDTH, dtype=torch.float32), weight, bias, some_labels(9), None, -100, 0.1, 4, dtype, needs
+        torch.library.opcheck(losses_and_gradients, args, test_utils=("test_schema", "test_faketensor"))
+
+    @pytest.mark.parametrize(("classes", "width", "wanted"), [(50257, 256, 128), (2**17, 4096, 512), (10**9, 8, 1)])
+    def test_automatic_chunk(self, classes, width, wanted):
+        weight = torch.empty(classes, width, device="meta")
+        assert auto_chunk(weight, torch.float32) == wanted
+
+    def test_automatic_chunk_counts_bytes(self):
+        weight = torch.empty(2**16, 8, device="meta")
+        assert [auto_chunk(weight, t) for t in (torch.bfloat16, torch.float32, F64)] == [128, 128, 64]
+
+
+class Tiny(nn.Module):
+    """Two blocks, an embedding and a head that may be one."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def trunk(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def fused(m, b):
+    return linear_cross_entropy(m.trunk(b["x"]), m.head.weight, b["y"], bias=m.head.bias, chunk=7)
+
+
+def unfused(m, b):
+    return cross_entropy(m.head(m.trunk(b["x"])), b["y"])
+
+
+def batches():
+    return [{"x": some_labels(4, 5, ignore_index=0, seed=s), "y": some_labels(4, 5, seed=s + 9)} for s in range(3)]
+
+
+def train(criterion, *wrappers, tied=True, dtype=F64):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = Tiny(tied).to(dtype)
+    step = ft.compose(ft.train_step(ft.from_module(module, criterion), ft.optim.sgd(0.5, momentum=0.9)), *wrappers)
+    state = step.init(seed=0)
+    for batch in batches():
+        state, metrics = step(state, batch)
+    return ft.tree.leaves(state.params), metrics
+
+
+STACKS = {
+    "plain": [],
+    "remat": [ft.remat()],
+    "dots": [ft.remat("dots")],
+    "accumulate": [ft.accumulate(2), ft.clip(0.1)],
+    "all": [ft.remat(), ft.accumulate(4), ft.clip(0.1), ft.ema()],
+}
+
+
+class TestPipelines:
+    @pytest.mark.parametrize("tied", [True, False])
+    @pytest.mark.parametrize("stack", STACKS)
+    def test_equals_the_plain_loss_eager_and_captured(self, stack, tied):
+        wrappers = STACKS[stack]
+        wanted = train(unfused, *wrappers, tied=tied)[0]
+        captured = ft.compiled(lowering="whole", backend="aot_eager", donate=True)
+        assert_same(train(fused, *wrappers, tied=tied)[0], wanted)
+        assert_same(train(fused, *wrappers, captured, tied=tied)[0], wanted)
+
+    # Dynamo looks at the .grad of every tensor it traces, and makes an instance of every Function: torch warns of both.
+    @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+    @pytest.mark.parametrize("stack", ["plain", "all"])
+    def test_equals_the_plain_loss_split(self, stack):
+        split = ft.compiled(lowering="split", backend="aot_eager")
+        assert_same(train(fused, *STACKS[stack], split)[0], train(unfused, *STACKS[stack])[0])
+
+    @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+    def test_mixed_precision(self, dtype):
+        amp = ft.with_amp(dtype)
+        found, wanted = (train(criterion, amp, dtype=torch.float32)[0] for criterion in (fused, unfused))
+        for a, b in zip(found, wanted, strict=True):
+            assert a.dtype == torch.float32
+            assert relative(a, b.double()) < 0.02
+        captured = ft.compiled(lowering="whole", backend="aot_eager")
+        assert_same(train(fused, amp, captured, dtype=torch.float32)[0], found, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("policy", ["full", "dots"])
+    def test_inside_of_a_block(self, policy):
+        def loss_of(function):
+            block = ft.block(lambda h, w, y: function(torch.tanh(h), w, y).total)
+            return lambda params, batch: block(params["h"], params["w"], batch).mul(0.5)
+
+        def run(function, *wrappers):
+            step = ft.compose(ft.train_step(loss_of(function), ft.optim.sgd(0.5)), *wrappers)
+            state, _ = step(step.init({"h": randn(9, WIDTH), "w": layer()[0]}), some_labels(9))
+            return ft.tree.leaves(state.params)
+
+        captured = ft.compiled(lowering="whole", backend="eager")
+        wanted = run(plainly)
+        for wrappers in ([], [ft.remat(policy)], [ft.remat(policy), captured]):
+            assert_same(run(linear_cross_entropy, *wrappers), wanted)
+
+    def test_chunks_are_one_node_of_the_graph(self, monkeypatch):
+        seen, capture = [], graph.capture
+        monkeypatch.setattr(graph, "capture", lambda *args: seen.append(capture(*args)) or seen[-1])
+        train(fused, ft.compiled(lowering="whole", backend="eager"))
+        (captured,) = seen
+        targets = [node.target for node in captured.graph.nodes]
+        assert targets.count(torch.ops.ftrain.linear_cross_entropy.default) == 1
+        sizes = [node.meta["val"].numel() for node in captured.graph.nodes if hasattr(node.meta.get("val"), "numel")]
+        assert 4 * 5 * CLASSES not in sizes
+
+    def test_evaluation(self):
+        module = Tiny(True).double()
+        state = ft.train_step(ft.from_module(module, fused), ft.optim.sgd(0.1)).init()
+        found, wanted = (
+            ft.evaluate(ft.eval_step(ft.from_module(module, each)), state, batches())["loss"]
+            for each in (fused, unfused)
+        )
+        assert float(found) == pytest.approx(float(wanted), rel=1e-12)
+
+
+WEIGHT = torch.zeros(10, 4)
+HIDDEN, LABELS = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+WRONG = [
+    ({"hidden": HIDDEN.long()}, r"hidden is int64 of shape \(3, 4\); it must be floating"),
+    ({"weight": WEIGHT.long()}, r"weight is int64 of shape \(10, 4\); it must be floating"),
+    ({"weight": WEIGHT.double()}, r"hidden is float32 .* and weight float64 .* one dtype.*autocast"),
+    ({"weight": WEIGHT[0]}, r"weight has shape \(4,\); it must be \(classes, width\)"),
+    ({"weight": WEIGHT[:0]}, r"weight has shape \(0, 4\); .*at least one class"),
+    ({"weight": WEIGHT.T}, r"hidden has shape \(3, 4\) and weight \(4, 10\); hidden must be \(\.\.\., 10\)"),
+    ({"hidden": torch.zeros(())}, r"hidden has shape \(\) and weight"),
+    ({"labels": LABELS[:2]}, r"hidden has shape \(3, 4\) and labels \(2,\); labels must have shape \(3,\)"),
+    ({"labels": LABELS.float()}, r"labels are float32 of shape \(3,\); they must be integer"),
+    ({"labels": LABELS.bool()}, r"labels are bool"),
+    ({"bias": torch.zeros(4)}, r"bias is float32 of shape \(4,\) .*shape \(10,\)"),
+    ({"bias": torch.zeros(10).double()}, r"bias is float64 .* the dtype of weight"),
+    ({"class_weight": torch.zeros(4)}, r"class_weight is float32 of shape \(4,\); .*shape \(10,\)"),
+    ({"label_smoothing": 1.5}, r"label_smoothing is 1\.5; .*\[0, 1\]"),
+    ({"label_smoothing": float("nan")}, r"label_smoothing is nan"),
+    ({"chunk": 0}, r"chunk is 0; .*1 at least"),
+    ({"chunk": -3}, r"chunk is -3"),
+    ({"chunk": 2.0}, r"chunk is 2\.0"),
+    ({"chunk": True}, r"chunk is True"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_errors(wrong, message):
+    case = {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, **wrong}
+    with pytest.raises(LossError, match=rf"^linear_cross_entropy: {message}"):
+        linear_cross_entropy(**case)
+
+
+# In a process of its own, since the peak of a process cannot be taken back. What the allocator gives and gets is in the
+# profiler's trace, whoever asks for it; the peak of the process is a second witness.
+MEASURE = """
+import json, resource, sys, torch, ftrain as ft
+
+kind, lowering, trace = sys.argv[1:]
+torch.set_num_threads(1)
+rows, classes, width = 2048, 50257, 256
+labels = torch.arange(rows) * 17
+profiler = lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+def loss(params, batch):
+    hidden = batch * params["scale"]
+    if kind == "plain":
+        return ft.losses.cross_entropy(hidden @ params["weight"].T, labels)
+    return ft.losses.linear_cross_entropy(hidden, params["weight"], labels)
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+step = ft.train_step(loss, ft.optim.sgd(0.1))
+step = ft.compiled(lowering="whole", donate=True)(step) if lowering == "compiled" else ft.donated(step)
+generator = torch.Generator().manual_seed(0)
+params = {"weight": torch.randn(classes, width, generator=generator).div_(16), "scale": torch.ones(width)}
+batch = torch.randn(rows, width, generator=generator)
+state = step.init(params, seed=0)
+if lowering == "compiled":  # What compiling takes is not meant.
+    state, _ = step(state, batch)
+with profiler():  # Nor what the libraries and the profiler take once.
+    small = torch.ones(64, width, requires_grad=True)
+    ft.losses.linear_cross_entropy(small, small, torch.arange(64)).total.backward()
+    ft.losses.cross_entropy(small @ small.T, torch.arange(64)).total.backward()
+before = peak()
+with profiler() as profile:
+    state, metrics = step(state, batch)
+process = peak() - before
+profile.export_chrome_trace(trace)
+print(json.dumps({"process": process, "loss": float(metrics["loss"])}))
+"""
+MB = 10**6
+GRADIENTS = 4 * (50257 * 256 + 2048 * 256 + 256)
+
+
+def measure(kind, lowering, folder):
+    """Peak bytes beyond what there was before and the gradients, of tensors and of the process; and the loss."""
+    trace = folder / f"{kind}-{lowering}.json"
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, kind, lowering, str(trace)],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
+    assert events
+    events.sort(key=lambda event: event["ts"])
+    held = itertools.accumulate(event["args"]["Bytes"] for event in events)
+    return max(held) - GRADIENTS, said["process"] - GRADIENTS, said["loss"]
+
+
+# A chunk of logits takes 26 MB; a second copy of the weight's gradient would take 51.
+MOST = 40 * MB
+
+
+def test_memory_of_an_eager_step(tmp_path):
+    tensors, process, loss = measure("chunked", "eager", tmp_path)
+    plain_tensors, plain_process, plain_loss = measure("plain", "eager", tmp_path)
+    assert tensors < MOST
+    assert process < 64 * MB
+    assert plain_tensors > 800 * MB
+    assert plain_process > 800 * MB
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+
+
+def test_memory_of_a_compiled_step(tmp_path):
+    tensors, _, loss = measure("chunked", "compiled", tmp_path)
+    assert tensors < MOST
+    assert loss == pytest.approx(11.0, abs=1.0)  # log(50257) is 10.8
