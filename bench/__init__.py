@@ -1,6 +1,7 @@
 """Benchmarks: `python -m bench` measures a step beside the loops and the libraries that it replaces.
 
-Top to bottom, each file uses only those above it: `stats`, `rows`, `models`, `problems`, `tasks` (what is trained);
-`loops`, `ours`, `peers/` (who trains it); `gate`, `apart`, `timing`, `same`, `memory`, `compiling` (how it is
-measured); `race` (one question from start to end); `cases/` and `gpu/` (the questions); `claims`, `plots`, `report`.
+From bottom to top, each file uses only those before it: `stats`, `rows` (figures); `models`, `problems`, `tasks` (what
+is trained); `gate`, `loops`, `ours`, `heads`, `fitting`, `peers/` (who trains it); `apart`, `timing`, `same`,
+`settings`, `memory`, `compiling` (how it is measured); `race` (one question from start to end); `field` (who races);
+`cases/` and `gpu/` (the questions); `claims`, `plots`, `report`; `__main__`.
 """

@@ -61,7 +61,7 @@ def _ratios(axis: Any, rows: Sequence[Row]) -> None:
     axis.plot([row.median for row in found], places, "o", color=OURS, markersize=4)
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.set_yticks(places, [row.metric.removeprefix(RATIO) for row in found])
-    axis.set_xlabel(f"{COMPILED} / other: median and 95% interval; left of 1 is faster")
+    axis.set_xlabel("compiled ftrain / other, 95% interval")
 
 
 def _colour(name: str) -> str:
