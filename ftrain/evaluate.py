@@ -34,9 +34,8 @@ class EvalStep:
         # Seeded, so that a model that draws in evaluation draws the same each time, and from nobody's stream.
         seeded = backends.of(tree.device_of(state.params)).seeded(0)
         with torch.no_grad(), seeded, self.loss.scope(False):
-            loss, metrics, _ = purity.call(
-                self.loss.fn, state.params, state.frozen, batch, rng=None, buffers=state.buffers, name=self.loss.text
-            )
+            leaves, spec = tree.flatten((state.params, state.frozen, batch, state.buffers))
+            loss, metrics, _ = purity.call(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
             length = tree.batch_length(batch) or 1
             return {name: _mean(metric, length) for name, metric in detach({"loss": loss, **metrics}).items()}
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from ftrain import purity, tree
 from ftrain.errors import LossError
+from ftrain.reader import Flattener
 from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, Mean, Metrics, PyTree, TrainState
 
 FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, buffers)"
@@ -122,28 +124,28 @@ def value_and_grad(
         LossError: from the returned function, when the loss changes its inputs in place, does not
             depend on the parameters, or leaves some of them unused.
     """
+    flatten = Flattener()
 
     def grad(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        found, spec = tree.flatten(state.params)
-        names = _Names(state.params)
+        leaves, spec = flatten((state.params, state.frozen, batch, state.buffers))
+        params_spec = spec.child(0)
         with torch.enable_grad():
-            leaves = [leaf.detach().requires_grad_() for leaf in found]
-            params = tree.unflatten(spec, leaves)
-            mean, metrics, buffers = purity.call(
-                loss, params, state.frozen, batch, rng=rng, buffers=state.buffers, name=name
-            )
+            params = [leaf.detach().requires_grad_() for leaf in leaves[: params_spec.num_leaves]]
+            leaves[: len(params)] = params
+            mean, metrics, buffers = purity.call(loss, leaves, spec, rng=rng, name=name)
         _require_differentiable(mean, name)
         # A count of tokens, or a narrower float, must not make the gradient coarser than the loss is.
         weight = mean.weight
         if not mean.plain:
             weight = weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
         factor = scale(state).to(mean.total.dtype) if scale else None
-        grads = _gradients(mean.total, leaves, _cotangent(mean, weight, factor), name, names, allow_unused)
+        found = _engine_grads(mean.total, params, _cotangent(mean, weight, factor))
+        grads = _filled(found, params, state.params, name, allow_unused)
         finite = _finite(mean.total, grads) if watch else None
         if factor is not None:
             grads = tree.scale_leaves(grads, 1.0 / factor)
         return Gradients(
-            tree.unflatten(spec, grads),
+            tree.unflatten(params_spec, grads),
             Mean(mean.total.detach(), weight, mean.plain),
             detach(metrics),
             detach(buffers),
@@ -153,10 +155,10 @@ def value_and_grad(
     return grad
 
 
-def _cotangent(mean: Mean, weight: Tensor, factor: Tensor | None) -> Tensor | None:
-    """The gradient of the scaled mean with respect to its total; None for one."""
+def _cotangent(mean: Mean, weight: Tensor, factor: Tensor | None) -> Tensor:
+    """The gradient of the scaled mean with respect to its total."""
     if mean.plain:
-        return factor
+        return weight.to(mean.total.dtype) if factor is None else factor
     # A loss without weight has no gradient: 0, where 1 / 0 would put NaN into the parameters.
     cotangent = torch.where(weight == 0, 0.0, 1.0 / weight).to(mean.total.dtype)
     return cotangent if factor is None else cotangent * factor
@@ -167,16 +169,6 @@ def detach(values: PyTree) -> PyTree:
     if tree.is_blank(values):
         return values
     return tree.map(lambda leaf: leaf.detach() if tree.is_tensor(leaf) else leaf, values)
-
-
-class _Names:
-    """Leaf names, worked out only when a message needs them."""
-
-    def __init__(self, params: PyTree) -> None:
-        self._params = params
-
-    def __getitem__(self, index: int) -> str:
-        return tree.leaf_names(self._params)[index]
 
 
 def _require_differentiable(mean: Mean, name: str) -> None:
@@ -191,12 +183,20 @@ def _require_differentiable(mean: Mean, name: str) -> None:
         raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")
 
 
-def _gradients(
-    total: Tensor, leaves: list[Tensor], cotangent: Tensor | None, name: str, names: _Names, allow_unused: bool
+def _engine_grads(total: Tensor, leaves: list[Tensor], cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    # What torch.autograd.grad calls in the end; its checks take a quarter of a small step's time.
+    return _engine_run_backward((total,), (cotangent,), False, False, tuple(leaves), True, accumulate_grad=False)
+
+
+def _filled(
+    grads: tuple[Tensor | None, ...], leaves: list[Tensor], params: PyTree, name: str, allow_unused: bool
 ) -> list[Tensor]:
-    grads: Sequence[Tensor | None] = torch.autograd.grad(total, leaves, grad_outputs=cotangent, allow_unused=True)
-    unused = [names[index] for index, grad in enumerate(grads) if grad is None]
-    if unused and not allow_unused:
+    """Give parameters that the loss does not use a zero gradient, if that is allowed."""
+    used = [grad for grad in grads if grad is not None]
+    if len(used) == len(grads):
+        return used
+    if not allow_unused:
+        unused = [path for path, grad in zip(tree.leaf_names(params), grads, strict=True) if grad is None]
         listed = ", ".join(unused[: tree.MAX_LISTED]) + ", ..." * (len(unused) > tree.MAX_LISTED)
         raise LossError(
             f"{name}: the loss does not use {len(unused)} of {len(leaves)} parameters: {listed}; use them, freeze "

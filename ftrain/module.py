@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -231,8 +232,9 @@ class _restored:  # noqa: N801
 
     def __exit__(self, *error: object) -> None:
         for place, held in zip(self._places, self._before, strict=True):
-            place.clear()
-            place.update(held)
+            if len(place) != len(held) or (held and not all(map(operator.is_, place.values(), held.values()))):
+                place.clear()
+                place.update(held)
 
 
 def moding(module: nn.Module) -> Callable[[bool], AbstractContextManager[None]]:

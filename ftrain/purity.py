@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -16,31 +17,39 @@ LEAF_WRITTEN = "a leaf Variable that requires grad"
 """What torch says when a tensor that is differentiated is written."""
 
 
-def call(
-    loss: LossFn, params: PyTree, frozen: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree, name: str
-) -> LossOutput:
+PARTS = "params", "frozen", "batch", "buffers"
+"""What a loss is given, in the order in which `call` has it."""
+
+
+def call(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: Tensor | None, name: str) -> LossOutput:
     """Call a loss and check that it changed nothing that it was given.
+
+    Args:
+        loss: in its full form.
+        leaves: of the tuple ``(params, frozen, batch, buffers)``.
+        spec: the structure of that tuple.
+        rng: the key of the step.
+        name: what to call the loss in messages.
 
     Raises:
         LossError: when it wrote to a tensor in place; the message has the path.
         StructureError: when the buffers it returns are not like those it got.
     """
-    given = {"params": params, "frozen": frozen, "batch": batch, "buffers": buffers}
-    leaves, spec = tree.flatten(given)
     # Containers of its own: what it does to these is nobody's business.
-    own = tree.unflatten(spec, leaves)
+    params, frozen, batch, buffers = tree.unflatten(spec, leaves)
     before = _versions(leaves)
     try:
-        output = loss(merge(own["params"], own["frozen"]), own["batch"], rng=rng, buffers=own["buffers"])
+        output = loss(merge(params, frozen), batch, rng=rng, buffers=buffers)
     except RuntimeError as error:
         if LEAF_WRITTEN not in str(error):
             raise
-        raise _changed(name, _written(loss, given, rng)) from error
+        raise _changed(name, _written(loss, leaves, spec, rng), spec) from error
     after = _versions(leaves)
     if after != before:
         changed = [a != b for a, b in zip(after, before, strict=True)]
-        raise _changed(name, tree.leaf_names(given)[changed.index(True)])
-    _require_like(output[2], buffers, name)
+        raise _changed(name, changed.index(True), spec)
+    if not (tree.is_blank(output[2]) and tree.is_blank(buffers)):
+        _require_like(output[2], tree.unflatten(spec, leaves)[3], name)
     return output
 
 
@@ -59,17 +68,20 @@ def _versions(leaves: Sequence[Any]) -> list[int | None]:
     return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves]
 
 
-def _written(loss: LossFn, given: dict[str, Any], rng: Tensor | None) -> str:
+def _written(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, rng: Tensor | None) -> int:
     """Find the parameter that a loss writes, by giving it copies that it can."""
-    copies = tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, given)
-    before = _versions(tree.leaves(copies))
+    copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    before = _versions(copies)
+    params, frozen, batch, buffers = tree.unflatten(spec, copies)
     with torch.enable_grad():
-        loss(merge(copies["params"], copies["frozen"]), copies["batch"], rng=rng, buffers=copies["buffers"])
-    changed = [a != b for a, b in zip(_versions(tree.leaves(copies)), before, strict=True)]
-    return tree.leaf_names(given)[changed.index(True)] if any(changed) else "params"
+        loss(merge(params, frozen), batch, rng=rng, buffers=buffers)
+    changed = [a != b for a, b in zip(_versions(copies), before, strict=True)]
+    return changed.index(True) if any(changed) else 0
 
 
-def _changed(name: str, path: str) -> LossError:
+def _changed(name: str, index: int, spec: optree.PyTreeSpec) -> LossError:
+    parts = dict(zip(PARTS, tree.unflatten(spec, range(spec.num_leaves)), strict=True))
+    path = tree.leaf_names(parts)[tree.leaves(parts).index(index)]
     return LossError(
         f"{name}: changed its input {path} in place; a loss must be a pure function: work on a copy "
         "(x = x.clone()), and return new buffers instead of writing them"
@@ -77,8 +89,6 @@ def _changed(name: str, path: str) -> LossError:
 
 
 def _require_like(returned: PyTree, buffers: PyTree, name: str) -> None:
-    if tree.is_blank(returned) and tree.is_blank(buffers):
-        return
     new, old = tree.flatten(returned), tree.flatten(buffers)
     if new[1] == old[1] and all(
         isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype for a, b in zip(new[0], old[0], strict=True)

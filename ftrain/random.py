@@ -8,6 +8,7 @@ once: `split` it or `fold_in` something before the next draw, for the same key g
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ _ROUNDS = 10
 _BITS, _SPLIT, _FOLD = 0, 1, 2
 
 # What a user is least likely to fold into a key: stock modules must not draw what a loss draws itself.
-_STOCK = 0x73746F636B
+_STOCK = 0x73746F63, 0x6B5F6B79
 
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _INT64_MAX = (1 << 63) - 1
@@ -114,7 +115,8 @@ def from_words(words: tuple[int, int], device: torch.device | str = "cpu") -> Te
 
 def stock_words(words: tuple[int, int]) -> tuple[int, int]:
     """Make the key, on the host, from which torch's own random operations draw in a step with this one."""
-    return fold_in_words(words, _STOCK)
+    # Another key of the cipher, and so another stream.
+    return words[0] ^ _STOCK[0], words[1] ^ _STOCK[1]
 
 
 def seed_of(words: tuple[int, int]) -> int:
@@ -293,13 +295,18 @@ def _philox(key: Tensor, counter: Words) -> Words:
 
 
 def _philox_host(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    (k0, k1), (c0, c1, c2, c3) = key, counter
-    (m0, m1), (w0, w1) = _MULTIPLIERS, _WEYL
-    for _ in range(_ROUNDS):
+    (m0, m1), mask = _MULTIPLIERS, _MASK
+    c0, c1, c2, c3 = counter
+    for k0, k1 in _key_schedule(key):
         p0, p1 = c0 * m0, c2 * m1
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32) ^ c3 ^ k1, p0 & _MASK
-        k0, k1 = (k0 + w0) & _MASK, (k1 + w1) & _MASK
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & mask, (p0 >> 32) ^ c3 ^ k1, p0 & mask
     return c0, c1, c2, c3
+
+
+@functools.lru_cache(maxsize=64)
+def _key_schedule(key: tuple[int, int]) -> list[tuple[int, int]]:
+    """The keys of all rounds; of a run's own key they are wanted in every step."""
+    return [((key[0] + i * _WEYL[0]) & _MASK, (key[1] + i * _WEYL[1]) & _MASK) for i in range(_ROUNDS)]
 
 
 def _full(key: Tensor, value: int) -> Tensor:

@@ -7,12 +7,17 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 import optree
+from torch import Tensor, nn
 
 from ftrain import tree
 from ftrain.types import PyTree, TrainState
 
 Read: TypeAlias = Callable[[PyTree, list[Any]], bool]
 """``(tree, leaves) -> bool``: append the leaves of a tree, and return whether it has the structure."""
+
+
+TENSORS = {Tensor, nn.Parameter}
+"""What is certainly a leaf."""
 
 
 def reader(spec: optree.PyTreeSpec) -> Callable[[PyTree], list[Any] | None]:
@@ -35,6 +40,25 @@ def reader(spec: optree.PyTreeSpec) -> Callable[[PyTree], list[Any] | None]:
             return None
 
     return leaves
+
+
+class Flattener:
+    """`ftrain.tree.flatten` for trees that mostly have the structure of the one before."""
+
+    def __init__(self) -> None:
+        self._spec: optree.PyTreeSpec | None = None
+        self._read: Callable[[PyTree], list[Any] | None] = lambda node: None
+
+    def __call__(self, node: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
+        """Return the leaves of a tree and its structure."""
+        if self._spec is not None:
+            found = self._read(node)
+            if found is not None and TENSORS.issuperset(map(type, found)):
+                return found, self._spec
+        leaves, spec = tree.flatten(node)
+        if spec != self._spec:
+            self._spec, self._read = spec, reader(spec)
+        return leaves, spec
 
 
 def _read(spec: optree.PyTreeSpec) -> Read:

@@ -120,7 +120,7 @@ class Step:
         vars(step)["_origin"] = self._origin
         return step
 
-    @property
+    @functools.cached_property
     def donate(self) -> bool:
         """Whether a call reuses the memory of its state, which is then consumed."""
         return any(wrapper.donate for wrapper in self.wrappers)
@@ -148,12 +148,11 @@ class Step:
             metrics = {name: _value(metric) for name, metric in gradients.metrics.items()}
             if gradients.finite is not None:
                 metrics = report(metrics, self.base.text, skipped=~gradients.finite)
-            metrics = {"loss": gradients.loss.value, **metrics}
             # A metric may be a parameter itself, which a donated update overwrites.
             if donate:
                 metrics = {name: m.clone() if isinstance(m, Tensor) else m for name, m in metrics.items()}
                 gradients = replace(gradients, buffers=_apart(gradients.buffers, state.params))
-            return update(state, gradients, hyper, donate=donate), metrics
+            return update(state, gradients, hyper, donate=donate), {"loss": gradients.loss.value, **metrics}
 
         return core
 

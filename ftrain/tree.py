@@ -21,13 +21,6 @@ def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
 
-def columns(*trees: PyTree) -> tuple[list[list[Any]], optree.PyTreeSpec]:
-    """Return the leaves of each of several trees of one structure, and the structure of the tuple of them."""
-    found, spec = flatten(trees)
-    count = len(found) // len(trees)
-    return [found[start : start + count] for start in range(0, len(found), count or 1)] or [[] for _ in trees], spec
-
-
 def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> PyTree:
     """Put `leaves` back into the structure that `flatten` returned."""
     return optree.tree_unflatten(spec, leaves)
@@ -227,5 +220,9 @@ def require_same(function: str, what: str, found: PyTree, needed: PyTree) -> Non
 
 def device_of(tree: PyTree) -> torch.device:
     """Return the device of the first leaf; the CPU for an empty tree."""
-    first = next(iter(optree.tree_iter(tree, namespace=NAMESPACE)), None)
+    # The usual case first, for steps ask this often.
+    node = tree
+    while isinstance(node, dict) and node:
+        node = next(iter(node.values()))
+    first = node if isinstance(node, Tensor) else next(iter(optree.tree_iter(tree, namespace=NAMESPACE)), None)
     return first.device if isinstance(first, Tensor) else HOST

@@ -103,7 +103,6 @@ MODULES = {
         "batch_length",
         "cast",
         "clone",
-        "columns",
         "describe",
         "device_of",
         "flatten",

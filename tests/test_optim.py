@@ -249,7 +249,7 @@ def test_groups_follow_the_dtypes_of_the_leaves():
         ((F64, torch.float32), [([0], True), ([1], True)]),
     ):
         params = [torch.ones(2, dtype=dtype) for dtype in dtypes]
-        (leaves, grads), spec = tree.columns(params, tree.clone(params))
+        (leaves, grads), spec = planner.columns(params, tree.clone(params))
         plan = planner.of(spec, leaves, grads)
         assert (plan.decays, plan.groups) == ([True, True], wanted)
         assert planner.of(spec, leaves, grads) is plan

@@ -195,8 +195,8 @@ def test_golden(name):
 
 
 def test_golden_words_for_stock_operations():
-    assert random.stock_words((2024, 0)) == (2697594584, 1423220554)
-    assert random.seed_of((2024, 0)) == 3056342868561298284
+    assert random.stock_words((2024, 0)) == (1937008779, 1801415545)
+    assert random.seed_of((2024, 0)) == 3868510427109012549
 
 
 # normal's float64 draws are left to the last bits of log and cos.

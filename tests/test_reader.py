@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ftrain import tree
 from ftrain.errors import ConsumedError
 from ftrain.guard import Guard
-from ftrain.reader import reader
+from ftrain.reader import Flattener, reader
 from ftrain.types import Mean, TrainState, consume
 
 Pair = namedtuple("Pair", "a b")
@@ -41,6 +41,27 @@ def test_a_reader_reads_the_leaves_of_its_structure_and_of_no_other(first, secon
     else:
         # What stands in the place of a leaf is for the caller to look at.
         assert read(second) is None or any(not isinstance(leaf, int) for leaf in read(second))
+
+
+@given(st.lists(TREES, min_size=1, max_size=6), st.data())
+def test_a_flattener_flattens(nodes, data):
+    """Whatever comes before; tensors or not."""
+    flatten = Flattener()
+    for node in nodes:
+        given = data.draw(st.sampled_from([node, tree.map(torch.tensor, node)]))
+        leaves, spec = tree.flatten(given)
+        found, other = flatten(given)
+        assert other == spec
+        assert len(found) == len(leaves)
+        assert all(a is b for a, b in zip(found, leaves, strict=True))
+
+
+def test_a_flattener_sees_a_tree_in_the_place_of_a_leaf():
+    flatten = Flattener()
+    one, two = {"a": torch.ones(1), "b": torch.ones(1)}, {"a": [torch.ones(1)], "b": torch.ones(1)}
+    for each in (one, one, two, one):
+        leaves, spec = flatten(each)
+        assert (len(leaves), spec) == (2, tree.flatten(each)[1])
 
 
 def test_a_reader_sees_more_and_fewer_keys():

@@ -75,7 +75,7 @@ def adamw(
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
-        (leaves, gradients, mu, nu), spec = tree.columns(params, grads, opt_state["mu"], opt_state["nu"])
+        (leaves, gradients, mu, nu), spec = planner.columns(params, grads, opt_state["mu"], opt_state["nu"])
         plan = planner.of(spec, leaves, gradients, mu, nu)
         if isinstance(hyper["lr"], Tensor) or not plan.fusible:
             count = opt_state["count"] + 1

@@ -14,6 +14,8 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.errors import StructureError
 from ftrain.guard import Guard
+from ftrain.reader import Flattener
+from ftrain.types import PyTree
 
 DecayMask: TypeAlias = Callable[[str, Tensor], bool]
 """``(name, leaf) -> bool``: whether weight decay applies to the leaf of that name."""
@@ -54,7 +56,7 @@ class Plan:
 
 
 class Planner:
-    """Makes plans, once for each tree that comes by.
+    """Makes plans, and keeps the last one, since the next tree is most often like it.
 
     Args:
         mask: which leaves decay.
@@ -63,15 +65,22 @@ class Planner:
 
     def __init__(self, mask: DecayMask, *, half: bool = True) -> None:
         self._mask, self._half = mask, half
-        self._known: dict[optree.PyTreeSpec, tuple[Guard, Plan]] = {}
+        self._flatten = Flattener()
+        self._last: tuple[optree.PyTreeSpec, Guard, Plan] | None = None
+
+    def columns(self, *trees: PyTree) -> tuple[list[list[Tensor]], optree.PyTreeSpec]:
+        """Return the leaves of each of several trees of one structure, and the structure of the tuple of them."""
+        found, spec = self._flatten(trees)
+        count = len(found) // len(trees)
+        return [found[i * count : (i + 1) * count] for i in range(len(trees))], spec
 
     def of(self, spec: optree.PyTreeSpec, leaves: list[Tensor], grads: list[Tensor], *moments: list[Tensor]) -> Plan:
         """Return the plan for leaves, their gradients and the moments beside them; `spec` is of all of these."""
-        tensors = list(itertools.chain(leaves, grads, *moments))
-        known = self._known.get(spec)
-        if known is None or not known[0](tensors):
-            known = self._known[spec] = Guard(tensors), self._make(spec, leaves, grads, moments)
-        return known[1]
+        tensors = [*leaves, *grads, *itertools.chain(*moments)]
+        last = self._last
+        if last is None or last[0] is not spec or not last[1](tensors):
+            last = self._last = spec, Guard(tensors), self._make(spec, leaves, grads, moments)
+        return last[2]
 
     def _make(
         self, spec: optree.PyTreeSpec, leaves: list[Tensor], grads: list[Tensor], moments: tuple[list[Tensor], ...]

@@ -36,8 +36,9 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: Callable[[str, Tens
     }
 
     def split(params: PyTree, *others: PyTree) -> dict[str, list[dict[str, Any]]]:
-        columns, spec = tree.columns(params, *others)
-        require_alike(spec)
+        trees = params, *others
+        require_alike(tree.flatten(trees)[1])
+        columns = [tree.leaves(each) for each in trees]
         names = tree.leaf_names(params)
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)

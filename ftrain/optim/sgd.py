@@ -54,7 +54,7 @@ def sgd(
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
-        (leaves, gradients, *rest), spec = tree.columns(params, grads, *opt_state.values())
+        (leaves, gradients, *rest), spec = planner.columns(params, grads, *opt_state.values())
         plan = planner.of(spec, leaves, gradients, *rest)
         moments = rest[0] if momentum else []
         if isinstance(hyper["lr"], Tensor) or not plan.fusible:

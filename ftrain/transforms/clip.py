@@ -7,6 +7,7 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.errors import OptionError
 from ftrain.grad import report
+from ftrain.reader import Flattener
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 from ftrain.wrapper import Wrapper, wrapper
 
@@ -35,9 +36,11 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
         raise OptionError(f"clip: the limit is {limit!r}, needs a positive number")
 
     def wrap(grad: GradFn) -> GradFn:
+        flatten = Flattener()
+
         def clipping(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             found = grad(state, batch, rng)
-            leaves, spec = tree.flatten(found.grads)
+            leaves, spec = flatten(found.grads)
             norm = tree.norm_of(leaves)
             clipped = _by_value(leaves, limit) if value is not None else _by_norm(leaves, norm, limit)
             return replace(
@@ -51,7 +54,8 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
 
 
 def _by_norm(leaves: list[Tensor], norm: Tensor, limit: float) -> list[Tensor]:
-    return tree.scale_leaves(leaves, (norm + EPSILON).reciprocal_().mul_(limit).clamp_(max=1.0))
+    factor = (norm + EPSILON).reciprocal_()
+    return tree.scale_leaves(leaves, (factor if limit == 1 else factor.mul_(limit)).clamp_(max=1.0))
 
 
 def _by_value(leaves: list[Tensor], limit: float) -> list[Tensor]:
