@@ -161,6 +161,15 @@ class TestGradientsThatAreWanted:
         assert not loss.total.requires_grad
         assert_same((loss.total,), (plainly(hidden, weight.detach(), some_labels(9)).total,))
 
+    def test_are_handed_over_without_a_copy(self, monkeypatch):
+        made = []
+        monkeypatch.setattr(linear, "losses_and_gradients", lambda *a: made.extend(losses_and_gradients(*a)) or made)
+        weight, bias = (each.requires_grad_() for each in layer())
+        inputs = randn(9, WIDTH).requires_grad_(), weight, bias
+        loss = linear_cross_entropy(*inputs[:2], some_labels(9), bias=bias)
+        found = torch.autograd.grad(loss.value, inputs)
+        assert [grad.data_ptr() for grad in found] == [grad.data_ptr() for grad in made[1:]]
+
     def test_a_second_backward_pass_gives_the_same(self, calls):
         hidden, weight = randn(9, WIDTH).requires_grad_(), layer()[0].requires_grad_()
         total = linear_cross_entropy(hidden, weight, some_labels(9)).total * 3
@@ -244,14 +253,14 @@ class TestOperation:
         args = randn(9, WIDTH, dtype=torch.float32), weight, bias, some_labels(9), None, -100, 0.1, 4, dtype, needs
         torch.library.opcheck(losses_and_gradients, args, test_utils=("test_schema", "test_faketensor"))
 
-    @pytest.mark.parametrize(("classes", "width", "wanted"), [(50257, 256, 128), (2**17, 4096, 512), (10**9, 8, 1)])
+    @pytest.mark.parametrize(("classes", "width", "wanted"), [(50257, 256, 256), (2**17, 4096, 512), (10**9, 8, 1)])
     def test_automatic_chunk(self, classes, width, wanted):
         weight = torch.empty(classes, width, device="meta")
         assert auto_chunk(weight, torch.float32) == wanted
 
     def test_automatic_chunk_counts_bytes(self):
         weight = torch.empty(2**16, 8, device="meta")
-        assert [auto_chunk(weight, t) for t in (torch.bfloat16, torch.float32, F64)] == [128, 128, 64]
+        assert [auto_chunk(weight, t) for t in (torch.bfloat16, torch.float32, F64)] == [256, 256, 128]
 
 
 class Tiny(nn.Module):
@@ -462,15 +471,11 @@ def measure(kind, lowering, folder):
     return max(held) - GRADIENTS, said["process"] - GRADIENTS, said["loss"]
 
 
-# A chunk of logits takes 26 MB; a second copy of the weight's gradient would take 51.
-MOST = 40 * MB
-
-
 def test_memory_of_an_eager_step(tmp_path):
     tensors, process, loss = measure("chunked", "eager", tmp_path)
     plain_tensors, plain_process, plain_loss = measure("plain", "eager", tmp_path)
-    assert tensors < MOST
-    assert process < 64 * MB
+    assert tensors < 64 * MB
+    assert process < 100 * MB  # With what the libraries hold for themselves.
     assert plain_tensors > 800 * MB
     assert plain_process > 800 * MB
     assert loss == pytest.approx(plain_loss, rel=1e-6)
@@ -478,5 +483,5 @@ def test_memory_of_an_eager_step(tmp_path):
 
 def test_memory_of_a_compiled_step(tmp_path):
     tensors, _, loss = measure("chunked", "compiled", tmp_path)
-    assert tensors < MOST
+    assert tensors < 64 * MB
     assert loss == pytest.approx(11.0, abs=1.0)  # log(50257) is 10.8

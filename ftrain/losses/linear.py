@@ -53,7 +53,7 @@ def linear_cross_entropy(
         ignore_index: the label that counts for nothing.
         label_smoothing: the share of probability, in [0, 1], spread evenly over the classes.
         class_weight: (classes,), floating point; `weight` of `cross_entropy`. Not differentiated.
-        chunk: rows at a time. Unless told, a power of two whose logits take at most 32 MB, or an eighth
+        chunk: rows at a time. Unless told, a power of two whose logits take at most 64 MiB, or an eighth
             of what the weight takes when that is more.
 
     Raises:
