@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ftrain.errors import FtrainError, OptionError, TraceError
 
@@ -105,7 +107,9 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str,
     from torch._dynamo.backends.registry import lookup_backend
     from torch._inductor.compile_fx import compile_fx
 
-    with torch.no_grad():
+    # With an environment of shapes, or Inductor keeps nothing for the next start.
+    context = TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))
+    with torch.no_grad(), tracing(context):
         if backend == INDUCTOR:
             return compile_fx(graph, list(inputs), config_patches={**TRUSTED, **options})  # type: ignore[return-value]
         return lookup_backend(backend)(graph, list(inputs))

@@ -1,0 +1,85 @@
+"""A second start finds what the first one compiled."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import ftrain as ft
+from ftrain import tree
+
+RUN = """
+import json, sys, torch, ftrain as ft
+from torch._dynamo.utils import counters
+
+torch.set_num_threads(1)
+step = ft.compose(
+    ft.train_step(lambda params, batch: ((batch @ params["w"]) ** 2).mean(), ft.optim.adamw(0.1)),
+    ft.compiled(cache_dir=sys.argv[1]),
+)
+state, metrics = step(step.init({"w": torch.ones(3, 2)}), torch.ones(4, 3))
+state, metrics = step(state, torch.ones(4, 3))
+found = counters["inductor"]
+print(json.dumps([metrics["loss"].item(), found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]]))
+"""
+
+
+def start(directory, tmp_path):
+    # A cache of the process's own, so that a hit can only come from the directory that was given.
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"other{len(list(tmp_path.iterdir()))}")}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(directory)], capture_output=True, text=True, check=True, env=environment
+    )
+    return json.loads(done.stdout)
+
+
+def test_a_second_start_compiles_nothing(tmp_path):
+    directory = tmp_path / "kept"
+    directory.mkdir()
+    loss, hits, misses = start(directory, tmp_path)
+    assert (hits, misses) == (0, 1)
+    assert any(path.is_file() for path in directory.rglob("*"))
+    assert start(directory, tmp_path) == [loss, 1, 0]
+
+
+def test_the_environment_is_put_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    step = ft.compiled(cache_dir=tmp_path / "given", backend="aot_eager")(
+        ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1))
+    )
+    step(step.init({"w": torch.ones(2)}), torch.ones(2))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).name == "own"
+
+
+def test_fit_keeps_one_copy_of_the_state():
+    """Compiled, donated by `fit`, with everything that has a state of its own."""
+    step = ft.compose(
+        ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.adamw(0.1)),
+        ft.clip(1.0),
+        ft.ema(0.9),
+        ft.compiled(backend="aot_eager"),
+    )
+    state = step.init({"w": torch.ones(64)})
+
+    def addresses(of):
+        return [leaf.data_ptr() for leaf in tree.leaves((of.params, of.opt_state, of.slots))]
+
+    before = addresses(state)
+    state, _ = ft.fit(step, state, [torch.ones(64)] * 5, progress=False)
+    assert addresses(state) == before
+
+
+def test_a_cached_graph_is_not_taken_for_one_with_other_constants(tmp_path):
+    """What a loss closes over is no argument, and so must be part of what a cache goes by."""
+    for value in (2.0, 3.0):
+        constant = torch.full((2,), value)
+        step = ft.compiled(cache_dir=tmp_path)(
+            ft.train_step(lambda params, batch: (params["w"] * batch * constant).sum(), ft.optim.sgd(1.0))  # noqa: B023
+        )
+        state, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        assert metrics["loss"].item() == 2 * value
+        assert state.params["w"].tolist() == [1 - value] * 2

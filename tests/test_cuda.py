@@ -1,0 +1,90 @@
+"""What only a GPU can show: replay with real kernels, and that nothing waits for the device."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain import tree
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none on this machine")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.norm(self.up(x))))
+
+
+def criterion(model, batch, *, rng):
+    kept = ft.random.dropout(rng, batch, 0.2)
+    return (model(kept) ** 2).mean()
+
+
+def make(*wrappers):
+    torch.manual_seed(0)
+    optimizer = ft.optim.adamw(ft.schedules.warmup_cosine(1e-2, 3, 30))
+    return ft.compose(ft.train_step(ft.from_module(Net(), criterion), optimizer), ft.clip(1.0), ft.ema(0.9), *wrappers)
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return list(torch.randn(count, 8, 16, generator=generator).unbind())
+
+
+def train(step, data):
+    state, losses = step.init(device="cuda"), []
+    for batch in data:
+        state, metrics = step(state, batch.cuda())
+        losses.append(metrics["loss"])
+    return state, torch.stack(losses)
+
+
+def test_a_replayed_run_is_the_same_to_the_bit():
+    step = make(ft.compiled(donate=True))
+    found, losses = train(step, batches(8))
+    needed, wanted = train(make(ft.compiled(donate=True, replay=False)), batches(8))
+    assert torch.equal(losses, wanted)
+    assert len(set(losses.tolist())) == 8
+    for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True):
+        assert torch.equal(a, b)
+    assert "replay" in repr(step)
+
+
+def test_compiled_agrees_with_eager():
+    found, losses = train(make(ft.compiled(donate=True)), batches(8))
+    needed, wanted = train(make(), batches(8))
+    torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
+    for a, b in zip(tree.leaves(found.params), tree.leaves(needed.params), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.skip_nonfinite(),), (ft.compiled(donate=True),)], ids=str)
+def test_nothing_waits_for_the_device_between_two_readings(wrappers):
+    """Torch raises at a synchronisation; the one reading is at the end, after the mode is off."""
+    step = make(*wrappers)
+    state = step.init(device="cuda")
+    data = [batch.pin_memory() for batch in batches(12)]
+    state, _ = step(state, data[0].cuda())
+    state, _ = step(state, data[1].cuda())
+
+    def watched():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield from data[2:]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    _, history = ft.fit(step, state, watched(), log_every=100, progress=False, donate=False)
+    assert len(history) == 10
+
+
+def test_fit_keeps_one_copy_of_the_state():
+    step = make(ft.compiled())
+    state = step.init(device="cuda")
+    addresses = [leaf.data_ptr() for leaf in tree.leaves(state.params)]
+    state, _ = ft.fit(step, state, batches(5), progress=False)
+    assert [leaf.data_ptr() for leaf in tree.leaves(state.params)] == addresses
