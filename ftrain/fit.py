@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from ftrain.grad import report
 from ftrain.loggers import History, Logger
 from ftrain.progress import Display, Status, show
 from ftrain.purity import as_tree
+from ftrain.reader import Flattener
 from ftrain.step import Step
 from ftrain.types import Mean, Metrics, PyTree
 
@@ -36,8 +36,7 @@ class FitResult(NamedTuple):
     history: History
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """What `iterate` yields after each step.
 
     Args:
@@ -78,11 +77,11 @@ def iterate(
     count = int(getattr(state, "step", 0))
     device = _device(state)
     last_epoch = epochs if epochs is not None else (1 if steps is None else None)
-    epoch = 0
+    epoch, flatten = 0, Flattener()
     while (steps is None or count < steps) and (last_epoch is None or epoch < last_epoch):
         before = count
         for given in data:
-            batch = tree.to(as_tree(given), device)
+            batch = _moved(as_tree(given), device, flatten)
             state, metrics = step(state, batch)
             count += 1
             yield StepRecord(count, state, metrics, batch)
@@ -206,9 +205,10 @@ class _Run:
         for (step, seconds, _), metrics in zip(pending, values, strict=True):
             self._names.update(metrics)
             own = {"step": step, "seconds": round(seconds, 4)}
-            report(metrics, "fit", **own)
+            if not own.keys().isdisjoint(metrics):
+                report(metrics, "fit", **own)
             self._record({**own, **metrics})
-        if pending:
+        if pending and display.due(self.step, self._total, time.perf_counter() - self._start):
             display.update(self._status(state, values[-1]))
         if check and self._check:
             self._check(state, self._longest_streak(values))
@@ -282,6 +282,13 @@ def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for (i, name, _), value in zip(group, values, strict=True):
             read[i][name] = float(value) if isinstance(value, bool) else value
     return read
+
+
+def _moved(batch: PyTree, device: torch.device, flatten: Flattener) -> PyTree:
+    """`ftrain.tree.to`, which has nothing to do when the batch is there already."""
+    if all(isinstance(leaf, Tensor) and leaf.device == device for leaf in flatten(batch)[0]):
+        return batch
+    return tree.to(batch, device)
 
 
 def _device(state: Any) -> torch.device:

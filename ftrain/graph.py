@@ -107,12 +107,14 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str,
     from torch._dynamo.backends.registry import lookup_backend
     from torch._inductor.compile_fx import compile_fx
 
-    # With an environment of shapes, or Inductor keeps nothing for the next start.
-    context = TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))
-    with torch.no_grad(), tracing(context):
-        if backend == INDUCTOR:
-            return compile_fx(graph, list(inputs), config_patches={**TRUSTED, **options})  # type: ignore[return-value]
-        return lookup_backend(backend)(graph, list(inputs))
+    if backend != INDUCTOR:
+        with torch.no_grad():
+            return lookup_backend(backend)(graph, list(inputs))
+    # With an environment of shapes, none of which it holds, or Inductor keeps nothing for the next start.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in inputs]
+    with torch.no_grad(), tracing(TracingContext(mode)):
+        return compile_fx(graph, fakes, config_patches={**TRUSTED, **options})  # type: ignore[return-value]
 
 
 def require_backend(function: str, backend: str, mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 HIDDEN = frozenset({"step", "seconds", "lr", "skipped", "grad_norm"})
 MOST_SHOWN = 3
+LINE_SECONDS, BAR_SECONDS = 30.0, 0.1
 GIB = 2**30
 
 
@@ -59,6 +60,10 @@ class Display:
     ) -> None:
         pass
 
+    def due(self, step: int, total: int | None, seconds: float) -> bool:
+        """Whether it is time to show where the run is; working out a status for nobody takes longer than a step."""
+        return False
+
     def update(self, status: Status) -> None:
         """Show where the run is."""
 
@@ -72,13 +77,15 @@ class Lines(Display):
     def __init__(self) -> None:
         self._shown_step, self._shown_seconds = 0, 0.0
 
+    def due(self, step: int, total: int | None, seconds: float) -> bool:
+        """Whether the last line is old, or this will be the last one."""
+        every = max(1, (total or sys.maxsize) // 10)
+        return step - self._shown_step >= every or seconds - self._shown_seconds >= LINE_SECONDS or step == total
+
     def update(self, status: Status) -> None:
-        """Print the status, unless the last line is recent."""
-        every = max(1, (status.total or sys.maxsize) // 10)
-        due = status.step - self._shown_step >= every or status.seconds - self._shown_seconds >= 30
-        if due or status.step == status.total:
-            self._shown_step, self._shown_seconds = status.step, status.seconds
-            self.say(f"step {status.step}{f'/{status.total}' if status.total else ''}  {describe(status)}")
+        """Print the status."""
+        self._shown_step, self._shown_seconds = status.step, status.seconds
+        self.say(f"step {status.step}{f'/{status.total}' if status.total else ''}  {describe(status)}")
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -93,6 +100,7 @@ class Bar(Display):
 
         self._progress = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
         self._task = self._progress.add_task("", total=None, status="starting")
+        self._shown_seconds = -BAR_SECONDS
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -103,8 +111,13 @@ class Bar(Display):
     ) -> None:
         self._progress.stop()
 
+    def due(self, step: int, total: int | None, seconds: float) -> bool:
+        """Whether an eye could follow, or this will be the last time."""
+        return seconds - self._shown_seconds >= BAR_SECONDS or step == total
+
     def update(self, status: Status) -> None:
         """Move the bar."""
+        self._shown_seconds = status.seconds
         self._progress.update(self._task, completed=status.step, total=status.total, status=describe(status))
 
     def say(self, text: str) -> None:
