@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, graph, purity, random, tree
+from ftrain.backends import Recorder
 from ftrain.checks import require_positive
 from ftrain.errors import OptionError, TraceError
 from ftrain.inductor_random import Fused
@@ -22,7 +23,7 @@ from ftrain.keyed import Keyed
 from ftrain.lowered import Lowered, count_nodes, explain, peak_bytes
 from ftrain.replay import Replayed
 from ftrain.step import Step
-from ftrain.traced import Carrying, Kinds, Traced
+from ftrain.traced import Carrying, Compile, Kinds, Traced
 from ftrain.types import (
     Gradients,
     Hyper,
@@ -121,21 +122,26 @@ class Compiler:
 
     def compile(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int) -> graph.Flat:
         """Compile a captured graph for the device of its inputs."""
-        with self._cache(), backends.of(inputs[0].device).seeded(0):
+        with self.cache(), backends.of(inputs[0].device).seeded(0):
             return graph.compile_graph(captured, inputs, self.backend_for(inputs[0].device), self.options)
 
-    def compile_replayed(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int) -> graph.Flat:
-        """`compile`, and let the device record and replay it if it can.
+    def replaying(self) -> Compile:
+        """Return `compile` for the graphs of one step, which the device records and replays if it can."""
+        recorders: dict[str, Recorder] = {}
 
-        Raises:
-            OptionError: when it cannot and ``replay=True``.
-        """
-        run, backend = self.compile(captured, inputs, carried), backends.of(inputs[0].device)
-        if self.replay and backend.recorder is None:
-            raise OptionError(f"compiled: replay=True, and {backend.name} has nothing to record and replay with")
-        if self.replay is False or backend.recorder is None:
-            return run
-        return Replayed(run, carried, backend.recorder())
+        def compile(  # noqa: A001
+            captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int
+        ) -> graph.Flat:
+            run, backend = self.compile(captured, inputs, carried), backends.of(inputs[0].device)
+            if self.replay and backend.recorder is None:
+                raise OptionError(f"compiled: replay=True, and {backend.name} has nothing to record and replay with")
+            if self.replay is False or backend.recorder is None:
+                return run
+            if backend.name not in recorders:
+                recorders[backend.name] = backend.recorder()
+            return Replayed(run, carried, recorders[backend.name])
+
+        return compile
 
     def compile_loss(self, loss: LossFn) -> LossFn:
         """Hand a loss to `torch.compile`."""
@@ -149,11 +155,11 @@ class Compiler:
 
     def traced(self, function: Carrying, *, donate: bool, replay: bool = False) -> Traced:
         """Return a function of trees that is compiled with these settings."""
-        compile = self.compile_replayed if replay else self.compile  # noqa: A001
-        return Traced(function, compile, self.max_graphs, donate=donate)
+        return Traced(function, self.replaying() if replay else self.compile, self.max_graphs, donate=donate)
 
     @contextmanager
-    def _cache(self) -> Iterator[None]:
+    def cache(self) -> Iterator[None]:
+        """Let Inductor keep its code in `cache_dir`."""
         if self.cache_dir is None:
             yield
             return
@@ -226,7 +232,8 @@ class _Compiled:
         def run(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
             self._kinds.admit(batch=batch)
             keys, hyper = self._unpack(words)
-            return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
+            with self._compiler.cache():
+                return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
 
         return run
 
