@@ -126,7 +126,11 @@ class Compiler:
             return graph.compile_graph(captured, inputs, self.backend_for(inputs[0].device), self.options)
 
     def replaying(self) -> Compile:
-        """Return `compile` for the graphs of one step, which the device records and replays if it can."""
+        """Return `compile` for the graphs of one step, which the device records and replays if it can.
+
+        Raises:
+            OptionError: from what it returns, when the device cannot and ``replay=True``.
+        """
         recorders: dict[str, Recorder] = {}
 
         def compile(  # noqa: A001
