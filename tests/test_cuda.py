@@ -62,7 +62,9 @@ def test_compiled_agrees_with_eager():
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("wrappers", [(), (ft.skip_nonfinite(),), (ft.compiled(donate=True),)], ids=str)
+@pytest.mark.parametrize(
+    "wrappers", [(), (ft.skip_nonfinite(),), (ft.compiled(donate=True),)], ids=["plain", "guarded", "compiled"]
+)
 def test_nothing_waits_for_the_device_between_two_readings(wrappers):
     """Torch raises at a synchronisation; the one reading is at the end, after the mode is off."""
     step = make(*wrappers)
