@@ -137,6 +137,7 @@ class Graph:
         leaves, spec = tree.flatten(given)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._others = [(index, leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
+        self._places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._read, self._guard = reader(spec), Guard(tensors)
         flat = self._flat(function, leaves, spec)
         self.captured = graph.capture(flat, tensors, lambda: function(*tree.clone(given)))
@@ -180,20 +181,17 @@ class Graph:
         return leaves
 
     def _fits(self, leaves: list[Any]) -> bool:
-        if not self._others:
-            return self._guard(leaves)
         for index, value in self._others:
             if type(leaves[index]) is not type(value) or leaves[index] != value:
                 return False
         return self._guard(self._tensors(leaves))
 
     def _tensors(self, leaves: list[Any]) -> list[Tensor]:
-        others = {index for index, _ in self._others}
-        return [leaf for index, leaf in enumerate(leaves) if index not in others]
+        return [leaves[index] for index in self._places] if self._others else leaves
 
     def __call__(self, leaves: list[Any]) -> tuple[PyTree, PyTree]:
         """Run the graph on the leaves of its arguments."""
-        outputs = iter(self._run(*(self._tensors(leaves) if self._others else leaves)))
+        outputs = iter(self._run(*self._tensors(leaves)))
         extra = tree.unflatten(self._extra_spec, [next(outputs) if e is None else e for e in self._extras])
         carried = leaves[: self._size]
         if not self._donate:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
@@ -52,7 +51,6 @@ def test_the_environment_is_put_back(tmp_path, monkeypatch):
     )
     step(step.init({"w": torch.ones(2)}), torch.ones(2))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
-    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).name == "own"
 
 
 def test_fit_keeps_one_copy_of_the_state():

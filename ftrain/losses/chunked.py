@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -85,18 +85,8 @@ def losses_and_gradients(
 
 
 @losses_and_gradients.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk: int | None,
-    dtype: torch.dtype,
-    needs: Needs,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, dtype, needs = options
     return hidden.new_empty((), dtype=_wide(dtype)), *_gradients(hidden, weight, dtype, needs)
 
 

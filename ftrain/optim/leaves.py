@@ -69,10 +69,8 @@ class Planner:
         self._last: tuple[optree.PyTreeSpec, Guard, Plan] | None = None
 
     def columns(self, *trees: PyTree) -> tuple[list[list[Tensor]], optree.PyTreeSpec]:
-        """Return the leaves of each of several trees of one structure, and the structure of the tuple of them."""
-        found, spec = self._flatten(trees)
-        count = len(found) // len(trees)
-        return [found[i * count : (i + 1) * count] for i in range(len(trees))], spec
+        """`columns` of trees that mostly have the structure of those before."""
+        return columns(self._flatten, *trees)
 
     def of(self, spec: optree.PyTreeSpec, leaves: list[Tensor], grads: list[Tensor], *moments: list[Tensor]) -> Plan:
         """Return the plan for leaves, their gradients and the moments beside them; `spec` is of all of these."""
@@ -94,6 +92,15 @@ class Planner:
             and same_layout(leaves, *moments)
         )
         return Plan(decays, _groups(decays, leaves), fusible, _aligned(leaves, grads))
+
+
+def columns(
+    flatten: Callable[[PyTree], tuple[list[Any], optree.PyTreeSpec]], *trees: PyTree
+) -> tuple[list[list[Tensor]], optree.PyTreeSpec]:
+    """Return the leaves of each of several trees of one structure, and the structure of the tuple of them."""
+    found, spec = flatten(trees)
+    count = len(found) // len(trees)
+    return [found[i * count : (i + 1) * count] for i in range(len(trees))], spec
 
 
 def require_alike(spec: optree.PyTreeSpec) -> optree.PyTreeSpec:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import OptionError
-from ftrain.optim.leaves import require_alike
+from ftrain.optim.leaves import columns, require_alike
 from ftrain.types import Hyper, Optimizer, PyTree
 
 SEPARATOR = "/"
@@ -36,19 +36,18 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: Callable[[str, Tens
     }
 
     def split(params: PyTree, *others: PyTree) -> dict[str, list[dict[str, Any]]]:
-        trees = params, *others
-        require_alike(tree.flatten(trees)[1])
-        columns = [tree.leaves(each) for each in trees]
+        parts, spec = columns(tree.flatten, params, *others)
+        require_alike(spec)
         names = tree.leaf_names(params)
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise OptionError(f"partition: two parameters are called {twice}; rename one, for labels go by name")
-        labels = [label_fn(name, leaf) for name, leaf in zip(names, columns[0], strict=True)]
+        labels = [label_fn(name, leaf) for name, leaf in zip(names, parts[0], strict=True)]
         _require_labels(dict(zip(names, labels, strict=True)), optimizers)
         return {
             label: [
                 {name: leaf for name, leaf, has in zip(names, column, labels, strict=True) if has == label}
-                for column in columns
+                for column in parts
             ]
             for label in optimizers
         }
