@@ -31,6 +31,17 @@ def mlp(width: int, layers: int) -> nn.Module:
     return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())))
 
 
+class Feed(nn.Module):
+    """The feed-forward half of a block: two maps with exact GELU between, four times as wide inside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
 class Block(nn.Module):
     """A transformer block of the GPT-2 kind: norms first, exact GELU, no dropout."""
 
@@ -39,15 +50,12 @@ class Block(nn.Module):
         self.heads, self.causal, self.norm_first = heads, causal, norm_first
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.feed = Feed(width)
 
     def attend(self, x: Tensor) -> Tensor:
         q, k, v = (_split(part, self.heads) for part in self.qkv(x).chunk(3, -1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(_merge(attended))
-
-    def feed(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.norm_first:

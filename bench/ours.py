@@ -96,8 +96,7 @@ def _once(graph: Any, inputs: Any) -> Callable[..., Any]:
 
 def loss(task: Task) -> Any:
     """The loss of a task, with the loss head that the option `fused_head` names."""
-    # The module is a skeleton, and keeps its own weights; on an accelerator these need not be there twice.
-    module = task.model().cpu()
+    module = task.model()
     if not task.option("fused_head"):
         return ft.from_module(module, criterion)
     head = getattr(ft.losses, "linear_cross_entropy", None)
@@ -114,7 +113,7 @@ def _composed(task: Task, *wrappers: Any) -> ft.Step:
 
 
 def _stateful(step: ft.Step, task: Task) -> Run:
-    state, batch = step.init(device=task.device), task.batch()
+    state, batch = step.init(device=task.device, donate=True), task.batch()
 
     def run() -> Tensor:
         nonlocal state

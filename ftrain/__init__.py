@@ -12,13 +12,13 @@ from ftrain import optim as optim
 from ftrain import random as random
 from ftrain import schedules as schedules
 from ftrain import tree as tree
+from ftrain.blocks import block as block
 from ftrain.evaluate import EvalStep as EvalStep
 from ftrain.evaluate import eval_step as eval_step
 from ftrain.evaluate import evaluate as evaluate
 from ftrain.fit import FitResult as FitResult
 from ftrain.fit import fit as fit
 from ftrain.fit import iterate as iterate
-from ftrain.module import block as block
 from ftrain.module import from_module as from_module
 from ftrain.module import to_module as to_module
 from ftrain.step import Step as Step

@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ftrain.errors import LossError, OptionError, StructureError
+from ftrain.errors import LossError, StructureError
 from ftrain.grad import normalise
 from ftrain.purity import merge
+from ftrain.slots import Slot, bound, fill, named_tensors, slots_of
 from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
 
 Criterion: TypeAlias = Callable[..., Any]
 
-
-class Slot(NamedTuple):
-    """A place in a module that holds a tensor: its dict, the key in it, the tensor's dotted name."""
-
-    place: dict[str, Any]
-    key: str
-    name: str
-    is_buffer: bool
-
-
-Region: TypeAlias = Callable[..., Any]
-"""``region(function, slots, *args, **kwargs)``: runs a block in a special way, rematerialised say."""
 
 CAUSAL = ("CausalLM", "LMHeadModel", "DoubleHeadsModel")
 """What the names of transformers' models have in them whose loss shifts the labels by one."""
 
 IGNORED = -100
 """The label that transformers leaves out of a loss."""
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_region: ContextVar[Region | None] = ContextVar("ftrain_region", default=None)
 
 
 def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
@@ -66,7 +48,10 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     _require_module(module, criterion)
     # What torch.compile wraps is the module itself: its names have no prefix, and the step is compiled as a whole.
     module = getattr(module, "_orig_mod", module)
-    slots, places = _slots(module), [place for part in module.modules() for place in (part._parameters, part._buffers)]
+    slots, places = (
+        slots_of(module),
+        [place for part in module.modules() for place in (part._parameters, part._buffers)],
+    )
     text = _criterion_name(criterion, module)
     run: Criterion = criterion or own_loss
     needs_rng = "rng" in inspect.signature(run).parameters
@@ -134,13 +119,15 @@ def own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | Mean:
 def to_module(module: nn.Module, state: TrainState) -> nn.Module:
     """Copy the parameters and buffers of a state into a module, in place, and return it.
 
+    A module that has handed its memory to a state gets new tensors, where those of this state are.
+
     Raises:
         StructureError: when names or shapes differ; the module is then unchanged.
     """
     tensors = merge(state.params, state.frozen)
     tensors = tensors if isinstance(tensors, dict) else {}
     tensors = {**tensors, **(state.buffers or {})}
-    wanted = dict(_named_tensors(module))
+    wanted = dict(named_tensors(module))
     problems = [f"{name}: missing" for name in wanted if name not in tensors]
     problems += [f"{name}: unexpected" for name in tensors if name not in wanted]
     problems += [
@@ -150,17 +137,15 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
     ]
     if problems:
         raise StructureError(f"to_module: the state does not fit {type(module).__name__}:\n  " + "\n  ".join(problems))
-    with torch.no_grad():
-        for name, tensor in wanted.items():
-            tensor.copy_(tensors[name])
+    fill(module, tensors)
     return module
 
 
 def initial(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
-    """Return copies of a module's parameters and buffers, and the names of the trainable parameters.
+    """Return a module's parameters and buffers, and the names of the trainable parameters.
 
     Raises:
-        StructureError: for a lazy parameter that has no shape yet.
+        StructureError: for a lazy parameter that has no shape yet, or one without values.
     """
     for owner, part in module.named_modules():
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
@@ -169,27 +154,16 @@ def initial(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], se
                     f"Step.init: {owner + '.' if owner else ''}{name} of {type(part).__name__} has no shape yet; run "
                     "the module once on an example before making the state"
                 )
-    params = {name: param.detach().clone() for name, param in module.named_parameters()}
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+            if tensor.is_meta:
+                raise StructureError(
+                    f"Step.init: {owner + '.' if owner else ''}{name} of {type(part).__name__} has a shape but no "
+                    "values: it is on the device meta, or was donated to another state; fill the module first "
+                    "(ft.to_module(module, state) puts weights back)"
+                )
+    params = {name: param.detach() for name, param in module.named_parameters()}
+    buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
     trainable = {name for name, param in module.named_parameters() if param.requires_grad}
     return params, buffers, trainable
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _slots(module: nn.Module) -> list[Slot]:
-    """Every place that holds a parameter or buffer; tied tensors share the first one's name."""
-    names = {id(tensor): name for name, tensor in _named_tensors(module)}
-    return [
-        Slot(place, key, names[id(tensor)], place is part._buffers)
-        for part in module.modules()
-        for place in (part._parameters, part._buffers)
-        for key, tensor in place.items()
-        if tensor is not None
-    ]
 
 
 def _values(slots: list[Slot], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], text: str) -> list[Tensor]:
@@ -200,25 +174,6 @@ def _values(slots: list[Slot], params: Mapping[str, Tensor], buffers: Mapping[st
             f"{text}: the module has {error.args[0]!r}, which is neither in params nor in buffers; make the "
             "state with step.init()"
         ) from None
-
-
-class bound:  # noqa: N801
-    """Context that puts tensors into their places in a module, and puts back what was there."""
-
-    def __init__(self, slots: Sequence[Slot], values: Sequence[Any]) -> None:
-        self._slots, self._values = slots, values
-
-    def __enter__(self) -> None:
-        self._before = [place[key] for place, key, _, _ in self._slots]
-        _put(self._slots, self._values)
-
-    def __exit__(self, *error: object) -> None:
-        _put(self._slots, self._before)
-
-
-def _put(slots: Sequence[Slot], values: Sequence[Any]) -> None:
-    for (place, key, _, _), value in zip(slots, values, strict=True):
-        place[key] = value
 
 
 class _restored:  # noqa: N801
@@ -263,104 +218,3 @@ def moding(module: nn.Module) -> Callable[[bool], AbstractContextManager[None]]:
 def _criterion_name(criterion: Criterion | None, module: nn.Module) -> str:
     name = getattr(criterion, "__name__", type(criterion).__name__) if criterion else "own_loss"
     return f"{'loss' if name == '<lambda>' else name}({type(module).__name__})"
-
-
-def block(function: F) -> F:
-    """Mark a function as one block of a model: what `remat` recomputes as a whole.
-
-    Outside of a rematerialised step it runs as it is. Tensors that it closes over must not be
-    replaced between its forward and its recomputation; pass those as arguments.
-    """
-
-    @functools.wraps(function)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        return _through_region(function, (), *args, **kwargs)
-
-    return marked  # type: ignore[return-value]
-
-
-def _through_region(function: Callable[..., Any], slots: Sequence[Slot], *args: Any, **kwargs: Any) -> Any:
-    region = _region.get()
-    if region is None:
-        return function(*args, **kwargs)
-    return region(functools.partial(_as_one, function), slots, *args, **kwargs)
-
-
-def _as_one(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block, in which further blocks belong to it, each time that it runs."""
-    token = _region.set(None)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        _region.reset(token)
-
-
-class Blocks:
-    """The blocks of a module, ready to be run through a region."""
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._forwards: list[tuple[dict[str, Any], Any]] = [
-            (part.__dict__, functools.partial(_through_region, part.forward, _slots(part))) for part in parts
-        ]
-
-    @contextmanager
-    def through(self, region: Region) -> Iterator[None]:
-        """Run the forward of every block, and every function marked by `block`, through `region`."""
-        token = _region.set(region)
-        before = [place.get("forward") for place, _ in self._forwards]
-        try:
-            # An attribute of the instance hides the method of the class until it is deleted again.
-            for place, forward in self._forwards:
-                place["forward"] = forward
-            yield
-        finally:
-            _region.reset(token)
-            for (place, _), forward in zip(self._forwards, before, strict=True):
-                if forward is None:
-                    del place["forward"]
-                else:
-                    place["forward"] = forward
-
-
-def find_blocks(module: nn.Module, wanted: Sequence[type[nn.Module] | str] | None) -> list[nn.Module]:
-    """Return the blocks of a module: the given types or names, else the repeated children.
-
-    Repeated children are the members of a `ModuleList` or `Sequential` that has at least two of one
-    type with children of their own; the outermost ones where such lists nest.
-
-    Raises:
-        OptionError: when nothing matches; the message lists what there is.
-    """
-    named = dict(module.named_modules())
-    if wanted is None:
-        found = _repeated_children(module)
-    else:
-        types, names = (
-            tuple(w for w in wanted if isinstance(w, type)),
-            {w for w in wanted if isinstance(w, str)},
-        )
-        found = [part for name, part in named.items() if name in names or isinstance(part, types)]
-        missing = [f"{w!r}" for w in names if w not in named]
-        missing += [w.__name__ for w in types if not any(isinstance(part, w) for part in named.values())]
-        if missing:
-            known = ", ".join(sorted({type(part).__name__ for part in named.values()}))
-            raise OptionError(
-                f"remat: {type(module).__name__} has no block {', '.join(missing)}; types in it are {known}"
-            )
-    if not found:
-        lists = [name for name, part in named.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
-        raise OptionError(
-            f"remat: {type(module).__name__} has no repeated children in a ModuleList or Sequential (lists in it: "
-            f"{', '.join(lists) or 'none'}); name the blocks with blocks=[...], types or dotted names"
-        )
-    return found
-
-
-def _repeated_children(module: nn.Module) -> list[nn.Module]:
-    if isinstance(module, nn.ModuleList | nn.Sequential):
-        children = list(module)
-        types = [type(child) for child in children]
-        repeated = [child for child in children if types.count(type(child)) > 1 and any(True for _ in child.children())]
-        if repeated:
-            return repeated
-    return [part for child in module.children() for part in _repeated_children(child)]

@@ -18,6 +18,7 @@ from ftrain.grad import adapt, report, value_and_grad
 from ftrain.lowered import Lowered
 from ftrain.module import initial
 from ftrain.purity import as_tree
+from ftrain.slots import hollow
 from ftrain.trainable import Trainable, chooser, require_params
 from ftrain.types import (
     Core,
@@ -192,6 +193,7 @@ class Step:
         buffers: PyTree = None,
         seed: int = 0,
         device: torch.device | str | None = None,
+        donate: bool = False,
     ) -> TrainState:
         """Return the state before the first step; it shares no memory with what it is made from.
 
@@ -200,6 +202,8 @@ class Step:
             buffers: a tree of tensors that the loss carries from step to step.
             seed: of the state's random key.
             device: where the state lives; where the parameters are, unless told.
+            donate: do not copy: the memory of the parameters and buffers becomes the state's. A module is
+                left with shapes only, on the device ``meta``, until `ftrain.to_module` fills it.
 
         Raises:
             StructureError: for no parameters, or a parameter that is not a floating-point tensor.
@@ -219,10 +223,11 @@ class Step:
             names |= set(tree.leaf_names(params)) - own_params.keys()
         buffers = own_buffers if buffers is None else buffers
         chosen = chooser(self.trainable, names, params)
-        params, frozen = tree.split(tree.clone(params), chosen)
+        params, buffers = (tree.take if donate else tree.clone)((params, buffers))
+        params, frozen = tree.split(params, chosen)
         require_params(params)
         frozen = frozen if tree.leaves(frozen) else None
-        parts = params, frozen, tree.clone(buffers)
+        parts = params, frozen, buffers
         if device is not None:
             place = backends.resolve(device)
             parts = tuple(tree.to(part, place) for part in parts)
@@ -237,6 +242,8 @@ class Step:
             slots={wrapper.name: wrapper.slot(params) for wrapper in self.wrappers if wrapper.slot},
             rng=random.key(seed),
         )
+        if donate and module is not None:
+            hollow(module)
         return _own(state)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:

@@ -95,6 +95,21 @@ def clone(tree: PyTree) -> PyTree:
     return map(lambda leaf: leaf.detach().clone() if is_tensor(leaf) else leaf, tree)
 
 
+def take(tree: PyTree) -> PyTree:
+    """Detach every tensor where it lies; copy those alone that share memory with others, or lie in a larger block."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not is_tensor(leaf):
+            return leaf
+        memory = leaf.untyped_storage()
+        alone = memory.data_ptr() not in seen and memory.nbytes() == leaf.numel() * leaf.element_size()
+        seen.add(memory.data_ptr())
+        return leaf.detach() if alone else leaf.detach().clone()
+
+    return map(own, tree)
+
+
 def cast(tree: PyTree, dtype: torch.dtype) -> PyTree:
     """Convert floating-point tensors to `dtype`; integer and other leaves stay as they are."""
     return map(lambda leaf: leaf.to(dtype) if is_tensor(leaf) and leaf.is_floating_point() else leaf, tree)

@@ -30,6 +30,8 @@ STAIRCASE = [
     "optim",
     "losses",
     "grad",
+    "slots",
+    "blocks",
     "module",
     "graph",
     "traced",

@@ -145,6 +145,10 @@ def by_hand(module, batch, criterion, steps=STEPS):
     return module, grads
 
 
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(ft.tree.leaves(one), ft.tree.leaves(other), strict=True))
+
+
 def tensors(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
@@ -467,6 +471,67 @@ def test_state_and_module_share_no_memory():
     new, _ = step(state, batch())
     fresh = [leaf.untyped_storage().data_ptr() for leaf in tensors(module).values()]
     assert not set(fresh) & {leaf.untyped_storage().data_ptr() for leaf in ft.tree.leaves(new)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_donated_module_hands_over_its_memory_and_gets_weights_back(name):
+    module, batch, criterion = make(name)
+    kept = copy.deepcopy(module)
+    step = step_of(module, criterion, optimizer=ft.optim.adamw(LR))
+    held = {key: leaf.data_ptr() for key, leaf in tensors(module).items()}
+    apart = step_of(kept, criterion, optimizer=ft.optim.adamw(LR))
+    state, needed = step.init(seed=1, donate=True), apart.init(seed=1)
+    assert {key: leaf.data_ptr() for key, leaf in {**state.params, **state.buffers}.items()} == held
+    assert all(leaf.is_meta for leaf in tensors(module).values())
+    for count in range(STEPS):
+        state, needed = step(state, batch(count))[0], apart(needed, batch(count))[0]
+    assert same(state, needed)
+    assert all(leaf.is_meta for leaf in tensors(module).values())
+    ft.to_module(module, state)
+    ft.to_module(kept, needed)
+    assert same(dict(module.state_dict()), dict(kept.state_dict()))
+    for (key, leaf), other in zip(module.named_parameters(), kept.parameters(), strict=True):
+        assert leaf.requires_grad == other.requires_grad, key
+    with torch.no_grad():
+        assert torch.equal(criterion(module.eval(), batch()), criterion(kept.eval(), batch()))
+
+
+def test_the_weights_of_a_donated_module_stay_tied_and_frozen_ones_frozen():
+    module = Net().requires_grad_(False)
+    module.norm.requires_grad_(True)
+    step = step_of(module, entropy)
+    state, _ = step(step.init(donate=True), tokens())
+    assert module.head.weight is module.embed.weight
+    ft.to_module(module, state)
+    assert module.head.weight is module.embed.weight
+    assert [p.requires_grad for p in module.parameters()] == [False, True, True]
+
+
+def test_a_donated_module_has_no_values_for_another_state():
+    step = step_of(Net(), entropy)
+    step.init(donate=True)
+    with pytest.raises(StructureError, match=r"embed.weight of Embedding has a shape but no values.*to_module"):
+        step.init()
+
+
+def test_a_module_keeps_its_weights_when_the_state_cannot_be_made():
+    module = Net()
+    step = ft.train_step(ft.from_module(module, entropy), ft.optim.sgd(LR), trainable=["none"])
+    with pytest.raises(OptionError, match="no parameter matches"):
+        step.init(donate=True)
+    assert not any(leaf.is_meta for leaf in tensors(module).values())
+
+
+def test_donated_parameters_that_share_memory_are_copied_apart():
+    base = torch.arange(6.0)
+    params = {"whole": torch.ones(3), "twice": None, "part": base[:3], "other": base[3:]}
+    params["twice"] = params["whole"]
+    step = ft.train_step(lambda params, batch: sum(p.square().sum() for p in params.values()), ft.optim.sgd(LR))
+    state = ft.donated()(step).init(params, donate=True)
+    places = {name: leaf.data_ptr() for name, leaf in state.params.items()}
+    assert len(set(places.values())) == len(places)
+    assert [name for name in params if places[name] == params[name].data_ptr()] == ["twice"]
+    assert not set(places.values()) & {base[:3].data_ptr(), base[3:].data_ptr()}
 
 
 def test_the_state_may_outlive_changes_of_the_module():

@@ -28,6 +28,7 @@ REMATS = {
     'remat("dots")': {"policy": "dots"},
     "remat() of three blocks": {"blocks": ("blocks.0", "blocks.1", "blocks.2")},
     "remat() of two blocks": {"blocks": ("blocks.0", "blocks.1")},
+    "remat() of feed-forwards": {"blocks": tuple(f"blocks.{index}.feed" for index in range(4))},
 }
 
 
@@ -61,7 +62,7 @@ def _remat(settings: Settings) -> list[Row]:
     entrants = [KEEPING_ALL]
     for name, options in REMATS.items():
         if settings.tiny and options.get("blocks"):
-            options = {"blocks": ("blocks.0",)}
+            options = {"blocks": options["blocks"][:1]}
         entrants.append(Entrant(name, "ours", "bench.ours:rematerialised", options=tuple(options.items())))
     task = settings.task("gpt128")
     rows = race(REMAT, task, entrants, settings, part=0.5)

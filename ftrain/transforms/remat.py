@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ftrain import keyed
+from ftrain.blocks import Blocks, find_blocks
 from ftrain.errors import ComposeError, OptionError
 from ftrain.grad import detach
-from ftrain.module import Blocks, Slot, bound, find_blocks
+from ftrain.slots import Slot, bound
 from ftrain.types import Loss, LossOutput, PyTree
 from ftrain.wrapper import Wrapper, wrapper
 

@@ -1,0 +1,83 @@
+"""The places in a module that hold its tensors, and other tensors in their stead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Slot(NamedTuple):
+    """A place in a module that holds a tensor: its dict, the key in it, the tensor's dotted name."""
+
+    place: dict[str, Any]
+    key: str
+    name: str
+    is_buffer: bool
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, then every buffer, by its dotted name; a tied one once."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def slots_of(module: nn.Module) -> list[Slot]:
+    """Every place that holds a parameter or buffer; tied tensors share the first one's name."""
+    names = {id(tensor): name for name, tensor in named_tensors(module)}
+    return [
+        Slot(place, key, names[id(tensor)], place is part._buffers)
+        for part in module.modules()
+        for place in (part._parameters, part._buffers)
+        for key, tensor in place.items()
+        if tensor is not None
+    ]
+
+
+class bound:  # noqa: N801
+    """Context that puts tensors into their places in a module, and puts back what was there."""
+
+    def __init__(self, slots: Sequence[Slot], values: Sequence[Any]) -> None:
+        self._slots, self._values = slots, values
+
+    def __enter__(self) -> None:
+        self._before = [place[key] for place, key, _, _ in self._slots]
+        _put(self._slots, self._values)
+
+    def __exit__(self, *error: object) -> None:
+        _put(self._slots, self._before)
+
+
+def _put(slots: Sequence[Slot], values: Sequence[Any]) -> None:
+    for (place, key, _, _), value in zip(slots, values, strict=True):
+        place[key] = value
+
+
+def hollow(module: nn.Module) -> None:
+    """Leave a module the shapes of its tensors only, on the device ``meta``, so that it holds no memory."""
+    _replace(module, {name: tensor.detach().to("meta") for name, tensor in named_tensors(module)})
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into those of a module, of the same names and shapes; where it is hollow, it gets new ones."""
+    empty = {}
+    with torch.no_grad():
+        for name, tensor in named_tensors(module):
+            if tensor.is_meta:
+                empty[name] = tensors[name].detach().to(tensor.dtype, copy=True)
+            else:
+                tensor.copy_(tensors[name])
+    _replace(module, empty)
+
+
+def _replace(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    made = {
+        name: nn.Parameter(tensors[name], old.requires_grad) if isinstance(old, nn.Parameter) else tensors[name]
+        for name, old in named_tensors(module)
+        if name in tensors
+    }
+    for place, key, name, _ in slots_of(module):
+        if name in made:
+            place[key] = made[name]
