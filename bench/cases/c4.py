@@ -23,5 +23,5 @@ MEASURED = sorted(ENTRANTS, key=lambda entrant: (entrant.best, entrant.name == "
 def run(settings: Settings) -> list[Row]:
     """Race the heads, then measure their memory."""
     task = settings.task("head")
-    rows = race(QUESTION, task, ENTRANTS, settings, part=0.2)
+    rows = race(QUESTION, task, ENTRANTS, settings, part=0.15)
     return rows + memory_rows(QUESTION, task, settings.some(MEASURED), settings)

@@ -28,6 +28,7 @@ REMATS = {
     'remat("dots")': {"policy": "dots"},
     "remat() of three blocks": {"blocks": ("blocks.0", "blocks.1", "blocks.2")},
     "remat() of two blocks": {"blocks": ("blocks.0", "blocks.1")},
+    "remat() of two blocks and a half": {"blocks": ("blocks.0", "blocks.1", "blocks.2.feed")},
     "remat() of feed-forwards": {"blocks": tuple(f"blocks.{index}.feed" for index in range(4))},
 }
 
