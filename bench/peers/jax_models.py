@@ -47,8 +47,8 @@ def _block(params: Params, name: str, x: Any, dtype: Any, heads: int) -> Any:
     q, k, v = jnp.moveaxis(mixed.reshape(b, t, 3, heads, w // heads), 2, 0)
     attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=1 / math.sqrt(w // heads))
     x = x + _linear(params, f"{name}.out", attended.reshape(b, t, w), dtype)
-    inner = jax.nn.gelu(_linear(params, f"{name}.up", _norm(params, f"{name}.norm2", x), dtype), approximate=False)
-    return x + _linear(params, f"{name}.down", inner, dtype)
+    inner = jax.nn.gelu(_linear(params, f"{name}.feed.up", _norm(params, f"{name}.norm2", x), dtype), approximate=False)
+    return x + _linear(params, f"{name}.feed.down", inner, dtype)
 
 
 def _linear(params: Params, name: str, x: Any, dtype: Any) -> Any:
