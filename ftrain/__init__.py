@@ -5,6 +5,8 @@ rematerialisation, clipping, averaging and compilation are wrappers that take a 
 """
 
 from ftrain import backends as backends
+from ftrain import checkpoint as checkpoint
+from ftrain import data as data
 from ftrain import errors as errors
 from ftrain import loggers as loggers
 from ftrain import losses as losses
@@ -13,14 +15,17 @@ from ftrain import random as random
 from ftrain import schedules as schedules
 from ftrain import tree as tree
 from ftrain.blocks import block as block
+from ftrain.checkpoint import Checkpoints as Checkpoints
 from ftrain.evaluate import EvalStep as EvalStep
 from ftrain.evaluate import eval_step as eval_step
 from ftrain.evaluate import evaluate as evaluate
 from ftrain.fit import FitResult as FitResult
 from ftrain.fit import fit as fit
-from ftrain.fit import iterate as iterate
+from ftrain.fit import patience as patience
+from ftrain.loop import iterate as iterate
 from ftrain.module import from_module as from_module
 from ftrain.module import to_module as to_module
+from ftrain.replay import replay as replay
 from ftrain.step import Step as Step
 from ftrain.step import compose as compose
 from ftrain.step import train_step as train_step

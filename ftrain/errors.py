@@ -52,3 +52,13 @@ class NonFiniteError(FtrainError, ArithmeticError):
 
 class TraceError(FtrainError, RuntimeError):
     """A step could not be captured as one graph."""
+
+
+class Interrupted(SystemExit):
+    """A signal has ended `ftrain.fit`, which has saved the state; the exit code is 128 plus the signal's number."""
+
+    result: Any = None
+
+
+class CheckpointError(FtrainError, RuntimeError):
+    """A checkpoint could not be written, is damaged, or does not fit."""

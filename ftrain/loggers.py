@@ -4,43 +4,58 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 Record: TypeAlias = Mapping[str, Any]
 Logger: TypeAlias = Callable[[Record], None]
-
-
-class History(list[dict[str, Any]]):
-    """The records of a run, one for each step and each evaluation.
-
-    >>> History([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])["loss"]
-    [2.0, 1.0]
-    """
-
-    stopped: str = ""
-    """Why the run ended: ``"steps"``, ``"data"`` or ``"interrupt"``."""
-
-    def __getitem__(self, key: Any) -> Any:
-        """Return a record by its position, or a column by its name."""
-        return [record[key] for record in self if key in record] if isinstance(key, str) else super().__getitem__(key)
+"""May have a method ``rewind(step)``, which takes back the records of later steps when a run goes on from there."""
 
 
 def jsonl(path: str | Path) -> Logger:
     """Return a logger that appends each record to a file as one line of JSON.
 
     The folder is made when it is missing. Numbers that JSON lacks (NaN, infinities) become null. Each
-    line is written out at once, so that a killed run leaves only whole lines.
+    line is written out at once, so that a killed run leaves only whole lines. A run that goes on from a
+    checkpoint removes the lines of later steps, which it makes again.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    return _Lines(path)
 
-    def log(record: Record) -> None:
-        with path.open("a", encoding="utf-8") as file:
+
+class _Lines:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, record: Record) -> None:
+        """Append a record."""
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False) + "\n")
 
-    return log
+    def rewind(self, step: int) -> None:
+        """Remove the records of steps after this one, and a line that was cut off."""
+        if not self._path.exists():
+            return
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = self._path.with_name(f"{self._path.name}.tmp")
+        kept.write_text("".join(line for line in lines if _is_until(line, step)), encoding="utf-8")
+        kept.replace(self._path)
+
+
+def _is_until(line: str, step: int) -> bool:
+    try:
+        return line.endswith("\n") and bool(json.loads(line)["step"] <= step)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def rewind(loggers: Sequence[Logger], step: int) -> None:
+    """Make loggers that can forget what came after a step: those with a method `rewind(step)`."""
+    for logger in loggers:
+        if callable(again := getattr(logger, "rewind", None)):
+            again(step)
 
 
 def _finite(value: Any) -> Any:

@@ -1,84 +1,70 @@
-"""Record on the device what a compiled graph does, and replay it: one launch instead of hundreds."""
+"""A step of a run once more: what went into it, to the bit."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import torch
-from torch import Tensor
+from ftrain.checkpoint import Checkpoints
+from ftrain.checkpoint.run import Found
+from ftrain.checks import require_positive
+from ftrain.errors import CheckpointError
+from ftrain.loop import Position, iterate
+from ftrain.step import Step
+from ftrain.types import Metrics, PyTree
 
-from ftrain import graph
-from ftrain.backends import Recorder
 
-log = logging.getLogger("ftrain")
+def replay(
+    step: Callable[..., Any], state: Any, data: Iterable[PyTree], checkpoints: Checkpoints, *, at: int
+) -> tuple[Any, PyTree]:
+    """Return ``(state, batch)`` as they went into one step of a run that `fit` has saved.
 
-
-class Replayed:
-    """A compiled graph whose state stays where it is, recorded by the device when it is used again.
-
-    The first call with a state runs as it is, which also warms up. When the next one finds the state at
-    the same addresses, which a donated state is, its work is recorded with slots for all other inputs;
-    from then on the inputs are copied into the slots and the recording is replayed. Outputs are copies,
-    so that they are safe to read later. A state at other addresses runs as it is, and is recorded in
-    turn if it stays.
+    The steps since the checkpoint before are made again, which gives the bits of the original. So a loss
+    that is NaN, or a spike, can be looked at: ``step(*replay(step, state, data, checkpoints, at=1234))``.
 
     Args:
-        run: the compiled graph, which writes its state in place.
-        size: how many of its first inputs are the state.
-        recorder: of the backend.
+        step: as `fit` had it, `state` and `data` too.
+        state: as ``step.init()`` makes it; the steps begin with it where no checkpoint is early enough. It
+            is not consumed.
+        data: which keeps its position, or gives the same batches again.
+        checkpoints: of the run.
+        at: the number of the step, as the history has it; the state returned has made one less.
+
+    Raises:
+        OptionError: for a number that is not positive.
+        CheckpointError: when there is nothing to begin from, or the data ends before.
     """
+    require_positive("replay", "at", at)
+    found = checkpoints.latest({"state": state}, before=at - 1)
+    start, position = (
+        _beginning(state, checkpoints, at) if found is None else (found.parts["state"], _position(found, "position"))
+    )
+    stepping, count = step.donating if isinstance(step, Step) else step, position.step
 
-    def __init__(self, run: graph.Flat, size: int, recorder: Recorder) -> None:
-        self._run, self._size = run, size
-        self._recorder: Recorder | None = recorder
-        self._seen: list[int] = []
-        self._recorded: _Recording | None = None
+    def until(state: Any, batch: PyTree) -> tuple[Any, Metrics]:
+        nonlocal count
+        count += 1
+        return (state, {}) if count == at else stepping(state, batch)
 
-    @property
-    def text(self) -> str:
-        """How it prints."""
-        return "replay" if self._recorder else "no replay"
-
-    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Run the graph, or replay it."""
-        state, rest = tensors[: self._size], tensors[self._size :]
-        # A tensor may be freed and another one take its place; a recording only knows addresses, too.
-        addresses = [tensor.data_ptr() for tensor in state]
-        if self._recorded is None or addresses != self._recorded.addresses:
-            stays, self._seen = addresses == self._seen, addresses
-            # What was recorded before is given up first, for its memory serves the next recording.
-            self._recorded = None
-            if stays:
-                self._recorded = self._record(addresses, state, rest)
-        return self._recorded(rest) if self._recorded else self._run(*tensors)
-
-    def _record(self, addresses: list[int], state: Sequence[Tensor], rest: Sequence[Tensor]) -> _Recording | None:
-        if self._recorder is None:
-            return None
-        slots = [torch.empty_like(tensor) for tensor in rest]
-        try:
-            replay, outputs = self._recorder(lambda: self._run(*state, *slots))
-        except RuntimeError as error:
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            log.warning("compiled: runs without replay, for the device cannot record it: %s", why)
-            self._recorder = None
-            return None
-        return _Recording(addresses, slots, replay, outputs)
+    # The state given is held by others, so a step that donates copies it first.
+    for made in iterate(until, start, data, steps=at, position=position):
+        if made.step == at:
+            return made.state, made.batch
+    raise CheckpointError(f"replay: the run began at step {position.step}, and {at} is not after it")
 
 
-@dataclass(frozen=True)
-class _Recording:
-    """Work that the device has recorded, and where it reads and writes."""
+def _beginning(state: Any, checkpoints: Checkpoints, at: int) -> tuple[Any, Position]:
+    newest = checkpoints.latest({"state": state})
+    if newest is None:
+        raise CheckpointError(f"replay: there is no checkpoint in {checkpoints.directory}")
+    began = _position(newest, "began")
+    if int(getattr(state, "step", began.step)) != began.step:
+        raise CheckpointError(
+            f"replay: no checkpoint in {checkpoints.directory} is from before step {at}, and the state given is not "
+            f"that of step {began.step}, where the run began; pass step.init() with the seed of the run"
+        )
+    return state, began
 
-    addresses: list[int]
-    slots: list[Tensor]
-    replay: Callable[[], None]
-    outputs: Sequence[Tensor]
 
-    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        for slot, tensor in zip(self.slots, inputs, strict=True):
-            slot.copy_(tensor, non_blocking=True)
-        self.replay()
-        return [output.clone() for output in self.outputs]
+def _position(found: Found, name: str) -> Position:
+    return Position(**found.parts["run"][name])

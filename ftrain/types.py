@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 import optree
 from torch import Tensor, nn
 
-from ftrain.errors import ConsumedError
+from ftrain.errors import ConsumedError, StructureError
 
 PyTree: TypeAlias = Any
 """Any nesting of dicts, lists, tuples and registered classes; ``None`` is an empty tree."""
@@ -33,9 +33,15 @@ STATIC = {"static": True}
 
 T = TypeVar("T")
 
+TREE_CLASSES: dict[str, Callable[[Mapping[str, Any], Sequence[Any]], Any]] = {}
+"""Of each registered class, by its full name, what makes one of its fields by name and its static values."""
+
 
 def tree_class(kind: type[T]) -> type[T]:
-    """Register a dataclass as a tree of its fields, except those marked `STATIC`."""
+    """Register a dataclass as a tree of its fields, except those marked `STATIC`.
+
+    What `TREE_CLASSES` then has of it raises a StructureError for other fields.
+    """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = tuple(each.name for each in fields if not each.metadata.get("static"))
     static = tuple(each.name for each in fields if each.metadata.get("static"))
@@ -50,6 +56,12 @@ def tree_class(kind: type[T]) -> type[T]:
     def unflatten(values: tuple[Any, ...], children: Iterable[Any]) -> Any:
         return kind(**dict(zip(names, children, strict=True)), **dict(zip(static, values, strict=True)))
 
+    def restore(children: Mapping[str, Any], values: Sequence[Any]) -> Any:
+        if children.keys() != set(names) or len(values) != len(static):
+            raise StructureError(f"{kind.__name__} has the fields {', '.join(names)}; found {', '.join(children)}")
+        return kind(**children, **dict(zip(static, values, strict=True)))
+
+    TREE_CLASSES[f"{kind.__module__}.{kind.__qualname__}"] = restore
     optree.register_pytree_node(
         kind,  # type: ignore[arg-type]
         flatten,

@@ -14,6 +14,7 @@ import ftrain as ft
 ROOT = Path(ft.__file__).parent
 
 NAMES = [
+    "Checkpoints",
     "EvalStep",
     "FitResult",
     "Gradients",
@@ -34,7 +35,9 @@ NAMES = [
     "fit",
     "from_module",
     "iterate",
+    "patience",
     "remat",
+    "replay",
     "skip_nonfinite",
     "to_module",
     "train_step",
@@ -44,20 +47,23 @@ NAMES = [
 
 MODULES = {
     "backends": ["Backend", "Memory", "Recorder", "default", "get", "names", "of", "register", "resolve"],
+    "checkpoint": ["Checkpoints", "load", "save", "verify"],
     "errors": [
         "BatchError",
+        "CheckpointError",
         "ComposeError",
         "ConsumedError",
         "DataError",
         "DeviceError",
         "FtrainError",
+        "Interrupted",
         "LossError",
         "NonFiniteError",
         "OptionError",
         "StructureError",
         "TraceError",
     ],
-    "loggers": ["History", "Logger", "Record", "jsonl"],
+    "loggers": ["Logger", "Record", "jsonl", "rewind"],
     "losses": ["accuracy", "binary_cross_entropy", "cross_entropy", "linear_cross_entropy", "mse"],
     "optim": ["adamw", "partition", "sgd"],
     "random": [
@@ -158,6 +164,7 @@ INNER = {
         "STATIC",
         "Schedule",
         "T",
+        "TREE_CLASSES",
         "TrainState",
         "UpdateFn",
         "consume",
@@ -234,7 +241,7 @@ SIGNATURES = {
     "Step.__call__": "(self, state, batch)",
     "EvalStep.__call__": "(self, state, batch)",
     "evaluate": "(step, state, data, *, dtype=None)",
-    "iterate": "(step, state, data, *, steps=None, epochs=None)",
+    "iterate": "(step, state, data, *, steps=None, epochs=None, position=None)",
     "with_amp": "(dtype='bf16')",
     "remat": "(policy='full', blocks=None)",
     "accumulate": "(n)",
@@ -269,6 +276,9 @@ SIGNATURES = {
 
 # What grows: these come first, in this order and with these defaults, and more may follow.
 BEGINNINGS = {
+    "Checkpoints": "(directory, *, every, keep=3, best=None, mode='min', async_=True, texts=None)",
+    "patience": "(name, count=3, *, mode='min', min_delta=0.0)",
+    "replay": "(step, state, data, checkpoints, *, at)",
     "fit": "(step, state, data, *, steps=None, epochs=None, evaluate=None",
     "compiled": "(*, lowering='auto', donate=False",
 }

@@ -17,11 +17,11 @@ from torch import Tensor
 from ftrain import backends, graph, purity, random, tree
 from ftrain.backends import Recorder
 from ftrain.checks import require_positive
+from ftrain.devicegraph import Replayed
 from ftrain.errors import OptionError, TraceError
 from ftrain.inductor_random import Fused
 from ftrain.keyed import Keyed
 from ftrain.lowered import Lowered, count_nodes, explain, peak_bytes
-from ftrain.replay import Replayed
 from ftrain.step import Step
 from ftrain.traced import Carrying, Compile, Kinds, Traced
 from ftrain.types import (

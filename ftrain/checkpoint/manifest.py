@@ -1,0 +1,197 @@
+"""MANIFEST.json: what a checkpoint consists of, down to the digest of every tensor and of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ftrain.checkpoint.layout import DTYPES, Kind, is_dense
+from ftrain.checkpoint.skeleton import Json, decode, encode
+from ftrain.errors import CheckpointError
+
+NAME = "MANIFEST.json"
+FORMAT, VERSION = "ftrain checkpoint", 1
+MOST_BYTES = 64 * 2**20
+MOST_AXES = 64
+FILE_NAME = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]*/)*[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint.
+
+    Args:
+        path: where in the tree, as users see it.
+        dtype: of the tensor, without ``torch.``.
+        shape: of the whole tensor.
+        file: the file it is in, relative to the checkpoint.
+        key: its name in the file.
+        sha256: of its bytes in row-major order.
+        stride: of a tensor that does not lie row by row, else None.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    key: str
+    sha256: str
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """What the file has of it."""
+        return Kind(self.key, DTYPES[self.dtype], self.shape)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All there is to know of a checkpoint without its tensors.
+
+    Args:
+        step: steps that the state had made; None when it is no state of training.
+        run: the id of the run that wrote it; "" for none.
+        metrics: of the state, by name.
+        environment: versions, threads, device and flags: what bits may depend on.
+        tree: the skeleton, whose tensors are numbers into `tensors`; tied ones have one number.
+        tensors: every tensor, once.
+        files: of each further file its sha256.
+    """
+
+    step: int | None
+    run: str
+    metrics: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    tree: Json
+    tensors: tuple[Stored, ...]
+    files: Mapping[str, str]
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the bits of a computation depend on, as far as it can be told."""
+    return {
+        "ftrain": importlib.metadata.version("ftrain"),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "device": device.type,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def dump(manifest: Manifest) -> bytes:
+    """Write a manifest, its own digest last."""
+    metrics = {name: encode(value) for name, value in manifest.metrics.items()}
+    tensors = [vars(item) for item in manifest.tensors]
+    body = {"format": FORMAT, "version": VERSION, **vars(manifest), "metrics": metrics, "tensors": tensors}
+    return json.dumps({**body, "digest": _digest(body)}, indent=1).encode()
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def parse(data: bytes) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        CheckpointError: for anything that `dump` would not have written, saying what.
+    """
+    try:
+        body = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        if not isinstance(body, dict):
+            raise CheckpointError(f"{NAME}: needs an object, found {type(body).__name__}")
+        if body.get("format") != FORMAT or body.get("version") != VERSION:
+            raise CheckpointError(
+                f"{NAME}: the format is {body.get('format')!r:.60}, version {body.get('version')!r:.60}; this ftrain "
+                f"reads {FORMAT!r}, version {VERSION}"
+            )
+        given = body.pop("digest", None)
+        if given != _digest(body):
+            raise CheckpointError(f"{NAME}: its own digest does not match; it was changed after it was written")
+        return _manifest(body)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{NAME}: malformed: {type(error).__name__}: {error!s:.200}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise CheckpointError(f"{NAME}: an object has a key twice, among {', '.join(key for key, _ in pairs):.100}")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise CheckpointError(f"{NAME}: holds {name}, which is no JSON")
+
+
+def _manifest(body: dict[str, Any]) -> Manifest:
+    step, run = body["step"], body["run"]
+    _require(step is None or (type(step) is int and step >= 0), "step", step)
+    _require(isinstance(run, str), "run", run)
+    _require(isinstance(body["metrics"], dict), "metrics", body["metrics"])
+    metrics = {name: decode(value) for name, value in body["metrics"].items()}
+    _require(isinstance(body["environment"], dict), "environment", body["environment"])
+    _require(isinstance(body["tensors"], list), "tensors", body["tensors"])
+    tensors = tuple(_stored(item) for item in body["tensors"])
+    places = [(item.file, item.key) for item in tensors]
+    _require(len(set(places)) == len(places), "tensors", "one place twice")
+    files = body["files"]
+    _require(isinstance(files, dict), "files", files)
+    for name, digest in files.items():
+        _require(_is_file_name(name) and name not in {item.file for item in tensors}, "the name of a file", name)
+        _require(_is_digest(digest), f"the sha256 of {name}", digest)
+    return Manifest(step, run, metrics, body["environment"], body["tree"], tensors, files)
+
+
+def _stored(item: Any) -> Stored:
+    _require(isinstance(item, dict) and item.keys() == Stored.__dataclass_fields__.keys(), "a tensor", item)
+    where = item["path"]
+    _require(isinstance(where, str), "a path", where)
+    checks: dict[str, Callable[[Any], bool]] = {
+        "dtype": lambda value: isinstance(value, str) and value in DTYPES,
+        "shape": _is_shape,
+        "file": lambda value: _is_file_name(value) and value.endswith(".safetensors"),
+        "key": lambda value: isinstance(value, str) and value != "__metadata__",
+        "sha256": _is_digest,
+        "stride": lambda value: value is None or (_is_shape(value) and len(value) == len(item["shape"])),
+    }
+    for name, holds in checks.items():
+        _require(holds(item[name]), f"the {name} of {where:.100}", item[name])
+    shape, stride = tuple(item["shape"]), item["stride"]
+    _require(stride is None or is_dense(shape, stride), f"the stride of {where:.100}", stride)
+    return Stored(**{**item, "shape": shape, "stride": None if stride is None else tuple(stride)})
+
+
+def _is_shape(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= MOST_AXES
+        and all(type(length) is int and 0 <= length < 2**62 for length in value)
+    )
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and DIGEST.fullmatch(value) is not None
+
+
+def _is_file_name(value: Any) -> bool:
+    return isinstance(value, str) and FILE_NAME.fullmatch(value) is not None and value != NAME
+
+
+def _require(holds: bool, what: str, found: Any) -> None:
+    if not holds:
+        raise CheckpointError(f"{NAME}: {what} is {found!r:.100}, which no checkpoint has")

@@ -1,0 +1,293 @@
+"""The checkpoints of one run: which are kept, which is the newest good one, and who may write."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import uuid
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from ftrain import backends
+from ftrain.checkpoint import files
+from ftrain.checkpoint.manifest import environment
+from ftrain.checkpoint.reading import load_parts, read_manifest, verify
+from ftrain.checkpoint.saving import Notes, clear, device_of, write
+from ftrain.checkpoint.skeleton import Described, describe
+from ftrain.checkpoint.staging import Staging
+from ftrain.checks import require_positive
+from ftrain.errors import CheckpointError, OptionError
+from ftrain.types import PyTree
+
+LOCK = ".lock"
+NAME = re.compile(r"step-(\d{12,})")
+PINNED = ".pinned"
+MODES = {"min": 1.0, "max": -1.0}
+
+
+class Found(NamedTuple):
+    """A checkpoint that was loaded.
+
+    Args:
+        step: of the run.
+        path: its directory.
+        parts: the trees that were saved together, by name.
+        environment: where it was written, as the manifest has it.
+    """
+
+    step: int
+    path: Path
+    parts: dict[str, PyTree]
+    environment: Mapping[str, Any]
+
+
+class Checkpoints:
+    """A directory in which a run saves its state and from which it goes on.
+
+    `ftrain.fit` takes it as ``checkpoints=``. By hand it is a context, in which this process alone may write:
+
+        with Checkpoints("runs/a", every=100) as checkpoints:
+            checkpoints.save(100, {"state": state})
+
+    Saving copies the state and returns; a thread writes it, one at a time, and an error in it is raised by the next
+    `check`, `save` or `wait`. A checkpoint is read back and verified before older ones are removed.
+
+    Args:
+        directory: made when it is missing.
+        every: steps between saves.
+        keep: how many of the newest stay; the best one and pinned ones stay besides.
+        best: a metric of evaluation by which the best one is known; one that is not finite never wins.
+        mode: ``"min"`` when less of it is better, ``"max"`` when more is.
+        async_: write in the background.
+        texts: files that go into every checkpoint, such as ``{"params/config.json": model.config.to_json_string()}``,
+            with which ``from_pretrained`` of transformers reads the directory ``params``.
+
+    Raises:
+        OptionError: for numbers that are not positive, or another mode.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        every: int,
+        keep: int = 3,
+        best: str | None = None,
+        mode: str = "min",
+        async_: bool = True,
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
+        require_positive("Checkpoints", "every", every)
+        require_positive("Checkpoints", "keep", keep)
+        if mode not in MODES:
+            raise OptionError(f"Checkpoints: mode is {mode!r}; choices are {', '.join(MODES)}")
+        self.directory, self.every, self.keep = Path(directory), every, keep
+        self.best, self.mode, self.async_, self.texts = best, mode, async_, dict(texts or {})
+        self._lock: int | None = None
+        self._run = ""
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._staging = Staging()
+        self._values: dict[int, float] = {}
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({str(self.directory)!r}, every={self.every}, keep={self.keep})"
+
+    def __enter__(self) -> Self:
+        """Become the only one to write here.
+
+        Raises:
+            CheckpointError: when somebody else is; the message says who.
+        """
+        holder = {"host": socket.gethostname(), "process": os.getpid()}
+        try:
+            files.make_directories(self.directory)
+            self._lock = files.lock(self.directory / LOCK, holder)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"Checkpoints: {self.directory} is being written to by {error}; use another directory, or stop that one"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"Checkpoints: {self.directory} cannot be used: {error}") from error
+        clear(self.directory)
+        self._values = {}
+        for step in self.steps():
+            self._note(step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for what is being written, and let others write."""
+        try:
+            if error is None:
+                self.wait()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+            self._pool = None
+            if self._lock is not None:
+                files.unlock(self._lock)
+            self._lock = None
+
+    def path(self, step: int) -> Path:
+        """Return the directory of a step's checkpoint, whether it is there or not."""
+        return self.directory / f"step-{step:012d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps of which there is a checkpoint, oldest first."""
+        if not files.is_directory(self.directory):
+            return []
+        matches = [NAME.fullmatch(name) for name in files.names(self.directory)]
+        steps = sorted(int(match[1]) for match in matches if match)
+        return [step for step in steps if files.is_directory(self.path(step))]
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step for good.
+
+        Raises:
+            CheckpointError: when there is none.
+        """
+        if step not in self.steps():
+            raise CheckpointError(f"Checkpoints.pin: there is no checkpoint of step {step} in {self.directory}")
+        files.touch(self._pin(step))
+
+    def save(
+        self, step: int, parts: Mapping[str, PyTree], *, metrics: Mapping[str, Any] | None = None, wait: bool = False
+    ) -> None:
+        """Save trees by name as the checkpoint of a step; they may change as soon as this returns.
+
+        Args:
+            step: steps that the state has made.
+            parts: the state as ``"state"``, and whatever belongs to it.
+            metrics: numbers known of the state; `best` looks here.
+            wait: until it is on the disk.
+
+        Raises:
+            CheckpointError: when this or the save before could not be written, or outside of the context.
+        """
+        if self._lock is None:
+            raise CheckpointError("Checkpoints.save: not open for writing; use it as a context: with checkpoints: ...")
+        self.wait()
+        described = describe(dict(parts))
+        device = device_of(described.leaves)
+        numbers = {name: value for name, value in (metrics or {}).items() if type(value) in (bool, int, float)}
+        notes = Notes(step, self._run or uuid.uuid4().hex, numbers, environment(device), self.texts)
+        self._run = notes.run
+        if not self.async_:
+            self._write(step, described, notes)
+            return
+        copied = described._replace(leaves=self._staging.copies(described.leaves))
+        backends.of(device).synchronize()
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._pending = self._pool.submit(self._write, step, copied, notes)
+        if wait:
+            self.wait()
+
+    def check(self) -> None:
+        """Raise the error of a save in the background that has ended.
+
+        Raises:
+            CheckpointError: when it could not be written.
+        """
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            CheckpointError: when it could not be.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def latest(self, like: Mapping[str, PyTree] | None = None, *, before: int | None = None) -> Found | None:
+        """Load the newest checkpoint that is whole; None when there is none at all.
+
+        Args:
+            like: trees by name that the saved ones must be like.
+            before: take one of no later step.
+
+        Raises:
+            CheckpointError: when there are some, and none is whole.
+            StructureError: when it differs from `like`.
+        """
+        refused: list[str] = []
+        steps = [step for step in self.steps() if before is None or step <= before]
+        for step in reversed(steps):
+            try:
+                manifest, parts = load_parts(self.path(step), like or {})
+            except CheckpointError as error:
+                refused.append(str(error))
+                continue
+            if refused:
+                warnings.warn(
+                    f"Checkpoints: going back to step {step}, for newer ones are damaged:\n  " + "\n  ".join(refused),
+                    stacklevel=2,
+                )
+            self._run = manifest.run
+            return Found(step, self.path(step), parts, manifest.environment)
+        if refused:
+            raise CheckpointError(
+                f"Checkpoints: {self.directory} holds a run, and no checkpoint of it can be read; restore one, or use "
+                "another directory to start anew:\n  " + "\n  ".join(refused)
+            )
+        return None
+
+    def _write(self, step: int, described: Described, notes: Notes) -> None:
+        path = self.path(step)
+        if files.exists(path) and not self._make_way(path):
+            return
+        write(path, described, notes)
+        verify(path)
+        self._note(step)
+        try:
+            self._rotate()
+        except OSError as error:
+            raise CheckpointError(
+                f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
+            ) from error
+
+    def _make_way(self, path: Path) -> bool:
+        """Whether a step must be written again: what is there is damaged, and put aside."""
+        try:
+            verify(path)
+        except CheckpointError:
+            files.rename(path, path.parent / f"damaged-{path.name}-{uuid.uuid4().hex}")
+            return True
+        return False
+
+    def _note(self, step: int) -> None:
+        """Remember the metric by which the best one is known."""
+        if self.best is None:
+            return
+        try:
+            value = read_manifest(self.path(step)).metrics.get(self.best)
+        except (CheckpointError, OSError):
+            return
+        if isinstance(value, int | float) and abs(value) < float("inf"):
+            self._values[step] = float(value)
+
+    def _rotate(self) -> None:
+        """Remove what is not to be kept; called when the newest one was verified."""
+        steps = self.steps()
+        kept = {*steps[-self.keep :]}
+        values = {step: self._values[step] for step in steps if step in self._values}
+        if values:
+            # Of equals the first one, which later ones must beat.
+            kept.add(min(values, key=lambda step: (MODES[self.mode] * values[step], step)))
+        for step in steps:
+            if step not in kept and not files.exists(self._pin(step)):
+                doomed = self.directory / f".{self.path(step).name}.{uuid.uuid4().hex}.tmp"
+                files.rename(self.path(step), doomed)
+                files.remove(doomed)
+
+    def _pin(self, step: int) -> Path:
+        return self.directory / f"{self.path(step).name}{PINNED}"

@@ -1,0 +1,158 @@
+"""What a run records: metrics that wait on the device, read together now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import backends
+from ftrain.grad import report
+from ftrain.history import History, pack, unpack
+from ftrain.loggers import Logger, rewind
+from ftrain.loop import StepRecord, device_of
+from ftrain.progress import Display, Status
+from ftrain.step import Step
+from ftrain.types import Mean, Metrics, PyTree
+
+Evaluate = Callable[[Any], Mapping[str, float]]
+Count = Callable[[PyTree], int]
+EVALUATION = "eval_"
+
+
+class Recorder:
+    """Collects metrics on the device, and turns them into records now and then."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        total: int | None,
+        loggers: tuple[Logger, ...],
+        counts: Mapping[str, Count],
+        start: int,
+    ) -> None:
+        self.history = History()
+        self.step = start
+        self._check = step.check if isinstance(step, Step) else None
+        self._total, self._loggers, self._counts = total, loggers, counts
+        self._start = time.perf_counter()
+        self._names: set[str] = set()
+        self._streak = 0
+        self._pending: list[tuple[int, float, Metrics]] = []
+        self._window = _Window(self._start, counts)
+
+    def add(self, made: StepRecord) -> None:
+        """Take the metrics of a step, without waiting for them."""
+        self.step = made.step
+        self._window.add(made.batch)
+        self._pending.append((made.step, time.perf_counter() - self._start, made.metrics))
+
+    def read(self, state: Any, display: Display, *, check: bool = True) -> None:
+        """Wait for the device once, and record all steps since the last time."""
+        pending, self._pending = self._pending, []
+        values = read_metrics([metrics for _, _, metrics in pending])
+        for (step, seconds, _), metrics in zip(pending, values, strict=True):
+            self._names.update(metrics)
+            own = {"step": step, "seconds": round(seconds, 4)}
+            if not own.keys().isdisjoint(metrics):
+                report(metrics, "fit", **own)
+            self._record({**own, **metrics})
+        if pending and display.due(self.step, self._total, time.perf_counter() - self._start):
+            display.update(self._status(state, values[-1]))
+        if check and self._check:
+            self._check(state, self._longest_streak(values))
+
+    def packed(self) -> PyTree:
+        """What a run that goes on from here must know."""
+        return {"history": pack(self.history), "names": sorted(self._names), "streak": self._streak}
+
+    def restore(self, packed: PyTree, step: int) -> None:
+        """Go on from what `packed` has returned at a step."""
+        self.history = unpack(packed["history"])
+        self._names, self._streak = set(packed["names"]), packed["streak"]
+        self.step = step
+        # The clock goes on, too.
+        self._start -= max(self.history["seconds"], default=0.0)
+        rewind(self._loggers, step)
+
+    def at(self, step: int) -> dict[str, Any]:
+        """All that was recorded of a step."""
+        found: dict[str, Any] = {}
+        for record in reversed(self.history):
+            if record["step"] != step:
+                break
+            found = {**record, **found}
+        return found
+
+    def _longest_streak(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Most skipped steps in a row up to now, those before the last reading included."""
+        longest = self._streak
+        for row in rows:
+            self._streak = self._streak + 1 if row.get("skipped") else 0
+            longest = max(longest, self._streak)
+        return longest
+
+    def evaluated(self, evaluate: Evaluate, state: Any, step: int, display: Display) -> None:
+        """Evaluate, and record the result; the time it takes does not count as training."""
+        before = time.perf_counter()
+        (values,) = read_metrics([evaluate(state)])
+        result = {f"{EVALUATION}{name}" if name in self._names else name: value for name, value in values.items()}
+        self._record({"step": step, **result})
+        display.say(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in result.items()))
+        self._window.pause(time.perf_counter() - before)
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self.history.append(record)
+        for logger in self._loggers:
+            logger(record)
+
+    def _status(self, state: Any, metrics: Mapping[str, Any]) -> Status:
+        now = time.perf_counter()
+        rates, per_step = self._window.rates(now)
+        left = per_step * (self._total - self.step) if self._total is not None else None
+        memory = backends.of(device_of(state)).memory().peak
+        return Status(self.step, self._total, now - self._start, left, rates, memory, metrics)
+
+
+class _Window:
+    """Rates over the time since the last reading."""
+
+    def __init__(self, start: float, counts: Mapping[str, Count]) -> None:
+        self._start, self._counts = start, counts
+        self._steps, self._items = 0, dict.fromkeys(counts, 0)
+
+    def add(self, batch: PyTree) -> None:
+        self._steps += 1
+        for name, count in self._counts.items():
+            self._items[name] += count(batch)
+
+    def pause(self, seconds: float) -> None:
+        self._start += seconds
+
+    def rates(self, now: float) -> tuple[dict[str, float], float]:
+        """Return items per second by name and seconds per step, and start over."""
+        elapsed = max(now - self._start, 1e-9)
+        rates, per_step = (
+            {name: items / elapsed for name, items in self._items.items()},
+            elapsed / max(self._steps, 1),
+        )
+        self._start, self._steps, self._items = now, 0, dict.fromkeys(self._counts, 0)
+        return rates, per_step
+
+
+def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Bring the metrics of several steps to the host, waiting for the device once per dtype."""
+    read = [{name: m.value if isinstance(m, Mean) else m for name, m in row.items()} for row in rows]
+    places = [(i, name, value) for i, row in enumerate(read) for name, value in row.items()]
+    groups: dict[tuple[Any, ...], list[tuple[int, str, Tensor]]] = {}
+    for i, name, value in places:
+        if isinstance(value, Tensor):
+            groups.setdefault((value.dtype, value.device, value.shape), []).append((i, name, value))
+    for group in groups.values():
+        values = torch.stack([value for _, _, value in group]).tolist()
+        for (i, name, _), value in zip(group, values, strict=True):
+            read[i][name] = float(value) if isinstance(value, bool) else value
+    return read
