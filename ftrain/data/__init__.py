@@ -1,0 +1,21 @@
+"""Data: batches in an order that is a pure function, at a position that is a few whole numbers, in shapes that hold.
+
+Built on torch's `Dataset` and `DataLoader`, whose worker processes it uses.
+"""
+
+from ftrain.data.arrays import arrays as arrays
+from ftrain.data.loader import loader as loader
+from ftrain.data.order import shuffled as shuffled
+from ftrain.data.pack import block_mask as block_mask
+from ftrain.data.pack import pack as pack
+from ftrain.data.pack import packed as packed
+from ftrain.data.pad import pad as pad
+from ftrain.data.padding import padding as padding
+from ftrain.data.passes import Loader as Loader
+from ftrain.data.position import position as position
+from ftrain.data.position import seek as seek
+from ftrain.data.prefetch import prefetch as prefetch
+from ftrain.data.tokens import TokenDocuments as TokenDocuments
+from ftrain.data.tokens import TokenFile as TokenFile
+from ftrain.data.tokens import TokenWriter as TokenWriter
+from ftrain.data.tokens import write_tokens as write_tokens

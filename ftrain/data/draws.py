@@ -1,0 +1,56 @@
+"""Random numbers of samples: what a sample draws depends on the seed, the epoch and its index, and on nothing else."""
+
+from __future__ import annotations
+
+import functools
+import random as python_random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from ftrain import random
+
+ORDER, WINDOW, SAMPLE, COLLATION = range(4)
+"""What a stream of numbers is for; streams of different purposes share nothing."""
+
+# What a user is least likely to fold into a key of the same seed.
+_DATA = 0x64617461
+
+
+@functools.lru_cache(maxsize=64)
+def stream(seed: int, epoch: int, purpose: int) -> tuple[int, int]:
+    """Return the words of the key that belongs to a purpose in an epoch."""
+    base = random.fold_in_words(random.words(random.key(seed)), _DATA)
+    return random.fold_in_words(random.fold_in_words(base, epoch), purpose)
+
+
+def seed_sample(seed: int, epoch: int, index: int) -> None:
+    """Seed the generators of torch, Python and numpy for one sample."""
+    _seed(random.fold_in_words(stream(seed, epoch, SAMPLE), index))
+
+
+def seed_collation(seed: int, epoch: int, index: int) -> None:
+    """Seed them for the collation of the batch whose first sample has this index."""
+    _seed(random.fold_in_words(stream(seed, epoch, COLLATION), index))
+
+
+def _seed(words: tuple[int, int]) -> None:
+    number = random.seed_of(words)
+    # Not torch.manual_seed, which would reach for devices, in workers too.
+    torch.default_generator.manual_seed(number)
+    python_random.seed(number)
+    np.random.seed(words)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Leave the global generators of the host as they were found."""
+    before = torch.default_generator.get_state(), python_random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before[0])
+        python_random.setstate(before[1])
+        np.random.set_state(before[2])

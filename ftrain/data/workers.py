@@ -1,0 +1,137 @@
+"""Worker processes: those of torch's `DataLoader`, which live from pass to pass."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ftrain.data.fetch import Batches, Fetched, named
+from ftrain.data.plan import Request
+from ftrain.errors import DataError
+
+
+def _as_it_is(fetched: Any) -> Any:
+    return fetched
+
+
+class Workers:
+    """Turns requests into batches, in their order, some ahead of what is asked for.
+
+    Args:
+        batches: what the workers work with.
+        num_workers: how many; 0 to work in this process, when a batch is asked for.
+        timeout: how long to wait for a batch, in seconds.
+        ahead: how many batches each worker prepares.
+        context: how processes are started ("fork", "spawn", "forkserver"); as Python does, unless told.
+    """
+
+    def __init__(self, batches: Batches, num_workers: int, timeout: float, ahead: int, context: str | None) -> None:
+        self._batches, self._num_workers, self._timeout = batches, num_workers, timeout
+        self._ahead, self._context = ahead, context
+        self._asked = _Asked()
+        self._loader: DataLoader[Fetched] | None = None
+
+    def __call__(self, requests: Iterable[Request]) -> Iterator[Fetched]:
+        """Yield a batch for each request.
+
+        Raises:
+            DataError: when a worker died, or did not answer in time.
+        """
+        if not self._num_workers:
+            yield from map(self._batches.__getitem__, requests)
+            return
+        self._asked.start(requests)
+        if self._loader is None:
+            self._loader = self._started()
+        answers = answered(iter(self._loader), self._timeout, self._asked.awaited)
+        try:
+            for fetched in answers:
+                self._asked.answered()
+                yield fetched
+        except DataError:
+            # Whatever is left of these workers, the next pass begins with new ones.
+            self._loader = None
+            raise
+
+    def _started(self) -> DataLoader[Fetched]:
+        return DataLoader(
+            self._batches,
+            batch_size=None,
+            sampler=self._asked,
+            num_workers=self._num_workers,
+            collate_fn=_as_it_is,
+            timeout=self._timeout,
+            # Of its own, for it draws a number in each pass, which must not be one of the user's.
+            generator=torch.Generator(),
+            multiprocessing_context=self._context,
+            prefetch_factor=self._ahead,
+            persistent_workers=True,
+        )
+
+
+def in_one_worker(
+    stream: IterableDataset[Fetched], seed: int, timeout: float, ahead: int, context: str | None
+) -> Iterator[Fetched]:
+    """Read a stream of batches in a process of its own.
+
+    Raises:
+        DataError: when it died, or did not answer in time.
+    """
+    loader = DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=1,
+        collate_fn=_as_it_is,
+        timeout=timeout,
+        generator=torch.Generator().manual_seed(seed),
+        multiprocessing_context=context,
+        prefetch_factor=ahead,
+    )
+    return answered(iter(loader), timeout, lambda: "the next batch of the stream")
+
+
+def answered(answers: Iterator[Fetched], timeout: float, awaited: Callable[[], str]) -> Iterator[Fetched]:
+    """Pass on what workers send.
+
+    Raises:
+        DataError: when one died, or did not answer in time; says what was awaited.
+    """
+    while True:
+        try:
+            fetched = next(answers)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            # What the data raised comes as a value; this is of the processes themselves.
+            raise DataError(
+                f"loader: a worker died, or hung for longer than timeout={timeout:g} seconds, while {awaited()} was "
+                f"awaited: {error}. Run with num_workers=0 to see what it does, or allow more time"
+            ) from error
+        yield fetched
+
+
+class _Asked:
+    """The requests that were handed out and not answered yet, and those to come."""
+
+    def __init__(self) -> None:
+        self._requests: Iterator[Request] = iter(())
+        self._open: deque[Request] = deque()
+
+    def start(self, requests: Iterable[Request]) -> None:
+        self._requests = iter(requests)
+        self._open.clear()
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._requests:
+            self._open.append(request)
+            yield request
+
+    def answered(self) -> None:
+        self._open.popleft()
+
+    def awaited(self) -> str:
+        return named(self._open[0]) if self._open else "the next batch"

@@ -1,0 +1,103 @@
+"""The shuffled order: one to one, a pure function, and as good as random."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftrain import data
+from ftrain.errors import OptionError
+
+HUGE = 10**15
+
+
+@given(st.integers(1, 3000), st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**40))
+def test_it_is_a_permutation(size, seed, epoch):
+    found = data.shuffled(np.arange(size), size, seed=seed, epoch=epoch)
+    assert np.array_equal(np.sort(found), np.arange(size))
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 4096, 10007])
+def test_it_is_a_permutation_at_sizes_where_things_end(size):
+    assert len(set(data.shuffled(range(size), size).flat)) == size
+
+
+@given(st.data(), st.integers(1, HUGE), st.integers(0, 100), st.integers(0, 100))
+def test_each_index_alone_gives_what_all_together_give(drawn, size, seed, epoch):
+    index = drawn.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20))
+    together = data.shuffled(index, size, seed=seed, epoch=epoch)
+    alone = [int(data.shuffled(i, size, seed=seed, epoch=epoch)) for i in index]
+    assert together.tolist() == alone
+    assert all(0 <= i < size for i in alone)
+
+
+def test_distinct_indices_stay_distinct_in_what_no_memory_could_hold():
+    index = np.concatenate([np.arange(5000), HUGE - 1 - np.arange(5000)])
+    assert len(set(data.shuffled(index, HUGE).tolist())) == 10000
+
+
+def test_shape_dtype_and_what_may_be_given():
+    found = data.shuffled([[0, 1], [2, 3]], 4)
+    assert found.shape == (2, 2)
+    assert found.dtype == np.int64
+    assert np.array_equal(found, data.shuffled(torch.arange(4).view(2, 2), 4))
+    assert data.shuffled([], 5).shape == (0,)
+    assert data.shuffled(0, 1) == 0
+
+
+@pytest.mark.parametrize(("index", "size"), [([5], 5), ([-1], 5), ([0], 0)])
+def test_an_index_outside(index, size):
+    with pytest.raises(OptionError, match=rf"{index[0]}.*\[0, {size}\)"):
+        data.shuffled(index, size)
+
+
+def test_the_order_stays_what_it_was_and_so_do_positions_of_old_runs():
+    assert data.shuffled(range(10), 10, seed=1, epoch=2).tolist() == [9, 0, 8, 3, 5, 7, 1, 6, 4, 2]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_permutations_are_equally_likely(size):
+    orders = list(itertools.permutations(range(size)))
+    each = 120
+    counts = Counter(tuple(data.shuffled(range(size), size, seed=seed).tolist()) for seed in range(each * len(orders)))
+    squared = sum((counts[order] - each) ** 2 / each for order in orders)
+    degrees = len(orders) - 1
+    # Five standard deviations of a chi-squared variable.
+    assert abs(squared - degrees) < 5 * (2 * degrees) ** 0.5
+    assert set(counts) == set(orders)
+
+
+@pytest.mark.parametrize("size", [5, 9, 16, 25, 49])
+def test_odd_and_even_permutations(size):
+    def is_odd(order):
+        return sum(a > b for a, b in itertools.combinations(order, 2)) % 2
+
+    odd = sum(is_odd(data.shuffled(range(size), size, epoch=epoch).tolist()) for epoch in range(200))
+    assert 60 < odd < 140
+
+
+@pytest.mark.parametrize("size", [1000, 10**9])
+def test_where_one_index_goes_is_uniform_over_epochs(size):
+    bins, each = 20, 50
+    found = np.array([int(data.shuffled(7, size, epoch=epoch)) for epoch in range(bins * each)])
+    counts = np.bincount(found * bins // size, minlength=bins)
+    squared = ((counts - each) ** 2 / each).sum()
+    assert squared < bins - 1 + 5 * (2 * (bins - 1)) ** 0.5
+
+
+def test_neighbours_in_the_order_have_nothing_to_do_with_each_other():
+    size = 20000
+    order = data.shuffled(np.arange(size), size)
+    other_epoch = data.shuffled(np.arange(size), size, epoch=1)
+    other_seed = data.shuffled(np.arange(size), size, seed=1)
+    pairs = [(order[1:], order[:-1]), (order[2:], order[:-2]), (order, np.arange(size))]
+    for a, b in [*pairs, (order, other_epoch), (order, other_seed)]:
+        assert abs(np.corrcoef(a, b)[0, 1]) < 5 / size**0.5
+    steps = np.diff(order)
+    assert len(np.unique(steps)) > size / 2
+    assert (order == np.arange(size)).sum() < 10
+    assert (order == other_epoch).sum() < 10

@@ -1,0 +1,281 @@
+"""Which samples make which batch: shares of ranks, rests, lengths, tokens, rows; and what a position costs."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftrain import data
+from ftrain.errors import ComposeError, DataError, OptionError
+
+MANY = 10**12
+
+
+class Indices:
+    """Sample i is i; reading is counted."""
+
+    draws = False
+
+    def __init__(self, size):
+        self.size, self.read = size, 0
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.read += 1
+        return index
+
+
+def made(size, batch_size, **options):
+    return data.loader(Indices(size), batch_size, collate=list, **options)
+
+
+def passes(size, batch_size, num_ranks=1, **options):
+    """One pass of every rank."""
+    return [list(made(size, batch_size, rank=rank, num_ranks=num_ranks, **options)) for rank in range(num_ranks)]
+
+
+def flat(batches):
+    return [index for batch in batches for index in batch]
+
+
+LENGTHS = np.random.default_rng(0).integers(1, 100, 5000)
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+def test_shares_of_ranks(size, batch_size, num_ranks, shuffle, drop_last, by_length):
+    whole = batch_size * num_ranks
+    options = {"shuffle": shuffle, "drop_last": drop_last, "lengths": LENGTHS[:size] if by_length else None}
+    if drop_last and size < whole:
+        with pytest.raises(DataError, match=f"{size} samples.*{whole}.*drop_last"):
+            passes(size, batch_size, num_ranks, **options)
+        return
+    ranks = passes(size, batch_size, num_ranks, **options)
+    counts = {len(batches) for batches in ranks}
+    assert counts == {size // whole if drop_last else -(-size // whole)}
+    assert counts == {len(made(size, batch_size, num_ranks=num_ranks, **options))}
+    seen = Counter(flat(flat(ranks)))
+    rest = size % whole
+    if drop_last:
+        assert {len(batch) for batch in flat(ranks)} == {batch_size}
+        assert set(seen.values()) == {1}
+        assert len(seen) == size - rest
+    else:
+        assert set(seen) == set(range(size))
+        assert sum(seen.values()) - size == (max(num_ranks - rest, 0) if rest else 0)
+        for together in zip(*ranks, strict=True):
+            sizes = [len(batch) for batch in together]
+            assert min(sizes) >= 1
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_unshuffled_order_is_that_of_the_data():
+    assert passes(7, 3, shuffle=False, drop_last=False) == [[[0, 1, 2], [3, 4, 5], [6]]]
+    assert passes(6, 1, 2, shuffle=False) == [[[0], [2], [4]], [[1], [3], [5]]]
+
+
+def test_the_samples_of_a_global_batch_do_not_depend_on_how_many_ranks_share_it():
+    together = {
+        num_ranks: [sorted(flat(batches)) for batches in zip(*passes(50, 12 // num_ranks, num_ranks), strict=True)]
+        for num_ranks in (1, 2, 3, 4)
+    }
+    assert together[1] == together[2] == together[3] == together[4]
+
+
+def test_passes_have_orders_of_their_own_and_the_seed_chooses_them():
+    first = made(40, 4, seed=3)
+    orders = [flat(first) for _ in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+    assert all(sorted(order) == list(range(40)) for order in orders)
+    again = made(40, 4, seed=3)
+    assert [flat(again) for _ in range(3)] == orders
+    assert flat(made(40, 4, seed=4)) != orders[0]
+    unshuffled = made(8, 4, shuffle=False)
+    assert [flat(unshuffled) for _ in range(2)] == [list(range(8))] * 2
+
+
+# Cost of a position
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 400}, {"pack": 128}], ids=["size", "tokens", "pack"])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_a_position_costs_the_same_anywhere(options, lengths):
+    if options and not lengths:
+        pytest.skip("needs lengths")
+    asked = []
+
+    def length(index):
+        asked.append(index)
+        return index % 100 + 1
+
+    def cost(window):
+        loader = made(MANY, 8, **options, **({"lengths": length, "window": 64} if lengths else {}))
+        loader.load_state_dict({**loader.state_dict(), "window": window})
+        asked.clear()
+        batch = next(iter(loader))
+        assert loader._source._workers._batches._dataset.read == len(batch)
+        return len(asked)
+
+    assert cost(10) == cost(10_000_000) == (64 if lengths else 0)
+
+
+# Lengths
+
+
+def test_batches_of_similar_lengths():
+    size = 4096
+    lengths = LENGTHS[:size]
+
+    def waste(**options):
+        (batches,) = passes(size, 16, **options)
+        longest = sum(len(batch) * lengths[batch].max() for batch in batches)
+        return 1 - lengths.sum() / longest
+
+    assert waste() > 0.4
+    assert waste(lengths=lengths, window=1024) < 0.03
+    # And they do not come in the order of their lengths.
+    (batches,) = passes(size, 16, lengths=lengths, window=1024)
+    longest = np.array([lengths[batch].max() for batch in batches])
+    assert abs(np.corrcoef(longest[1:], longest[:-1])[0, 1]) < 0.3
+
+
+def test_lengths_of_ranks_are_alike():
+    for together in zip(*passes(4096, 4, 4, lengths=LENGTHS[:4096], window=4096), strict=True):
+        found = LENGTHS[flat(together)]
+        assert found.max() - found.min() <= 3
+
+
+@given(st.integers(1, 200), st.integers(100, 400), st.integers(1, 3), st.booleans(), st.sampled_from([None, 5]))
+def test_batches_of_so_many_tokens(size, max_tokens, num_ranks, drop_last, rows):
+    lengths = LENGTHS[:size]
+    options = {"lengths": lengths, "max_tokens": max_tokens, "drop_last": drop_last, "window": 64}
+    if drop_last and size < num_ranks:
+        with pytest.raises(DataError):
+            passes(size, rows, num_ranks, **options)
+        return
+    ranks = passes(size, rows, num_ranks, **options)
+    for batch in flat(ranks):
+        assert len(batch) * lengths[batch].max() <= max_tokens
+        assert 1 <= len(batch) <= (rows or size)
+    for together in zip(*ranks, strict=True):
+        assert len({len(batch) for batch in together}) == 1
+    seen = Counter(flat(flat(ranks)))
+    rest = size % num_ranks
+    expected = size - rest if drop_last else size + (num_ranks - rest if rest else 0)
+    assert sum(seen.values()) == expected
+    if not drop_last:
+        assert set(seen) == set(range(size))
+
+
+def test_token_batches_are_full():
+    (batches,) = passes(5000, None, lengths=LENGTHS, max_tokens=1000)
+    filled = [len(batch) * LENGTHS[batch].max() for batch in batches]
+    assert np.mean(filled) > 900
+
+
+def test_a_sample_of_too_many_tokens():
+    with pytest.raises(DataError, match="sample 1 has 9 tokens, more than max_tokens=8"):
+        passes(3, None, lengths=[1, 9, 2], max_tokens=8)
+
+
+@given(st.integers(1, 200), st.integers(1, 4), st.integers(1, 3), st.integers(100, 300))
+def test_rows_that_are_filled_with_documents(size, rows, num_ranks, room):
+    lengths = LENGTHS[:size].copy()
+    lengths[::7] = 0
+    ranks = passes(size, rows, num_ranks, lengths=lengths, pack=room, window=64)
+    assert len({len(batches) for batches in ranks}) == 1
+    for batch in flat(ranks):
+        packed = data.pack([[1] * lengths[index] for index in batch], room, rows=rows)
+        assert packed["tokens"].shape == (rows, room)
+        assert int((packed["documents"] >= 0).sum()) == lengths[batch].sum()
+    seen = Counter(flat(flat(ranks)))
+    assert set(seen) == set(np.flatnonzero(lengths))
+    assert set(seen.values()) <= {1}
+
+
+def test_rows_are_nearly_full():
+    loader = data.loader([[1] * length for length in LENGTHS], 8, lengths=LENGTHS, pack=256)
+    empty = [float(data.padding(batch)) for batch in loader]
+    assert np.mean(empty) < 0.02
+
+
+def test_a_document_that_is_longer_than_a_row():
+    with pytest.raises(DataError, match="document 1 has 9 tokens, more than pack=8"):
+        passes(3, 1, lengths=[1, 9, 2], pack=8)
+
+
+def test_lengths_from_a_function_make_the_same_batches():
+    assert passes(300, 4, lengths=lambda index: int(LENGTHS[index])) == passes(300, 4, lengths=LENGTHS[:300])
+    assert passes(300, 4, lengths=list(map(int, LENGTHS[:300]))) == passes(300, 4, lengths=LENGTHS[:300])
+
+
+@pytest.mark.parametrize("lengths", [[1, 2], [1.0, 2.0, 3.0], [[1, 2, 3]], [1, -1, 2]])
+def test_lengths_that_are_none(lengths):
+    with pytest.raises(DataError, match=r"lengths.*3 whole numbers"):
+        made(3, 1, lengths=lengths)
+
+
+@pytest.mark.parametrize("length", [-1, 1.5, None])
+def test_a_function_of_lengths_that_returns_none(length):
+    with pytest.raises(DataError, match=rf"lengths\(\d\) is {length}"):
+        list(made(3, 1, lengths=lambda index: length))
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": 2.0}, "batch_size is 2.0"),
+        ({"batch_size": None}, "batch_size is None"),
+        ({"rank": 1}, "rank is 1"),
+        ({"rank": -1}, "rank is -1"),
+        ({"num_ranks": 0}, "num_ranks is 0"),
+        ({"num_workers": -1}, "num_workers is -1"),
+        ({"num_workers": 0.5}, "num_workers is 0.5"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"prefetch_factor": 0}, "prefetch_factor is 0"),
+        ({"on_error": "ignore"}, "on_error is 'ignore'; choices are raise, skip"),
+        ({"max_tokens": 8}, "max_tokens=8 needs lengths"),
+        ({"pack": 8}, "pack=8 needs lengths"),
+        ({"window": 8}, "window=8 needs lengths"),
+        ({"window": 0, "lengths": [1] * 9}, "window is 0"),
+        ({"max_tokens": 8, "pack": 8, "lengths": [1] * 9}, "max_tokens=8 and pack=8"),
+    ],
+)
+def test_options_that_mean_nothing(options, words):
+    with pytest.raises(OptionError, match=f"loader: {words}"):
+        data.loader(Indices(9), **{"batch_size": 2, **options})
+
+
+@pytest.mark.parametrize("dataset", [3, {}, {"x": [1]}, iter([1, 2])], ids=["int", "dict", "tree", "iterator"])
+def test_what_is_no_dataset(dataset):
+    with pytest.raises(DataError, match=f"loader: the dataset is a {type(dataset).__name__}"):
+        data.loader(dataset, 1)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_no_sample(drop_last):
+    with pytest.raises(DataError, match="no sample"):
+        data.loader([], 1, drop_last=drop_last)
+
+
+def test_length_1_and_a_batch_larger_than_the_data():
+    assert passes(1, 1) == [[[0]]]
+    assert passes(1, 5, drop_last=False) == [[[0]]]
+    assert sorted(flat(passes(3, 5, drop_last=False)[0])) == [0, 1, 2]
+    # More ranks than samples: nobody waits for a rank that has none.
+    assert passes(1, 2, 3, drop_last=False) == [[[0]]] * 3
+
+
+def test_a_length_that_is_not_known():
+    loader = made(10, None, lengths=[1] * 10, max_tokens=4)
+    with pytest.raises(ComposeError, match="depends on the lengths"):
+        len(loader)
+    # list() asks for the length too, and does without.
+    assert len(list(loader)) == 3
