@@ -18,7 +18,7 @@ from ftrain.checkpoint import files
 from ftrain.checkpoint.layout import LARGEST, as_bytes, layout
 from ftrain.checkpoint.manifest import MOST_BYTES, NAME, Manifest, Stored, parse
 from ftrain.checkpoint.skeleton import Container, Json, children, class_name, contents, describe, dotted, rebuild
-from ftrain.errors import CheckpointError, StructureError
+from ftrain.errors import CheckpointError, OptionError, StructureError
 from ftrain.types import NAMESPACE, PyTree
 
 READERS = 2
@@ -51,10 +51,11 @@ def load(
     Raises:
         CheckpointError: when there is none, or it is damaged; the message names the file and the tensor.
         StructureError: when it differs from `like`; it lists every path at once.
+        OptionError: for a name in `rename` that nothing has.
     """
     path = Path(path)
     with _named(path):
-        manifest = read_manifest(path)
+        manifest = _manifest(path)
         if like is not None:
             return _like(path, manifest, manifest.tree, like, partial=partial, rename=rename or {})
         if partial or rename:
@@ -70,7 +71,7 @@ def load_parts(path: Path, like: Mapping[str, PyTree]) -> tuple[Manifest, dict[s
         StructureError: as `load` does.
     """
     with _named(path):
-        manifest = read_manifest(path)
+        manifest = _manifest(path)
         parts = {
             key: _like(path, manifest, node, like[key], partial=False, rename={})
             if key in like
@@ -80,6 +81,17 @@ def load_parts(path: Path, like: Mapping[str, PyTree]) -> tuple[Manifest, dict[s
     if missing := [key for key in like if key not in parts]:
         raise StructureError(f"load: {path} has no {', '.join(missing)}; it was not saved by a run")
     return manifest, parts
+
+
+def load_contents(path: Path) -> dict[tuple[Any, ...], Any]:
+    """Return what is at each path of a checkpoint: a `Container`, a tensor, or another leaf.
+
+    Raises:
+        CheckpointError: as `load` does.
+    """
+    with _named(path):
+        manifest = _manifest(path)
+        return contents(manifest.tree, read_tensors(path, manifest, manifest.tensors))
 
 
 def _as_saved(path: Path, manifest: Manifest, skeleton: Json) -> PyTree:
@@ -107,7 +119,7 @@ def verify(path: str | Path) -> Manifest:
     """
     path = Path(path)
     with _named(path):
-        manifest = read_manifest(path)
+        manifest = _manifest(path)
         with _opened(path, manifest) as places:
             _concurrently(lambda item: _check(item, places[item.file, item.key]), manifest.tensors)
     return manifest
@@ -130,6 +142,11 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: when it does not, or is malformed.
     """
+    with _named(path):
+        return _manifest(path)
+
+
+def _manifest(path: Path) -> Manifest:
     if not files.is_directory(path):
         raise CheckpointError("is no directory" if files.exists(path) else "there is no such checkpoint")
     manifest = parse(files.read(path / NAME, MOST_BYTES))
@@ -225,6 +242,10 @@ def _renamed(found: dict[tuple[Any, ...], Any], rename: Mapping[str, str]) -> di
     """The same by new paths; those that change are written with dots, as their new names are."""
     if not rename:
         return found
+    names = [dotted(at) for at in found]
+    for old in rename:
+        if not any(name == old or name.startswith(f"{old}.") for name in names):
+            raise OptionError(f"load: rename has {old!r}, and nothing is called so; there are {', '.join(names):.300}")
     moved = {}
     for at, item in found.items():
         name = dotted(at)

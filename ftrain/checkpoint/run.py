@@ -270,7 +270,7 @@ class Checkpoints:
             return
         try:
             value = read_manifest(self.path(step)).metrics.get(self.best)
-        except (CheckpointError, OSError):
+        except CheckpointError:
             return
         if isinstance(value, int | float) and abs(value) < float("inf"):
             self._values[step] = float(value)

@@ -1,0 +1,323 @@
+"""Checkpoints: what is saved comes back to the bit, in files that others read, or is refused with all reasons."""
+
+import collections
+import json
+import subprocess
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ftrain as ft
+from ftrain import checkpoint
+from ftrain.checkpoint import __main__ as command
+from ftrain.checkpoint.manifest import NAME
+from ftrain.errors import CheckpointError, OptionError, StructureError
+
+DTYPES = [
+    *[torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128],
+    *[torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64],
+    *[torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.bool],
+]
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def bits(tensor):
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same(one, other):
+    """Whether two tensors agree in all that there is to them."""
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    assert one.device == other.device
+    return torch.equal(bits(one), bits(other))
+
+
+def same_trees(one, other):
+    found, spec = ft.tree.flatten(one)
+    needed, other_spec = ft.tree.flatten(other)
+    assert spec == other_spec
+    for a, b in zip(found, needed, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert same(a, b)
+        else:
+            assert type(a) is type(b)
+            assert repr(a) == repr(b)
+    return True
+
+
+def raw(dtype, count=6, seed=0):
+    """A tensor of any bits at all, NaN with payloads among them."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(2, (count,), generator=generator).bool()
+    return torch.randint(256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+
+
+def squares(model, batch):
+    return model(batch).square().mean()
+
+
+def make(*wrappers, module=None):
+    step = ft.train_step(ft.from_module(module or net(), squares), ft.optim.adamw(0.1))
+    return ft.compose(step, *(wrappers or (ft.ema(0.9), ft.clip(1.0))))
+
+
+def trained(step=None, count=2):
+    step = step or make()
+    state = step.init(seed=1)
+    for index in range(count):
+        state, _ = step(state, torch.randn(3, 4, generator=torch.Generator().manual_seed(index)))
+    return state
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=[str(dtype)[6:] for dtype in DTYPES])
+def test_every_dtype_and_every_bit_comes_back(dtype, tmp_path):
+    tree = {"x": raw(dtype).reshape(2, 3), "scalar": raw(dtype, 1)[0], "empty": raw(dtype)[:0].reshape(0, 3)}
+    checkpoint.save(tmp_path / "a", tree)
+    assert same_trees(checkpoint.load(tmp_path / "a"), tree)
+    assert same_trees(checkpoint.load(tmp_path / "a", like=ft.tree.map(torch.zeros_like, tree)), tree)
+
+
+def test_views_and_strides_and_ties(tmp_path):
+    base, complex_ = torch.randn(4, 6), torch.randn(5, dtype=torch.complex64)
+    tree = {
+        "transposed": base.T,
+        "channels": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "strided": base[::2, 1::2],
+        "expanded": torch.randn(3, 1).expand(3, 4),
+        "conj": complex_.conj(),
+        "plain": complex_,
+        "neg": complex_.conj().imag,
+        "one": base,
+        "tied": base,
+        "part": base[1:3],
+        "grad": nn.Parameter(torch.randn(2)),
+        "__metadata__": torch.ones(2),
+        "a": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1)}},
+    }
+    checkpoint.save(tmp_path / "a", tree)
+    found = checkpoint.load(tmp_path / "a")
+    assert list(found) == list(tree)
+    assert same_trees(found, tree)
+    assert found["one"] is found["tied"]
+    for name in ("transposed", "channels"):
+        assert found[name].stride() == tree[name].stride()
+    assert all(found[name].is_contiguous() for name in ("strided", "expanded", "part"))
+    assert not any(leaf.requires_grad or leaf.is_conj() or leaf.is_neg() for leaf in ft.tree.leaves(found))
+    manifest = json.loads((tmp_path / "a" / NAME).read_text())
+    assert len(manifest["tensors"]) == len(ft.tree.leaves(tree)) - 1
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.binary(),
+)
+TENSORS = st.builds(raw, st.sampled_from(DTYPES), st.integers(0, 5), st.integers(0, 9))
+KEYS = st.one_of(st.text(st.characters(exclude_categories=["Cs"])), st.integers(), st.booleans())
+TREES = st.recursive(
+    st.one_of(SCALARS, TENSORS),
+    lambda child: st.one_of(
+        st.lists(child, max_size=3),
+        st.lists(child, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=3), child, max_size=3),
+        st.dictionaries(st.integers(), child, max_size=3).map(collections.OrderedDict),
+    ),
+    max_leaves=12,
+)
+
+
+@hypothesis.given(tree=TREES)
+def test_any_tree_comes_back(tree, tmp_path_factory):
+    path = tmp_path_factory.mktemp("any") / "a"
+    checkpoint.save(path, tree)
+    assert same_trees(checkpoint.load(path), tree)
+    assert same_trees(checkpoint.load(path, like=tree), tree)
+
+
+def test_a_state_comes_back_without_and_with_a_template(tmp_path):
+    step = make()
+    state = trained(step)
+    checkpoint.save(tmp_path / "deep" / "er" / "a", state, step=2, run="me")
+    assert same_trees(checkpoint.load(tmp_path / "deep" / "er" / "a"), state)
+    found = checkpoint.load(tmp_path / "deep" / "er" / "a", like=step.init(seed=9))
+    batch = torch.randn(3, 4)
+    assert same_trees(step(found, batch)[0], step(state, batch)[0])
+    manifest = checkpoint.verify(tmp_path / "deep" / "er" / "a")
+    assert (manifest.step, manifest.run) == (2, "me")
+
+
+def test_named_tuples_need_a_template_to_come_back(tmp_path):
+    tree = {"pair": Pair(torch.ones(2), 3)}
+    checkpoint.save(tmp_path / "a", tree)
+    assert same_trees(checkpoint.load(tmp_path / "a", like={"pair": Pair(torch.zeros(2), 0)}), tree)
+    with pytest.raises(CheckpointError, match="Pair, which only a tree of its kind can give back; pass like="):
+        checkpoint.load(tmp_path / "a")
+
+
+# Files that others read
+
+
+def test_the_model_is_a_plain_safetensors_file_of_dotted_names(tmp_path):
+    module = net()
+    state = trained(make(module=module))
+    checkpoint.save(tmp_path / "a", state)
+    found = load_file(tmp_path / "a" / "params" / "model.safetensors")
+    ft.to_module(module, state)
+    assert found.keys() == module.state_dict().keys()
+    assert all(same(found[name], leaf) for name, leaf in module.state_dict().items())
+    rest = load_file(tmp_path / "a" / "state.safetensors")
+    assert same(rest["slots.ema.0.weight"], state.slots["ema"]["0.weight"])
+
+
+def test_two_states_have_a_model_each(tmp_path):
+    tree = {"g": trained(), "d": trained(count=1)}
+    checkpoint.save(tmp_path / "a", tree)
+    names = sorted(path.name for path in (tmp_path / "a" / "params").iterdir())
+    assert names == ["d.safetensors", "g.safetensors"]
+    assert same_trees(checkpoint.load(tmp_path / "a"), tree)
+
+
+def test_transformers_reads_the_model_beside_its_config(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    step = ft.train_step(ft.from_module(model), ft.optim.adamw(0.1))
+    tokens = torch.arange(6).reshape(1, 6)
+    state, _ = step(step.init(), {"input_ids": tokens, "labels": tokens})
+    checkpoint.save(tmp_path / "a", state, texts={"params/config.json": config.to_json_string()})
+    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "a" / "params").eval()
+    ft.to_module(model, state)
+    with torch.no_grad():
+        assert torch.equal(found(tokens).logits, model.eval()(tokens).logits)
+
+
+def test_nothing_is_pickled(tmp_path):
+    checkpoint.save(tmp_path / "a", trained())
+    names = sorted(str(path.relative_to(tmp_path / "a")) for path in (tmp_path / "a").rglob("*") if path.is_file())
+    assert names == [NAME, "params/model.safetensors", "state.safetensors"]
+
+
+# Refusals
+
+
+def test_leaves_that_cannot_be_saved_are_named_all_at_once(tmp_path):
+    tree = {
+        "ok": torch.ones(2),
+        "bad": [object(), torch.ones(2, device="meta"), torch.ones(2).to_sparse()],
+        "numpy": torch.ones(2).numpy(),
+        "default": collections.defaultdict(list),
+        "key": {1.5: 1},
+    }
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path / "a", tree)
+    for piece in ("bad.0", "bad.1", "meta", "bad.2", "sparse", "numpy", "ndarray", "defaultdict", "1.5"):
+        assert piece in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_never_written_over(tmp_path):
+    checkpoint.save(tmp_path / "a", {"x": torch.ones(2)})
+    with pytest.raises(CheckpointError, match="is there already"):
+        checkpoint.save(tmp_path / "a", {"x": torch.zeros(2)})
+    assert checkpoint.load(tmp_path / "a")["x"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", NAME, "state.safetensors", ".hidden", "a//b", ""])
+def test_texts_stay_inside(name, tmp_path):
+    with pytest.raises(OptionError, match="texts has the name"):
+        checkpoint.save(tmp_path / "a", {"x": torch.ones(2)}, texts={name: "text"})
+    assert not list(tmp_path.iterdir())
+
+
+def test_structures_that_differ_are_listed_whole(tmp_path):
+    checkpoint.save(tmp_path / "a", {"a": torch.ones(2), "b": (torch.ones(1), 3), "c": {"d": torch.ones(1)}, "n": 1})
+    like = {"a": torch.ones(3), "b": [torch.ones(1), 3.0], "e": torch.ones(1), "n": 1}
+    with pytest.raises(StructureError) as caught:
+        checkpoint.load(tmp_path / "a", like=like)
+    lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
+    assert sorted(lines) == [
+        "a: found float32[2], needs float32[3]",
+        "b.1: found int, needs float",
+        "b: found tuple, needs list",
+        "c.d: unexpected float32[1]",
+        "c: unexpected dict",
+        "e: missing, needs float32[1]",
+    ]
+
+
+def test_partial_loading_and_renaming_are_asked_for(tmp_path):
+    checkpoint.save(tmp_path / "a", {"enc": {"w": torch.ones(2)}, "head": torch.ones(1)})
+    like = {"body": {"w": torch.zeros(2)}, "other": torch.zeros(3)}
+    found = checkpoint.load(tmp_path / "a", like=like, partial=True, rename={"enc": "body"})
+    assert found["body"]["w"].tolist() == [1, 1]
+    assert found["other"].tolist() == [0, 0, 0]
+    with pytest.raises(StructureError, match=r"(?s)body\.w: found float32\[2\], needs float32\[5\]"):
+        checkpoint.load(tmp_path / "a", like={"body": {"w": torch.zeros(5)}}, partial=True, rename={"enc": "body"})
+    found = checkpoint.load(
+        tmp_path / "a", like={"x": {"w": torch.zeros(2)}, "head": torch.zeros(1)}, rename={"enc": "x"}
+    )
+    assert found["x"]["w"].tolist() == [1, 1]
+    with pytest.raises(StructureError, match="other: missing"):
+        checkpoint.load(tmp_path / "a", like=like, rename={"enc": "body", "head": "h"})
+    with pytest.raises(OptionError, match=r"'encoder'.*enc"):
+        checkpoint.load(tmp_path / "a", like=like, partial=True, rename={"encoder": "body"})
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(CheckpointError, match=str(path)):
+            checkpoint.load(path)
+
+
+# The command
+
+
+def test_inspect_verify_and_diff(tmp_path, capsys):
+    state = trained()
+    other = trained(count=3)
+    checkpoint.save(tmp_path / "a", state, step=2)
+    checkpoint.save(tmp_path / "b", other, step=3)
+    assert command.main(["inspect", str(tmp_path / "a")]) == 0
+    shown = capsys.readouterr().out
+    assert "params.0.weight" in shown
+    assert "float32[8, 4]  128 B" in shown
+    assert command.main(["verify", str(tmp_path / "a")]) == 0
+    assert command.main(["diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+    capsys.readouterr()
+    assert command.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    shown = capsys.readouterr().out
+    assert "params.0.weight: 32 of 32 elements differ" in shown
+    assert "rng" not in shown
+    file = tmp_path / "a" / "state.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert command.main(["verify", str(tmp_path / "a")]) == 1
+    assert "state.safetensors" in capsys.readouterr().out
+
+
+def test_the_command_runs_as_a_module(tmp_path):
+    checkpoint.save(tmp_path / "a", {"x": torch.ones(2), "n": float("nan")})
+    run = [sys.executable, "-m", "ftrain.checkpoint", "inspect", str(tmp_path / "a")]
+    shown = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert "x  float32[2]  8 B" in shown
+    assert "n  nan" in shown
