@@ -76,7 +76,7 @@ INSIDE = {
         "passes",
         "planned",
     },
-    "checkpoint": {"files", "layout", "skeleton", "manifest", "staging", "saving", "reading", "run", "report"},
+    "checkpoint": {"files", "layout", "skeleton", "manifest", "staging", "saving", "matching", "reading", "run", "report"},
 }
 
 LONGEST_FILE = 400

@@ -9,17 +9,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
-from ftrain import tree as trees
 from ftrain.checkpoint import files
 from ftrain.checkpoint.layout import LARGEST, as_bytes, layout
 from ftrain.checkpoint.manifest import MOST_BYTES, NAME, Manifest, Stored, parse
-from ftrain.checkpoint.skeleton import Container, Json, children, class_name, contents, describe, dotted, rebuild
-from ftrain.errors import CheckpointError, OptionError, StructureError
-from ftrain.types import NAMESPACE, PyTree
+from ftrain.checkpoint.matching import choose, filled, renamed
+from ftrain.checkpoint.skeleton import Json, children, contents, describe, rebuild
+from ftrain.errors import CheckpointError, StructureError
+from ftrain.types import PyTree
 
 READERS = 2
 """Threads that read and hash; both leave the interpreter to others meanwhile."""
@@ -104,11 +103,11 @@ def _as_saved(path: Path, manifest: Manifest, skeleton: Json) -> PyTree:
 def _like(
     path: Path, manifest: Manifest, skeleton: Json, like: PyTree, *, partial: bool, rename: Mapping[str, str]
 ) -> PyTree:
-    found = _renamed(contents(skeleton, manifest.tensors), rename)
-    chosen = _chosen(found, describe(like).contents, str(path), partial=partial or bool(rename), missing=partial)
+    found = renamed(contents(skeleton, manifest.tensors), rename)
+    chosen = choose(found, describe(like).contents, str(path), partial=partial)
     needed = {id(item): item for item in chosen.values() if isinstance(item, Stored)}
     tensors = dict(zip(needed, read_tensors(path, manifest, [*needed.values()]), strict=True))
-    return _filled(like, {at: tensors.get(id(item), item) for at, item in chosen.items()})
+    return filled(like, {at: tensors.get(id(item), item) for at, item in chosen.items()})
 
 
 def verify(path: str | Path) -> Manifest:
@@ -236,67 +235,3 @@ def _check(item: Stored, place: Place) -> None:
 def _require_digest(item: Stored, digest: str) -> None:
     if digest != item.sha256:
         raise CheckpointError(f"{item.file}: {item.path}: the bytes are not those that were saved")
-
-
-def _renamed(found: dict[tuple[Any, ...], Any], rename: Mapping[str, str]) -> dict[Any, Any]:
-    """The same by new paths; those that change are written with dots, as their new names are."""
-    if not rename:
-        return found
-    names = [dotted(at) for at in found]
-    for old in rename:
-        if not any(name == old or name.startswith(f"{old}.") for name in names):
-            raise OptionError(f"load: rename has {old!r}, and nothing is called so; there are {', '.join(names):.300}")
-    moved = {}
-    for at, item in found.items():
-        name = dotted(at)
-        old = max((old for old in rename if name == old or name.startswith(f"{old}.")), key=len, default=None)
-        moved[name if old is None else rename[old] + name[len(old) :]] = item
-    return moved
-
-
-def _chosen(
-    found: dict[Any, Any], wanted: dict[tuple[Any, ...], Any], where: str, *, partial: bool, missing: bool
-) -> dict[tuple[Any, ...], Any]:
-    """What to take of a checkpoint for each leaf of a tree; all differences at once."""
-    by_name = bool(found) and isinstance(next(iter(found)), str)
-    chosen, problems, used = {}, [], set()
-    for at, need in wanted.items():
-        key = dotted(at) if by_name else at
-        if key not in found:
-            if not missing:
-                problems.append(f"{dotted(at)}: missing, needs {_said(need)}")
-            continue
-        used.add(key)
-        if _said(found[key]) != _said(need) and not (partial and isinstance(need, Container)):
-            problems.append(f"{dotted(at)}: found {_said(found[key])}, needs {_said(need)}")
-        elif not isinstance(need, Container):
-            chosen[at] = found[key]
-    unexpected = [key for key in found if key not in used and not (partial and isinstance(found[key], Container))]
-    if not missing:
-        problems += [f"{key if by_name else dotted(key)}: unexpected {_said(found[key])}" for key in unexpected]
-    if problems:
-        raise StructureError(
-            f"load: {where} does not have the structure of like ({len(problems)} differences; partial= takes what "
-            "fits, rename= maps names):\n  " + "\n  ".join(problems)
-        )
-    return chosen
-
-
-def _said(item: Any) -> str:
-    """What is compared of something at a path."""
-    if isinstance(item, Container):
-        return item.kind
-    if isinstance(item, Stored):
-        return f"{item.dtype}{list(item.shape)}"
-    return trees.describe(item) if isinstance(item, Tensor) else class_name(type(item)).removeprefix("builtins.")
-
-
-def _filled(like: PyTree, values: Mapping[tuple[Any, ...], Any]) -> PyTree:
-    """`like` with other leaves, which go where its own are."""
-    accessors, leaves, spec = optree.tree_flatten_with_accessor(like, namespace=NAMESPACE)
-    paths = [tuple(entry.entry for entry in accessor) for accessor in accessors]
-    return trees.unflatten(spec, [_put(values.get(at, leaf), leaf) for at, leaf in zip(paths, leaves, strict=True)])
-
-
-def _put(value: Any, leaf: Any) -> Any:
-    return value.to(leaf.device) if isinstance(value, Tensor) and isinstance(leaf, Tensor) else value

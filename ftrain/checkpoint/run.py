@@ -115,9 +115,7 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"Checkpoints: {self.directory} cannot be used: {error}") from error
         clear(self.directory)
-        self._values = {}
-        for step in self.steps():
-            self._note(step)
+        self._look()
         return self
 
     def __exit__(
@@ -208,19 +206,23 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
-    def latest(self, like: Mapping[str, PyTree] | None = None, *, before: int | None = None) -> Found | None:
+    def latest(
+        self, like: Mapping[str, PyTree] | None = None, *, before: int | None = None, best: bool = False
+    ) -> Found | None:
         """Load the newest checkpoint that is whole; None when there is none at all.
 
         Args:
             like: trees by name that the saved ones must be like.
             before: take one of no later step.
+            best: take the best one instead.
 
         Raises:
-            CheckpointError: when there are some, and none is whole.
+            CheckpointError: when there are some, and none is whole, or it is not known which is the best.
+            OptionError: for the best one of checkpoints without ``best=``.
             StructureError: when it differs from `like`.
         """
         refused: list[str] = []
-        steps = [step for step in self.steps() if before is None or step <= before]
+        steps = [self._best()] if best else [step for step in self.steps() if before is None or step <= before]
         for step in reversed(steps):
             try:
                 manifest, parts = load_parts(self.path(step), like or {})
@@ -264,6 +266,23 @@ class Checkpoints:
             return True
         return False
 
+    def _look(self) -> None:
+        self._values = {}
+        for step in self.steps():
+            self._note(step)
+
+    def _best(self) -> int:
+        if self.best is None:
+            raise OptionError(
+                "Checkpoints.latest: best=True needs the name of a metric: Checkpoints(..., best='eval_loss')"
+            )
+        if self._lock is None:
+            self._look()
+        if not self._values:
+            raise CheckpointError(f"Checkpoints: no checkpoint in {self.directory} has a finite {self.best}")
+        # Of equals the first one, which later ones must beat.
+        return min(self._values, key=lambda step: (MODES[self.mode] * self._values[step], step))
+
     def _note(self, step: int) -> None:
         """Remember the metric by which the best one is known."""
         if self.best is None:
@@ -279,10 +298,9 @@ class Checkpoints:
         """Remove what is not to be kept; called when the newest one was verified."""
         steps = self.steps()
         kept = {*steps[-self.keep :]}
-        values = {step: self._values[step] for step in steps if step in self._values}
-        if values:
-            # Of equals the first one, which later ones must beat.
-            kept.add(min(values, key=lambda step: (MODES[self.mode] * values[step], step)))
+        self._values = {step: value for step, value in self._values.items() if step in steps}
+        if self._values:
+            kept.add(self._best())
         for step in steps:
             if step not in kept and not files.exists(self._pin(step)):
                 doomed = self.directory / f".{self.path(step).name}.{uuid.uuid4().hex}.tmp"

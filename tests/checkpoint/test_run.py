@@ -1,0 +1,213 @@
+"""The checkpoints of a run: which stay, which is loaded, and who may write."""
+
+import shutil
+import threading
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain import checkpoint
+from ftrain.checkpoint import files
+from ftrain.checkpoint import run as runs
+from ftrain.errors import CheckpointError, OptionError, StructureError
+
+
+def tree(value):
+    return {"state": {"x": torch.full((3,), float(value))}, "run": {"step": value}}
+
+
+def fill(directory, steps, metrics=None, **options):
+    with ft.Checkpoints(directory, every=1, **options) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, tree(step), metrics=(metrics or {}).get(step))
+    return ft.Checkpoints(directory, every=1, **options)
+
+
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def async_(request):
+    return request.param
+
+
+def test_the_newest_stay(tmp_path, async_):
+    checkpoints = fill(tmp_path, range(1, 8), keep=3, async_=async_)
+    assert checkpoints.steps() == [5, 6, 7]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *(f"step-{step:012d}" for step in (5, 6, 7))]
+    found = checkpoints.latest()
+    assert (found.step, found.parts["run"]) == (7, {"step": 7})
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "kept"),
+    [
+        ("min", [3.0, 1.0, 2.0, 4.0, 5.0], [2, 5]),
+        ("max", [3.0, 1.0, 2.0, 4.0, 0.0], [4, 5]),
+        ("min", [3.0, float("nan"), float("-inf"), 4.0, 5.0], [1, 5]),
+        ("max", [3.0, float("nan"), float("inf"), 4.0, 2.0], [4, 5]),
+        ("min", [1.0, 1.0, 1.0, 1.0, 1.0], [1, 5]),
+        ("min", [None, 7, None, None, None], [2, 5]),
+    ],
+)
+def test_the_best_stays(mode, values, kept, tmp_path):
+    metrics = {step: {"eval_loss": value} for step, value in enumerate(values, 1) if value is not None}
+    # In two sessions: what is the best is known from the disk.
+    fill(tmp_path, [1, 2, 3], metrics, keep=1, best="eval_loss", mode=mode)
+    checkpoints = fill(tmp_path, [4, 5], metrics, keep=1, best="eval_loss", mode=mode)
+    assert checkpoints.steps() == kept
+    found = checkpoints.latest(best=True)
+    assert found.step == kept[0]
+
+
+def test_the_best_must_be_known(tmp_path):
+    checkpoints = fill(tmp_path, [1, 2], best="eval_loss")
+    with pytest.raises(CheckpointError, match="eval_loss"):
+        checkpoints.latest(best=True)
+    with pytest.raises(OptionError, match="best="):
+        fill(tmp_path / "b", [1]).latest(best=True)
+
+
+def test_pinned_ones_stay(tmp_path):
+    checkpoints = fill(tmp_path, [1, 2], keep=2)
+    checkpoints.pin(1)
+    assert fill(tmp_path, [3, 4, 5], keep=2).steps() == [1, 4, 5]
+    with pytest.raises(CheckpointError, match="no checkpoint of step 9"):
+        checkpoints.pin(9)
+
+
+def test_the_state_is_copied_at_the_call(tmp_path, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+    write = runs.write
+
+    def slow(*args):
+        begun.set()
+        go.wait(10)
+        write(*args)
+
+    monkeypatch.setattr(runs, "write", slow)
+    given = tree(1)
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, given)
+        assert begun.wait(10)
+        given["state"]["x"].zero_()
+        given["run"]["step"] = 0
+        assert checkpoints.steps() == []
+        go.set()
+    found = ft.Checkpoints(tmp_path, every=1).latest()
+    assert found.parts["state"]["x"].tolist() == [1, 1, 1]
+    assert found.parts["run"] == {"step": 1}
+
+
+def test_memory_of_copies_is_used_again(tmp_path):
+    given = {"state": {"x": torch.randn(1000), "t": torch.randn(3, 4).T, "tied": None}}
+    given["state"]["tied"] = given["state"]["x"]
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        places = []
+        for step in (1, 2):
+            checkpoints.save(step, given, wait=True)
+            places.append([held.data_ptr() for held in checkpoints._staging._held])
+    assert places[0] == places[1]
+    assert len(places[0]) == 2
+    found = checkpoints.latest().parts["state"]
+    assert found["tied"] is found["x"]
+    assert torch.equal(found["t"], given["state"]["t"])
+
+
+def test_an_error_in_the_background_surfaces(tmp_path, monkeypatch):
+    def full(descriptor, data):
+        raise OSError(28, "No space left on device")
+
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, tree(1), wait=True)
+        monkeypatch.setattr(files, "write", full)
+        checkpoints.save(2, tree(2))
+        checkpoints._pending.exception()
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoints.check()
+        checkpoints.check()
+        monkeypatch.undo()
+        checkpoints.save(3, tree(3))
+    assert checkpoints.steps() == [1, 3]
+
+
+def test_nothing_is_removed_when_the_new_one_is_not_whole(tmp_path, monkeypatch):
+    write = runs.write
+
+    def torn(path, *rest):
+        write(path, *rest)
+        file = path / "state.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+
+    fill(tmp_path, [1], keep=1)
+    monkeypatch.setattr(runs, "write", torn)
+    with (
+        pytest.raises(CheckpointError, match="not those that were saved"),
+        ft.Checkpoints(tmp_path, every=1, keep=1) as checkpoints,
+    ):
+        checkpoints.save(2, tree(2))
+    assert checkpoints.steps() == [1, 2]
+    with pytest.warns(UserWarning, match="going back to step 1"):
+        assert checkpoints.latest().step == 1
+
+
+def damage(path):
+    file = path / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_damage_is_passed_over_aloud_and_put_aside(tmp_path):
+    checkpoints = fill(tmp_path, [1, 2, 3])
+    damage(checkpoints.path(3))
+    damage(checkpoints.path(2))
+    with pytest.warns(UserWarning, match=r"(?s)step 1.*0003.*0002.*cut off"):
+        assert checkpoints.latest().step == 1
+    # Going on, step 2 comes again.
+    assert fill(tmp_path, [2]).steps() == [1, 2, 3]
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith("damaged-step-000000000002")]) == 1
+    checkpoint.verify(checkpoints.path(2))
+    for step in (1, 2, 3):
+        shutil.rmtree(checkpoints.path(step) / "params", ignore_errors=True)
+        (checkpoints.path(step) / "MANIFEST.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint of it can be read.*0003.*0002.*0001"):
+        checkpoints.latest()
+
+
+def test_a_step_that_is_there_and_whole_is_not_written_again(tmp_path):
+    checkpoints = fill(tmp_path, [1])
+    before = (checkpoints.path(1) / "MANIFEST.json").read_bytes()
+    fill(tmp_path, [1])
+    assert (checkpoints.path(1) / "MANIFEST.json").read_bytes() == before
+
+
+def test_another_structure_is_no_damage(tmp_path):
+    checkpoints = fill(tmp_path, [1])
+    with pytest.raises(StructureError, match=r"x: found float32\[3\], needs float32\[4\]"):
+        checkpoints.latest({"state": {"x": torch.zeros(4)}})
+
+
+def test_one_writes_and_all_read(tmp_path):
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, tree(1), wait=True)
+        with pytest.raises(CheckpointError, match="is being written to by"), ft.Checkpoints(tmp_path, every=1):
+            pass
+        assert ft.Checkpoints(tmp_path, every=1).latest().step == 1
+    with ft.Checkpoints(tmp_path, every=1):
+        pass
+    with pytest.raises(CheckpointError, match="use it as a context"):
+        ft.Checkpoints(tmp_path, every=1).save(2, tree(2))
+
+
+def test_the_run_keeps_its_name(tmp_path):
+    first = fill(tmp_path, [1, 2])
+    again = ft.Checkpoints(tmp_path, every=1)
+    again.latest()
+    with again:
+        again.save(3, tree(3))
+    names = {checkpoint.verify(first.path(step)).run for step in (1, 2, 3)}
+    assert len(names) == 1
+    assert names != {""}
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"every": 1, "keep": 0}, {"every": 1, "mode": "least"}], ids=str)
+def test_options(options, tmp_path):
+    with pytest.raises(OptionError, match="Checkpoints"):
+        ft.Checkpoints(tmp_path, **options)
