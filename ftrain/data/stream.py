@@ -16,6 +16,10 @@ from ftrain.data.fetch import Collate, Failure, Fetched, Place
 from ftrain.data.position import has_position, position, seek
 from ftrain.data.workers import in_one_worker
 
+START: Place = {"batch": 0, "ended": 0}
+"""Where a pass begins. When the end of the stream has been seen is noted, for datasets then go back to their beginning,
+and the position that they give is no longer one in this pass."""
+
 
 @dataclass(eq=False)
 class Stream(IterableDataset[Fetched]):
@@ -40,7 +44,12 @@ class Stream(IterableDataset[Fetched]):
     place: Place | None = None
 
     def __iter__(self) -> Iterator[Fetched]:
-        start = (self.place or {}).get("batch", 0)
+        place = self.place or START
+        start = place["batch"]
+        if place["ended"]:
+            if "source" in place and has_position(self.dataset):
+                seek(self.dataset, place["source"])
+            return
         try:
             with draws.preserved():
                 samples, keeper = self._opened(start)
@@ -75,18 +84,20 @@ class Stream(IterableDataset[Fetched]):
 
     def _batch(self, samples: Iterator[Any], keeper: Any, number: int) -> Fetched | None:
         found: list[Any] = []
+        ended = 0
         first = number * self.batch_size
         for ordinal in range(first, first + self.batch_size):
             draws.seed_sample(self.seed, self.epoch, ordinal)
             try:
                 found.append(next(samples))
             except StopIteration:
+                ended = 1
                 break
             except Exception as error:
                 return Fetched({}, failure=Failure.of(f"sample {ordinal} of the stream, epoch {self.epoch}", error))
         if not found or (self.drop_last and len(found) < self.batch_size):
             return None
-        after: Place = {"batch": number + 1}
+        after: Place = {"batch": number + 1, "ended": ended}
         if keeper is not None:
             after["source"] = position(keeper)
         draws.seed_collation(self.seed, self.epoch, first)
@@ -112,7 +123,7 @@ class Streamed:
         self._stream, self._num_workers = stream, num_workers
         self._options = timeout, ahead, context
         self._begun, self._unfinished = position(stream.dataset), False
-        self.start: Place = {"batch": 0}
+        self.start = START
         self.facts = {"seed": stream.seed, "batch_size": stream.batch_size, "drop_last": stream.drop_last}
 
     @property
@@ -133,7 +144,7 @@ class Streamed:
         Raises:
             DataError: when the place holds a position that the dataset cannot be set to, or the worker fails.
         """
-        if place["batch"] and "source" not in place:
+        if place["batch"] and "source" not in place and not place["ended"]:
             warnings.warn(
                 f"loader: {type(self._stream.dataset).__name__} has neither state_dict nor get_state, so "
                 f"{place['batch'] * self._stream.batch_size} samples are read again and thrown away to resume",

@@ -1,0 +1,305 @@
+"""Sources: arrays, token files, datasets as they are; and positions of whatever keeps one."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from ftrain import data
+from ftrain.errors import DataError, OptionError
+
+# Arrays
+
+
+def test_arrays_give_rows_of_a_tree():
+    x, y = torch.arange(12).view(4, 3), np.array([1.0, 2.0, 3.0, 4.0])
+    dataset = data.arrays({"x": x, "more": (y,)})
+    assert len(dataset) == 4
+    assert torch.equal(dataset[2]["x"], x[2])
+    assert dataset[-1]["more"][0] == 4.0
+    (batch,) = data.loader(dataset, 4, shuffle=False)
+    assert torch.equal(batch["x"], x)
+    assert torch.equal(batch["more"][0], torch.from_numpy(y))
+    assert len(list(dataset)) == 4
+
+
+def test_a_tensor_alone_is_a_tree():
+    assert [int(row) for row in data.arrays(torch.arange(3))] == [0, 1, 2]
+
+
+def test_a_memory_mapped_array_is_read_as_it_lies(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(10))
+    # Read-only memory: torch warns of tensors that share it, and a warning is an error here.
+    dataset = data.arrays({"x": np.load(tmp_path / "x.npy", mmap_mode="r")})
+    assert [batch["x"].tolist() for batch in data.loader(dataset, 5, shuffle=False)] == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8, 9],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({}, "found none"),
+        ({"x": torch.zeros(3), "y": torch.zeros(2)}, r"data.x: 3, data.y: 2"),
+        ({"x": [1, 2]}, "data.x.0 is int"),
+        ({"x": torch.zeros(())}, r"data.x is float32\[\]"),
+    ],
+)
+def test_what_is_no_tree_of_arrays(tree, words):
+    with pytest.raises(DataError, match=words):
+        data.arrays(tree)
+
+
+# Token files
+
+
+@given(st.lists(st.lists(st.integers(0, 65535), max_size=30), max_size=20), st.integers(1, 10))
+def test_what_is_written_is_read(tmp_path_factory, documents, length):
+    path = tmp_path_factory.mktemp("tokens") / "text.npy"
+    data.write_tokens(path, documents)
+    flat = [token for document in documents for token in document]
+    found = data.TokenDocuments(path)
+    assert [sample["tokens"].tolist() for sample in found] == documents
+    assert found.lengths.tolist() == [len(document) for document in documents]
+    assert np.load(path).tolist() == flat
+    count = max(len(flat) - 1, 0) // length
+    if not count:
+        with pytest.raises(DataError, match=f"{len(flat)} tokens are too few"):
+            data.TokenFile(path, length)
+        return
+    windows = data.TokenFile(path, length)
+    assert len(windows) == count
+    assert [token for window in windows for token in window["tokens"].tolist()] == flat[: count * length]
+    assert [token for window in windows for token in window["labels"].tolist()] == flat[1 : count * length + 1]
+    assert windows[0]["tokens"].dtype == torch.int64
+
+
+def test_a_file_of_many_tokens_is_read_by_workers(tmp_path):
+    path = tmp_path / "text.npy"
+    with data.TokenWriter(path, np.int32) as writer:
+        for start in range(0, 10000, 100):
+            writer.add(torch.arange(start, start + 100))
+    whole = data.loader(data.TokenFile(path, 10), 7, num_workers=1)
+    here = data.loader(data.TokenFile(path, 10), 7)
+    for a, b in zip(whole, here, strict=True):
+        assert torch.equal(a["tokens"], b["tokens"])
+        assert torch.equal(a["labels"], b["tokens"] + 1)
+
+
+def test_documents_are_packed(tmp_path):
+    path = tmp_path / "text.npy"
+    documents = [[number] * (number % 9) for number in range(60)]
+    data.write_tokens(path, documents)
+    found = data.TokenDocuments(path)
+    seen = torch.cat([b["tokens"].view(-1) for b in data.loader(found, 2, lengths=found.lengths, pack=16)])
+    assert sorted(seen[seen > 0].tolist()) == [token for document in documents for token in document]
+
+
+def test_a_raw_file_of_tokens(tmp_path):
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "text.bin")
+    windows = data.TokenFile(np.memmap(tmp_path / "text.bin", dtype=np.uint16, mode="r"), 4)
+    assert windows[1]["labels"].tolist() == [5, 6, 7, 8]
+
+
+def test_a_writer_that_dies_leaves_no_file(tmp_path):
+    def documents():
+        yield [1, 2, 3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        data.write_tokens(tmp_path / "text.npy", documents())
+    assert list(tmp_path.iterdir()) == []
+    # And one that is killed leaves none of that name.
+    writer = data.TokenWriter(tmp_path / "text.npy")
+    writer.add([1])
+    assert not (tmp_path / "text.npy").exists()
+    writer.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.ends.npy", "text.npy"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([70000], "70000.*uint16 from 0 to 65535"),
+        ([-1], "from -1"),
+        ([0.5], "float64"),
+        ([[1]], r"\(1, 1\)"),
+    ],
+)
+def test_tokens_that_do_not_fit(tokens, words, tmp_path):
+    with pytest.raises(DataError, match=words):
+        data.write_tokens(tmp_path / "text.npy", [[1], tokens])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(OptionError, match=r"ends in \.npy"):
+        data.TokenWriter(tmp_path / "text.bin")
+    with pytest.raises(OptionError, match="float32"):
+        data.TokenWriter(tmp_path / "text.npy", np.float32)
+    with pytest.raises(DataError, match="cannot be read"):
+        data.TokenFile(tmp_path / "text.npy", 2)
+    (tmp_path / "text.npy").write_text("hello")
+    with pytest.raises(DataError, match="cannot be read"):
+        data.TokenFile(tmp_path / "text.npy", 2)
+    np.save(tmp_path / "text.npy", np.zeros((2, 3)))
+    with pytest.raises(DataError, match=r"\(2, 3\) and dtype float64"):
+        data.TokenFile(tmp_path / "text.npy", 2)
+    with pytest.raises(OptionError, match="length is 0"):
+        data.TokenFile(np.arange(5), 0)
+
+
+def test_a_file_that_was_cut_off(tmp_path):
+    path = tmp_path / "text.npy"
+    data.write_tokens(path, [range(100)])
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(DataError, match="cannot be read"):
+        data.TokenFile(path, 2)
+
+
+def test_ends_of_another_file(tmp_path):
+    data.write_tokens(tmp_path / "a.npy", [range(5)])
+    data.write_tokens(tmp_path / "b.npy", [range(9)])
+    (tmp_path / "a.ends.npy").replace(tmp_path / "b.ends.npy")
+    with pytest.raises(DataError, match="has 9 tokens, and its documents end at 5"):
+        data.TokenDocuments(tmp_path / "b.npy")
+    with pytest.raises(DataError, match=r"a\.ends\.npy cannot be read"):
+        data.TokenDocuments(tmp_path / "a.npy")
+
+
+# Datasets as they are
+
+
+class Rows(Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class LikeHuggingFace:
+    """A stand-in for `datasets.Dataset`: columns, rows as dicts of Python values, no torch class."""
+
+    def __init__(self, columns):
+        self.columns = columns
+
+    def __len__(self):
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, key):
+        if isinstance(key, str):
+            return self.columns[key]
+        return {name: column[key] for name, column in self.columns.items()}
+
+    def __getitems__(self, keys):
+        return [self[key] for key in keys]
+
+
+def test_map_style_datasets_and_lists():
+    rows = [{"x": float(i)} for i in range(6)]
+    for dataset in (rows, Rows(rows), tuple(rows)):
+        assert [batch["x"].tolist() for batch in data.loader(dataset, 3, shuffle=False)] == [[0, 1, 2], [3, 4, 5]]
+    (batch,) = data.loader(TensorDataset(torch.arange(4), torch.ones(4)), 4, shuffle=False)
+    assert batch[0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_dataset_like_those_of_hugging_face():
+    lengths = [3, 1, 4, 1, 5, 9, 2, 6]
+    dataset = LikeHuggingFace(
+        {
+            "input_ids": [[7] * length for length in lengths],
+            "attention_mask": [[1] * length for length in lengths],
+            "length": lengths,
+            "text": [str(length) for length in lengths],
+        }
+    )
+    loader = data.loader(dataset, 2, lengths=dataset["length"], collate=data.pad(), window=8)
+    found = list(loader)
+    assert sorted(text for batch in found for text in batch["text"]) == sorted(map(str, lengths))
+    for batch in found:
+        assert torch.equal(batch["input_ids"], 7 * batch["attention_mask"])
+        assert batch["attention_mask"].sum(1).tolist() == batch["length"].tolist()
+    assert float(sum((data.padding(batch) for batch in found[1:]), data.padding(found[0]))) == pytest.approx(
+        1 - 31 / 36
+    )
+
+
+# Positions of whatever keeps one
+
+
+class LikeStatefulDataLoader:
+    """A stand-in for torchdata's: a mutable state that goes on under the hands of who asked for it."""
+
+    def __init__(self):
+        self.state = {"at": [0]}
+
+    def __iter__(self):
+        while self.state["at"][0] < 5:
+            self.state["at"][0] += 1
+            yield {"x": torch.tensor(self.state["at"][0])}
+        self.state["at"][0] = 0
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class WithGetState(LikeStatefulDataLoader):
+    state_dict = load_state_dict = None
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("kind", [LikeStatefulDataLoader, WithGetState])
+def test_sources_that_keep_their_own_position(kind):
+    source = kind()
+    begun = iter(source)
+    next(begun), next(begun)
+    saved = data.position(source)
+    assert saved == {"at": [2]}
+    rest = [int(batch["x"]) for batch in begun]
+    assert saved == {"at": [2]}
+    other = kind()
+    data.seek(other, saved)
+    assert [int(batch["x"]) for batch in other] == rest == [3, 4, 5]
+    assert saved == {"at": [2]}
+
+
+@pytest.mark.parametrize(
+    "source", [[1, 2], (1,), DataLoader([1, 2]), iter([1])], ids=["list", "tuple", "torch", "iterator"]
+)
+def test_sources_without_a_position(source):
+    assert data.position(source) is None
+    with pytest.raises(DataError, match=f"{type(source).__name__} has neither"):
+        data.seek(source, {})
+
+
+def test_half_a_protocol_is_none():
+    class Half:
+        def state_dict(self):
+            return {}
+
+    assert data.position(Half()) is None
+
+
+def test_a_loader_in_a_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(data.loader([{"x": 1}] * 4, 2, num_workers=1)))
+    thread.start()
+    thread.join()
+    assert len(found) == 2
