@@ -1,0 +1,133 @@
+"""Collation: what is padded, with what, where, and how much of a batch it is."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftrain import data
+from ftrain.errors import BatchError, DataError, OptionError
+
+ROWS = st.lists(st.lists(st.integers(1, 99), max_size=12), min_size=1, max_size=6)
+
+
+@given(ROWS, st.integers(1, 8), st.sampled_from(["left", "right"]), st.sampled_from([None, 12, 15]), st.booleans())
+def test_padding_keeps_what_is_there(rows, multiple, side, length, as_tensors):
+    options = {"multiple": multiple} if length is None else {"length": length}
+    make = torch.tensor if as_tensors else list
+    samples = [{"tokens": make(row), "labels": make(row)} for row in rows]
+    if not as_tensors and not all(rows):
+        samples = [{name: torch.tensor(row, dtype=torch.int64) for name, row in sample.items()} for sample in samples]
+    elif as_tensors:
+        samples = [{name: row.long() for name, row in sample.items()} for sample in samples]
+    batch = data.pad(**options, side=side, values={"tokens": 7}, mask="tokens")(samples)
+    longest = max(map(len, rows))
+    width = length or -(-longest // multiple) * multiple
+    assert {name: tensor.shape for name, tensor in batch.items()} == dict.fromkeys(batch, (len(rows), width))
+    assert {name: tensor.dtype for name, tensor in batch.items()} == {
+        "tokens": torch.int64,
+        "labels": torch.int64,
+        "attention_mask": torch.bool,
+    }
+    for row, tokens, labels, mask in zip(
+        rows, *(batch[n] for n in ("tokens", "labels", "attention_mask")), strict=True
+    ):
+        assert tokens[mask].tolist() == labels[mask].tolist() == row
+        assert (tokens[~mask] == 7).all()
+        assert (labels[~mask] == -100).all()
+        real = mask.tolist()
+        assert real == sorted(real, reverse=side == "right")
+    found = data.padding(batch)
+    assert float(found.total) == width * len(rows) - sum(map(len, rows))
+    assert float(found.weight) == width * len(rows)
+
+
+def test_fields_have_lengths_and_types_of_their_own():
+    samples = [
+        {"source": [1, 2, 3], "target": [1.5], "image": np.zeros((2, 2), np.float32), "class": 3, "name": "a"},
+        {"source": [4], "target": [2.5, 3.5], "image": np.ones((2, 2), np.float32), "class": 4, "name": "b"},
+    ]
+    batch = data.pad()(samples)
+    assert batch["source"].tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert batch["target"].tolist() == [[1.5, 0.0], [2.5, 3.5]]
+    assert batch["image"].shape == (2, 2, 2)
+    assert batch["class"].tolist() == [3, 4]
+    assert batch["name"] == ["a", "b"]
+
+
+def test_only_the_fields_that_are_named_are_padded():
+    samples = [{"frames": torch.ones(3, 2), "box": [1, 2]}, {"frames": torch.ones(1, 2), "box": [3, 4]}]
+    batch = data.pad(fields=["frames"], multiple=4)(samples)
+    assert batch["frames"].shape == (2, 4, 2)
+    assert batch["frames"].sum() == 8
+    assert batch["box"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_bools_are_padded_with_false():
+    assert data.pad()([{"keep": [True]}, {"keep": [True, True]}])["keep"].tolist() == [[True, False], [True, True]]
+
+
+def test_what_is_too_long_is_cut_only_when_that_is_wanted():
+    samples = [{"tokens": [1, 2, 3, 4]}, {"tokens": [5]}]
+    with pytest.raises(DataError, match="field tokens is 4 long, more than length=3; pass cut=True"):
+        data.pad(length=3)(samples)
+    batch = data.pad(length=3, cut=True, side="left", mask="tokens")(samples)
+    assert batch["tokens"].tolist() == [[1, 2, 3], [0, 0, 5]]
+    assert batch["attention_mask"].int().tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_samples_of_length_zero():
+    empty = torch.zeros(0, dtype=torch.int64)
+    batch = data.pad(mask="tokens")([{"tokens": empty}, {"tokens": empty}])
+    assert batch["tokens"].shape == (2, 0)
+    assert torch.isnan(data.padding(batch).value)
+    assert data.pad(length=2)([{"tokens": empty}])["tokens"].tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "words"),
+    [
+        ([[1, 2]], {}, "a sample is a list; needs mappings"),
+        ([{"x": 1}, {"y": 1}], {}, r"fields \['x'\] and \['y'\]"),
+        ([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}], {}, r"field x has shapes \[\(1, 2\), \(2, 2\)\].*fields="),
+        ([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 3)}], {"fields": ["x"]}, "only the first axis may differ"),
+        ([{"x": [1]}, {"x": [1.5]}], {}, "torch.float32.*torch.int64|torch.int64.*torch.float32"),
+        ([{"x": object()}], {}, "field x holds a object that is no tensor"),
+        ([{"x": None}], {}, "field x holds a NoneType"),
+        ([{"x": 1}], {"fields": ["x"]}, "only the first axis may differ"),
+        ([{"x": [1]}], {"mask": "tokens"}, "mask='tokens' names no field; there are x"),
+    ],
+)
+def test_samples_that_do_not_go_together(samples, options, words):
+    with pytest.raises(DataError, match=words):
+        data.pad(**options)(samples)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"length": 0}, {"multiple": 0}, {"length": 8, "multiple": 2}, {"side": "middle"}, {"cut": True}],
+)
+def test_options_that_mean_nothing(options):
+    with pytest.raises(OptionError, match=f"pad: {next(iter(options))}"):
+        data.pad(**options)
+
+
+# How much is padding
+
+
+def test_padding_of_packed_rows():
+    batch = data.pack([[1, 2, 3], [4, 5]], 4, rows=3)
+    assert float(data.padding(batch)) == pytest.approx(7 / 12)
+
+
+def test_padding_adds_up_over_batches():
+    first = data.padding({"attention_mask": torch.tensor([[1, 0]])})
+    second = data.padding({"attention_mask": torch.ones(1, 6)})
+    assert float(first + second) == 1 / 8
+
+
+@pytest.mark.parametrize("batch", [{"tokens": torch.ones(2, 2)}, torch.ones(2), {"attention_mask": [1]}])
+def test_padding_of_what_does_not_tell(batch):
+    with pytest.raises(BatchError, match="neither documents nor attention_mask"):
+        data.padding(batch)

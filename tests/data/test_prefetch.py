@@ -1,0 +1,164 @@
+"""Prefetch: the same batches, ahead of time; the position is that of what was yielded."""
+
+from collections import UserDict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ftrain as ft
+from ftrain import data
+from ftrain.errors import ComposeError, DataError, DeviceError, OptionError
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=cuda)]
+
+
+def made(size=20, **options):
+    return data.loader(data.arrays({"x": torch.arange(size)}), 4, **options)
+
+
+def taken(batches):
+    return [batch["x"].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(length=st.integers(0, 7), depth=st.integers(1, 9))
+def test_the_batches_are_the_same(device, length, depth):
+    batches = [{"x": torch.arange(i, i + 3), "name": "a"} for i in range(length)]
+    ahead = data.prefetch(batches, device, depth)
+    for _ in range(2):
+        found = list(ahead)
+        assert taken(found) == taken(batches)
+        assert all(batch["x"].device.type == device and batch["name"] == "a" for batch in found)
+    assert len(ahead) == length
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("depth", [1, 2, 50])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_position_is_that_of_what_was_yielded(device, depth, num_workers):
+    whole = made()
+    passes = [taken(whole) for _ in range(3)]
+    loader = made(num_workers=num_workers)
+    ahead = data.prefetch(loader, device, depth)
+    for epoch in range(2):
+        for stop in range(len(passes[epoch]) + 1):
+            begun = iter(ahead)
+            assert taken(next(begun) for _ in range(stop)) == passes[epoch][:stop]
+            state = data.position(ahead)
+            assert (state["epoch"], state["window"]) == (epoch, stop)
+            resumed = data.prefetch(made(), device, depth)
+            data.seek(resumed, state)
+            assert data.position(resumed) == state
+            assert taken(resumed) == passes[epoch][stop:]
+            assert taken(resumed) == passes[epoch + 1]
+        # Left as it is, a pass starts over, however far it had been read ahead.
+        assert taken(ahead) == passes[epoch]
+    assert data.position(ahead)["epoch"] == 2
+
+
+def test_so_much_is_read_ahead_and_no_more():
+    read = []
+
+    class Source:
+        def __iter__(self):
+            for i in range(10):
+                read.append(i)
+                yield {"x": torch.tensor(i)}
+
+    begun = iter(data.prefetch(Source(), "cpu", depth=3))
+    assert read == []
+    next(begun)
+    assert read == [0, 1, 2, 3]
+    next(begun)
+    assert read == [0, 1, 2, 3, 4]
+
+
+def test_an_error_comes_when_its_turn_has_come():
+    class Source:
+        def __iter__(self):
+            yield {"x": torch.tensor(0)}
+            yield {"x": torch.tensor(1)}
+            raise KeyError("third")
+
+    begun, found = iter(data.prefetch(Source(), "cpu", depth=5)), []
+    with pytest.raises(KeyError, match="third"):
+        found.extend(int(batch["x"]) for batch in begun)
+    assert found == [0, 1]
+
+
+def test_after_an_error_the_position_is_that_of_the_last_good_batch():
+    class Rows:
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            if index == 5:
+                raise OSError("gone")
+            return {"x": index}
+
+    ahead = data.prefetch(data.loader(Rows(), 2, shuffle=False), "cpu")
+    with pytest.raises(DataError, match="sample 5"):
+        list(ahead)
+    assert data.position(ahead)["window"] == 2
+
+
+def test_data_without_a_position():
+    ahead = data.prefetch([{"x": torch.tensor(1)}], "cpu")
+    assert data.position(ahead) is None
+    next(iter(ahead))
+    assert data.position(ahead) is None
+    with pytest.raises(DataError, match="list has neither"):
+        data.seek(ahead, {})
+
+
+def test_mappings_that_are_no_dicts_become_some():
+    (found,) = data.prefetch([UserDict(x=torch.tensor(1))], "cpu")
+    assert type(found) is dict
+
+
+def test_what_it_cannot_take():
+    with pytest.raises(OptionError, match="prefetch: depth is 0"):
+        data.prefetch([], "cpu", 0)
+    with pytest.raises(DataError, match="prefetch: data is int"):
+        data.prefetch(3, "cpu")
+    with pytest.raises(DeviceError, match="no backend 'abacus'"):
+        data.prefetch([], "abacus")
+    with pytest.raises(ComposeError, match="has no length"):
+        len(data.prefetch(iter([]), "cpu"))
+
+
+def test_fit_is_resumed_through_it(tmp_path):
+    def run(steps, directory=None):
+        loss = lambda params, batch: (batch["x"] * params["w"] - 1).square().mean()  # noqa: E731
+        step = ft.train_step(loss, ft.optim.sgd(1e-4))
+        saved = None if directory is None else ft.Checkpoints(directory, every=1)
+        ahead = data.prefetch(made(), "cpu")
+        return ft.fit(
+            step,
+            step.init({"w": torch.ones(3, dtype=torch.float64).sum()}),
+            ahead,
+            steps=steps,
+            checkpoints=saved,
+            progress=False,
+        )
+
+    whole, _ = run(12)
+    run(7, tmp_path)
+    resumed, history = run(12, tmp_path)
+    assert history["step"] == list(range(1, 13))
+    assert torch.equal(resumed.params["w"], whole.params["w"])
+
+
+@cuda
+def test_copies_overlap_with_work_and_are_waited_for():
+    big = [{"x": torch.full((1 << 22,), float(i))} for i in range(8)]
+    for i, batch in enumerate(data.prefetch(big, "cuda", depth=3)):
+        busy = torch.ones(2048, 2048, device="cuda")
+        for _ in range(5):
+            busy = busy @ busy * 0
+        assert batch["x"].device.type == "cuda"
+        assert float((batch["x"] + busy.sum()).mean()) == i
+        del batch, busy
