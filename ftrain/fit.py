@@ -108,7 +108,7 @@ def fit(
         saved = _Saved(checkpoints, data, run)
         state, position = saved.restore(state, resume)
         stepping = step.donating if isinstance(step, Step) and donate else step
-        latest, evaluated, stopped = state, -1, stop(run.history) if stop and run.history else ""
+        latest, stopped = state, stop(run.history) if stop and run.history else ""
         try:
             made = None
             for made in (
@@ -122,12 +122,12 @@ def fit(
                     stopped = stop(run.history) if stop and not evaluate else ""
                 if evaluate and evaluating:
                     run.evaluated(evaluate, latest, made.step, display)
-                    evaluated, stopped = made.step, stop(run.history) if stop else ""
+                    stopped = stop(run.history) if stop else ""
                 saved.save(made, every=True)
                 if stopped or interrupted():
                     break
             run.read(latest, display)
-            if evaluate and evaluated != run.step and not (checkpoints and interrupted()):
+            if evaluate and run.last_evaluation != run.step and not (checkpoints and interrupted()):
                 run.evaluated(evaluate, latest, run.step, display)
             if made is not None:
                 saved.save(made)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 Record: TypeAlias = Mapping[str, Any]
 Logger: TypeAlias = Callable[[Record], None]
-"""May have a method ``rewind(step)``, which takes back the records of later steps when a run goes on from there."""
+"""May have a method ``rewind(step, count)``: a run goes on, of which ``count`` records of that step are the last."""
 
 
 def jsonl(path: str | Path) -> Logger:
@@ -34,28 +34,32 @@ class _Lines:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False) + "\n")
 
-    def rewind(self, step: int) -> None:
-        """Remove the records of steps after this one, and a line that was cut off."""
+    def rewind(self, step: int, count: int) -> None:
+        """Remove what came after the first `count` records of a step, and a line that was cut off."""
         if not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        steps = [_step(line) for line in lines]
+        before = [line for line, of in zip(lines, steps, strict=True) if of < step]
+        at = [line for line, of in zip(lines, steps, strict=True) if of == step]
         kept = self._path.with_name(f"{self._path.name}.tmp")
-        kept.write_text("".join(line for line in lines if _is_until(line, step)), encoding="utf-8")
+        kept.write_text("".join(before + at[:count]), encoding="utf-8")
         kept.replace(self._path)
 
 
-def _is_until(line: str, step: int) -> bool:
+def _step(line: str) -> float:
+    """The step of a line; that of no step for one that is not whole."""
     try:
-        return line.endswith("\n") and bool(json.loads(line)["step"] <= step)
+        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
     except (ValueError, KeyError, TypeError):
-        return False
+        return math.inf
 
 
-def rewind(loggers: Sequence[Logger], step: int) -> None:
-    """Make loggers that can forget what came after a step: those with a method `rewind(step)`."""
+def rewind(loggers: Sequence[Logger], step: int, count: int) -> None:
+    """Make loggers that can forget what came after so many records of a step."""
     for logger in loggers:
         if callable(again := getattr(logger, "rewind", None)):
-            again(step)
+            again(step, count)
 
 
 def _finite(value: Any) -> Any:

@@ -41,6 +41,7 @@ class Recorder:
         self._start = time.perf_counter()
         self._names: set[str] = set()
         self._streak = 0
+        self.last_evaluation = -1
         self._pending: list[tuple[int, float, Metrics]] = []
         self._window = _Window(self._start, counts)
 
@@ -67,16 +68,17 @@ class Recorder:
 
     def packed(self) -> PyTree:
         """What a run that goes on from here must know."""
-        return {"history": pack(self.history), "names": sorted(self._names), "streak": self._streak}
+        told = {"names": sorted(self._names), "streak": self._streak, "last_evaluation": self.last_evaluation}
+        return {"history": pack(self.history), **told}
 
     def restore(self, packed: PyTree, step: int) -> None:
         """Go on from what `packed` has returned at a step."""
         self.history = unpack(packed["history"])
         self._names, self._streak = set(packed["names"]), packed["streak"]
-        self.step = step
+        self.step, self.last_evaluation = step, packed["last_evaluation"]
         # The clock goes on, too.
         self._start -= max(self.history["seconds"], default=0.0)
-        rewind(self._loggers, step)
+        rewind(self._loggers, step, sum(record["step"] == step for record in self.history))
 
     def at(self, step: int) -> dict[str, Any]:
         """All that was recorded of a step."""
@@ -101,6 +103,7 @@ class Recorder:
         (values,) = read_metrics([evaluate(state)])
         result = {f"{EVALUATION}{name}" if name in self._names else name: value for name, value in values.items()}
         self._record({"step": step, **result})
+        self.last_evaluation = step
         display.say(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in result.items()))
         self._window.pause(time.perf_counter() - before)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ftrain import tree
 from ftrain.checkpoint import Checkpoints
 from ftrain.checkpoint.run import Found
 from ftrain.checks import require_positive
@@ -46,7 +47,6 @@ def replay(
         count += 1
         return (state, {}) if count == at else stepping(state, batch)
 
-    # The state given is held by others, so a step that donates copies it first.
     for made in iterate(until, start, data, steps=at, position=position):
         if made.step == at:
             return made.state, made.batch
@@ -63,7 +63,8 @@ def _beginning(state: Any, checkpoints: Checkpoints, at: int) -> tuple[Any, Posi
             f"replay: no checkpoint in {checkpoints.directory} is from before step {at}, and the state given is not "
             f"that of step {began.step}, where the run began; pass step.init() with the seed of the run"
         )
-    return state, began
+    # A copy, for a step that donates would consume what the caller keeps.
+    return tree.clone(state), began
 
 
 def _position(found: Found, name: str) -> Position:

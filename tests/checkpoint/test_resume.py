@@ -1,0 +1,336 @@
+"""Resuming: however a run was cut into pieces, it is the uninterrupted one, to the bit."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ftrain as ft
+from ftrain.errors import CheckpointError, OptionError, StructureError
+from ftrain.history import History
+
+STEPS, BATCHES, EVERY = 12, 5, 3
+
+
+class KilledError(Exception):
+    """The end of the process, as far as `fit` can tell."""
+
+
+def batches(count=BATCHES, length=4):
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(length, 4, generator=draw) for _ in range(count)]
+
+
+class Positioned:
+    """Data that keeps its position, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self, given):
+        self.given, self.at, self.resumed, self.read = given, 0, False, 0
+
+    def __iter__(self):
+        self.at = self.at if self.resumed else 0
+        self.resumed = False
+        while self.at < len(self.given):
+            self.at += 1
+            self.read += 1
+            yield self.given[self.at - 1]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at, self.resumed = state["at"], True
+
+
+def squares(model, batch):
+    return model(batch).square().mean()
+
+
+def make(*wrappers, module=None):
+    torch.manual_seed(0)
+    module = module or nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
+    return ft.compose(ft.train_step(ft.from_module(module, squares), ft.optim.adamw(0.05)), *wrappers)
+
+
+STACKS = {
+    "plain": (),
+    "ema-clip": (ft.clip(1.0), ft.ema(0.9)),
+    "fp16-skip-accumulate": (ft.with_amp("fp16"), ft.accumulate(2), ft.skip_nonfinite(), ft.ema(0.9)),
+    "compiled": (ft.clip(1.0), ft.compiled(backend="aot_eager")),
+    "remat-donated": (ft.remat(blocks=[nn.Linear]), ft.donated()),
+}
+
+
+def fit(step, data, state=None, **options):
+    options = {"steps": STEPS, "progress": False, "log_every": 1, **options}
+    return ft.fit(step, step.init(seed=3) if state is None else state, data, **options)
+
+
+def killed(step, data, at, **options):
+    """Run until a step, whose record is the last thing that the run does."""
+
+    def kill(record):
+        if record["step"] == at and "loss" in record:
+            raise KilledError
+
+    loggers = [*options.pop("loggers", []), kill]
+    with pytest.raises(KilledError):
+        fit(step, data, loggers=loggers, **options)
+
+
+def assert_same(found, needed):
+    for one, other in zip(ft.tree.leaves(found.state), ft.tree.leaves(needed.state), strict=True):
+        assert torch.equal(one, other)
+    without = [
+        [{name: value for name, value in record.items() if name != "seconds"} for record in result.history]
+        for result in (found, needed)
+    ]
+    assert without[0] == without[1]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("kind", [list, Positioned])
+def test_a_run_in_pieces_is_the_whole_run(stack, kind, tmp_path):
+    needed = fit(make(*STACKS[stack]), kind(batches()))
+    # Before the first save, right after one, within a pass, at the end of a pass.
+    for at in (2, 3, 8, 10, 11):
+        killed(make(*STACKS[stack]), kind(batches()), at, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    found = fit(make(*STACKS[stack]), kind(batches()), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    assert_same(found, needed)
+    assert found.history.stopped == "steps"
+
+
+def test_position_is_sought_and_not_walked_to(tmp_path):
+    data = Positioned(batches(50))
+    killed(make(), data, 40, steps=50, checkpoints=ft.Checkpoints(tmp_path, every=30))
+    data = Positioned(batches(50))
+    fit(make(), data, steps=50, checkpoints=ft.Checkpoints(tmp_path, every=30))
+    assert data.read == 20
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+@pytest.mark.parametrize("kind", [list, Positioned])
+@pytest.mark.parametrize("at", [4, 5, 6])
+def test_passes_are_counted_over_pieces(epochs, kind, at, tmp_path):
+    options = {"steps": None, "epochs": epochs}
+    needed = fit(make(), kind(batches()), **options)
+    if at <= epochs * BATCHES:
+        killed(make(), kind(batches()), at, checkpoints=ft.Checkpoints(tmp_path, every=1), **options)
+    found = fit(make(), kind(batches()), checkpoints=ft.Checkpoints(tmp_path, every=1), **options)
+    assert_same(found, needed)
+    assert len(found.history) == epochs * BATCHES
+
+
+def test_a_finished_run_is_only_read(tmp_path):
+    needed = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    found = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    assert_same(found, needed)
+    longer = fit(make(), batches(), steps=STEPS + 4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    assert_same(longer, fit(make(), batches(), steps=STEPS + 4))
+
+
+def test_two_fits_of_one_process_go_on_in_the_data():
+    step, data = make(), Positioned(batches())
+    first = fit(step, data, steps=7)
+    second = fit(step, data, first.state, steps=STEPS)
+    needed = fit(make(), Positioned(batches()))
+    assert_same(ft.FitResult(second.state, first.history + second.history), needed)
+
+
+def test_data_that_keeps_no_position_is_walked_through_with_a_warning(tmp_path):
+    def data():
+        return DataLoader(batches(), batch_size=None)
+
+    needed = fit(make(), data())
+    killed(make(), data(), 8, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    with pytest.warns(UserWarning, match="DataLoader keeps no position, so that 1 batches are read again"):
+        found = fit(make(), data(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    assert_same(found, needed)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_loader_of_ours_goes_on_mid_epoch(num_workers, tmp_path):
+    def data():
+        return ft.data.loader(torch.stack(batches(23, 1)).squeeze(1), 4, seed=1, num_workers=num_workers)
+
+    needed = fit(make(), data())
+    killed(make(), data(), 8, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    found = fit(make(), data(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    assert_same(found, needed)
+
+
+def test_loggers_have_no_row_twice(tmp_path):
+    path = tmp_path / "log" / "steps.jsonl"
+    for at in (5, 8):
+        killed(
+            make(), batches(), at, loggers=[ft.loggers.jsonl(path)], checkpoints=ft.Checkpoints(tmp_path, every=EVERY)
+        )
+    with path.open("a") as file:
+        file.write('{"step": 9, "lo')
+    found = fit(make(), batches(), loggers=[ft.loggers.jsonl(path)], checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in rows] == found.history["loss"]
+
+
+def test_the_last_evaluation_is_made_and_logged_once(tmp_path):
+    path, seen = tmp_path / "steps.jsonl", []
+
+    def run():
+        return fit(
+            make(),
+            batches(),
+            steps=None,
+            epochs=2,
+            evaluate=lambda state: seen.append(int(state.step)) or {"score": float(state.step)},
+            loggers=[ft.loggers.jsonl(path)],
+            checkpoints=ft.Checkpoints(tmp_path / "run", every=5),
+        )
+
+    first, second, third = run(), run(), run()
+    assert_same(second, first)
+    assert_same(third, first)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*range(1, 11), 10]
+
+
+def test_early_stopping_and_the_best_go_on(tmp_path):
+    values = [5.0, 3.0, 4.0, 4.5, 3.5, 1.0]
+
+    def evaluate(state):
+        return {"eval_loss": values[int(state.step) // 2 - 1]}
+
+    options = {"evaluate": evaluate, "evaluate_every": 2, "stop": ft.patience("eval_loss", 3)}
+    needed = fit(make(), batches(), **options)
+    assert needed.history.stopped == "patience(eval_loss)"
+    assert needed.history["eval_loss"] == values[:5]
+
+    def run():
+        return ft.Checkpoints(tmp_path, every=2, keep=1, best="eval_loss")
+
+    killed(make(), batches(), 7, checkpoints=run(), **options)
+    found = fit(make(), batches(), checkpoints=run(), **options)
+    assert_same(found, needed)
+    assert found.history.stopped == "patience(eval_loss)"
+    assert run().steps() == [4, 10]
+    assert run().latest(best=True).step == 4
+    again = fit(make(), batches(), checkpoints=run(), **options)
+    assert_same(again, needed)
+
+
+@pytest.mark.parametrize(
+    ("values", "count", "options", "stopped"),
+    [
+        ([3, 2, 1, 0], 1, {}, None),
+        ([1, 1], 1, {}, 2),
+        ([1, 2, 2, 0], 2, {}, 3),
+        ([1, 2, 0, 1, 1], 2, {}, 5),
+        ([1, 0.95, 0.91], 2, {"min_delta": 0.1}, 3),
+        ([1, 2, 3, 3], 1, {"mode": "max"}, 4),
+        ([float("nan")] * 3, 3, {}, 3),
+    ],
+    ids=["better", "equal", "worse", "better between", "by too little", "max", "nan"],
+)
+def test_patience(values, count, options, stopped):
+    stop = ft.patience("x", count, **options)
+    said = [stop(History([{"x": value} for value in values[:end]])) for end in range(1, len(values) + 1)]
+    first = next((index for index, text in enumerate(said, 1) if text), None)
+    assert first == stopped
+
+
+def test_resume_says_what_is_wanted(tmp_path):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*resume='must'"):
+        fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="must")
+    fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="never", steps=4)
+    with pytest.raises(CheckpointError, match="holds a run at step 4"):
+        fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="never")
+    found = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), resume="must")
+    assert_same(found, fit(make(), batches()))
+    with pytest.raises(OptionError, match="resume is 'yes'"):
+        fit(make(), batches(), resume="yes")
+    with pytest.raises(OptionError, match="needs checkpoints="):
+        fit(make(), batches(), resume="must")
+
+
+def test_another_model_is_refused_before_a_step(tmp_path):
+    fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), steps=4)
+    step = make(module=nn.Linear(4, 2))
+    with pytest.raises(StructureError, match=r"(?s)params\.weight: missing.*params\.0\.weight: unexpected"):
+        fit(step, batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+
+
+def test_another_machine_is_noted(tmp_path):
+    fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY), steps=4)
+    torch.set_num_threads(2)
+    try:
+        with pytest.warns(UserWarning, match=r"(?s)may differ in the last bits.*threads: 1, now 2"):
+            fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_plain_function_resumes_too(tmp_path):
+    generator, critic = make(), make(ft.clip(1.0))
+
+    def both(states, batch):
+        g, metrics = generator(states["g"], batch)
+        d, _ = critic(states["d"], batch)
+        return {"g": g, "d": d}, {"loss": metrics["loss"]}
+
+    def start():
+        return {"g": generator.init(seed=1), "d": critic.init(seed=2)}
+
+    needed = fit(both, batches(), start(), steps=8)
+    killed(both, batches(), 5, state=start(), steps=8, checkpoints=ft.Checkpoints(tmp_path, every=2))
+    found = fit(both, batches(), start(), steps=8, checkpoints=ft.Checkpoints(tmp_path, every=2))
+    assert_same(found, needed)
+
+
+def test_an_error_in_a_step_leaves_the_last_checkpoint(tmp_path):
+    bad = batches()
+    bad[4] = torch.ones(4, 9)
+    with pytest.raises(Exception, match=r"shape|size|mat"):
+        fit(make(), bad, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    found = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    assert_same(found, fit(make(), batches()))
+
+
+# Replay
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 5, 6, 9, STEPS])
+@pytest.mark.parametrize("kind", [list, Positioned])
+def test_a_step_is_replayed(at, kind, tmp_path):
+    step, data = make(ft.clip(1.0)), kind(batches())
+    checkpoints = ft.Checkpoints(tmp_path, every=EVERY, keep=2)
+    needed = fit(step, data, checkpoints=checkpoints)
+    first = step.init(seed=3)
+    state, batch = ft.replay(step, first, data, checkpoints, at=at)
+    assert int(state.step) == at - 1
+    assert torch.equal(batch, batches()[(at - 1) % BATCHES])
+    _, metrics = step(state, batch)
+    assert float(metrics["loss"]) == needed.history["loss"][at - 1]
+    assert float(metrics["grad_norm"]) == needed.history["grad_norm"][at - 1]
+    step(first, batch)
+
+
+def test_replay_needs_a_beginning(tmp_path):
+    step = make()
+    checkpoints = ft.Checkpoints(tmp_path, every=EVERY, keep=1)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        ft.replay(step, step.init(seed=3), batches(), checkpoints, at=3)
+    found = fit(step, batches(), checkpoints=checkpoints)
+    with pytest.raises(CheckpointError, match="is from before step 3"):
+        ft.replay(step, found.state, batches(), checkpoints, at=3)
+    with pytest.raises(OptionError, match="at is 0"):
+        ft.replay(step, step.init(seed=3), batches(), checkpoints, at=0)
+
+
+def test_nothing_is_warned_of_in_the_usual_case(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for steps in (4, 8):
+            fit(make(), batches(), steps=steps, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
