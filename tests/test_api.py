@@ -48,6 +48,24 @@ NAMES = [
 MODULES = {
     "backends": ["Backend", "Memory", "Recorder", "default", "get", "names", "of", "register", "resolve"],
     "checkpoint": ["Checkpoints", "load", "save", "verify"],
+    "data": [
+        "Loader",
+        "TokenDocuments",
+        "TokenFile",
+        "TokenWriter",
+        "arrays",
+        "block_mask",
+        "loader",
+        "pack",
+        "packed",
+        "pad",
+        "padding",
+        "position",
+        "prefetch",
+        "seek",
+        "shuffled",
+        "write_tokens",
+    ],
     "errors": [
         "BatchError",
         "CheckpointError",
@@ -265,6 +283,16 @@ SIGNATURES = {
     "losses.linear_cross_entropy": (
         "(hidden, weight, labels, *, bias=None, ignore_index=-100, label_smoothing=0.0, class_weight=None, chunk=None)"
     ),
+    "data.prefetch": "(data, device, depth=2)",
+    "data.position": "(data)",
+    "data.seek": "(data, position)",
+    "data.shuffled": "(index, size, *, seed=0, epoch=0)",
+    "data.arrays": "(data)",
+    "data.pad": "(*, values=None, length=None, multiple=1, side='right', fields=None, mask=None, cut=False)",
+    "data.padding": "(batch)",
+    "data.pack": "(documents, length, *, rows=None, pad=0, field='tokens', cut=False)",
+    "data.packed": "(length, *, rows=None, pad=0, field='tokens', cut=False)",
+    "data.block_mask": "(documents)",
     "random.key": "(seed)",
     "random.split": "(key, num=2)",
     "random.fold_in": "(key, data)",
@@ -279,6 +307,10 @@ BEGINNINGS = {
     "Checkpoints": "(directory, *, every, keep=3, best=None, mode='min', async_=True, texts=None)",
     "patience": "(name, count=3, *, mode='min', min_delta=0.0)",
     "replay": "(step, state, data, checkpoints, *, at)",
+    "data.loader": (
+        "(dataset, batch_size, *, seed=0, shuffle=True, num_workers=0, collate=None, drop_last=True, rank=0, "
+        "num_ranks=1"
+    ),
     "fit": "(step, state, data, *, steps=None, epochs=None, evaluate=None",
     "compiled": "(*, lowering='auto', donate=False",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,6 +17,11 @@ from ftrain.errors import DataError
 
 def _as_it_is(fetched: Any) -> Any:
     return fetched
+
+
+def _ignore_interrupts(worker: int) -> None:
+    # Ctrl-C reaches every process of a terminal, and it is for the main one to say what it ends, and when.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class Workers:
@@ -51,6 +57,8 @@ class Workers:
         try:
             for fetched in answers:
                 self._asked.answered()
+                if fetched.failure is not None:
+                    self._loader = None
                 yield fetched
         except DataError:
             # Whatever is left of these workers, the next pass begins with new ones.
@@ -68,6 +76,7 @@ class Workers:
             # Of its own, for it draws a number in each pass, which must not be one of the user's.
             generator=torch.Generator(),
             multiprocessing_context=self._context,
+            worker_init_fn=_ignore_interrupts,
             prefetch_factor=self._ahead,
             persistent_workers=True,
         )
@@ -89,13 +98,14 @@ def in_one_worker(
         timeout=timeout,
         generator=torch.Generator().manual_seed(seed),
         multiprocessing_context=context,
+        worker_init_fn=_ignore_interrupts,
         prefetch_factor=ahead,
     )
     return answered(iter(loader), timeout, lambda: "the next batch of the stream")
 
 
 def answered(answers: Iterator[Fetched], timeout: float, awaited: Callable[[], str]) -> Iterator[Fetched]:
-    """Pass on what workers send.
+    """Pass on what workers send; where that is an error, they are stopped.
 
     Raises:
         DataError: when one died, or did not answer in time; says what was awaited.
@@ -106,12 +116,21 @@ def answered(answers: Iterator[Fetched], timeout: float, awaited: Callable[[], s
         except StopIteration:
             return
         except RuntimeError as error:
+            _stop(answers)
             # What the data raised comes as a value; this is of the processes themselves.
             raise DataError(
                 f"loader: a worker died, or hung for longer than timeout={timeout:g} seconds, while {awaited()} was "
                 f"awaited: {error}. Run with num_workers=0 to see what it does, or allow more time"
             ) from error
+        if fetched.failure is not None:
+            _stop(answers)
         yield fetched
+
+
+def _stop(answers: Any) -> None:
+    # Torch has no public name for it. Left to the garbage collector, which comes by when the error is forgotten, it
+    # takes five seconds a worker: the collector closes the queues before it lets the loader say that it is over.
+    getattr(answers, "_shutdown_workers", lambda: None)()
 
 
 class _Asked:

@@ -35,6 +35,8 @@ class Faulty:
             os._exit(3)
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "interrupted":
+            os.kill(os.getpid(), signal.SIGINT)
         if fault == "hangs":
             time.sleep(60)
         return {"x": index, "tokens": [index] * 3}
@@ -129,6 +131,11 @@ def test_a_worker_that_hangs(quick_end):
     with pytest.raises(DataError, match=r"hung for longer than timeout=0.5 seconds.*samples 4, 5 of epoch 0"):
         list(loader)
     assert time.monotonic() - start < 10
+
+
+def test_ctrl_c_ends_no_worker():
+    loader = made(Faulty(8, interrupted=[2]), num_workers=1, timeout=20)
+    assert taken(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 # Bad samples
