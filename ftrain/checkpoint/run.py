@@ -9,6 +9,7 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -139,11 +140,12 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of which there is a checkpoint, oldest first."""
-        if not files.is_directory(self.directory):
+        # The directory of a run may be a link to a larger disk; a checkpoint in it may not.
+        if not files.is_directory(Path(os.path.realpath(self.directory))):
             return []
         matches = [NAME.fullmatch(name) for name in files.names(self.directory)]
-        steps = sorted(int(match[1]) for match in matches if match)
-        return [step for step in steps if files.is_directory(self.path(step))]
+        steps = {int(match[1]) for match in matches if match}
+        return [step for step in sorted(steps) if files.is_directory(self.path(step))]
 
     def pin(self, step: int) -> None:
         """Keep the checkpoint of a step for good.
@@ -226,6 +228,8 @@ class Checkpoints:
         for step in reversed(steps):
             try:
                 manifest, parts = load_parts(self.path(step), like or {})
+                if manifest.step != step:
+                    raise CheckpointError(f"{self.path(step)}: is of step {manifest.step}, and was renamed")
             except CheckpointError as error:
                 refused.append(str(error))
                 continue
@@ -245,7 +249,7 @@ class Checkpoints:
 
     def _write(self, step: int, described: Described, notes: Notes) -> None:
         path = self.path(step)
-        if files.exists(path) and not self._make_way(path):
+        if files.exists(path) and not self._make_way(path, step):
             return
         write(path, described, notes)
         verify(path)
@@ -257,14 +261,13 @@ class Checkpoints:
                 f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
             ) from error
 
-    def _make_way(self, path: Path) -> bool:
-        """Whether a step must be written again: what is there is damaged, and put aside."""
-        try:
-            verify(path)
-        except CheckpointError:
-            files.rename(path, path.parent / f"damaged-{path.name}-{uuid.uuid4().hex}")
-            return True
-        return False
+    def _make_way(self, path: Path, step: int) -> bool:
+        """Whether a step must be written again: what is there is damaged or another's, and put aside."""
+        with suppress(CheckpointError):
+            if verify(path).step == step:
+                return False
+        files.rename(path, path.parent / f"damaged-{path.name}-{uuid.uuid4().hex}")
+        return True
 
     def _look(self) -> None:
         self._values = {}

@@ -1,0 +1,304 @@
+"""Files that are not what was written: found, named, and gone back from; also what other formats notice of a bit."""
+
+import itertools
+import json
+import os
+import random
+import re
+import warnings
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ftrain as ft
+from ftrain.checkpoint import load, save, verify
+from ftrain.errors import CheckpointError
+from tests.faults.figures import record, times
+from tests.faults.forks import forked, quiet_forks
+from tests.faults.specimens import everything, same, state
+
+MODEL, STATE, TEXT, MANIFEST = "params/model.safetensors", "state.safetensors", "params/config.json", "MANIFEST.json"
+FILES = MODEL, STATE, TEXT, MANIFEST
+OLD, NEW = 1, 2
+
+
+class Run:
+    """Two checkpoints of a run, of which the newer one is damaged again and again."""
+
+    def __init__(self, directory):
+        self.parts = {step: {"state": state(step), "run": everything(step)} for step in (OLD, NEW)}
+        self.checkpoints = ft.Checkpoints(directory, every=1, async_=False, texts={TEXT: '{"layers": 2}'})
+        with self.checkpoints:
+            for step, parts in self.parts.items():
+                self.checkpoints.save(step, parts)
+        self.new, self.old = self.checkpoints.path(NEW), self.checkpoints.path(OLD)
+        self.whole = {name: (self.new / name).read_bytes() for name in FILES}
+        self.other = {name: (self.old / name).read_bytes() for name in FILES}
+        self.tensors = {name: list(tensors(self.whole, name)) for name in (MODEL, STATE)}
+
+    def mend(self):
+        for name, data in self.whole.items():
+            put(self.new / name, data)
+
+
+def tensors(files, name):
+    """Where each tensor of a file lies, by the format's own header, and its path in the tree."""
+    data = files[name]
+    length = int.from_bytes(data[:8], "little")
+    paths = {(item["file"], item["key"]): item["path"] for item in json.loads(files[MANIFEST])["tensors"]}
+    for key, entry in json.loads(data[8 : 8 + length]).items():
+        if key != "__metadata__":
+            start, end = entry["data_offsets"]
+            yield 8 + length + start, 8 + length + end, paths[name, key]
+
+
+def put(path, data):
+    path.write_bytes(data)
+
+
+def named(run, file, places):
+    """What an error about bytes of a file must say: the file, and one of the tensors if it is their bytes."""
+    hit = [path for start, end, path in run.tensors.get(file, ()) if any(start <= place < end for place in places)]
+    header = any(place < min(start for start, _, _ in run.tensors[file]) for place in places) if hit else True
+    return file, () if header else hit
+
+
+# What is done to the newer checkpoint, and what must be named then: a file, and one of several tensors.
+
+
+def flipped(run, draw):
+    file = draw.choices(FILES, [len(run.whole[name]) for name in FILES])[0]
+    data = bytearray(run.whole[file])
+    place = draw.randrange(len(data))
+    data[place] ^= 1 << draw.randrange(8)
+    put(run.new / file, data)
+    return named(run, file, [place])
+
+
+def cut(run, draw):
+    file = draw.choice(FILES)
+    put(run.new / file, run.whole[file][: draw.randrange(len(run.whole[file]))])
+    return file, ()
+
+
+def grown(run, draw):
+    file = draw.choice(FILES)
+    put(run.new / file, run.whole[file] + draw.randbytes(draw.randint(1, 9)))
+    return file, ()
+
+
+def blanked(run, draw):
+    """Zeros where the disk has lost a block; all of them may have been zeros before, and then nothing is wrong."""
+    while True:
+        file = draw.choice(FILES)
+        data = bytearray(run.whole[file])
+        size = draw.choice([8, 64, 512, 4096])
+        start = draw.randrange(0, len(data), size)
+        data[start : start + size] = bytes(len(data[start : start + size]))
+        places = [
+            place for place in range(start, min(start + size, len(data))) if data[place] != run.whole[file][place]
+        ]
+        if places:
+            put(run.new / file, data)
+            return named(run, file, places)
+
+
+def moved(run, draw):
+    """Two stretches of a file have changed places."""
+    while True:
+        file = draw.choice([MODEL, STATE])
+        data = bytearray(run.whole[file])
+        size = draw.choice([4, 8, 16])
+        one, other = sorted(draw.sample(range(0, len(data) - size, size), 2))
+        data[one : one + size], data[other : other + size] = data[other : other + size], data[one : one + size]
+        places = [place for place in range(len(data)) if data[place] != run.whole[file][place]]
+        if places:
+            put(run.new / file, data)
+            return named(run, file, places)
+
+
+def swapped(run, draw):
+    one, other = draw.sample(FILES, 2)
+    put(run.new / one, run.whole[other])
+    put(run.new / other, run.whole[one])
+    # The manifest is read first, then the other texts.
+    first = next(name for name in (MANIFEST, TEXT, MODEL, STATE) if name in (one, other))
+    return first, ()
+
+
+def missing(run, draw):
+    file = draw.choice(FILES)
+    os.unlink(run.new / file)
+    return file, ()
+
+
+def mixed(run, draw):
+    """Files of the older checkpoint in the newer one; that of a text is the same, and a whole one is another step."""
+    files = draw.sample([MODEL, STATE, MANIFEST], draw.randint(1, 2))
+    for file in files:
+        put(run.new / file, run.other[file])
+    # A manifest of the other one is good by itself; the tensors are not its own.
+    held = {MODEL, STATE} - set(files) if MANIFEST in files else set(files)
+    return "|".join(sorted(held)), ()
+
+
+KINDS = flipped, cut, grown, blanked, moved, swapped, missing, mixed
+
+
+def by_latest(run):
+    """Go back to the older one; the reason is in the warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run.checkpoints.latest({"state": run.parts[OLD]["state"]})
+    if found.step == NEW:
+        return None
+    assert same(found.parts, run.parts[OLD])
+    assert len(caught) == 1
+    assert f"going back to step {OLD}" in str(caught[0].message)
+    return str(caught[0].message)
+
+
+def by(read):
+    def reading(run):
+        try:
+            read(run)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    return reading
+
+
+ROUTES = {
+    "load": by(lambda run: load(run.new)),
+    "load like": by(lambda run: load(run.new, like=run.parts[NEW])),
+    "verify": by(lambda run: verify(run.new)),
+    "latest": by_latest,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return Run(tmp_path_factory.mktemp("damage"))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
+def test_damage_is_found_and_named(run, kind):
+    tries = times(20_000 // len(KINDS), 30)
+    draw, routes = random.Random(kind.__name__), itertools.cycle(ROUTES.items())
+    silent, wrong = [], []
+    for number, (route, read) in zip(range(tries), routes, strict=False):
+        file, paths = kind(run, draw)
+        try:
+            said = read(run)
+        finally:
+            run.mend()
+        if said is None:
+            silent.append((number, route, file, paths))
+        elif not (
+            str(run.new) in said
+            and re.search(f"(?:{file})".replace(".", r"\."), said)
+            and (not paths or any(f"{path}:" in said for path in paths))
+        ):
+            wrong.append((number, route, file, paths, said))
+    record(f"damage: {kind.__name__}", runs=tries, silent=len(silent), failures=len(wrong))
+    assert not silent
+    assert not wrong
+    assert run.checkpoints.latest().step == NEW
+
+
+def test_checkpoints_that_have_changed_places_are_found(tmp_path):
+    run = Run(tmp_path)
+    aside = tmp_path / "aside"
+    os.rename(run.old, aside)
+    os.rename(run.new, run.old)
+    os.rename(aside, run.new)
+    with pytest.raises(CheckpointError, match=r"step-000000000002.*is of step 1[^0-9](.|\n)*is of step 2"):
+        run.checkpoints.latest()
+
+
+def test_a_copy_under_a_later_name_is_gone_back_from(tmp_path):
+    run = Run(tmp_path)
+    os.rename(run.new, run.checkpoints.path(7))
+    with pytest.warns(UserWarning, match=r"going back to step 1(.|\n)*step-000000000007.*is of step 2"):
+        assert run.checkpoints.latest().step == OLD
+    with run.checkpoints:
+        run.checkpoints.save(7, run.parts[NEW])
+    assert verify(run.checkpoints.path(7)).step == 7
+
+
+def test_no_checkpoint_that_is_whole_is_an_error_that_names_all(tmp_path):
+    run = Run(tmp_path)
+    for path in (run.old, run.new):
+        put(path / STATE, b"")
+    with pytest.raises(CheckpointError) as caught:
+        run.checkpoints.latest()
+    assert str(caught.value).count("cut off") == 2
+    assert all(str(path) in str(caught.value) for path in (run.old, run.new))
+
+
+# The same of a bit in other formats
+
+
+def tree():
+    draw = torch.Generator().manual_seed(0)
+    return {f"layer{i}": torch.randn(64, 64, generator=draw) for i in range(4)}
+
+
+def torch_load(path):
+    return torch.load(path, weights_only=True)
+
+
+def dcp_save(tree, path):
+    dcp.save(tree, checkpoint_id=path, no_dist=True)
+
+
+def dcp_load(path):
+    found = {name: torch.zeros_like(leaf) for name, leaf in tree().items()}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    return found
+
+
+FORMATS = {
+    "ftrain": (lambda tree, path: save(path, tree), load),
+    "torch.save": (torch.save, torch_load),
+    "safetensors": (safetensors.torch.save_file, safetensors.torch.load_file),
+    "DCP": (dcp_save, dcp_load),
+}
+
+
+def noticed(tell, name, path, tries):
+    """Try one format: how many flips were found, loaded as other numbers, or changed nothing."""
+    write, read = FORMATS[name]
+    given, draw = tree(), random.Random(0)
+    counts = {"found": 0, "silent": 0, "harmless": 0}
+    warnings.simplefilter("ignore")
+    write(given, path)
+    files = sorted(file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+    whole = {file: file.read_bytes() for file in files}
+    for _ in range(tries):
+        file = draw.choices(files, [len(whole[file]) for file in files])[0]
+        data = bytearray(whole[file])
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        put(file, data)
+        try:
+            found = read(path)
+        except BaseException:
+            counts["found"] += 1
+        else:
+            counts["harmless" if same(found, given) else "silent"] += 1
+        put(file, whole[file])
+    tell(counts)
+
+
+@quiet_forks
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_format_notices_of_a_bit(name, tmp_path):
+    tries = times(200, 20)
+    counts = forked(noticed, name, tmp_path / "file", tries)
+    record(f"a bit: {name}", runs=tries, **counts, note="silent: loaded without an error as other numbers")
+    assert sum(counts.values()) == tries
+    if name == "ftrain":
+        assert counts["found"] == tries
