@@ -11,6 +11,7 @@ from typing import Any
 import ftrain as ft
 from bench.ours import step_of
 from bench.tasks import Task
+from ftrain.history import History
 
 
 class Fitting:
@@ -32,7 +33,7 @@ class Fitting:
     def close(self) -> None:
         del self._state
 
-    def _fit(self, steps: int) -> ft.loggers.History:
+    def _fit(self, steps: int) -> History:
         target = int(self._state.step) + steps
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
             shown = contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere)

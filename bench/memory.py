@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import statistics
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +62,19 @@ def _measure(pipe: Connection, entrant: Entrant, task: Task) -> None:
     _release()
     highest = statistics.median(most)
     pipe.send(("peak", (highest - _status("VmRSS"), highest - statistics.median(between))))
+
+
+def most_within(function: Callable[[], object]) -> float:
+    """Return the bytes that are resident at the most while a function runs, beyond those before it.
+
+    Raises:
+        MissingError: where the system does not tell.
+    """
+    _release()
+    _forget_peak()
+    before = _status("VmRSS")
+    function()
+    return float(_status("VmHWM") - before)
 
 
 def _release() -> None:

@@ -16,7 +16,13 @@ def run(settings: Settings) -> list[Row]:
     for precision in ("fp32", "bf16"):
         hand = (field.HAND_EAGER, field.HAND_COMPILED, field.OURS_EAGER, field.OURS_COMPILED)
         entrants = field.few(settings) if precision == "fp32" or settings.full else hand
-        rows += race(title(precision), settings.task("gpt384", precision), entrants, settings, part=0.4 if precision == "fp32" else 0.2)
+        rows += race(
+            title(precision),
+            settings.task("gpt384", precision),
+            entrants,
+            settings,
+            part=0.4 if precision == "fp32" else 0.2,
+        )
     if not settings.full:
         return rows
     return rows + memory_rows(title("fp32"), settings.task("gpt384"), MEASURED, settings)

@@ -1,0 +1,81 @@
+"""Saving and loading 1 GB, what an asynchronous save holds up, and what a synchronous one takes in memory."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from bench.memory import most_within
+from bench.rows import RATIO, TIME, Row, measured
+from bench.saving import OURS, UNSYNCED, WAYS, State, remove, state_of
+from bench.settings import Settings
+from bench.stats import pairwise
+from ftrain.checkpoint import Checkpoints
+
+SAVE, LOAD, ASYNC = "C7 save, 1 GB", "C7 load, 1 GB", "C7 asynchronous save, 1 GB"
+ROUNDS = 7
+
+
+def run(settings: Settings) -> list[Row]:
+    """Take turns in saving and loading; then time the call of an asynchronous save."""
+    print(SAVE, flush=True)
+    state = state_of(10**6 if settings.tiny else 10**9)
+    size = sum(leaf.nbytes for leaf in state.values())
+    rounds = 1 if settings.smoke else ROUNDS
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=".") as scratch:
+        rows = _raced(state, size, Path(scratch), rounds)
+        return rows + _asynchronous(state, size, Path(scratch), rounds)
+
+
+def _raced(state: State, size: int, folder: Path, rounds: int) -> list[Row]:
+    saves: dict[str, list[float]] = {name: [] for name in WAYS}
+    loads: dict[str, list[float]] = {name: [] for name in WAYS}
+    for turn in range(rounds + 1):
+        for name, way in WAYS.items():
+            path = folder / "saved"
+            took = timed(partial(way.save, state, path)), timed(partial(way.load, path, state))
+            remove(path)
+            # The first one finds cold caches and imports.
+            if turn:
+                saves[name].append(took[0])
+                loads[name].append(took[1])
+    del loads[UNSYNCED]
+    rows = _rows(SAVE, saves, size) + _rows(LOAD, loads, size)
+    most = most_within(lambda: WAYS[OURS].save(state, folder / "saved"))
+    return [*rows, measured(SAVE, OURS, "memory beyond the state", "MB", [most / 1e6])]
+
+
+def _rows(question: str, times: dict[str, list[float]], size: int) -> list[Row]:
+    rows = []
+    for name, values in times.items():
+        rows.append(measured(question, name, TIME, "us", [1e6 * value for value in values]))
+        rows.append(measured(question, name, "throughput", "MB/s", [size / 1e6 / value for value in values]))
+        if name != OURS:
+            rows.append(measured(question, OURS, f"{RATIO}{name}", "", pairwise(times[OURS], values), sure=True))
+    return rows
+
+
+def _asynchronous(state: State, size: int, folder: Path, rounds: int) -> list[Row]:
+    blocked, whole, copied = [], [], []
+    with Checkpoints(folder / "run", every=1, keep=1) as checkpoints:
+        for step in range(rounds + 1):
+            copied.append(timed(lambda: {name: leaf.clone() for name, leaf in state.items()}))
+            begun = time.perf_counter()
+            checkpoints.save(step, {"state": state})
+            blocked.append(time.perf_counter() - begun)
+            checkpoints.wait()
+            whole.append(time.perf_counter() - begun)
+    found = {"the call": blocked, "until it is on the disk and verified": whole, "a copy by clone()": copied}
+    rows = [measured(ASYNC, name, TIME, "us", [1e6 * value for value in values[1:]]) for name, values in found.items()]
+    ratio = pairwise(blocked[1:], copied[1:])
+    return [*rows, measured(ASYNC, "the call", f"{RATIO}a copy by clone()", "", ratio, sure=True)]
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    begun = time.perf_counter()
+    function()
+    return time.perf_counter() - begun
