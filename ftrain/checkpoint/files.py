@@ -28,13 +28,17 @@ def make_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and those above it, where they are missing, and bring their names to the disk."""
-    if os.path.isdir(path):
-        return
-    make_directories(path.parent)
-    with suppress(FileExistsError):
-        os.mkdir(path)
-    sync_directory(path.parent)
+    """Make a directory and those above it, where they are missing, and bring its name to the disk in any case.
+
+    One that is there may have been made a moment ago, by a process that was killed.
+    """
+    if not os.path.isdir(path):
+        make_directories(path.parent)
+        with suppress(FileExistsError):
+            os.mkdir(path)
+    # What this process may pass through but not read, it cannot sync, and did not make.
+    with suppress(PermissionError):
+        sync_directory(path.parent)
 
 
 @contextmanager

@@ -162,9 +162,10 @@ def _place(leaf: Leaf) -> tuple[str, str]:
 
 def _fill(directory: Path, described: Described, placed: Sequence[Placed], notes: Notes) -> None:
     texts = notes.texts
-    inside = sorted({(directory / name).parent for name in (*texts, *(item.file for item in placed))} - {directory})
+    named = *texts, *(item.file for item in placed)
+    inside = sorted({above for name in named for above in (directory / name).parents if directory in above.parents})
     for folder in inside:
-        files.make_directories(folder)
+        files.make_directory(folder)
     digests: dict[tuple[str, str], str] = {}
     for file in sorted({item.file for item in placed}):
         entries = [(_kind(item), item.leaf.value) for item in placed if item.file == file]
