@@ -71,6 +71,8 @@ def test_an_error_names_the_sample(num_workers):
     assert isinstance(caught.value.__cause__, KeyError) == (num_workers == 0)
     # The batches before it were yielded, and the position is after these.
     assert loader.state_dict()["window"] == 2
+    with pytest.raises(DataError, match="sample 5"):
+        taken(loader)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
