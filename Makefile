@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: train test lint format bench clean
+.PHONY: train test faults lint format bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +17,9 @@ train: $(READY)  ## Train a byte-level GPT on Python's own standard library (ARG
 
 test: $(READY)  ## Run every test, the doctests and the code blocks of the documentation.
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+faults: $(READY)  ## Kill, crash, fill, flip and fuzz as often as the table of faults says; takes hours.
+	FTRAIN_FAULTS=full $(BIN)/python -m pytest tests/faults $(ARGS)
 
 lint: $(READY)  ## Check format, style and types.
 	$(BIN)/ruff format --check .

@@ -7,7 +7,8 @@ is the standard library of the interpreter that runs it.
     python examples/train_lm.py            # about two and a half minutes on two CPU cores
     python examples/train_lm.py --help
 
-Writes ``metrics.jsonl`` (a record a step) and ``model.safetensors`` (the averaged weights) into ``--out``.
+Writes ``metrics.jsonl`` (a record a step), ``model.safetensors`` (the averaged weights) and checkpoints into ``--out``.
+Stop it however you like, with Ctrl-C or with kill -9: the same command goes on and ends at the same bits.
 """
 
 from __future__ import annotations
@@ -175,18 +176,25 @@ def as_tensor(files: list[bytes]) -> Tensor:
 
 
 class RandomWindows:
-    """Endless batches of windows of a text: batch k depends on the seed and on k only."""
+    """Endless batches of windows of a text: batch k depends on the seed and on k only, so its position is k."""
 
     def __init__(self, text: Tensor, batch: int, length: int, seed: int) -> None:
         self.windows = text.unfold(0, length + 1, 1)  # views, of which only those drawn are copied
-        self.batch, self.key = batch, ft.random.key(seed)
+        self.batch, self.key, self.k = batch, ft.random.key(seed), 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        k = 0
         while True:
-            drawn = ft.random.randint(ft.random.fold_in(self.key, k), (self.batch,), 0, len(self.windows))
+            drawn = ft.random.randint(ft.random.fold_in(self.key, self.k), (self.batch,), 0, len(self.windows))
+            self.k += 1
             yield {"bytes": self.windows[drawn].long()}
-            k += 1
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position, which a checkpoint holds."""
+        return {"k": self.k}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a position."""
+        self.k = state["k"]
 
 
 class SpreadWindows:
@@ -233,7 +241,8 @@ def options() -> argparse.Namespace:
     add("eval-batches", 100, "batches of held-out text to evaluate on")
     add("prompt", "def ", "what the sampled text continues")
     add("sample", 400, "bytes to sample")
-    add("out", Path("runs/lm"), "folder for metrics.jsonl and model.safetensors")
+    add("save-every", 200, "steps between checkpoints")
+    add("out", Path("runs/lm"), "folder of the run, which goes on when it holds one")
     return parser.parse_args()
 
 
@@ -283,8 +292,9 @@ def main() -> None:
     train_files, held_out_files = standard_library()
     train, held_out = as_tensor(train_files), as_tensor(held_out_files)
     o.out.mkdir(parents=True, exist_ok=True)
-    metrics = o.out / "metrics.jsonl"
-    metrics.unlink(missing_ok=True)
+    metrics, checkpoints = o.out / "metrics.jsonl", ft.Checkpoints(o.out / "checkpoints", every=o.save_every, keep=2)
+    if not checkpoints.steps():
+        metrics.unlink(missing_ok=True)
 
     def tell(name: str, text: str) -> None:
         print(f"{name:<9}{text}", flush=True)
@@ -293,6 +303,8 @@ def main() -> None:
     tell("held out", f"{len(held_out_files)} files, {len(held_out) / 1e6:.2f} MB")
     tell("model", f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
     tell("device", ft.backends.of(o.device).describe())
+    if made := checkpoints.steps():
+        tell("resumed", f"after step {made[-1]}, from {checkpoints.directory}")
     print(f"\n{step}\n", flush=True)
 
     eval_step = ft.eval_step(ft.from_module(model, predict_bytes))
@@ -309,6 +321,7 @@ def main() -> None:
         RandomWindows(train, o.batch, o.length, o.seed),
         steps=o.steps,
         evaluate=evaluate,
+        checkpoints=checkpoints,
         loggers=[ft.loggers.jsonl(metrics)],
         throughput={"tokens": lambda batch: batch["bytes"].shape[0] * (batch["bytes"].shape[1] - 1)},
     )

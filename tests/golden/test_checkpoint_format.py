@@ -1,0 +1,79 @@
+"""Checkpoints of each version of the format, which every later version must load, to the bit.
+
+Written once by `python tests/golden/test_checkpoint_format.py`, and never again.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftrain import checkpoint
+from ftrain.types import Mean, TrainState
+
+HERE = Path(__file__).parent / "checkpoints"
+
+
+def numbers(dtype, count=4):
+    """Bits that no arithmetic rounds: 0, 1, 2, ... as bytes."""
+    return torch.arange(count * dtype.itemsize, dtype=torch.uint8).view(dtype)
+
+
+def version_1():
+    weight = numbers(torch.float32, 6).view(2, 3)
+    return {
+        "state": TrainState(
+            step=torch.tensor(1200),
+            params={"layer.weight": weight, "layer.bias": numbers(torch.bfloat16)},
+            frozen={"layer.weight": None, "layer.bias": None, "head.weight": numbers(torch.float16)},
+            buffers={"layer.count": torch.tensor(7)},
+            opt_state={"count": torch.tensor(3.0), "mu": {"layer.weight": weight.T}},
+            slots={"ema": {"layer.weight": weight}},
+            rng=torch.tensor([3, -5]),
+        ),
+        "run": {
+            "numbers": [1, -(2**70), 0.1, float("inf"), 1 - 2j, True, None, "tëxt", b"\x00\xff"],
+            "tuple": (torch.tensor(True), [], {}),
+            "mean": Mean(torch.tensor(6.0), torch.tensor(3.0), plain=True),
+            "complex": numbers(torch.complex64, 2),
+            "float8": numbers(torch.float8_e5m2),
+            "empty": torch.empty(0, 3, dtype=torch.int16),
+        },
+    }
+
+
+VERSIONS = {"1": version_1}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_checkpoint_of_this_version_is_loaded(version):
+    path, needed = HERE / version, VERSIONS[version]()
+    found = checkpoint.load(path)
+    assert_same(found, needed)
+    assert_same(checkpoint.load(path, like=needed), needed)
+    assert checkpoint.verify(path).step == 1200
+
+
+def assert_same(found, needed):
+    assert type(found) is type(needed)
+    if isinstance(needed, dict):
+        assert list(found) == list(needed)
+    if isinstance(needed, torch.Tensor):
+        assert (found.dtype, found.shape, found.stride()) == (needed.dtype, needed.shape, needed.stride())
+        assert found.contiguous().flatten().view(torch.uint8).equal(needed.contiguous().flatten().view(torch.uint8))
+    elif isinstance(needed, dict | list | tuple):
+        keys = needed if isinstance(needed, dict) else range(len(needed))
+        assert len(found) == len(needed)
+        for key in keys:
+            assert_same(found[key], needed[key])
+    elif isinstance(needed, TrainState | Mean):
+        for name in needed.__dataclass_fields__:
+            assert_same(getattr(found, name), getattr(needed, name))
+    else:
+        assert found == needed
+
+
+if __name__ == "__main__":
+    for name, make in VERSIONS.items():
+        if not (HERE / name).exists():
+            checkpoint.save(HERE / name, make(), step=1200, run="golden", texts={"params/config.json": "{}"})
