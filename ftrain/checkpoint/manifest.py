@@ -95,11 +95,12 @@ def dump(manifest: Manifest) -> bytes:
     metrics = {name: encode(value) for name, value in manifest.metrics.items()}
     tensors = [vars(item) for item in manifest.tensors]
     body = {"format": FORMAT, "version": VERSION, **vars(manifest), "metrics": metrics, "tensors": tensors}
-    return json.dumps({**body, "digest": _digest(body)}, indent=1).encode()
+    return signed(json.dumps(body, indent=1).removesuffix("\n}").encode())
 
 
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def signed(text: bytes) -> bytes:
+    """End the text of a JSON object, of which only the brace is missing, with the digest of its bytes."""
+    return text + b',\n "digest": "%s"\n}' % hashlib.sha256(text).hexdigest().encode()
 
 
 def parse(data: bytes) -> Manifest:
@@ -117,8 +118,7 @@ def parse(data: bytes) -> Manifest:
                 f"{NAME}: the format is {body.get('format')!r:.60}, version {body.get('version')!r:.60}; this ftrain "
                 f"reads {FORMAT!r}, version {VERSION}"
             )
-        given = body.pop("digest", None)
-        if given != _digest(body):
+        if data != signed(data[: -len(signed(b""))]):
             raise CheckpointError(f"{NAME}: its own digest does not match; it was changed after it was written")
         return _manifest(body)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:

@@ -208,13 +208,12 @@ def _parts(node: dict[str, Any]) -> tuple[str, list[Any], list[Any]]:
     kind, keys, nodes = node["kind"], _list(node.get("keys")), _list(node.get("nodes"))
     if not isinstance(kind, str) or len(keys) != len(nodes) or any(type(key) not in KEYS for key in keys):
         raise CheckpointError(f"load: the tree in the manifest is malformed at a {kind!r:.60}")
-    if len(set(map(_exact, keys))) != len(keys):
+    # As a dict sees them, to which True and 1 are one.
+    if len(set(keys)) != len(keys):
         raise CheckpointError(f"load: the tree in the manifest has a key twice at a {kind}")
+    if kind in ("list", "tuple") and keys != [*range(len(keys))]:
+        raise CheckpointError(f"load: the tree in the manifest has a {kind} of other keys than 0, 1, 2, ...")
     return kind, keys, nodes
-
-
-def _exact(key: Any) -> tuple[type, Any]:
-    return type(key), key
 
 
 def _list(value: Json) -> list[Any]:
@@ -269,7 +268,8 @@ def decode(node: Json) -> Any:
         if kind == "float":
             return float.fromhex(value)
         if kind == "complex":
-            return complex(*map(float.fromhex, value))
+            real, imaginary = map(float.fromhex, _list(value))
+            return complex(real, imaginary)
         if kind == "bytes":
             return bytes.fromhex(value)
     except (AttributeError, TypeError, ValueError, OverflowError):

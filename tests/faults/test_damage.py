@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import ftrain as ft
 from ftrain.checkpoint import load, save, verify
+from ftrain.checkpoint.manifest import parse
 from ftrain.errors import CheckpointError
 from tests.faults.figures import record, times
 from tests.faults.forks import forked, quiet_forks
@@ -207,6 +208,22 @@ def test_damage_is_found_and_named(run, kind):
     assert not silent
     assert not wrong
     assert run.checkpoints.latest().step == NEW
+
+
+def test_every_bit_of_a_manifest_counts(run):
+    """Those too that JSON does not tell apart, such as the case of the letters in an escaped one."""
+    whole, bits = run.whole[MANIFEST], times(8, 1)
+    silent = []
+    for place, bit in itertools.product(range(len(whole)), range(bits)):
+        data = bytearray(whole)
+        data[place] ^= 1 << (bit + 5) % 8
+        try:
+            parse(bytes(data))
+        except CheckpointError:
+            continue
+        silent.append((place, bytes(whole[place - 9 : place + 9])))
+    record("damage: every bit of a manifest", runs=len(whole) * bits, silent=len(silent))
+    assert not silent
 
 
 def test_checkpoints_that_have_changed_places_are_found(tmp_path):
