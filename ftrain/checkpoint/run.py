@@ -7,9 +7,9 @@ import re
 import socket
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -107,16 +107,16 @@ class Checkpoints:
         """
         holder = {"host": socket.gethostname(), "process": os.getpid()}
         try:
-            files.make_directories(self.directory)
-            self._lock = files.lock(self.directory / LOCK, holder)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"Checkpoints: {self.directory} is being written to by {error}; use another directory, or stop that one"
-            ) from None
-        except OSError as error:
-            raise CheckpointError(f"Checkpoints: {self.directory} cannot be used: {error}") from error
-        clear(self.directory)
-        self._look()
+            with _named(self.directory):
+                files.make_directories(self.directory)
+                self._lock = files.lock(self.directory / LOCK, holder)
+                # What a killed process has renamed is there, and may not be on the disk.
+                files.sync_directory(self.directory)
+                clear(self.directory)
+                self._look()
+        except BaseException:
+            self._unlock()
+            raise
         return self
 
     def __exit__(
@@ -130,32 +130,41 @@ class Checkpoints:
             if self._pool is not None:
                 self._pool.shutdown()
             self._pool = None
-            if self._lock is not None:
-                files.unlock(self._lock)
-            self._lock = None
+            self._unlock()
+
+    def _unlock(self) -> None:
+        held, self._lock = self._lock, None
+        if held is not None:
+            files.unlock(held)
 
     def path(self, step: int) -> Path:
         """Return the directory of a step's checkpoint, whether it is there or not."""
         return self.directory / f"step-{step:012d}"
 
     def steps(self) -> list[int]:
-        """Return the steps of which there is a checkpoint, oldest first."""
-        # The directory of a run may be a link to a larger disk; a checkpoint in it may not.
-        if not files.is_directory(Path(os.path.realpath(self.directory))):
-            return []
-        matches = [NAME.fullmatch(name) for name in files.names(self.directory)]
-        steps = {int(match[1]) for match in matches if match}
-        return [step for step in sorted(steps) if files.is_directory(self.path(step))]
+        """Return the steps of which there is a checkpoint, oldest first.
+
+        Raises:
+            CheckpointError: when the directory cannot be read.
+        """
+        with _named(self.directory):
+            # The directory of a run may be a link to a larger disk; a checkpoint in it may not.
+            if not files.is_directory(Path(os.path.realpath(self.directory))):
+                return []
+            matches = [NAME.fullmatch(name) for name in files.names(self.directory)]
+            steps = {int(match[1]) for match in matches if match}
+            return [step for step in sorted(steps) if files.is_directory(self.path(step))]
 
     def pin(self, step: int) -> None:
         """Keep the checkpoint of a step for good.
 
         Raises:
-            CheckpointError: when there is none.
+            CheckpointError: when there is none, or it cannot be noted.
         """
         if step not in self.steps():
             raise CheckpointError(f"Checkpoints.pin: there is no checkpoint of step {step} in {self.directory}")
-        files.touch(self._pin(step))
+        with _named(self.directory):
+            files.touch(self._pin(step))
 
     def save(
         self, step: int, parts: Mapping[str, PyTree], *, metrics: Mapping[str, Any] | None = None, wait: bool = False
@@ -263,11 +272,13 @@ class Checkpoints:
 
     def _make_way(self, path: Path, step: int) -> bool:
         """Whether a step must be written again: what is there is damaged or another's, and put aside."""
-        with suppress(CheckpointError):
-            if verify(path).step == step:
-                return False
-        files.rename(path, path.parent / f"damaged-{path.name}-{uuid.uuid4().hex}")
-        return True
+        with _named(path.parent):
+            if not _is_whole(path, step):
+                files.rename(path, path.parent / f"damaged-{path.name}-{uuid.uuid4().hex}")
+                return True
+            # It may be there because a save of it could neither be finished nor taken back.
+            files.sync_directory(path.parent)
+            return False
 
     def _look(self) -> None:
         self._values = {}
@@ -312,3 +323,23 @@ class Checkpoints:
 
     def _pin(self, step: int) -> Path:
         return self.directory / f"{self.path(step).name}{PINNED}"
+
+
+def _is_whole(path: Path, step: int) -> bool:
+    try:
+        return verify(path).step == step
+    except CheckpointError:
+        return False
+
+
+@contextmanager
+def _named(directory: Path) -> Iterator[None]:
+    """Turn errors of the system into one that names the directory of the run."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise CheckpointError(
+            f"Checkpoints: {directory} is being written to by {error}; use another directory, or stop that one"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"Checkpoints: {directory} cannot be used: {error}") from error

@@ -1,0 +1,368 @@
+"""Between a checkpoint and the file system: an `os` that counts, kills, fails or records, and a disk that loses power.
+
+All of a checkpoint's calls go through the name `os` of `ftrain.checkpoint.files`, which `through` replaces.
+"""
+
+import errno
+import functools
+import os
+import random
+import signal
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from itertools import islice, product
+from pathlib import Path
+
+from ftrain.checkpoint import files
+
+READING = {"listdir", "lstat", "fstat", "preadv", "pread", "statvfs"}
+WRITING = {"open", "close", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "ftruncate"}
+CALLS = READING | WRITING
+ANSWERING = {"path", "fspath", "O_WRONLY", "O_RDONLY", "O_RDWR", "O_CREAT", "O_EXCL"}
+"""What `files` takes from `os` besides: numbers, and questions whose errors are an answer."""
+
+
+class Calls:
+    """`os`, whose calls into the system pass through `call`, numbered from 0; the names of those are `made`."""
+
+    def __init__(self):
+        self.made = []
+        self._one = threading.Lock()
+
+    def __getattr__(self, name):
+        found = getattr(os, name)
+        return functools.partial(self._numbered, name, found) if name in CALLS else found
+
+    def _numbered(self, name, function, *args):
+        with self._one:
+            number = len(self.made)
+            self.made.append(name)
+        return self.call(number, name, function, args)
+
+    def call(self, number, name, function, args):
+        return function(*args)
+
+
+@contextmanager
+def through(proxy):
+    """Context in which checkpoints use this `os`."""
+    files.os = proxy
+    try:
+        yield proxy
+    finally:
+        files.os = os
+
+
+def half(name, function, args):
+    """Do half of a call, where there is a half: of a write."""
+    if name == "write":
+        function(args[0], bytes(args[1])[: len(args[1]) // 2])
+
+
+class Killed(Calls):
+    """Ends this process, as SIGKILL does, before, halfway through or after a call."""
+
+    def __init__(self, at, moment):
+        super().__init__()
+        self.at, self.moment = at, moment
+
+    def call(self, number, name, function, args):
+        if number != self.at:
+            return function(*args)
+        if self.moment == "halfway":
+            half(name, function, args)
+        elif self.moment == "after":
+            function(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+        # The signal may come to another thread first.
+        signal.pause()
+        return None
+
+
+class Failing(Calls):
+    """Lets one call fail, or all writing ones from there on; or lets writes take but a part of what they are given."""
+
+    def __init__(self, at, error, *, after=False, lasting=False):
+        super().__init__()
+        self.at, self.error, self.after, self.lasting = at, error, after, lasting
+        self.failed = 0
+
+    def call(self, number, name, function, args):
+        here = number == self.at or (self.lasting and number > self.at and name in WRITING - {"close"})
+        if not here:
+            return function(*args)
+        self.failed += 1
+        if self.error == "short":
+            return function(args[0], bytes(args[1])[: (len(args[1]) + 1) // 2]) if name == "write" else function(*args)
+        # A descriptor is closed even where closing fails.
+        if self.after or name == "close":
+            made = function(*args)
+            if name == "open":
+                os.close(made)
+        raise OSError(self.error, os.strerror(self.error))
+
+
+# A disk that loses power
+
+
+class PowerCut(BaseException):
+    """The process is no more."""
+
+
+class Recorded(Calls):
+    """Keeps a log of what would change a disk: entries of directories, bytes of files, and what was synced.
+
+    Nodes are numbers, the root is 0. A line of the log is one of ``("entries", directory, {name: node or None})``,
+    ``("directory", node)``, ``("bytes", file, offset, data)``, ``("cut", file, length)``, ``("sync", node)`` and
+    ``("said", anything)``.
+
+    Args:
+        root: the directory of the disk.
+        dropped: of a `site`, whether syncing there is left out.
+        dies: the number of the call that changes something before which the process ends.
+
+    While ``broken(name, args)`` is true of a call, it fails.
+    """
+
+    def __init__(self, root, dropped=lambda site: False, dies=None):
+        super().__init__()
+        self.root, self.dropped, self.dies = Path(root), dropped, dies
+        self.log, self.sites, self.changes = [], [], 0
+        self.broken = lambda name, args: False
+        self._entries, self._files, self._count = {0: {}}, {}, 1
+
+    def say(self, *said):
+        self.log.append(("said", *said))
+
+    def revive(self):
+        """A new process begins."""
+        self.dies = None
+        files._held.clear()
+
+    def call(self, number, name, function, args):
+        if name == "close":
+            self._files.pop(args[0], None)
+            return function(*args)
+        if name in WRITING:
+            self.changes += 1
+        if self.dies is not None and self.changes > self.dies:
+            raise PowerCut
+        if self.broken(name, args):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if name in READING:
+            return function(*args)
+        return getattr(self, f"_{name}")(function, *args)
+
+    def _place(self, path):
+        *above, name = Path(path).relative_to(self.root).parts or ("",)
+        node = 0
+        for part in above:
+            node = self._entries[node][part]
+        return node, name
+
+    def _node(self, path):
+        directory, name = self._place(path)
+        return self._entries[directory].get(name) if name else directory
+
+    def _enter(self, directory, changed):
+        self.log.append(("entries", directory, changed))
+        for name, node in changed.items():
+            if node is None:
+                self._entries[directory].pop(name)
+            else:
+                self._entries[directory][name] = node
+
+    def _new(self):
+        self._count += 1
+        return self._count - 1
+
+    def _opened(self, path, flags):
+        if not Path(path).is_relative_to(self.root):
+            # Directories above the disk may be synced too.
+            return None
+        node = self._node(path)
+        if node is None and flags & os.O_CREAT:
+            directory, name = self._place(path)
+            node = self._new()
+            self._enter(directory, {name: node})
+        return node
+
+    def _open(self, function, path, flags, *mode):
+        descriptor = function(path, flags, *mode)
+        self._files[descriptor] = [self._opened(path, flags), 0, Path(path)]
+        return descriptor
+
+    def _write(self, function, descriptor, data):
+        count = function(descriptor, data)
+        node, offset, _ = self._files[descriptor]
+        self.log.append(("bytes", node, offset, bytes(data)[:count]))
+        self._files[descriptor][1] += count
+        return count
+
+    def _ftruncate(self, function, descriptor, length):
+        function(descriptor, length)
+        self.log.append(("cut", self._files[descriptor][0], length))
+
+    def _fsync(self, function, descriptor):
+        node, _, path = self._files[descriptor]
+        site = site_of(path)
+        self.sites.append(site)
+        if not self.dropped(site):
+            self.log.append(("sync", node))
+
+    def _mkdir(self, function, path):
+        function(path)
+        node = self._new()
+        self._entries[node] = {}
+        self.log.append(("directory", node))
+        directory, name = self._place(path)
+        self._enter(directory, {name: node})
+
+    def _rename(self, function, old, new):
+        function(old, new)
+        (directory, before), (there, after) = self._place(old), self._place(new)
+        if directory != there:
+            raise NotImplementedError("renames are within one directory")
+        self._enter(directory, {after: self._entries[directory][before], before: None})
+
+    def _unlink(self, function, path):
+        function(path)
+        directory, name = self._place(path)
+        self._enter(directory, {name: None})
+
+    _rmdir = _unlink
+
+
+def site_of(path):
+    """Where in the code a sync is: the function of `files`, what calls it, and what is synced."""
+    frame, names = sys._getframe(1), []
+    while frame is not None and not names[1:]:
+        where = frame.f_code.co_filename
+        if "/ftrain/checkpoint/" in where:
+            name = frame.f_code.co_name
+            if not where.endswith("files.py") or name in ("created", "make_directories", "touch"):
+                names.append(name)
+                # It calls itself for those above.
+                names = names[:1] if names == ["make_directories"] * 2 else names
+        frame = frame.f_back
+    what = "temporary" if path.name.endswith(".tmp") else path.name
+    return " < ".join(names), what
+
+
+class Disk:
+    """What may be on a disk after the power failed behind some line of a log.
+
+    The bytes of a file are there from its last sync on, and so are the entries of a directory. Of what came later any
+    part may be: of each change of a directory all or nothing, of each write nothing, all, the first half, or zeros.
+    """
+
+    def __init__(self, log):
+        self._entries = {0: {}, **{line[1]: {} for line in log if line[0] == "directory"}}
+        self._bytes = {}
+        synced = {line[1]: at for at, line in enumerate(log) if line[0] == "sync"}
+        changes = [(at, line) for at, line in enumerate(log) if line[0] in ("entries", "bytes", "cut")]
+        for at, line in changes:
+            if at < synced.get(line[1], -1):
+                _apply(line, self._entries, self._bytes, "all")
+        pending = [line for at, line in changes if at > synced.get(line[1], -1)]
+        seen = self._reachable(pending)
+        # Of what nothing leads to any more, nothing can be seen.
+        self.pending = [line for line in pending if line[1] in seen]
+
+    def _reachable(self, pending):
+        below = {node: {*entries.values()} for node, entries in self._entries.items()}
+        for line in pending:
+            if line[0] == "entries":
+                below[line[1]].update(node for node in line[2].values() if node is not None)
+        seen, left = set(), [0]
+        while left:
+            node = left.pop()
+            if node not in seen:
+                seen.add(node)
+                left += below.get(node, ())
+        return seen
+
+    def states(self, most, seed):
+        """Yield the different trees that there may be, each as ``{name: tree or bytes}``; `most` choices of them.
+
+        Those of nothing and of everything are first, then those of one thing more or less; then all of the others,
+        or if these are too many, a sample.
+        """
+        seen = set()
+        for choice in self._choices(most, seed):
+            tree = self.tree(choice)
+            key = _frozen(tree)
+            if key not in seen:
+                seen.add(key)
+                yield tree
+
+    def _choices(self, most, seed):
+        count = len(self.pending)
+        options = [("none", "all") if line[0] != "bytes" else ("none", "all", "half", "zeros") for line in self.pending]
+        for most_of, one in (("none", "all"), ("all", "none")):
+            yield (most_of,) * count
+            for at in range(count):
+                for other in {*options[at]} - {most_of} if most_of == "all" else (one,):
+                    yield (*(most_of,) * at, other, *(most_of,) * (count - at - 1))
+        size = 1
+        for option in options:
+            size *= len(option)
+        draw = random.Random(seed)
+        every = product(*options) if size <= most else (tuple(map(draw.choice, options)) for _ in range(most))
+        yield from islice(every, most)
+
+    def tree(self, choice):
+        entries = {node: dict(names) for node, names in self._entries.items()}
+        contents = dict(self._bytes)
+        for line, how in zip(self.pending, choice, strict=True):
+            if how != "none":
+                _apply(line, entries, contents, how)
+
+        def below(node):
+            if node not in entries:
+                return contents.get(node, b"")
+            return {name: below(child) for name, child in entries[node].items()}
+
+        return below(0)
+
+
+def _apply(line, entries, contents, how):
+    if line[0] == "entries":
+        entries[line[1]].update(line[2])
+        for name in [name for name, node in line[2].items() if node is None]:
+            entries[line[1]].pop(name, None)
+        return
+    before = contents.get(line[1], b"")
+    if line[0] == "cut":
+        contents[line[1]] = before[: line[2]].ljust(line[2], b"\0")
+        return
+    offset, data = line[2:]
+    data = {"all": data, "half": data[: len(data) // 2], "zeros": bytes(len(data))}[how]
+    contents[line[1]] = before[:offset].ljust(offset, b"\0") + data + before[offset + len(data) :]
+
+
+def _frozen(tree):
+    return tuple(sorted((name, _frozen(below)) for name, below in tree.items())) if isinstance(tree, dict) else tree
+
+
+def laid_out(tree, directory):
+    """Write a tree of `Disk.states` into a directory."""
+    directory.mkdir()
+    for name, below in tree.items():
+        if isinstance(below, dict):
+            laid_out(below, directory / name)
+        else:
+            (directory / name).write_bytes(below)
+
+
+def descriptors():
+    """The descriptors that are open."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    return {(name, where) for name, where in found if not where.startswith("/proc")}
+
+
+ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EINTR": errno.EINTR}

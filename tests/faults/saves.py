@@ -1,0 +1,83 @@
+"""Small trees, one for each step, and what must be found of them after a fault."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.checkpoint import Checkpoints, verify
+from tests.faults.problem import make, params
+
+# The file system of /dev/shm loses power with the machine, as does every model here; it is the fastest.
+FAST = Path("/dev/shm")
+TEXTS = {"params/config.json": '{"layers": 1}', "notes/of/run.txt": "ten characters or more, so that half is not all"}
+STATE = make().init(params())
+
+
+def tree(step):
+    """What is saved as the checkpoint of a step: in two files of tensors, and in the manifest."""
+    generator = torch.Generator().manual_seed(step)
+    state = ft.tree.map(lambda leaf: leaf if leaf.dtype == torch.int64 else leaf * step, STATE)
+    return {
+        "state": state,
+        "run": {"number": torch.tensor(step), "noise": torch.rand(5, generator=generator), "at": step},
+    }
+
+
+def bits(value):
+    """All of a tree, to compare."""
+    leaves = [
+        (str(leaf.dtype), tuple(leaf.shape), leaf.numpy().tobytes()) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in ft.tree.leaves(value)
+    ]
+    return ft.tree.leaf_names(value), leaves
+
+
+EXPECTED = {}
+
+
+def is_tree(step, found):
+    """Whether a tree is that of a step, to the bit."""
+    if step not in EXPECTED:
+        EXPECTED[step] = bits(tree(step))
+    return bits(found) == EXPECTED[step]
+
+
+def checkpoints(directory, **options):
+    return Checkpoints(directory, **{"every": 1, "keep": 2, "texts": TEXTS, "async_": False, **options})
+
+
+def newest(directory):
+    """The step of the newest checkpoint that loads, None where there is none; it must be exact, and nothing damaged."""
+    found = checkpoints(directory).latest()
+    if found is None:
+        return None
+    assert is_tree(found.step, found.parts), f"step {found.step} is not what was saved"
+    return found.step
+
+
+def temporary(directory):
+    """What a save that did not end has left."""
+    return sorted(path.name for path in directory.glob(".*.tmp"))
+
+
+def require_goes_on(directory, step, **options):
+    """Nothing has to be cleaned up by hand: the next save works, and leaves nothing but whole checkpoints."""
+    with checkpoints(directory, **options) as writing:
+        writing.save(step, tree(step), wait=True)
+    assert newest(directory) == step
+    assert not temporary(directory)
+    for kept in writing.steps():
+        verify(writing.path(kept))
+
+
+@pytest.fixture
+def fast(tmp_path):
+    """A new directory where syncing costs nothing, if there is one."""
+    if not FAST.is_dir():
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=FAST, prefix="ftrain-faults-") as name:
+        yield Path(name)

@@ -1,0 +1,255 @@
+"""Power is lost: of what was not synced, any part may be on the disk. What was acknowledged is there all the same.
+
+The disk is a model (`tests.faults.disk.Disk`): everything that checkpoints do to it is recorded, and for each moment
+every tree that it may then hold is laid out and loaded. Leaving out any one of the syncs must be noticed.
+"""
+
+import itertools
+
+import pytest
+
+from ftrain.checkpoint import load, save
+from ftrain.errors import CheckpointError
+from tests.faults.disk import Disk, PowerCut, Recorded, laid_out, through
+from tests.faults.figures import FULL, record, times
+from tests.faults.saves import TEXTS, checkpoints, fast, is_tree, newest, require_goes_on, tree
+
+__all__ = ["fast"]
+
+MOST = times(4096, 12)
+PINNED = 2
+
+
+def run(disk, root, **options):
+    """A run in a new directory: four saves, of which the first is rotated away, and the second pinned."""
+    with checkpoints(root / "runs" / "a", **options) as writing:
+        for step in (1, 2, 3, 4):
+            disk.say("begun", step)
+            writing.save(step, tree(step), wait=True)
+            disk.say("saved", step)
+            if step == PINNED:
+                writing.pin(step)
+                disk.say("pinned", step)
+
+
+def check_run(root, saved, begun, pinned):
+    directory = root / "runs" / "a"
+    found = newest(directory)
+    assert (found if found is not None else 0) in range(saved, begun + 1)
+    assert not pinned or (directory / f"step-{PINNED:012d}.pinned").exists()
+
+
+def alone(disk, root):
+    """`save` by itself, twice, below directories that are not there."""
+    for step in (1, 2):
+        disk.say("begun", step)
+        save(root / "new" / "models" / f"m{step}", tree(step), texts=TEXTS)
+        disk.say("saved", step)
+
+
+def check_alone(root, saved, begun, pinned):
+    for step in (1, 2):
+        path = root / "new" / "models" / f"m{step}"
+        if step <= saved or path.exists():
+            assert step <= begun
+            assert is_tree(step, load(path))
+
+
+def refused(disk, root):
+    """A save whose name cannot be synced, nor taken back, and which therefore fails; tried again, it is there."""
+    with checkpoints(root / "runs" / "a") as writing:
+        renamed = []
+
+        def broken(name, args):
+            if name == "rename":
+                renamed.append(args)
+            return len(renamed) > 1 if name == "rename" else name == "fsync" and bool(renamed)
+
+        disk.say("begun", 1)
+        disk.broken = broken
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            writing.save(1, tree(1))
+        disk.broken = lambda name, args: False
+        assert writing.steps() == [1]
+        writing.save(1, tree(1))
+        disk.say("saved", 1)
+
+
+STORIES = {
+    "run": (run, check_run, {}),
+    "async": (run, check_run, {"async_": True}),
+    "keep_1": (run, check_run, {"keep": 1}),
+    "save": (alone, check_alone, {}),
+    "refused": (refused, check_run, {}),
+}
+stories = pytest.mark.parametrize("story", STORIES)
+
+
+def recorded(root, story, **how):
+    act, _, options = STORIES[story]
+    with through(Recorded(root, **how)) as disk:
+        act(disk, root, **options)
+    return disk
+
+
+def moments(log):
+    """How much of a log there is when the power fails: up to each sync, and each acknowledgement.
+
+    Whatever may be on the disk at another moment may be there at the next of these, too.
+    """
+    for at, line in enumerate(log):
+        if line[0] == "sync":
+            yield at
+        elif line[0] == "said" and line[1] != "begun":
+            yield at + 1
+    yield len(log)
+
+
+def known(log):
+    """What was acknowledged, what was begun, and whether the pin was set."""
+    said = [line[1:] for line in log if line[0] == "said"]
+    steps = {name: max((step for what, step in said if what == name), default=0) for name in ("saved", "begun")}
+    return steps["saved"], steps["begun"], ("pinned", PINNED) in said
+
+
+def outcomes(log, check, scratch, *, after=None):
+    """Lay out every disk that there may be, at every moment, check it, and count; the last step that was begun too."""
+    count = 0
+    for at in moments(log):
+        facts = known(log[:at])
+        for state in Disk(log[:at]).states(MOST, seed=at):
+            root = scratch / str(count)
+            laid_out(state, root)
+            check(root, *facts)
+            if after is not None and (FULL or count % 20 == 0):
+                after(root, facts[1])
+            count += 1
+    return count
+
+
+def goes_on(root, begun):
+    require_goes_on(root / "runs" / "a", begun + 1)
+
+
+@stories
+def test_what_was_acknowledged_is_there_after_power_is_lost(story, fast):
+    (fast / "disk").mkdir()
+    (fast / "scratch").mkdir()
+    disk, check = recorded(fast / "disk", story), STORIES[story][1]
+    count = outcomes(disk.log, check, fast / "scratch", after=goes_on if check is check_run else None)
+    assert count > 10
+    record(f"power loss, {story}", runs=count, failures=0, note="disks that there may be after power was lost")
+
+
+# Which function of `files`, called from where, for what.
+SYNCS = {
+    "model": ("run", "created < write_tensors", "model.safetensors"),
+    "state": ("run", "created < write_tensors", "state.safetensors"),
+    "text": ("run", "created < _fill", "config.json"),
+    "text_below": ("run", "created < _fill", "run.txt"),
+    "manifest": ("run", "created < _fill", "MANIFEST.json"),
+    "directory_of_tensors": ("run", "_fill < write", "params"),
+    "directory_between": ("run", "_fill < write", "notes"),
+    "directory_of_texts": ("run", "_fill < write", "of"),
+    "temporary_directory": ("run", "_fill < write", "temporary"),
+    "rename": ("run", "_commit < write", None),
+    "directory_of_the_run": ("run", "make_directories < __enter__", None),
+    "directory_of_a_save": ("save", "make_directories < _prepare", None),
+    "renamed_before_a_kill": ("kill", "__enter__", None),
+    "renamed_in_a_save_that_failed": ("refused", "_make_way < _write", None),
+    "pin": ("run", "touch < pin", None),
+}
+
+
+LOST = pytest.raises((AssertionError, CheckpointError, UserWarning))
+
+
+def is_site(name, site):
+    _, where, what = SYNCS[name]
+    return site[0] == where and what in (None, site[1])
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_leaving_out_a_sync_is_noticed(name, fast):
+    (fast / "disk").mkdir()
+    (fast / "scratch").mkdir()
+    story, dropped = SYNCS[name][0], lambda site: is_site(name, site)
+    if story == "kill":
+        with LOST:
+            kills(fast, 2, dropped=dropped)
+        return
+    disk = recorded(fast / "disk", story, dropped=dropped)
+    assert any(map(dropped, disk.sites))
+    with LOST:
+        outcomes(disk.log, STORIES[story][1], fast / "scratch")
+
+
+def test_every_sync_is_left_out_once(fast):
+    sites = set()
+    for number, story in enumerate(STORIES):
+        (fast / str(number)).mkdir()
+        sites.update(recorded(fast / str(number), story).sites)
+    assert {site for site in sites if not any(is_site(name, site) for name in SYNCS)} == set()
+
+
+def killed(root, at, first, **how):
+    """A run that is killed before a change of the disk, in its first save or its second; another finds it, or saves it.
+
+    What the other one is told must be on the disk, which the killed one may have had no time to see to. Returns None
+    when there is no such change.
+    """
+    disk = Recorded(root, **how)
+    with through(disk):
+        for step in range(1, first):
+            saved(disk, root, step)
+        disk.dies = disk.changes + at
+        try:
+            saved(disk, root, first)
+        except PowerCut:
+            disk.revive()
+        else:
+            return None
+        with checkpoints(root / "runs" / "a") as writing:
+            if found := writing.latest():
+                disk.say("saved", found.step)
+        saved(disk, root, first)
+    return disk
+
+
+def saved(disk, root, step):
+    with checkpoints(root / "runs" / "a") as writing:
+        disk.say("begun", step)
+        writing.save(step, tree(step))
+        disk.say("saved", step)
+
+
+@pytest.mark.parametrize("first", [1, 2], ids=["first_save", "second_save"])
+def test_power_is_lost_after_a_process_was_killed_and_another_went_on(first, fast):
+    moments, count = kills(fast, first)
+    assert moments > 20
+    record(f"power loss after a kill, save {first}", runs=count, failures=0, note=f"{moments} moments of the kill")
+
+
+def kills(directory, first, **how):
+    count = 0
+    for at in itertools.count():
+        root, scratch = directory / f"disk{at}", directory / f"scratch{at}"
+        root.mkdir()
+        scratch.mkdir()
+        disk = killed(root, at, first, **how)
+        if disk is None:
+            return at, count
+        count += told(disk.log, scratch, first)
+    return None
+
+
+def told(log, scratch, step):
+    """Check the disks that there may be right after the other process was told of a step."""
+    moments = [at for at, line in enumerate(log, 1) if line == ("said", "saved", step)]
+    count = 0
+    for at in moments:
+        for state in Disk(log[:at]).states(MOST, seed=at):
+            laid_out(state, scratch / str(count))
+            check_run(scratch / str(count), *known(log[:at]))
+            count += 1
+    return count
