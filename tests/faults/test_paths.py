@@ -1,0 +1,377 @@
+"""Paths that lead elsewhere: nothing of them is opened, and rotation removes nothing outside."""
+
+import json
+import os
+import shutil
+import stat
+import threading
+
+import pytest
+
+import ftrain as ft
+from ftrain.checkpoint import files, load, save, verify
+from ftrain.checkpoint.manifest import signed
+from ftrain.checkpoint.reading import read_manifest
+from ftrain.errors import CheckpointError, OptionError
+from tests.faults.figures import record
+from tests.faults.specimens import same, state
+
+MODEL, STATE, TEXT, MANIFEST = "params/model.safetensors", "state.safetensors", "params/config.json", "MANIFEST.json"
+SECONDS = 20
+READERS = {"load": load, "verify": verify, "read_manifest": read_manifest}
+
+
+class Watched:
+    """The module `os` as `ftrain.checkpoint.files` sees it, which notes what is opened."""
+
+    def __init__(self):
+        self.opened, self.got = [], []
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def open(self, path, flags, *given):
+        self.opened.append(os.path.realpath(path))
+        descriptor = os.open(path, flags, *given)
+        self.got.append(os.path.realpath(path))
+        return descriptor
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _figures(request):
+    """A row for all of them, since each is tried but once."""
+    before, runs = request.session.testsfailed, sum(item.module is request.module for item in request.session.items)
+    yield
+    record("hostile paths", runs=runs, failures=request.session.testsfailed - before)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    made = Watched()
+    monkeypatch.setattr(files, "os", made)
+    return made
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save(tmp_path / "checkpoint", {"state": state()}, texts={TEXT: "{}"})
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def secret(tmp_path):
+    path = tmp_path / "elsewhere" / "secret.safetensors"
+    path.parent.mkdir()
+    path.write_bytes(b"secret")
+    return path
+
+
+def at_once(function, *given):
+    """Call something that must not wait, for a FIFO say; return its error."""
+    caught = []
+
+    def call():
+        try:
+            function(*given)
+        except Exception as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert not thread.is_alive(), "waits"
+    return caught[0] if caught else None
+
+
+def refuses(function, *given):
+    error = at_once(function, *given)
+    assert type(error) is CheckpointError, error
+    return str(error)
+
+
+def sign(checkpoint, change):
+    """Change a manifest, with a digest that is right."""
+    body = json.loads((checkpoint / MANIFEST).read_text())
+    body.pop("digest")
+    change(body)
+    (checkpoint / MANIFEST).write_bytes(signed(json.dumps(body, indent=1).removesuffix("\n}").encode()))
+
+
+# Names in a manifest
+
+BAD = {
+    "above": "../elsewhere/secret.safetensors",
+    "absolute": "{}",
+    "through above": "params/../../elsewhere/secret.safetensors",
+    "dot": "./secret.safetensors",
+    "slash": "params//secret.safetensors",
+    "hidden": ".secret.safetensors",
+    "backslash": "..\\elsewhere\\secret.safetensors",
+    "null": "secret\0.safetensors",
+    "newline": "secret.safetensors\n",
+    "drive": "C:secret.safetensors",
+    "home": "~/secret.safetensors",
+    "empty": "",
+    "itself": "MANIFEST.json",
+    "unicode": "\u2025/secret.safetensors",
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("name", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("kind", ["tensors", "files"])
+def test_names_that_lead_elsewhere_are_refused(checkpoint, secret, watched, kind, name, read):
+    name = name.format(secret)
+
+    def change(body):
+        if kind == "files":
+            body["files"] = {name: body["files"][TEXT]}
+        else:
+            for item in body["tensors"]:
+                item["file"] = name
+
+    sign(checkpoint, change)
+    assert MANIFEST in refuses(read, checkpoint)
+    assert watched.opened == [str(checkpoint / MANIFEST)]
+
+
+@pytest.mark.parametrize("name", [name for name in BAD.values() if name != "{}"])
+def test_texts_that_lead_elsewhere_are_not_saved(tmp_path, secret, name):
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OptionError, match="texts"):
+        save(tmp_path / "a", {"state": state()}, texts={name: "x"})
+    assert sorted(tmp_path.rglob("*")) == before
+    assert secret.read_bytes() == b"secret"
+
+
+# What a file of a checkpoint may be instead of one
+
+
+def linked(path, secret):
+    path.symlink_to(secret)
+
+
+def linked_to_its_own_bytes(path, secret):
+    path.symlink_to(secret.parent / "kept")
+
+
+def linked_to_nothing(path, secret):
+    path.symlink_to(secret.parent / "nothing")
+
+
+def linked_to_itself(path, secret):
+    path.symlink_to(path)
+
+
+def linked_to_a_directory(path, secret):
+    path.symlink_to(secret.parent)
+
+
+def linked_to_a_device(path, secret):
+    path.symlink_to("/dev/zero")
+
+
+def fifo(path, secret):
+    os.mkfifo(path)
+
+
+def directory(path, secret):
+    path.mkdir()
+
+
+def socket(path, secret):
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+SORTS = (
+    linked,
+    linked_to_its_own_bytes,
+    linked_to_nothing,
+    linked_to_itself,
+    linked_to_a_directory,
+    linked_to_a_device,
+    fifo,
+    directory,
+    socket,
+)
+sorts = pytest.mark.parametrize("sort", SORTS, ids=[sort.__name__ for sort in SORTS])
+
+
+@pytest.mark.parametrize("read", [load, verify], ids=["load", "verify"])
+@sorts
+@pytest.mark.parametrize("name", [MODEL, STATE, TEXT, MANIFEST])
+def test_what_is_no_file_is_refused_before_it_is_opened(checkpoint, secret, watched, name, sort, read):
+    shutil.copy(checkpoint / name, secret.parent / "kept")
+    os.unlink(checkpoint / name)
+    sort(checkpoint / name, secret)
+    assert name in refuses(read, checkpoint)
+    inside = {str(checkpoint / other) for other in (MODEL, STATE, TEXT, MANIFEST) if other != name}
+    assert set(watched.opened) <= inside
+
+
+def test_a_device_is_refused_before_it_is_opened(checkpoint, watched, monkeypatch):
+    """As it looks to the system, for only its owner may make one."""
+    sort = os.lstat(checkpoint / STATE)
+    looks = os.stat_result((stat.S_IFBLK | 0o600, *sort[1:]))
+    real = os.lstat
+    monkeypatch.setattr(watched, "lstat", lambda path: looks if path.name == STATE else real(path), raising=False)
+    assert "regular file" in refuses(load, checkpoint)
+    assert str(checkpoint / STATE) not in watched.opened
+
+
+@pytest.mark.parametrize("sort", [linked, fifo], ids=["link", "fifo"])
+def test_what_takes_the_place_of_a_file_meanwhile_is_not_read(checkpoint, secret, watched, monkeypatch, sort):
+    """Between the look at a file and its opening somebody may put something else there."""
+
+    def look(path):
+        seen = os.lstat(path)
+        if path.name == STATE and stat.S_ISREG(seen.st_mode):
+            os.unlink(path)
+            sort(path, secret)
+        return seen
+
+    monkeypatch.setattr(watched, "lstat", look, raising=False)
+    monkeypatch.setattr(files, "is_directory", lambda path: os.path.isdir(path))
+    refuses(load, checkpoint)
+
+
+@pytest.mark.parametrize("folder", ["params", "more"])
+def test_a_directory_that_is_a_link_is_not_looked_into(checkpoint, secret, watched, folder):
+    """With the very files that are expected, or others."""
+    if folder == "params":
+        shutil.move(checkpoint / "params", secret.parent / "params")
+        (checkpoint / "params").symlink_to(secret.parent / "params")
+    else:
+        (checkpoint / "more").symlink_to(secret.parent)
+    assert folder in refuses(load, checkpoint)
+    assert watched.opened == [str(checkpoint / MANIFEST)]
+
+
+@pytest.mark.parametrize("sort", [s for s in SORTS if s is not directory], ids=lambda sort: sort.__name__)
+def test_a_checkpoint_that_is_no_directory_is_refused_before_it_is_opened(checkpoint, secret, watched, sort):
+    sort(checkpoint.parent / "other", secret)
+    assert "is no directory" in refuses(load, checkpoint.parent / "other")
+    assert watched.opened == []
+
+
+@sorts
+def test_what_the_manifest_does_not_list_is_refused_before_it_is_opened(checkpoint, secret, watched, sort):
+    (checkpoint / "more").mkdir()
+    sort(checkpoint / "more" / "name", secret)
+    if sort is directory:
+        # Names alone hold nothing.
+        load(checkpoint)
+        return
+    assert "more/name" in refuses(load, checkpoint)
+    assert watched.opened == [str(checkpoint / MANIFEST)]
+
+
+# The directory of a run
+
+
+def run_in(path, **options):
+    return ft.Checkpoints(path, every=1, async_=False, **options)
+
+
+def everything_in(path):
+    return {at: at.read_bytes() if at.is_file() else None for at in sorted(path.rglob("*"))}
+
+
+def test_a_run_in_a_directory_that_is_a_link_goes_on(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    parts = {"state": state()}
+    with run_in(tmp_path / "runs", keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, parts)
+    assert run_in(tmp_path / "runs").steps() == [2, 3]
+    assert same(run_in(tmp_path / "runs").latest().parts, parts)
+
+
+@pytest.mark.parametrize("sort", SORTS, ids=[sort.__name__ for sort in SORTS])
+def test_rotation_leaves_what_is_no_checkpoint(tmp_path, secret, sort):
+    """A step that leads elsewhere is none of the run's, and neither kept, counted nor removed."""
+    shutil.copy(secret, secret.parent / "kept")
+    before = everything_in(secret.parent)
+    with run_in(tmp_path / "run", keep=1) as checkpoints:
+        sort(checkpoints.path(1), secret)
+        for step in (2, 3, 4):
+            checkpoints.save(step, {"state": state(step)})
+        assert os.path.lexists(checkpoints.path(1)) or sort is directory
+        assert checkpoints.latest().step == 4
+    assert not checkpoints.path(3).exists()
+    assert everything_in(secret.parent) == before
+
+
+def test_rotation_does_not_follow_a_link_to_a_checkpoint_elsewhere(tmp_path):
+    with run_in(tmp_path / "other") as other:
+        other.save(1, {"state": state()})
+    before = everything_in(tmp_path / "other")
+    with run_in(tmp_path / "run", keep=1) as checkpoints:
+        checkpoints.path(1).symlink_to(other.path(1))
+        for step in (2, 3):
+            checkpoints.save(step, {"state": state(step)})
+        assert checkpoints.steps() == [3]
+        # Its own step 1 takes the place of the link, which is put aside.
+        checkpoints.save(1, {"state": state(5)})
+    assert everything_in(tmp_path / "other") == before
+
+
+def test_links_inside_a_checkpoint_are_removed_and_not_followed(tmp_path, secret):
+    shutil.copy(secret, secret.parent / "kept")
+    before = everything_in(secret.parent)
+    with run_in(tmp_path / "run", keep=1) as checkpoints:
+        checkpoints.save(1, {"state": state()})
+        for sort in SORTS:
+            sort(checkpoints.path(1) / sort.__name__, secret)
+        (checkpoints.path(1) / "params" / "up").symlink_to(tmp_path)
+        checkpoints.save(2, {"state": state()})
+        assert checkpoints.steps() == [2]
+    assert [path.name for path in (tmp_path / "run").iterdir() if "000000000001" in path.name] == []
+    assert everything_in(secret.parent) == before
+
+
+@sorts
+def test_remains_of_a_save_that_lead_elsewhere_are_left(tmp_path, secret, watched, sort):
+    shutil.copy(secret, secret.parent / "kept")
+    before = everything_in(secret.parent)
+    (tmp_path / "run").mkdir()
+    sort(tmp_path / "run" / f".step-000000000001.{'0' * 32}.tmp", secret)
+    with run_in(tmp_path / "run") as checkpoints:
+        checkpoints.save(2, {"state": state()})
+    assert checkpoints.steps() == [2]
+    assert everything_in(secret.parent) == before
+    # A link is opened as what it is, which no system allows.
+    assert not [path for path in watched.got if path.startswith((str(secret.parent), "/dev"))]
+
+
+@pytest.mark.parametrize("sort", [linked, linked_to_nothing, fifo, directory, socket], ids=lambda sort: sort.__name__)
+def test_a_lock_that_is_no_file_is_an_error(tmp_path, secret, sort):
+    (tmp_path / "run").mkdir()
+    sort(tmp_path / "run" / ".lock", secret)
+    assert ".lock" in refuses(run_in(tmp_path / "run").__enter__) or sort is fifo
+    assert secret.read_bytes() == b"secret"
+    assert not (secret.parent / "nothing").exists()
+
+
+@pytest.mark.parametrize("sort", [linked, linked_to_nothing, fifo], ids=lambda sort: sort.__name__)
+def test_a_pin_that_is_no_file_pins_and_touches_nothing_else(tmp_path, secret, sort):
+    with run_in(tmp_path / "run", keep=1) as checkpoints:
+        checkpoints.save(1, {"state": state()})
+        sort(tmp_path / "run" / "step-000000000001.pinned", secret)
+        for step in (2, 3):
+            checkpoints.save(step, {"state": state()})
+        assert checkpoints.steps() == [1, 3]
+    assert secret.read_bytes() == b"secret"
+    assert not (secret.parent / "nothing").exists()
+
+
+@pytest.mark.parametrize("name", ["step-0000000000007", "step-٠٠٠٠٠٠٠٠٠٠٠٧", "step-7", "step-000000000007.tmp"])
+def test_names_that_are_almost_those_of_a_step_count_for_nothing(tmp_path, name):
+    with run_in(tmp_path / "run", keep=2) as checkpoints:
+        for step in (6, 7):
+            checkpoints.save(step, {"state": state()})
+        shutil.copytree(checkpoints.path(7), tmp_path / "run" / name)
+        checkpoints.save(8, {"state": state()})
+        assert checkpoints.steps() == [7, 8]
+    assert (tmp_path / "run" / name).is_dir()
