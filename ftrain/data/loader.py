@@ -74,7 +74,7 @@ def loader(
         rank: of this process.
         num_ranks: how many processes share each pass; every one gets as many batches.
         lengths: of all samples, or a function of the index.
-        max_tokens: rows times longest row of a batch, at most.
+        max_tokens: rows times longest row of a batch, at most; for padding to a multiple, let `lengths` be multiples.
         pack: the length of a row.
         window: samples that are looked at together; 4096, or those of 64 batches if these are more, unless told.
         timeout: how long to wait for a worker, in seconds.
@@ -95,7 +95,8 @@ def loader(
     _require(batch_size, num_workers, rank, num_ranks, timeout, on_error, prefetch_factor)
     collate = collate or (default_collate if pack is None else packed(pack, rows=batch_size))
     if not _is_map(dataset):
-        _require_plain_stream(dataset, shuffle, num_workers, num_ranks, lengths, on_error)
+        planned = any(option is not None for option in (lengths, max_tokens, pack, window)) or batch_size is None
+        _require_plain_stream(dataset, shuffle, num_workers, num_ranks, planned, on_error)
         stream = Stream(dataset, batch_size or 1, collate, seed, drop_last)
         return Loader(Streamed(stream, num_workers, timeout, prefetch_factor, context))
     cut = _cut(len(dataset), batch_size, rank, num_ranks, lengths, max_tokens, pack, window)
@@ -187,13 +188,16 @@ def _require(
 
 
 def _require_plain_stream(
-    dataset: Any, shuffle: bool, num_workers: int, num_ranks: int, lengths: Any, on_error: str
+    dataset: Any, shuffle: bool, num_workers: int, num_ranks: int, planned: bool, on_error: str
 ) -> None:
     refused = [
         (shuffle, "shuffle=False: it comes in its own order; shuffle in the dataset"),
         (num_workers > 1, f"num_workers=1 instead of {num_workers}: several would each read all of it"),
         (num_ranks > 1, "num_ranks=1: give each rank a dataset of its own part"),
-        (lengths is not None, "no lengths=: they are not known before it is read"),
+        (
+            planned,
+            "a batch_size=, and no lengths=, max_tokens=, pack= or window=: lengths are not known before it is read",
+        ),
         (on_error == "skip", 'on_error="raise": a stream that raised has ended; catch errors in the dataset'),
     ]
     for wrong, needed in refused:

@@ -17,6 +17,9 @@ class Source(Protocol):
     start: Place
     """Where a pass begins."""
 
+    optional: tuple[str, ...]
+    """What a place may hold besides."""
+
     facts: dict[str, Any]
     """What must be the same for a position to mean the same."""
 
@@ -99,7 +102,7 @@ class Loader:
                 + "\n  ".join(wrong)
                 + "\nMake the loader as it was when the position was saved, or begin without it"
             )
-        optional = {"source": state["source"]} if "source" in state else {}
+        optional = {name: state[name] for name in self._source.optional if name in state}
         self._pass += 1
         self._epoch = state["epoch"]
         self.skipped = self._skipped_before = state["skipped"]
@@ -109,7 +112,7 @@ class Loader:
         counters = ["epoch", "skipped", *self._source.start]
         facts = self._source.facts
         wrong = [f"{name}: missing" for name in [*counters, *facts] if name not in state]
-        wrong += [f"{name}: unexpected" for name in state if name not in {*counters, *facts, "source"}]
+        wrong += [f"{name}: unexpected" for name in state if name not in {*counters, *facts, *self._source.optional}]
         wrong += [
             f"{name}: found {state[name]!r}, needs a whole number of at least 0"
             for name in counters

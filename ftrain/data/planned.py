@@ -15,6 +15,7 @@ class Planned:
 
     def __init__(self, plan: Plan, workers: Workers, facts: dict[str, Any]) -> None:
         self.start: Place = {"window": 0, "batch": 0}
+        self.optional: tuple[str, ...] = ()
         self.facts = facts
         self._plan, self._workers = plan, workers
 

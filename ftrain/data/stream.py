@@ -124,6 +124,7 @@ class Streamed:
         self._options = timeout, ahead, context
         self._begun, self._unfinished = position(stream.dataset), False
         self.start = START
+        self.optional: tuple[str, ...] = ("source",)
         self.facts = {"seed": stream.seed, "batch_size": stream.batch_size, "drop_last": stream.drop_last}
 
     @property

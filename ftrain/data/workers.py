@@ -53,7 +53,7 @@ class Workers:
         self._asked.start(requests)
         if self._loader is None:
             self._loader = self._started()
-        answers = answered(iter(self._loader), self._timeout, self._asked.awaited)
+        answers = answered(self._loader, self._timeout, self._asked.awaited)
         try:
             for fetched in answers:
                 self._asked.answered()
@@ -101,17 +101,20 @@ def in_one_worker(
         worker_init_fn=_ignore_interrupts,
         prefetch_factor=ahead,
     )
-    return answered(iter(loader), timeout, lambda: "the next batch of the stream")
+    return answered(loader, timeout, lambda: "the next batch of the stream")
 
 
-def answered(answers: Iterator[Fetched], timeout: float, awaited: Callable[[], str]) -> Iterator[Fetched]:
+def answered(loader: DataLoader[Fetched], timeout: float, awaited: Callable[[], str]) -> Iterator[Fetched]:
     """Pass on what workers send; where that is an error, they are stopped.
 
     Raises:
         DataError: when one died, or did not answer in time; says what was awaited.
     """
+    answers: Iterator[Fetched] | None = None
     while True:
         try:
+            # Beginning a pass may have to wait for workers, too: for what they do for one that was left.
+            answers = iter(loader) if answers is None else answers
             fetched = next(answers)
         except StopIteration:
             return

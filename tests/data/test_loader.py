@@ -287,6 +287,7 @@ def test_all_that_differs_is_listed():
         ({"batch": "0"}, "batch: found '0'"),
         ({"window": 99}, "window is 99, and a pass has 6"),
         ({"step": 3}, "step: unexpected"),
+        ({"source": {}}, "source: unexpected"),
     ],
 )
 def test_a_position_that_is_none(change, words):

@@ -285,6 +285,8 @@ def test_a_stream_that_cannot_be_opened():
         ({"num_workers": 2}, "num_workers=1 instead of 2"),
         ({"num_ranks": 2}, "num_ranks=1"),
         ({"lengths": [1] * SIZE}, "no lengths"),
+        ({"pack": 8}, "no .*pack="),
+        ({"max_tokens": 8}, "no .*max_tokens="),
         ({"on_error": "skip"}, "a stream that raised has ended"),
     ],
 )

@@ -135,6 +135,13 @@ def test_a_worker_that_hangs(quick_end):
     assert time.monotonic() - start < 10
 
 
+def test_a_worker_that_hangs_over_a_pass_that_was_left(quick_end):
+    loader = made(Faulty(12, hangs=[4]), num_workers=1, timeout=0.5)
+    next(iter(loader))
+    with pytest.raises(DataError, match="hung for longer"):
+        list(loader)
+
+
 def test_ctrl_c_ends_no_worker():
     loader = made(Faulty(8, interrupted=[2]), num_workers=1, timeout=20)
     assert taken(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
