@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import signal
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-from ftrain import data as sources
 from ftrain.checkpoint import Checkpoints
-from ftrain.checkpoint.manifest import environment
-from ftrain.checkpoint.run import Found
 from ftrain.checks import require_positive
-from ftrain.errors import CheckpointError, ComposeError, Interrupted, OptionError
+from ftrain.errors import ComposeError, Interrupted, OptionError
 from ftrain.history import History
 from ftrain.interrupts import EXIT, interruptible
 from ftrain.loggers import Logger
-from ftrain.loop import Position, StepRecord, device_of, iterate, position_of
+from ftrain.loop import iterate
 from ftrain.progress import show
 from ftrain.recorder import Count, Evaluate, Recorder
+from ftrain.saved import Saved
 from ftrain.step import Step
 from ftrain.types import PyTree
 
-RESUME = "auto", "must", "never"
 Stop = Callable[[History], str]
 
 
@@ -100,14 +96,12 @@ def fit(
     for name, value in (("log_every", log_every), ("evaluate_every", evaluate_every)):
         if value is not None:
             require_positive("fit", name, value)
-    if resume not in RESUME:
-        raise OptionError(f"fit: resume is {resume!r}; choices are {', '.join(RESUME)}")
     signals = [signal.SIGINT] + [signal.SIGTERM] * (checkpoints is not None)
     run = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)))
+    saved = Saved(checkpoints, data, run, resume)
     with checkpoints or nullcontext(), show(progress) as display, interruptible(signals) as interrupted:
-        saved = _Saved(checkpoints, data, run)
-        state, position = saved.restore(state, resume)
         stepping = step.donating if isinstance(step, Step) and donate else step
+        state, position = saved.restore(state, donate=stepping is not step)
         latest, stopped = state, stop(run.history) if stop and run.history else ""
         try:
             made = None
@@ -144,75 +138,6 @@ def fit(
         leaving.result = result
         raise leaving
     return result
-
-
-class _Saved:
-    """What of a run is on the disk, if anything is to be."""
-
-    def __init__(self, checkpoints: Checkpoints | None, data: Iterable[PyTree], run: Recorder) -> None:
-        self._checkpoints, self._data, self._run = checkpoints, data, run
-        self._last = -1
-        self._began = Position(run.step, data=sources.position(data))._asdict()
-
-    def restore(self, state: Any, resume: str) -> tuple[Any, Position | None]:
-        """Return the state to start from, and where in the data."""
-        if self._checkpoints is None:
-            if resume == "must":
-                raise OptionError("fit: resume='must' needs checkpoints=")
-            return state, None
-        if resume == "never":
-            if steps := self._checkpoints.steps():
-                raise CheckpointError(
-                    f"fit: {self._checkpoints.directory} holds a run at step {steps[-1]}, and resume='never'; use "
-                    "another directory"
-                )
-            return state, None
-        found = self._checkpoints.latest({"state": state})
-        if found is None:
-            if resume == "must":
-                raise CheckpointError(
-                    f"fit: there is no checkpoint in {self._checkpoints.directory}, and resume='must'"
-                )
-            return state, None
-        require_alike(found, device_of(state))
-        self._last = found.step
-        run = found.parts["run"]
-        self._run.restore(run["record"], found.step)
-        self._began = run["began"]
-        return found.parts["state"], Position(**run["position"])
-
-    def due(self, step: int) -> bool:
-        """Whether a step is one after which to save."""
-        return self._checkpoints is not None and step % self._checkpoints.every == 0
-
-    def save(self, made: StepRecord, *, every: bool = False) -> None:
-        """Save after a step, if it is due or the last, and tell of errors of the save before."""
-        if self._checkpoints is None:
-            return
-        self._checkpoints.check()
-        if made.step == self._last or (every and not self.due(made.step)):
-            return
-        run = {"record": self._run.packed(), "position": position_of(made, self._data)._asdict(), "began": self._began}
-        self._checkpoints.save(
-            made.step, {"state": made.state, "run": run}, metrics=self._run.at(made.step), wait=not every
-        )
-        self._last = made.step
-
-
-def require_alike(found: Found, device: Any) -> None:
-    """Warn when bits may come out differently here than where a checkpoint was written."""
-    here = environment(device)
-    other = [
-        f"{name}: {found.environment.get(name)}, now {value}"
-        for name, value in here.items()
-        if found.environment.get(name) != value
-    ]
-    if other:
-        warnings.warn(
-            f"fit: goes on from {found.path}, which was written elsewhere; the run may differ in the last bits from "
-            "one that was not interrupted:\n  " + "\n  ".join(other),
-            stacklevel=4,
-        )
 
 
 def patience(name: str, count: int = 3, *, mode: str = "min", min_delta: float = 0.0) -> Stop:

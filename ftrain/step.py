@@ -34,6 +34,8 @@ from ftrain.types import (
     TrainState,
     UpdateFn,
     consume,
+    is_own,
+    own,
     replace,
 )
 from ftrain.update import guarded, optimize
@@ -244,7 +246,7 @@ class Step:
         )
         if donate and module is not None:
             hollow(module)
-        return _own(state)
+        return own(state)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Return the next state and the metrics of this step.
@@ -259,7 +261,7 @@ class Step:
         given = state
         if getattr(state, "_origin", None) is not self._origin:
             self.require(state)
-        if self.donate and getattr(state, "_owner", None) != id(state):
+        if self.donate and not is_own(state):
             # Others may hold the tensors of a state that was not made by `init` or a donating step.
             state = tree.clone(state)
         count, key, hyper, words = state.step, state.rng, *self._known_to_the_host(state)
@@ -268,7 +270,7 @@ class Step:
         new = replace(new, step=count + 1, rng=key)
         vars(new)["_origin"] = self._origin
         if self.donate:
-            _own(new)
+            own(new)
             consume(given)
         return new, report(metrics, self.base.text, **hyper)
 
@@ -377,13 +379,6 @@ def _apart(buffers: PyTree, params: PyTree) -> PyTree:
         return buffers
     held = {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(params)}
     return tree.map(lambda leaf: leaf.clone() if leaf.untyped_storage().data_ptr() in held else leaf, buffers)
-
-
-def _own(state: TrainState) -> TrainState:
-    """Note that nobody else has the tensors of a state, so that they can be donated as they are."""
-    # By identity, since a copy of the state takes the mark along.
-    vars(state)["_owner"] = id(state)
-    return state
 
 
 def _value(metric: Any) -> Any:

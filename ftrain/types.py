@@ -171,6 +171,18 @@ def consume(state: TrainState) -> None:
     vars(state).clear()
 
 
+def own(state: TrainState) -> TrainState:
+    """Note that nobody else has the tensors of a state, so that they can be donated as they are."""
+    # By identity, since a copy of the state takes the mark along.
+    vars(state)["_owner"] = id(state)
+    return state
+
+
+def is_own(state: TrainState) -> bool:
+    """Whether nobody else has the tensors of a state."""
+    return vars(state).get("_owner") == id(state)
+
+
 LossOutput: TypeAlias = tuple[Mean, Metrics, PyTree]
 """``(loss, metrics, buffers)``."""
 

@@ -186,6 +186,8 @@ INNER = {
         "TrainState",
         "UpdateFn",
         "consume",
+        "is_own",
+        "own",
         "replace",
         "tree_class",
     ],
@@ -304,7 +306,7 @@ SIGNATURES = {
 
 # What grows: these come first, in this order and with these defaults, and more may follow.
 BEGINNINGS = {
-    "Checkpoints": "(directory, *, every, keep=3, best=None, mode='min', async_=True, texts=None)",
+    "Checkpoints.__init__": "(self, directory, *, every, keep=3, best=None, mode='min', async_=True, texts=None)",
     "patience": "(name, count=3, *, mode='min', min_delta=0.0)",
     "replay": "(step, state, data, checkpoints, *, at)",
     "data.loader": (

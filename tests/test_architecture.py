@@ -51,6 +51,7 @@ STAIRCASE = [
     "interrupts",
     "loop",
     "recorder",
+    "saved",
     "fit",
     "replay",
     "__init__",
@@ -76,7 +77,18 @@ INSIDE = {
         "passes",
         "planned",
     },
-    "checkpoint": {"files", "layout", "skeleton", "manifest", "staging", "saving", "matching", "reading", "run", "report"},
+    "checkpoint": {
+        "files",
+        "layout",
+        "skeleton",
+        "manifest",
+        "staging",
+        "saving",
+        "matching",
+        "reading",
+        "run",
+        "report",
+    },
 }
 
 LONGEST_FILE = 400

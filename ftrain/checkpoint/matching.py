@@ -78,12 +78,15 @@ def _said(item: Any) -> str:
     return trees.describe(item) if isinstance(item, Tensor) else class_name(type(item)).removeprefix("builtins.")
 
 
-def filled(like: PyTree, values: Mapping[tuple[Any, ...], Any]) -> PyTree:
-    """Return `like` with other leaves, which go where its own are."""
+def filled(like: PyTree, values: Mapping[tuple[Any, ...], Any], *, on_host: bool = False) -> PyTree:
+    """Return `like` with other leaves, which go where its own are, or stay on the host."""
     accessors, leaves, spec = optree.tree_flatten_with_accessor(like, namespace=NAMESPACE)
     paths = [tuple(entry.entry for entry in accessor) for accessor in accessors]
-    return trees.unflatten(spec, [_put(values.get(at, leaf), leaf) for at, leaf in zip(paths, leaves, strict=True)])
+    return trees.unflatten(
+        spec, [_put(values.get(at, leaf), leaf, on_host) for at, leaf in zip(paths, leaves, strict=True)]
+    )
 
 
-def _put(value: Any, leaf: Any) -> Any:
-    return value.to(leaf.device) if isinstance(value, Tensor) and isinstance(leaf, Tensor) else value
+def _put(value: Any, leaf: Any, on_host: bool) -> Any:
+    moves = isinstance(value, Tensor) and isinstance(leaf, Tensor) and not on_host
+    return value.to(leaf.device) if moves else value

@@ -62,7 +62,7 @@ def load(
         return _as_saved(path, manifest, manifest.tree)
 
 
-def load_parts(path: Path, like: Mapping[str, PyTree]) -> tuple[Manifest, dict[str, PyTree]]:
+def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False) -> tuple[Manifest, dict[str, PyTree]]:
     """`load` of a dict whose values are like those given, and as they were saved where none is given.
 
     Raises:
@@ -72,7 +72,7 @@ def load_parts(path: Path, like: Mapping[str, PyTree]) -> tuple[Manifest, dict[s
     with _named(path):
         manifest = _manifest(path)
         parts = {
-            key: _like(path, manifest, node, like[key], partial=False, rename={})
+            key: _like(path, manifest, node, like[key], partial=False, rename={}, on_host=on_host)
             if key in like
             else _as_saved(path, manifest, node)
             for key, node in children(manifest.tree).items()
@@ -101,13 +101,20 @@ def _as_saved(path: Path, manifest: Manifest, skeleton: Json) -> PyTree:
 
 
 def _like(
-    path: Path, manifest: Manifest, skeleton: Json, like: PyTree, *, partial: bool, rename: Mapping[str, str]
+    path: Path,
+    manifest: Manifest,
+    skeleton: Json,
+    like: PyTree,
+    *,
+    partial: bool,
+    rename: Mapping[str, str],
+    on_host: bool = False,
 ) -> PyTree:
     found = renamed(contents(skeleton, manifest.tensors), rename)
     chosen = choose(found, describe(like).contents, str(path), partial=partial)
     needed = {id(item): item for item in chosen.values() if isinstance(item, Stored)}
     tensors = dict(zip(needed, read_tensors(path, manifest, [*needed.values()]), strict=True))
-    return filled(like, {at: tensors.get(id(item), item) for at, item in chosen.items()})
+    return filled(like, {at: tensors.get(id(item), item) for at, item in chosen.items()}, on_host=on_host)
 
 
 def verify(path: str | Path) -> Manifest:

@@ -218,7 +218,12 @@ class Checkpoints:
             pending.result()
 
     def latest(
-        self, like: Mapping[str, PyTree] | None = None, *, before: int | None = None, best: bool = False
+        self,
+        like: Mapping[str, PyTree] | None = None,
+        *,
+        before: int | None = None,
+        best: bool = False,
+        on_host: bool = False,
     ) -> Found | None:
         """Load the newest checkpoint that is whole; None when there is none at all.
 
@@ -226,6 +231,7 @@ class Checkpoints:
             like: trees by name that the saved ones must be like.
             before: take one of no later step.
             best: take the best one instead.
+            on_host: leave tensors on the host, instead of putting them where those of `like` are.
 
         Raises:
             CheckpointError: when there are some, and none is whole, or it is not known which is the best.
@@ -236,7 +242,7 @@ class Checkpoints:
         steps = [self._best()] if best else [step for step in self.steps() if before is None or step <= before]
         for step in reversed(steps):
             try:
-                manifest, parts = load_parts(self.path(step), like or {})
+                manifest, parts = load_parts(self.path(step), like or {}, on_host=on_host)
                 if manifest.step != step:
                     raise CheckpointError(f"{self.path(step)}: is of step {manifest.step}, and was renamed")
             except CheckpointError as error:

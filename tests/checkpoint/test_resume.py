@@ -162,6 +162,24 @@ def test_the_loader_of_ours_goes_on_mid_epoch(num_workers, tmp_path):
     assert_same(found, needed)
 
 
+def test_a_resumed_state_takes_the_memory_of_the_one_given(tmp_path):
+    needed = fit(make(), batches(), steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    step = make()
+    given = step.init(seed=9)
+    places = [leaf.data_ptr() for leaf in ft.tree.leaves((given.params, given.buffers, given.opt_state))]
+    found = fit(step, batches(), given, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    state = found.state
+    assert [leaf.data_ptr() for leaf in ft.tree.leaves((state.params, state.buffers, state.opt_state))] == places
+    assert_same(found, needed)
+    with pytest.raises(ft.errors.ConsumedError):
+        _ = given.params
+    # Of a state that others may hold, nothing is overwritten.
+    shared = ft.tree.clone(step.init(seed=9))
+    kept = ft.tree.clone(shared)
+    assert_same(fit(step, batches(), shared, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=EVERY)), needed)
+    assert all(map(torch.equal, ft.tree.leaves(shared), ft.tree.leaves(kept)))
+
+
 def test_loggers_have_no_row_twice(tmp_path):
     path = tmp_path / "log" / "steps.jsonl"
     for at in (5, 8):

@@ -1,0 +1,114 @@
+"""What of a run is on the disk: going on from it, and adding to it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import data as sources
+from ftrain import tree
+from ftrain.checkpoint import Checkpoints
+from ftrain.checkpoint.manifest import environment
+from ftrain.checkpoint.run import Found
+from ftrain.errors import CheckpointError, OptionError
+from ftrain.loop import Position, StepRecord, device_of, position_of
+from ftrain.recorder import Recorder
+from ftrain.types import PyTree, TrainState, consume, is_own, own
+
+RESUME = "auto", "must", "never"
+
+
+class Saved:
+    """What of a run is on the disk, if anything is to be.
+
+    Raises:
+        OptionError: for another `resume`, or one that needs checkpoints when there are none.
+    """
+
+    def __init__(self, checkpoints: Checkpoints | None, data: Iterable[PyTree], run: Recorder, resume: str) -> None:
+        if resume not in RESUME:
+            raise OptionError(f"fit: resume is {resume!r}; choices are {', '.join(RESUME)}")
+        if checkpoints is None and resume == "must":
+            raise OptionError("fit: resume='must' needs checkpoints=")
+        self._checkpoints, self._data, self._run, self._resume = checkpoints, data, run, resume
+        self._last = -1
+        self._began = Position(run.step, data=sources.position(data))._asdict()
+
+    def restore(self, state: Any, *, donate: bool) -> tuple[Any, Position | None]:
+        """Return the state to start from, and where in the data; with `donate` in the memory of the one given.
+
+        Raises:
+            CheckpointError: when it is not as `resume` demands, or nothing that is there can be read.
+            StructureError: when what is there is of another structure.
+        """
+        if self._checkpoints is None:
+            return state, None
+        where = self._checkpoints.directory
+        if self._resume == "never" and (steps := self._checkpoints.steps()):
+            raise CheckpointError(
+                f"fit: {where} holds a run at step {steps[-1]}, and resume='never'; use another directory"
+            )
+        refill = donate and isinstance(state, TrainState) and is_own(state)
+        found = self._checkpoints.latest({"state": state}, on_host=refill)
+        if found is None:
+            if self._resume == "must":
+                raise CheckpointError(f"fit: there is no checkpoint in {where}, and resume='must'")
+            return state, None
+        require_alike(found, device_of(state))
+        run = found.parts["run"]
+        self._last, self._began = found.step, run["began"]
+        self._run.restore(run["record"], found.step)
+        loaded = found.parts["state"]
+        return _refilled(state, loaded) if refill else loaded, Position(**run["position"])
+
+    def due(self, step: int) -> bool:
+        """Whether a step is one after which to save."""
+        return self._checkpoints is not None and step % self._checkpoints.every == 0
+
+    def save(self, made: StepRecord, *, every: bool = False) -> None:
+        """Save after a step, if it is due or the last, and tell of errors of the save before."""
+        if self._checkpoints is None:
+            return
+        self._checkpoints.check()
+        if made.step == self._last or (every and not self.due(made.step)):
+            return
+        run = {"record": self._run.packed(), "position": position_of(made, self._data)._asdict(), "began": self._began}
+        self._checkpoints.save(
+            made.step, {"state": made.state, "run": run}, metrics=self._run.at(made.step), wait=not every
+        )
+        self._last = made.step
+
+
+def _refilled(state: TrainState, loaded: TrainState) -> TrainState:
+    """`loaded` in the memory of a state that nobody else has, which is consumed: there may be no room for a second."""
+    places, spec = tree.flatten(state)
+    new = own(tree.unflatten(spec, [_filled(*pair) for pair in zip(places, tree.leaves(loaded), strict=True)]))
+    consume(state)
+    return new
+
+
+def _filled(place: Any, value: Any) -> Any:
+    if not isinstance(place, Tensor):
+        return value
+    # Kernels may choose by strides, so that other strides could be other bits.
+    return place.copy_(value) if place.stride() == value.stride() else value.to(place.device)
+
+
+def require_alike(found: Found, device: torch.device) -> None:
+    """Warn when bits may come out differently here than where a checkpoint was written."""
+    here = environment(device)
+    other = [
+        f"{name}: {found.environment.get(name)}, now {value}"
+        for name, value in here.items()
+        if found.environment.get(name) != value
+    ]
+    if other:
+        warnings.warn(
+            f"fit: goes on from {found.path}, which was written elsewhere; the run may differ in the last bits from "
+            "one that was not interrupted:\n  " + "\n  ".join(other),
+            stacklevel=4,
+        )
