@@ -19,8 +19,8 @@ from ftrain.checkpoint import files
 READING = {"listdir", "lstat", "fstat", "preadv", "pread", "statvfs"}
 WRITING = {"open", "close", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "ftruncate"}
 CALLS = READING | WRITING
-ANSWERING = {"path", "fspath", "O_WRONLY", "O_RDONLY", "O_RDWR", "O_CREAT", "O_EXCL"}
-"""What `files` takes from `os` besides: numbers, and questions whose errors are an answer."""
+ANSWERING = {"isdir", "lexists", "realpath"}
+"""What `files` asks of `os.path`, where an error is an answer."""
 
 
 class Calls:
