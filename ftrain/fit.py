@@ -102,7 +102,9 @@ def fit(
     with checkpoints or nullcontext(), show(progress) as display, interruptible(signals) as interrupted:
         stepping = step.donating if isinstance(step, Step) and donate else step
         state, position = saved.restore(state, donate=stepping is not step)
-        latest, stopped = state, stop(run.history) if stop and run.history else ""
+        # Only where a run that was not interrupted has asked, too.
+        asked = run.last_evaluation == run.step if evaluate else run.step % log_every == 0 or saved.due(run.step)
+        latest, stopped = state, stop(run.history) if stop and run.history and asked else ""
         try:
             made = None
             for made in (

@@ -1,0 +1,235 @@
+"""Signals at any moment of a run with checkpoints: saved after a step, with the documented exit code, and no harm."""
+
+import functools
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+import ftrain as ft
+from tests.faults.figures import record, times
+from tests.faults.forks import Child, quiet_forks
+from tests.faults.problem import make
+from tests.faults.specimens import same
+
+pytestmark = quiet_forks
+
+STEPS, EVERY, EVALUATE, LOG = 40, 6, 9, 4
+ENDED, OUTSIDE, INTERRUPTED = 0, 90, 91
+AT_ONCE = 1.0
+"""Seconds in which a second signal has ended the process."""
+SIGNALS = {"SIGTERM": (signal.SIGTERM, 143), "SIGINT": (signal.SIGINT, 130)}
+signals = pytest.mark.parametrize("name", SIGNALS)
+
+
+def noisy(params, batch, rng):
+    kept = ft.random.dropout(rng, batch["x"], 0.2)
+    return ((kept @ params["w"] - batch["y"]) ** 2).mean()
+
+
+def problem():
+    draw = torch.Generator().manual_seed(0)
+    data = ft.data.arrays({"x": torch.randn(64, 3, generator=draw), "y": torch.randn(64, generator=draw)})
+    step = make(noisy, ft.ema(0.9))
+    return step, step.init({"w": torch.ones(3)}, seed=1), ft.data.loader(data, 5, seed=2)
+
+
+def measured(state):
+    return {"norm": ft.tree.global_norm(state.params)}
+
+
+def train(directory=None, **options):
+    step, state, data = problem()
+    checkpoints = None if directory is None else ft.Checkpoints(directory, every=EVERY, keep=2)
+    options = {"evaluate": measured, "evaluate_every": EVALUATE, "log_every": LOG, "progress": False, **options}
+    return ft.fit(step, state, data, steps=STEPS, checkpoints=checkpoints, **options)
+
+
+def records(history):
+    """What of a history is no time."""
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in history]
+
+
+@functools.cache
+def whole():
+    """A run that nobody interrupts: how it ends, its history, and the state after each step."""
+    step, state, data = problem()
+    states = {made.step: ft.tree.clone(made.state) for made in ft.iterate(step, state, data, steps=STEPS)}
+    result = train()
+    assert same(result.state, states[STEPS])
+    return result.state, records(result.history), states
+
+
+def interrupted(tell, directory, default):
+    """Train and tell of every step; signals outside of `fit` have an exit code of their own, or end the process."""
+    if not default:
+        for number, _ in SIGNALS.values():
+            signal.signal(number, lambda *_: os._exit(OUTSIDE))
+    count = 0
+
+    def told(batch):
+        nonlocal count
+        count += 1
+        tell(count)
+        return 1
+
+    try:
+        train(directory, throughput={"steps": told})
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return ENDED
+
+
+def steps_told(child):
+    """The last of what a child counts."""
+    last = 0
+    while (said := child.hear()) is not None:
+        last = said
+    return last
+
+
+def signalled(directory, number, moments, default=False):
+    """Send a signal at each of some moments after a first step; return the exit code and the steps made."""
+    child = Child(interrupted, directory, default)
+    first = child.hear()
+    for moment in moments:
+        time.sleep(moment)
+        child.signal(number)
+    steps = max(first or 0, steps_told(child))
+    return child.end(), steps
+
+
+def length(directory):
+    """Seconds that a run takes from its first step on."""
+    child = Child(interrupted, directory, False)
+    child.hear()
+    began = time.monotonic()
+    assert child.end() == ENDED
+    return time.monotonic() - began
+
+
+def goes_on(directory):
+    """The run goes on to the same end as one that nobody has interrupted."""
+    result = train(directory)
+    state, history, _ = whole()
+    return same(result.state, state) and records(result.history) == history
+
+
+@signals
+def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
+    number, code = SIGNALS[name]
+    tries, draw = times(150, 6), random.Random(name)
+    states, takes = whole()[2], length(tmp_path / "first")
+    failures, saved, tried = [], 0, 0
+    while tried < tries:
+        directory, before = tmp_path / str(tried), 0
+        # Some runs are interrupted more than once.
+        for _ in range(draw.randint(1, 2)):
+            found, steps = signalled(directory, number, [draw.uniform(0, 1.1 * takes)])
+            tried += 1
+            latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
+            at = None if latest is None else latest.step
+            saved += found == code
+            right = at is not None and same(latest.parts["state"], states[at])
+            # After the fit, which has then done all that it had to.
+            right &= at == before + steps if found == code else found in (ENDED, OUTSIDE) and at == STEPS
+            if not right:
+                failures.append((tried, found, before, steps, at))
+            before = at or 0
+            if before == STEPS:
+                break
+        if not goes_on(directory):
+            failures.append((tried, "goes on otherwise"))
+    record(f"signals: {name}", runs=tried, failures=len(failures), note=f"{saved} within fit, exit code {code}")
+    assert not failures
+    # Else nothing was tried.
+    assert saved
+
+
+@signals
+def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
+    number, code = SIGNALS[name]
+    stopped = -number if number == signal.SIGTERM else INTERRUPTED
+    tries, draw = times(150, 6), random.Random(name)
+    states, takes = whole()[2], length(tmp_path / "first")
+    failures, at_once = [], 0
+    for tried in range(tries):
+        directory = tmp_path / str(tried)
+        moments = [draw.uniform(0, takes), draw.choice([0.0, draw.uniform(0, 0.01)])]
+        found, _ = signalled(directory, number, moments, default=True)
+        at_once += found == stopped
+        # The first may have come after the fit, or the second after what the first has asked for.
+        if found not in (stopped, code, ENDED, -number):
+            failures.append((tried, found, moments))
+        latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
+        if latest is not None and not same(latest.parts["state"], states[latest.step]):
+            failures.append((tried, found, latest.step))
+        if not goes_on(directory):
+            failures.append((tried, found, "goes on otherwise"))
+    record(f"signals: {name} twice", runs=tries, failures=len(failures), note=f"{at_once} stopped at once")
+    assert not failures
+    assert at_once
+
+
+def stuck(tell, directory):
+    count = 0
+
+    def waiting(batch):
+        nonlocal count
+        count += 1
+        if count == EVERY + 2:
+            tell("waits")
+            time.sleep(600)
+        return 1
+
+    try:
+        train(directory, throughput={"steps": waiting})
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return ENDED
+
+
+@signals
+def test_a_second_signal_stops_at_once(name, tmp_path):
+    """Where the step after which the first would have been heard never comes."""
+    number, _ = SIGNALS[name]
+    child = Child(stuck, tmp_path)
+    assert child.hear() == "waits"
+    child.signal(number)
+    time.sleep(0.2)
+    assert os.waitpid(child.pid, os.WNOHANG) == (0, 0), "the first one must not stop it"
+    began = time.monotonic()
+    child.signal(number)
+    found = child.end()
+    assert time.monotonic() - began < AT_ONCE
+    assert found == (-number if number == signal.SIGTERM else INTERRUPTED)
+    assert ft.Checkpoints(tmp_path, every=EVERY).steps() == [EVERY]
+    assert goes_on(tmp_path)
+
+
+def test_a_signal_does_not_change_when_a_run_stops_by_itself(tmp_path):
+    """`stop` is asked at the same steps by a run that goes on, though it has more history when it begins."""
+
+    def stop(history):
+        return "enough" if len(history) >= 2 * LOG + 1 else ""
+
+    def raising(batch):
+        seen.append(batch)
+        if len(seen) == 2 * LOG + 1:
+            signal.raise_signal(signal.SIGTERM)
+        return 1
+
+    seen, options = [], {"stop": stop, "evaluate": None, "evaluate_every": None}
+    needed = train(**options)
+    assert len(needed.history) == 3 * LOG
+    with pytest.raises(SystemExit) as caught:
+        train(tmp_path, throughput={"steps": raising}, **options)
+    assert caught.value.code == 143
+    assert ft.Checkpoints(tmp_path, every=EVERY).steps()[-1] == 2 * LOG + 1
+    found = train(tmp_path, **options)
+    assert found.history.stopped == "enough"
+    assert records(found.history) == records(needed.history)
+    assert same(found.state, needed.state)
