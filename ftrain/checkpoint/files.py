@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,10 @@ NOT_THROUGH_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 # A FIFO would otherwise wait for somebody to write to it.
 AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 
-_held: dict[str, int] = {}
+LOOKS, BETWEEN = 20, 0.01
+"""How often to look who holds a lock, and after how many seconds again."""
+
+_held: dict[tuple[int, str], int] = {}
 
 
 def make_directory(path: Path) -> None:
@@ -204,9 +208,9 @@ def lock(path: Path, holder: Mapping[str, object]) -> int:
     Raises:
         BlockingIOError: when it is held; the message is what the holder has written.
     """
-    # Locks of one process do not exclude each other.
-    real = os.path.realpath(path)
-    if real in _held:
+    # Locks of one process do not exclude each other; a fork knows those of its parent, and has none of them.
+    here = os.getpid(), os.path.realpath(path)
+    if here in _held:
         raise BlockingIOError(json.dumps(holder))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NOT_THROUGH_LINKS, 0o644)
     try:
@@ -215,22 +219,32 @@ def lock(path: Path, holder: Mapping[str, object]) -> int:
         os.ftruncate(descriptor, 0)
         write(descriptor, json.dumps(holder).encode())
     except (BlockingIOError, PermissionError):
-        said = os.pread(descriptor, 4096, 0).decode(errors="replace")
+        said = _holder(descriptor)
         os.close(descriptor)
-        raise BlockingIOError(said or "another process") from None
+        raise BlockingIOError(said) from None
     except BaseException:
         os.close(descriptor)
         raise
-    _held[real] = descriptor
+    _held[here] = descriptor
     return descriptor
+
+
+def _holder(descriptor: int) -> str:
+    """What the one who holds a lock says; just before it does, there is nothing, or what a killed one has said."""
+    said = b""
+    for _ in range(LOOKS):
+        before, said = said, os.pread(descriptor, 4096, 0)
+        if said and said == before:
+            break
+        threading.Event().wait(BETWEEN)
+    return said.decode(errors="replace") or "another process"
 
 
 def unlock(descriptor: int) -> None:
     """Give a lock back."""
-    for path in [path for path, held in _held.items() if held == descriptor]:
-        del _held[path]
-    with suppress(OSError):
-        os.ftruncate(descriptor, 0)
-    # Whatever is said of it, the descriptor is closed, and the lock is gone.
-    with suppress(OSError):
-        os.close(descriptor)
+    mine = [here for here, held in _held.items() if held == descriptor and here[0] == os.getpid()]
+    for here in mine:
+        del _held[here]
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+    os.close(descriptor)

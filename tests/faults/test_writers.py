@@ -1,0 +1,148 @@
+"""Two that would write to one directory: one does, and the other is told at once who that is."""
+
+import os
+import shutil
+import signal
+import socket
+import time
+
+import pytest
+
+import ftrain as ft
+from ftrain.errors import CheckpointError
+from tests.faults.figures import record, times
+from tests.faults.forks import Child, forked, quiet_forks
+from tests.faults.specimens import same, state
+
+pytestmark = quiet_forks
+
+SECONDS = 1.0
+"""Within which a writer knows whether it is the one."""
+
+
+def write(tell, directory, start, stop):
+    """Try to become the writer as soon as the pipe `start` is closed, and stay it until `stop` is."""
+    os.close(start[1])
+    os.close(stop[1])
+    os.read(start[0], 1)
+    began = time.monotonic()
+    try:
+        with ft.Checkpoints(directory, every=1) as checkpoints:
+            tell(["writes", "", time.monotonic() - began])
+            checkpoints.save(1, {"state": state()})
+            os.read(stop[0], 1)
+    except CheckpointError as error:
+        tell(["refused", str(error), time.monotonic() - began])
+
+
+def race(directory, count):
+    """Let so many start at once; return what each says, by process."""
+    start, stop = os.pipe(), os.pipe()
+    children = [Child(write, directory, start, stop) for _ in range(count)]
+    os.close(start[0])
+    os.close(start[1])
+    said = {child.pid: child.hear() for child in children}
+    os.close(stop[0])
+    os.close(stop[1])
+    codes = [child.end() for child in children]
+    return said, codes
+
+
+def test_of_several_writers_one_wins_and_the_others_say_who(tmp_path):
+    tries, failures, slowest = times(100, 8), [], 0.0
+    for number in range(tries):
+        directory = tmp_path / str(number % 10)
+        # A lock of one that was killed has its name in it, which must not be taken for the winner's.
+        if number % 10 != number:
+            shutil.rmtree(directory)
+            directory.mkdir()
+            (directory / ".lock").write_text('{"host": "nowhere", "process": 1}')
+        said, codes = race(directory, 2 + number % 3)
+        winners = [pid for pid, (what, _, _) in said.items() if what == "writes"]
+        slowest = max(slowest, *(seconds for _, _, seconds in said.values()))
+        right = len(winners) == 1 and all(
+            f'"process": {winners[0]}' in text and socket.gethostname() in text and str(directory) in text
+            for what, text, _ in said.values()
+            if what == "refused"
+        )
+        if not right or any(codes) or slowest > SECONDS:
+            failures.append((number, said, codes))
+        if not same(ft.Checkpoints(directory, every=1).latest().parts["state"], state()):
+            failures.append((number, "not saved"))
+    record("writers", runs=tries, failures=len(failures), note=f"the slowest knew after {slowest:.3f} s")
+    assert not failures
+
+
+def test_two_writers_of_one_process(tmp_path):
+    with ft.Checkpoints(tmp_path, every=1), pytest.raises(CheckpointError, match=f'"process": {os.getpid()}'):
+        ft.Checkpoints(tmp_path, every=1).__enter__()
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, {"state": state()})
+
+
+def test_a_link_to_the_directory_is_the_same_directory(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with ft.Checkpoints(tmp_path / "run", every=1), pytest.raises(CheckpointError, match="is being written to by"):
+        ft.Checkpoints(tmp_path / "link", every=1).__enter__()
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["held by the parent", "given back by it"])
+def test_a_child_knows_who_holds_what_its_parent_held(tmp_path, held):
+    """A fork knows what its parent knew, and owns none of its locks."""
+    start, stop = os.pipe(), os.pipe()
+    checkpoints = ft.Checkpoints(tmp_path, every=1)
+    checkpoints.__enter__()
+    child = Child(write, tmp_path, start, stop)
+    if not held:
+        checkpoints.__exit__(None, None, None)
+    for end in start:
+        os.close(end)
+    what, text, _ = child.hear()
+    for end in stop:
+        os.close(end)
+    assert child.end() == 0
+    assert (what, f'"process": {os.getpid()}' in text) == (("refused", True) if held else ("writes", False))
+    if held:
+        # Nor has the child given away what is the parent's.
+        with pytest.raises(CheckpointError, match="is being written to by"):
+            ft.Checkpoints(tmp_path, every=1).__enter__()
+        checkpoints.save(2, {"state": state()})
+        checkpoints.__exit__(None, None, None)
+    assert ft.Checkpoints(tmp_path, every=1).steps() == [2] if held else [1]
+
+
+def leave(tell, checkpoints):
+    checkpoints.__exit__(None, None, None)
+    tell("left")
+
+
+def test_a_child_that_leaves_the_context_of_its_parent_gives_nothing_away(tmp_path):
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        forked(leave, checkpoints)
+        said, codes = race(tmp_path, 1)
+        ((what, text, _),) = said.values()
+        assert (what, codes) == ("refused", [0])
+        assert f'"process": {os.getpid()}' in text
+
+
+def test_a_writer_that_was_killed_holds_nothing(tmp_path):
+    start, stop = os.pipe(), os.pipe()
+    child = Child(write, tmp_path, start, stop)
+    os.close(start[0])
+    os.close(start[1])
+    assert child.hear()[0] == "writes"
+    with pytest.raises(CheckpointError, match=f'"process": {child.pid}'):
+        ft.Checkpoints(tmp_path, every=1).__enter__()
+    child.signal(signal.SIGKILL)
+    assert child.end() == -signal.SIGKILL
+    os.close(stop[0])
+    os.close(stop[1])
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(3, {"state": state()})
+    assert checkpoints.steps()[-1] == 3
+
+
+def test_reading_needs_no_lock(tmp_path):
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, {"state": state()}, wait=True)
+        assert ft.Checkpoints(tmp_path, every=1).latest().step == 1
