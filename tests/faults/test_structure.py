@@ -1,0 +1,245 @@
+"""Trees that have changed since they were saved: one error that lists every path, and nothing half loaded."""
+
+import random
+import re
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.checkpoint import load, save
+from ftrain.checkpoint.reading import load_parts
+from ftrain.errors import StructureError
+from tests.faults.figures import record, times
+from tests.faults.specimens import everything, same, state
+
+DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64
+
+
+def grown(draw, depth=0):
+    """A random tree of dicts, lists, tuples and tensors; every dict has names of its own."""
+    kind = draw.choice(["dict", "dict", "list", "tuple", "leaf", "leaf"] if depth else ["dict"])
+    if kind == "leaf" or depth > 3:
+        shape = [draw.randint(1, 3) for _ in range(draw.randint(0, 3))]
+        return torch.full(shape, draw.randint(0, 9)).to(draw.choice(DTYPES))
+    inside = [grown(draw, depth + 1) for _ in range(draw.randint(2, 4))]
+    return (
+        {f"n{i}": child for i, child in enumerate(inside)} if kind == "dict" else (tuple, list)[kind == "list"](inside)
+    )
+
+
+# Each change gives another tree and the paths that an error must name, with what it says of them.
+
+
+def nodes(tree, at=()):
+    """All nodes of a tree with their paths."""
+    yield at, tree
+    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    for key, child in inside:
+        yield from nodes(child, (*at, key))
+
+
+def put(tree, at, new):
+    """The tree with another node at a path."""
+    if not at:
+        return new
+    key, rest = at[0], at[1:]
+    if isinstance(tree, dict):
+        return {name: put(child, rest, new) if name == key else child for name, child in tree.items()}
+    return type(tree)(put(child, rest, new) if number == key else child for number, child in enumerate(tree))
+
+
+def dotted(at):
+    return ".".join(map(str, at)) or "the tree"
+
+
+def below(at, tree):
+    """The paths of a node and of all that is in it."""
+    return [dotted(path) for path, _ in nodes(tree, at)]
+
+
+def said(leaf):
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+
+
+def dropped(tree, at, node):
+    """Lines when what is needed lacks a node of a dict that was saved."""
+    *above, key = at
+    kept = {name: child for name, child in get(tree, above).items() if name != key}
+    return put(tree, tuple(above), kept), dict.fromkeys(below(at, node), "unexpected")
+
+
+def added(tree, at, node):
+    more = {"more": torch.zeros(2), "most": [torch.zeros(1)]}
+    lines = dict.fromkeys([path for name in more for path in below((*at, name), more[name])], "missing")
+    return put(tree, at, {**node, **more}), lines
+
+
+def renamed(tree, at, node):
+    *above, key = at
+    new = {f"{key}x" if name == key else name: child for name, child in get(tree, above).items()}
+    lines = dict.fromkeys(below(at, node), "unexpected")
+    lines |= dict.fromkeys(below((*above, f"{key}x"), node), "missing")
+    return put(tree, tuple(above), new), lines
+
+
+def reshaped(tree, at, node):
+    new = torch.zeros([*node.shape, 2], dtype=node.dtype)
+    return put(tree, at, new), {dotted(at): f"found {said(node)}, needs {said(new)}"}
+
+
+def retyped(tree, at, node):
+    new = torch.zeros(node.shape, dtype=next(dtype for dtype in DTYPES if dtype != node.dtype))
+    return put(tree, at, new), {dotted(at): f"found {said(node)}, needs {said(new)}"}
+
+
+def another_container(tree, at, node):
+    """A dict that was a tuple, and so on; of a dict the names change too."""
+    if isinstance(node, dict):
+        new = tuple(node.values())
+        lines = dict.fromkeys(below(at, node), "unexpected") | dict.fromkeys(below(at, new), "missing")
+        return put(tree, at, new), {**lines, dotted(at): "found dict, needs tuple"}
+    new = list(node) if isinstance(node, tuple) else tuple(node)
+    return put(tree, at, new), {dotted(at): f"found {type(node).__name__}, needs {type(new).__name__}"}
+
+
+def scalar(tree, at, node):
+    return put(tree, at, 3), {dotted(at): f"found {said(node)}, needs int"}
+
+
+def gone(tree, at, node):
+    """A leaf or a branch that is None now."""
+    lines = dict.fromkeys(below(at, node), "unexpected")
+    found = said(node) if isinstance(node, torch.Tensor) else type(node).__name__
+    return put(tree, at, None), {**lines, dotted(at): f"found {found}, needs None"}
+
+
+def get(tree, at):
+    for key in at:
+        tree = tree[key]
+    return tree
+
+
+LEAF, DICT, INSIDE_DICT, CONTAINER, ANY = range(5)
+CHANGES = {
+    "drop": (dropped, INSIDE_DICT),
+    "add": (added, DICT),
+    "rename": (renamed, INSIDE_DICT),
+    "reshape": (reshaped, LEAF),
+    "dtype": (retyped, LEAF),
+    "container": (another_container, CONTAINER),
+    "scalar": (scalar, LEAF),
+    "none": (gone, ANY),
+}
+
+
+def suits(tree, at, node, wanted):
+    return {
+        LEAF: isinstance(node, torch.Tensor),
+        DICT: isinstance(node, dict),
+        INSIDE_DICT: bool(at) and isinstance(get(tree, at[:-1]), dict) and len(get(tree, at[:-1])) > 1,
+        CONTAINER: bool(at) and not isinstance(node, torch.Tensor),
+        ANY: bool(at),
+    }[wanted]
+
+
+def changed(tree, draw, name, others):
+    """Make one change, or several that do not touch each other."""
+    like, lines, taken = tree, {}, []
+    for number in range(1 + others):
+        change, wanted = CHANGES[name if not number else draw.choice([*CHANGES])]
+        free = [
+            (at, node)
+            for at, node in nodes(tree)
+            if suits(tree, at, node, wanted)
+            and not any(at[: len(other)] == other[: len(at)] or at[:-1] == other[:-1] for other in taken)
+        ]
+        if free:
+            at, node = draw.choice(free)
+            like, more = change(like, at, node)
+            lines |= more
+            taken.append(at)
+    return like, lines
+
+
+def listed(error):
+    """The paths of a message, with what it says of each."""
+    return dict(re.findall(r"^  (.+?): (.+)$", str(error), re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_tree_that_has_changed_is_one_error_with_every_path(name, tmp_path):
+    tries, failures = times(40, 6), []
+    draw = random.Random(name)
+    for number in range(tries):
+        tree = grown(draw)
+        save(tmp_path / str(number), {"state": tree})
+        like, lines = changed(tree, draw, name, draw.choice([0, 0, 1, 3]))
+        before = ft.tree.clone(like)
+        memory = [leaf.data_ptr() for leaf in ft.tree.leaves(like) if isinstance(leaf, torch.Tensor)]
+        for read, prefix in (
+            (lambda path, like: load(path, like={"state": like}), "state"),
+            (lambda path, like: load_parts(path, {"state": like}), None),
+        ):
+            try:
+                read(tmp_path / str(number), like)
+            except StructureError as error:
+                found = listed(error)
+            else:
+                found = {}
+            needed = {_within(prefix, path): what for path, what in lines.items()}
+            if (
+                not lines
+                or found.keys() != needed.keys()
+                or any(what not in found[path] for path, what in needed.items())
+            ):
+                failures.append((number, found, needed))
+        after = [leaf.data_ptr() for leaf in ft.tree.leaves(like) if isinstance(leaf, torch.Tensor)]
+        if not same(like, before) or memory != after:
+            failures.append((number, "touched"))
+    record(f"structure: {name}", runs=tries, failures=len(failures))
+    assert not failures
+
+
+def _within(prefix, path):
+    if prefix is None:
+        return path
+    return prefix if path == "the tree" else f"{prefix}.{path}"
+
+
+def test_a_run_of_another_optimizer_leaves_the_state_as_it_was(tmp_path):
+    """And names what is missing and what is too much, through `fit`'s way of reading."""
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, {"state": state(), "run": everything()})
+    given = state(0)
+    other = ft.tree.clone(given)
+    other = ft.types.replace(other, opt_state={"momentum": other.params}, params={"w": torch.zeros(4)})
+    before = ft.tree.clone(other)
+    with pytest.raises(StructureError) as caught:
+        ft.Checkpoints(tmp_path, every=1).latest({"state": other})
+    found = listed(caught.value)
+    assert {"opt_state.count", "opt_state.mu.w", "opt_state.momentum.w", "params.w", "params.b"} <= found.keys()
+    assert found["params.w"].startswith("found float32[3], needs float32[4]")
+    assert same(other, before)
+
+
+def test_a_structure_that_differs_is_no_reason_to_go_back(tmp_path):
+    """An older checkpoint that fits by chance would silently undo the newer ones."""
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, {"state": {"w": torch.zeros(2)}})
+        checkpoints.save(2, {"state": {"w": torch.zeros(3)}})
+    with pytest.raises(StructureError, match="needs float32"):
+        ft.Checkpoints(tmp_path, every=1).latest({"state": {"w": torch.ones(2)}})
+
+
+def test_damage_to_a_tensor_leaves_the_tree_as_it_was(tmp_path):
+    """Digests are of the last of several tensors; the ones before were good."""
+    tree = {f"w{i}": torch.full((300, 300), float(i)) for i in range(5)}
+    save(tmp_path / "a", tree)
+    data = bytearray((tmp_path / "a" / "state.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "a" / "state.safetensors").write_bytes(data)
+    like = ft.tree.map(torch.zeros_like, tree)
+    with pytest.raises(ft.errors.CheckpointError, match="w4"):
+        load(tmp_path / "a", like=like)
+    assert all(not leaf.any() for leaf in ft.tree.leaves(like))
