@@ -14,7 +14,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import ftrain as ft
 
@@ -60,7 +60,7 @@ def main() -> None:
     """Train, and print the accuracy on the held-out digits."""
     torch.manual_seed(0)
     train, test = digits()
-    loader = DataLoader(train, BATCH, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
+    loader = ft.data.loader(train, BATCH, seed=0)
     steps = EPOCHS * len(loader)
 
     loss_fn = ft.from_module(convnet(), classify)
@@ -73,7 +73,7 @@ def main() -> None:
 
     start = time.perf_counter()
     state, _ = ft.fit(step, step.init(seed=0), loader, steps=steps)
-    result = ft.evaluate(ft.eval_step(loss_fn), state, DataLoader(test, len(test)))
+    result = ft.evaluate(ft.eval_step(loss_fn), state, [test[:]])
     seconds = time.perf_counter() - start
     print(f"\ntest accuracy {result['accuracy']:.2%} on {len(test)} held-out digits, {steps} steps in {seconds:.0f} s")
 

@@ -63,6 +63,7 @@ INSIDE = {
     "losses": {"inputs", "chunked"},
     "transforms": set(),
     "data": {
+        "arrays",
         "draws",
         "order",
         "cuts",

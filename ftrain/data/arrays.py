@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -25,6 +27,11 @@ class Arrays(Dataset[PyTree]):
     def __len__(self) -> int:
         """Return the number of samples."""
         return self._length
+
+    def rows(self, index: Sequence[int]) -> PyTree:
+        """Return several samples as one tree, with an axis more in front: what collating them would give."""
+        places = np.asarray(index, dtype=np.int64)
+        return tree.map(lambda leaf: _rows(leaf, places), self._data)
 
     def __getitem__(self, index: int) -> PyTree:
         # As a list would say it, so that `for sample in arrays(...)` ends.
@@ -53,6 +60,10 @@ def arrays(data: PyTree) -> Arrays:
         listed = ", ".join(f"{tree.path('data', name)}: {length}" for name, length in lengths.items())
         raise DataError(f"arrays: needs arrays of one length, one row for each sample; found {listed or 'none'}")
     return Arrays(data, next(iter(lengths.values())))
+
+
+def _rows(leaf: Any, places: npt.NDArray[np.int64]) -> Tensor:
+    return leaf[torch.from_numpy(places)] if isinstance(leaf, Tensor) else torch.as_tensor(leaf[places])
 
 
 def _sample(leaf: Any, index: int) -> Tensor:

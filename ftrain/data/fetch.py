@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from ftrain.data import draws
+from ftrain.data.arrays import Arrays
 from ftrain.data.plan import Request
 from ftrain.errors import DataError
 from ftrain.types import PyTree
@@ -86,9 +87,12 @@ class Batches(Dataset[Fetched]):
         self._dataset, self._collate, self._seed = dataset, collate, seed
         self._skip, self._refill = skip, refill
         self._draws = getattr(dataset, "draws", True)
+        self._rows = dataset.rows if isinstance(dataset, Arrays) and collate is default_collate else None
 
     def __getitem__(self, request: Request) -> Fetched:
         after = dict(zip(("window", "batch"), request.after, strict=True))
+        if self._rows is not None:
+            return Fetched(after, self._rows(request.indices))
         with draws.preserved():
             samples, bad = self._samples(request)
             if bad and not self._skip:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from ftrain.checks import require_positive, require_range
+from ftrain.data.arrays import arrays
 from ftrain.data.cuts import ByLength, ByRoom, ByTokens, Cut, InOrder
 from ftrain.data.fetch import Batches, Collate
 from ftrain.data.lengths import lookup
@@ -94,6 +95,9 @@ def loader(
     """
     _require(batch_size, num_workers, rank, num_ranks, timeout, on_error, prefetch_factor)
     collate = collate or (default_collate if pack is None else packed(pack, rows=batch_size))
+    if type(dataset) is TensorDataset:
+        # The same samples, which can be taken by the batch.
+        dataset = arrays(dataset.tensors)
     if not _is_map(dataset):
         planned = any(option is not None for option in (lengths, max_tokens, pack, window)) or batch_size is None
         _require_plain_stream(dataset, shuffle, num_workers, num_ranks, planned, on_error)

@@ -22,6 +22,7 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
 ROUNDS = 8
+BLOCK = 4096
 # The finaliser of MurmurHash3 (Appleby), which turns any bit into half of all bits.
 _SHIFT = np.uint64(33)
 _FACTORS = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
@@ -49,6 +50,23 @@ def shuffled(index: npt.ArrayLike, size: int, *, seed: int = 0, epoch: int = 0) 
         raise OptionError(
             f"shuffled: index goes from {slots.min()} to {slots.max()}; needs whole numbers in [0, {size})"
         )
+    return permuted(slots, size, draws.stream(seed, epoch, draws.ORDER))
+
+
+def stretch(first: int, count: int, size: int, *, seed: int, epoch: int) -> Indices:
+    """Return `shuffled` of ``first .. first + count - 1``.
+
+    By blocks that are kept for a while, since who asks for one batch asks for the next one too.
+    """
+    last = first + count - 1
+    blocks = [_block(number, size, seed, epoch) for number in range(first // BLOCK, last // BLOCK + 1)]
+    begin = first % BLOCK
+    return np.concatenate(blocks)[begin : begin + count] if count else np.empty(0, np.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def _block(number: int, size: int, seed: int, epoch: int) -> Indices:
+    slots = np.arange(number * BLOCK, min((number + 1) * BLOCK, size), dtype=np.int64)
     return permuted(slots, size, draws.stream(seed, epoch, draws.ORDER))
 
 

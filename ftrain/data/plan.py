@@ -14,7 +14,7 @@ import numpy as np
 from ftrain import random
 from ftrain.data import draws
 from ftrain.data.cuts import Cut
-from ftrain.data.order import Indices, permuted, shuffled
+from ftrain.data.order import Indices, permuted, shuffled, stretch
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,19 @@ class Plan:
         rest = count % self.cut.quantum
         if rest:
             count += max(self.cut.num_ranks - rest, 0)
-        slots = np.arange(first, first + count) % self.size
-        index = shuffled(slots, self.size, seed=self.seed, epoch=epoch) if self.shuffle else slots
-        batches = self.cut(index)
+        batches = self.cut(self._index(epoch, first, count))
         if not self.shuffle or len(batches) == 1:
             return batches
         key = random.fold_in_words(draws.stream(self.seed, epoch, draws.WINDOW), number)
         return [batches[i] for i in permuted(np.arange(len(batches)), len(batches), key)]
+
+    def _index(self, epoch: int, first: int, count: int) -> Indices:
+        """What the order has from a place on; it begins again at its end."""
+        if not self.shuffle:
+            return np.arange(first, first + count) % self.size
+        if first + count <= self.size:
+            return stretch(first, count, self.size, seed=self.seed, epoch=epoch)
+        return shuffled(np.arange(first, first + count) % self.size, self.size, seed=self.seed, epoch=epoch)
 
     def requests(self, epoch: int, window: int, batch: int) -> Iterator[Request]:
         """Ask for the batches of a pass, from a position on."""

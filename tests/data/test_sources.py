@@ -303,3 +303,43 @@ def test_a_loader_in_a_thread():
     thread.start()
     thread.join()
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_arrays_are_taken_by_the_batch_as_sample_by_sample(num_workers):
+    given = {"x": torch.arange(24.0).view(12, 2), "y": np.arange(12, dtype=np.uint8), "z": (torch.arange(12) % 2 == 0,)}
+
+    class Each(Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            return data.arrays(given)[index]
+
+    options = {"seed": 3, "drop_last": False, "num_workers": num_workers}
+    whole, single = data.loader(data.arrays(given), 5, **options), data.loader(Each(), 5, **options)
+    for _ in range(2):
+        for one, other in zip(whole, single, strict=True):
+            assert one["y"].dtype == other["y"].dtype
+            assert all(torch.equal(one[name], other[name]) for name in ("x", "y"))
+            assert torch.equal(one["z"][0], other["z"][0])
+
+
+def test_a_tensor_dataset_is_taken_by_the_batch():
+    x, y = torch.arange(24.0).view(12, 2), torch.arange(12)
+    for one, other in data.loader(TensorDataset(x, y), 4, seed=1):
+        assert torch.equal(one[:, 0], 2.0 * other)
+
+
+def test_the_order_by_blocks_is_the_order(monkeypatch):
+    from ftrain.data import order
+
+    order._block.cache_clear()
+    monkeypatch.setattr(order, "BLOCK", 7)
+    whole = order.shuffled(range(40), 40, seed=5, epoch=2)
+    for first in range(40):
+        for count in (0, 1, 6, 7, 8, 40 - first):
+            count = min(count, 40 - first)
+            found = order.stretch(first, count, 40, seed=5, epoch=2)
+            assert found.tolist() == whole[first : first + count].tolist()
+    order._block.cache_clear()
