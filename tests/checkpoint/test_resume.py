@@ -132,11 +132,25 @@ def test_a_finished_run_is_only_read(tmp_path):
     assert_same(longer, fit(make(), batches(), steps=STEPS + 4))
 
 
-def test_two_fits_of_one_process_go_on_in_the_data():
-    step, data = make(), Positioned(batches())
-    first = fit(step, data, steps=7)
-    second = fit(step, data, first.state, steps=STEPS)
-    needed = fit(make(), Positioned(batches()))
+def loaded(num_workers=0):
+    return ft.data.loader(torch.stack(batches(23, 1)).squeeze(1), 4, seed=1, num_workers=num_workers)
+
+
+DATA = {
+    "stateful": lambda: Positioned(batches()),
+    "loader": loaded,
+    "loader with workers": lambda: loaded(2),
+    "prefetched": lambda: ft.data.prefetch(loaded(), "cpu"),
+}
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("steps", [4, 5, 7])
+def test_two_fits_of_one_process_go_on_in_the_data(data, steps):
+    step, given = make(), DATA[data]()
+    first = fit(step, given, steps=steps)
+    second = fit(step, given, first.state, steps=STEPS)
+    needed = fit(make(), DATA[data]())
     assert_same(ft.FitResult(second.state, first.history + second.history), needed)
 
 
@@ -151,11 +165,9 @@ def test_data_that_keeps_no_position_is_walked_through_with_a_warning(tmp_path):
     assert_same(found, needed)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_loader_of_ours_goes_on_mid_epoch(num_workers, tmp_path):
-    def data():
-        return ft.data.loader(torch.stack(batches(23, 1)).squeeze(1), 4, seed=1, num_workers=num_workers)
-
+@pytest.mark.parametrize("data", DATA)
+def test_data_with_a_position_goes_on_mid_epoch(data, tmp_path):
+    data = DATA[data]
     needed = fit(make(), data())
     killed(make(), data(), 8, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     found = fit(make(), data(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
