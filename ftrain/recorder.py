@@ -80,6 +80,10 @@ class Recorder:
         self._start -= max(self.history["seconds"], default=0.0)
         rewind(self._loggers, step, sum(record["step"] == step for record in self.history))
 
+    def forget(self) -> None:
+        """Take back what loggers have of a run that was killed before anything of it was saved."""
+        rewind(self._loggers, self.step + 1, 0)
+
     def at(self, step: int) -> dict[str, Any]:
         """All that was recorded of a step."""
         found: dict[str, Any] = {}

@@ -57,6 +57,8 @@ class Saved:
         if found is None:
             if self._resume == "must":
                 raise CheckpointError(f"fit: there is no checkpoint in {where}, and resume='must'")
+            if self._checkpoints.begun:
+                self._run.forget()
             return state, None
         require_alike(found, device_of(state))
         run = found.parts["run"]

@@ -89,6 +89,8 @@ class Checkpoints:
             raise OptionError(f"Checkpoints: mode is {mode!r}; choices are {', '.join(MODES)}")
         self.directory, self.every, self.keep = Path(directory), every, keep
         self.best, self.mode, self.async_, self.texts = best, mode, async_, dict(texts or {})
+        self.begun = False
+        """Whether a run has been here before this context, though it may have saved nothing."""
         self._lock: int | None = None
         self._run = ""
         self._pool: ThreadPoolExecutor | None = None
@@ -109,6 +111,7 @@ class Checkpoints:
         try:
             with _named(self.directory):
                 files.make_directories(self.directory)
+                self.begun = files.exists(self.directory / LOCK)
                 self._lock = files.lock(self.directory / LOCK, holder)
                 # What a killed process has renamed is there, and may not be on the disk.
                 files.sync_directory(self.directory)
