@@ -1,0 +1,150 @@
+"""Many saves and many steps: memory, descriptors and threads stay what they were."""
+
+import gc
+import os
+import threading
+
+import pytest
+import torch
+
+import ftrain as ft
+from tests.faults.figures import record, times
+from tests.faults.forks import forked, quiet_forks
+from tests.faults.problem import batch, make, squares
+from tests.faults.specimens import everything, state
+
+SAMPLES = 40
+SLACK = 4 * 2**20
+"""Bytes by which the second half of a run may be larger than the first: pages that come and go."""
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def look():
+    """Bytes, descriptors, threads, and objects of Python's."""
+    return [resident(), len(os.listdir("/proc/self/fd")), threading.active_count(), len(gc.get_objects())]
+
+
+def alone(tell, function, directory, count):
+    """Run something in a process whose own modules need not be looked through each time."""
+    gc.collect()
+    gc.freeze()
+    function(tell, directory, count)
+
+
+def saving(tell, directory, count):
+    samples = []
+    step, made = make(squares, ft.ema(0.9)), state()
+    more = everything()
+    with ft.Checkpoints(directory, every=1, keep=2) as checkpoints:
+        for number in range(1, count + 1):
+            made, _ = step.donating(made, batch())
+            checkpoints.save(number, {"state": made, "more": more}, metrics={"loss": number / 7})
+            if number % (count // SAMPLES) == 0:
+                checkpoints.wait()
+                gc.collect()
+                samples.append(look())
+    tell(samples)
+
+
+def loading(tell, directory, count):
+    parts = {"state": state(), "more": everything()}
+    with ft.Checkpoints(directory, every=1) as checkpoints:
+        checkpoints.save(1, parts)
+    samples = []
+    for number in range(1, count + 1):
+        ft.Checkpoints(directory, every=1).latest({"state": parts["state"]})
+        if number % (count // SAMPLES) == 0:
+            gc.collect()
+            samples.append(look())
+    tell(samples)
+
+
+def entering(tell, directory, count):
+    """A run that is gone on with again and again: the context, the lock, the pool."""
+    samples, parts = [], {"state": state()}
+    for number in range(1, count + 1):
+        with ft.Checkpoints(directory, every=1, keep=1, best="loss") as checkpoints:
+            checkpoints.save(number, parts, metrics={"loss": float(number % 5)})
+        if number % (count // SAMPLES) == 0:
+            gc.collect()
+            samples.append(look())
+    tell(samples)
+
+
+def stepping(tell, directory, count):
+    """Steps alone, for the history of a `fit` grows as it says."""
+    samples = []
+    step = make(squares, ft.ema(0.9))
+    data = ft.data.loader(ft.data.arrays({"x": torch.ones(64, 3), "y": torch.zeros(64)}), 4)
+    for made in ft.iterate(step.donating, step.init({"w": torch.ones(3), "b": torch.zeros(())}), data, steps=count):
+        if made.step % (count // SAMPLES) == 0:
+            gc.collect()
+            samples.append(look())
+    tell(samples)
+
+
+RECORD = 1024
+"""Bytes at most of a record of the history, with room for its columns as they are packed."""
+
+
+def fitting(tell, directory, count):
+    """`fit` with all of its services; what the history takes is told with it."""
+    samples = []
+    step = make(squares)
+
+    def sample(state):
+        gc.collect()
+        samples.append(look())
+        return {"x": 0.0}
+
+    data = ft.data.loader(ft.data.arrays({"x": torch.ones(64, 3), "y": torch.zeros(64)}), 4)
+    made = step.init({"w": torch.ones(3), "b": torch.zeros(())})
+    ft.fit(
+        step,
+        made,
+        data,
+        steps=count,
+        evaluate=sample,
+        evaluate_every=count // SAMPLES,
+        checkpoints=ft.Checkpoints(directory, every=count // 20),
+        progress=False,
+    )
+    tell(
+        [
+            [memory - RECORD * count * place // SAMPLES, *others[:2], 0]
+            for place, (memory, *others) in enumerate(samples, 1)
+        ]
+    )
+
+
+KINDS = {
+    "saves": (saving, 10_000, 280),
+    "loads": (loading, 10_000, 200),
+    "runs": (entering, 2_000, 120),
+    "steps": (stepping, 200_000, 4_000),
+    "fit": (fitting, 40_000, 1_000),
+}
+
+
+def growth(values):
+    """By how much the least of the last quarter is above the largest of the second: nothing that comes and goes."""
+    quarter = len(values) // 4
+    return min(values[-quarter:]) - max(values[quarter : 2 * quarter])
+
+
+@quiet_forks
+@pytest.mark.parametrize("name", KINDS)
+def test_nothing_grows(name, tmp_path):
+    function, full, quick = KINDS[name]
+    count = times(full, quick)
+    samples = forked(alone, function, tmp_path, count)
+    memory, descriptors, threads, objects = (growth(column) for column in zip(*samples, strict=True))
+    slope = (samples[-1][0] - samples[len(samples) // 4][0]) / (count * 3 / 4)
+    grown = [memory > SLACK, descriptors > 0, threads > 0, objects > 100]
+    note = f"{slope:+.1f} bytes each, {descriptors:+} descriptors, {threads:+} threads, {objects:+} objects"
+    record(f"soak: {name}", runs=count, failures=sum(grown), note=note)
+    assert not any(grown), note
