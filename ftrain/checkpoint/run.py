@@ -273,7 +273,7 @@ class Checkpoints:
         verify(path)
         self._note(step)
         try:
-            self._rotate()
+            self._rotate(step)
         except OSError as error:
             raise CheckpointError(
                 f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
@@ -317,9 +317,10 @@ class Checkpoints:
         if isinstance(value, int | float) and abs(value) < float("inf"):
             self._values[step] = float(value)
 
-    def _rotate(self) -> None:
-        """Remove what is not to be kept; called when the newest one was verified."""
-        steps = self.steps()
+    def _rotate(self, verified: int) -> None:
+        """Remove what is not to be kept, now that this step's was verified."""
+        # Later ones are damaged, or the run would not be here; they count for nothing.
+        steps = [step for step in self.steps() if step <= verified]
         kept = {*steps[-self.keep :]}
         self._values = {step: value for step, value in self._values.items() if step in steps}
         if self._values:

@@ -171,6 +171,17 @@ def test_damage_is_passed_over_aloud_and_put_aside(tmp_path):
         checkpoints.latest()
 
 
+def test_damaged_ones_do_not_push_out_those_that_are_whole(tmp_path):
+    checkpoints = fill(tmp_path, [1, 2, 3, 4], keep=4)
+    damage(checkpoints.path(3))
+    damage(checkpoints.path(4))
+    with pytest.warns(UserWarning, match="going back to step 2"):
+        checkpoints.latest()
+    fill(tmp_path, [3], keep=1)
+    assert checkpoints.steps() == [3, 4]
+    checkpoint.verify(checkpoints.path(3))
+
+
 def test_a_step_that_is_there_and_whole_is_not_written_again(tmp_path):
     checkpoints = fill(tmp_path, [1])
     before = (checkpoints.path(1) / "MANIFEST.json").read_bytes()
