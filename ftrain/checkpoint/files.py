@@ -247,4 +247,6 @@ def unlock(descriptor: int) -> None:
         del _held[here]
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
-    os.close(descriptor)
+    # Whatever is said of it, the descriptor is closed, and the lock is gone.
+    with suppress(OSError):
+        os.close(descriptor)

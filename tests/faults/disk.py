@@ -19,8 +19,8 @@ from ftrain.checkpoint import files
 READING = {"listdir", "lstat", "fstat", "preadv", "pread", "statvfs"}
 WRITING = {"open", "close", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "ftruncate"}
 CALLS = READING | WRITING
-ANSWERING = {"isdir", "lexists", "realpath"}
-"""What `files` asks of `os.path`, where an error is an answer."""
+ANSWERING = {"getpid", "path", "path.isdir", "path.lexists", "path.realpath"}
+"""What else `files` asks of `os`, where an error is an answer."""
 
 
 class Calls:

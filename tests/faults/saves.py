@@ -69,8 +69,14 @@ def require_goes_on(directory, step, **options):
         writing.save(step, tree(step), wait=True)
     assert newest(directory) == step
     assert not temporary(directory)
-    for kept in writing.steps():
-        verify(writing.path(kept))
+    require_whole(directory)
+
+
+def require_whole(directory):
+    """Everything that has the name of a checkpoint is one."""
+    kept = checkpoints(directory)
+    for step in kept.steps():
+        verify(kept.path(step))
 
 
 @pytest.fixture

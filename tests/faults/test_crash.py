@@ -14,7 +14,7 @@ from ftrain.checkpoint import load, save
 from tests.faults.disk import WRITING, Calls, Killed, through
 from tests.faults.figures import FULL, record
 from tests.faults.forks import Child, forked, quiet_forks
-from tests.faults.saves import TEXTS, checkpoints, fast, is_tree, newest, require_goes_on, tree
+from tests.faults.saves import TEXTS, checkpoints, fast, is_tree, newest, require_goes_on, require_whole, tree
 
 __all__ = ["fast"]
 
@@ -90,6 +90,7 @@ def test_a_process_ends_at_a_call(story, fast):
         assert child.end() == -signal.SIGKILL
         last = newest(directory)
         assert last in allowed
+        require_whole(directory)
         require_goes_on(directory, 10, **options)
         shutil.rmtree(directory)
         count += 1
