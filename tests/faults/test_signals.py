@@ -182,7 +182,7 @@ def stuck(tell, directory):
         count += 1
         if count == EVERY + 2:
             tell("waits")
-            time.sleep(600)
+            time.sleep(30)
         return 1
 
     try:

@@ -9,6 +9,7 @@ import time
 import pytest
 
 import ftrain as ft
+from ftrain.checkpoint import files
 from ftrain.errors import CheckpointError
 from tests.faults.figures import record, times
 from tests.faults.forks import Child, forked, quiet_forks
@@ -109,6 +110,31 @@ def test_a_child_knows_who_holds_what_its_parent_held(tmp_path, held):
         checkpoints.save(2, {"state": state()})
         checkpoints.__exit__(None, None, None)
     assert ft.Checkpoints(tmp_path, every=1).steps() == [2] if held else [1]
+
+
+def write_late(tell, directory):
+    """Become the writer, and say so in the lock a little later only."""
+    real = files.write
+
+    def late(descriptor, data):
+        tell("locked")
+        time.sleep(0.05)
+        real(descriptor, data)
+
+    files.write = late
+    with ft.Checkpoints(directory, every=1):
+        tell("writes")
+        time.sleep(30)
+
+
+def test_a_winner_that_has_not_yet_said_who_it_is(tmp_path):
+    child = Child(write_late, tmp_path)
+    assert child.hear() == "locked"
+    with pytest.raises(CheckpointError, match=f'"process": {child.pid}'):
+        ft.Checkpoints(tmp_path, every=1).__enter__()
+    assert child.hear() == "writes"
+    child.signal(signal.SIGKILL)
+    child.end()
 
 
 def leave(tell, checkpoints):
