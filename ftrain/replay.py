@@ -68,4 +68,4 @@ def _beginning(state: Any, checkpoints: Checkpoints, at: int) -> tuple[Any, Posi
 
 
 def _position(found: Found, name: str) -> Position:
-    return Position(**found.parts["run"][name])
+    return Position(**found.run[name])

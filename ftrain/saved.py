@@ -61,7 +61,7 @@ class Saved:
                 self._run.forget()
             return state, None
         require_alike(found, device_of(state))
-        run = found.parts["run"]
+        run = found.run
         self._last, self._began = found.step, run["began"]
         self._run.restore(run["record"], found.step)
         loaded = found.parts["state"]

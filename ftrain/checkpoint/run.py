@@ -46,6 +46,20 @@ class Found(NamedTuple):
     parts: dict[str, PyTree]
     environment: Mapping[str, Any]
 
+    @property
+    def run(self) -> dict[str, PyTree]:
+        """What `ftrain.fit` has saved beside the state.
+
+        Raises:
+            CheckpointError: when this was saved by somebody else.
+        """
+        run = self.parts.get("run")
+        if not isinstance(run, dict) or run.keys() != {"record", "position", "began"}:
+            raise CheckpointError(
+                f"{self.path}: was not saved by fit, which cannot go on from it; use another directory"
+            )
+        return run
+
 
 class Checkpoints:
     """A directory in which a run saves its state and from which it goes on.

@@ -9,8 +9,10 @@ import torch
 import ftrain as ft
 from ftrain.checkpoint import load, save
 from ftrain.checkpoint.reading import load_parts
-from ftrain.errors import StructureError
+from ftrain.errors import CheckpointError, StructureError
+from ftrain.replay import replay
 from tests.faults.figures import record, times
+from tests.faults.problem import batch, failing, make, squares
 from tests.faults.specimens import everything, same, state
 
 DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64
@@ -227,6 +229,19 @@ def test_a_run_of_another_optimizer_leaves_the_state_as_it_was(tmp_path):
     assert same(other, before)
 
 
+@pytest.mark.parametrize("more", [{}, {"run": {"note": "mine"}}, {"run": None}], ids=["alone", "of ours", "none"])
+def test_fit_does_not_go_on_from_what_it_has_not_saved(more, tmp_path):
+    step = make(squares, ft.ema(0.9))
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, {"state": state(), **more})
+    given = ft.tree.clone(state(0))
+    options = {"steps": 3, "checkpoints": ft.Checkpoints(tmp_path, every=1), "progress": False}
+    with failing(CheckpointError, "step-000000000001", "not saved by fit"):
+        ft.fit(step, given, [batch()], **options)
+    with failing(CheckpointError, "step-000000000001", "not saved by fit"):
+        replay(step, given, [batch()], options["checkpoints"], at=3)
+
+
 def test_a_structure_that_differs_is_no_reason_to_go_back(tmp_path):
     """An older checkpoint that fits by chance would silently undo the newer ones."""
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
@@ -244,6 +259,6 @@ def test_damage_to_a_tensor_leaves_the_tree_as_it_was(tmp_path):
     data[-1] ^= 1
     (tmp_path / "a" / "state.safetensors").write_bytes(data)
     like = ft.tree.map(torch.zeros_like, tree)
-    with pytest.raises(ft.errors.CheckpointError, match="w4"):
+    with pytest.raises(CheckpointError, match="w4"):
         load(tmp_path / "a", like=like)
     assert all(not leaf.any() for leaf in ft.tree.leaves(like))
