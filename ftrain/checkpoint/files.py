@@ -97,7 +97,9 @@ def hold(path: Path) -> int:
 
 def release(descriptor: int) -> None:
     """Take the mark of `hold` away."""
-    os.close(descriptor)
+    # Nothing was written through it, so that no error can be of what matters; and it is closed in any case.
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 def is_abandoned(path: Path) -> bool:
@@ -247,6 +249,4 @@ def unlock(descriptor: int) -> None:
         del _held[here]
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
-    # Whatever is said of it, the descriptor is closed, and the lock is gone.
-    with suppress(OSError):
-        os.close(descriptor)
+    release(descriptor)

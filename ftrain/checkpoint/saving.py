@@ -184,12 +184,13 @@ def _fill(directory: Path, described: Described, placed: Sequence[Placed], notes
 
 
 def _commit(temporary: Path, path: Path) -> None:
-    files.rename(temporary, path)
     try:
+        files.rename(temporary, path)
         files.sync_directory(path.parent)
     except OSError:
-        # Not known to be on the disk, so it must not be there either.
-        files.rename(path, temporary)
+        # Not known to be on the disk, so it must not be there either; what is there may also be another's.
+        if not files.exists(temporary):
+            files.rename(path, temporary)
         raise
 
 

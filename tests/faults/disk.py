@@ -26,6 +26,9 @@ ANSWERING = {"getpid", "path", "path.isdir", "path.lexists", "path.realpath"}
 class Calls:
     """`os`, whose calls into the system pass through `call`, numbered from 0; the names of those are `made`."""
 
+    lasting = False
+    """Whether calls go on to fail."""
+
     def __init__(self):
         self.made = []
         self._one = threading.Lock()
