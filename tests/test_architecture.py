@@ -59,6 +59,7 @@ STAIRCASE = [
 # What the files of a package may import of it, its own __init__ aside.
 INSIDE = {
     "backends": {"registry"},
+    "schedules": {"text", "inputs", "curve", "decays", "cosines", "roots", "stable", "joined"},
     "optim": {"leaves"},
     "losses": {"inputs", "chunked"},
     "transforms": set(),

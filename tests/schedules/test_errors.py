@@ -1,0 +1,161 @@
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from ftrain import schedules
+from ftrain.errors import OptionError
+from ftrain.schedules import as_schedule, chain, describe
+from tests.schedules.cases import FUNCTIONS
+
+# Least values of whole numbers; `total` and `steps` are counted from 1 where nothing is left without them.
+LEAST = {
+    **dict.fromkeys(["steps", "total", "warmup", "decay"], 0),
+    **dict.fromkeys(["cycles", "timescale", "every", ("one_cycle", "total"), ("exponential", "steps")], 1),
+}
+OPTIONAL = {("one_cycle", "start"), ("one_cycle", "end"), ("warmup_inverse_sqrt", "timescale")}
+ARGUMENTS = [(function, argument) for function, (_, good) in FUNCTIONS.items() for argument in good]
+MADE_OTHERWISE = {"as_schedule", "chain", "describe", "named", "piecewise", "scale"}
+
+
+def is_function(name: str) -> bool:
+    return not name.startswith("_") and inspect.isfunction(getattr(schedules, name))
+
+
+class TestErrors:
+    @pytest.mark.parametrize(("function", "argument"), ARGUMENTS)
+    def test_every_argument(self, function: str, argument: str) -> None:
+        make, good = FUNCTIONS[function]
+        make(**good)
+        least = LEAST.get((function, argument), LEAST.get(argument))
+        always = [math.nan, math.inf, "3", True, torch.tensor(1.0)]
+        always += [] if (function, argument) in OPTIONAL else [None]
+        for bad in [*always, *([] if least is None else [least - 1, 2.0])]:
+            with pytest.raises(OptionError) as caught:
+                make(**{**good, argument: bad})
+            needed = "a finite number" if least is None else f"an integer of at least {least}"
+            assert str(caught.value) == f"{function}: {argument} is {bad!r}; it must be {needed}."
+
+    def test_every_function_has_its_arguments_above(self) -> None:
+        assert {*FUNCTIONS, *MADE_OTHERWISE} == {name for name in vars(schedules) if is_function(name)}
+
+    @pytest.mark.parametrize(
+        "function", ["warmup_linear", "warmup_cosine", "warmup_polynomial", "warmup_cosine_restarts"]
+    )
+    def test_warmup_beyond_total(self, function: str) -> None:
+        with pytest.raises(OptionError, match=f"^{function}: warmup is 11 and total is 10; .* not exceed"):
+            getattr(schedules, function)(**{**FUNCTIONS[function][1], "warmup": 11})
+
+    @pytest.mark.parametrize(
+        ("function", "argument"), [each for each in ARGUMENTS if each[1] in {"power", "waves", "factor"}]
+    )
+    @pytest.mark.parametrize("value", [0.0, -1.0])
+    def test_positive(self, function: str, argument: str, value: float) -> None:
+        make, good = FUNCTIONS[function]
+        message = rf"^{function}: {argument} is {describe(value)}; it must be greater than 0\.$"
+        with pytest.raises(OptionError, match=message):
+            make(**{**good, argument: value})
+
+    @pytest.mark.parametrize("function", ["step_decay", "exponential"])
+    def test_factor_that_grows(self, function: str) -> None:
+        make, good = FUNCTIONS[function]
+        with pytest.raises(OptionError, match=rf"^{function}: factor is 1.5; it must be at most 1\.$"):
+            make(**{**good, "factor": 1.5})
+
+    def test_warmup_and_decay_beyond_total(self) -> None:
+        with pytest.raises(OptionError, match=r"^warmup_stable_decay: warmup is 6, decay 5 and total 10; .* together"):
+            schedules.warmup_stable_decay(1.0, 6, 10, 5)
+
+    @pytest.mark.parametrize("bad", ["sqrt", None, 3, ["linear"]])
+    def test_shapes(self, bad: object) -> None:
+        stable = r"choices are linear, cosine, 1-sqrt\.$"
+        with pytest.raises(OptionError, match=rf"^warmup_stable_decay: warmup_shape is .*; {stable}"):
+            schedules.warmup_stable_decay(1.0, 1, 10, 5, warmup_shape=bad)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match=rf"^warmup_stable_decay: decay_shape is .*; {stable}"):
+            schedules.warmup_stable_decay(1.0, 1, 10, 5, decay_shape=bad)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match=r"^one_cycle: shape is .*; choices are linear, cosine\.$"):
+            schedules.one_cycle(1.0, 10, shape=bad)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match=r"^piecewise: between is .*; choices are constant, linear, cosine\.$"):
+            schedules.piecewise({0: 1.0}, bad)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(("rise", "three_phase"), [(-0.1, False), (1.0, False), (-0.1, True), (0.6, True)])
+    def test_rise(self, rise: float, three_phase: bool) -> None:
+        needed = "<= 0.5 in three phases" if three_phase else "< 1"
+        with pytest.raises(OptionError, match=rf"^one_cycle: rise is {rise:g}; it must be 0 <= rise {needed}\.$"):
+            schedules.one_cycle(1.0, 10, rise=rise, three_phase=three_phase)
+
+    def test_three_phase_is_a_switch(self) -> None:
+        with pytest.raises(OptionError, match=r"^one_cycle: three_phase is 'no'; it must be True or False\.$"):
+            schedules.one_cycle(1.0, 10, three_phase="no")  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("points", "message"),
+        [
+            ({}, r"points is \{\}; it must map at least one step"),
+            ([(0, 1.0)], r"points is \[.*\]; it must map at least one step"),
+            ({-1: 1.0}, "a step of points is -1; it must be an integer of at least 0"),
+            ({0.5: 1.0}, "a step of points is 0.5; it must be an integer"),
+            ({0: 1.0, 5: math.nan}, r"points\[5\] is nan; it must be a finite number"),
+            ({5: 1.0, 3: 2.0}, r"points is \[5, 3\]; it must be sorted"),
+        ],
+    )
+    def test_points(self, points: object, message: str) -> None:
+        with pytest.raises(OptionError, match=f"^piecewise: {message}"):
+            schedules.piecewise(points)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"name": "cosign"}, "name is 'cosign'; choices are constant, constant_with_warmup, linear, cosine, .*"),
+            ({"name": "reduce_lr_on_plateau"}, "name is 'reduce_lr_on_plateau'; choices are constant, .*"),
+            ({"name": None}, "name is None; choices are .*"),
+            ({"name": "linear", "power": 2}, "'power' is no option of 'linear', which takes none"),
+            ({"name": "polynomial", "end": 2}, "'end' is no option of 'polynomial', which takes lr_end, power"),
+            ({"name": "cosine_with_min_lr"}, "found min_lr=None and min_lr_rate=None; needs one of them"),
+            (
+                {"name": "cosine_with_min_lr", "min_lr": 1.0, "min_lr_rate": 0.1},
+                "found min_lr=1.0 and min_lr_rate=0.1; needs one of them",
+            ),
+            ({"name": "warmup_stable_decay"}, "num_decay_steps is None; it must be an integer of at least 0"),
+        ],
+    )
+    def test_named(self, arguments: dict[str, Any], message: str) -> None:
+        with pytest.raises(OptionError, match=rf"^named: {message}\.$"):
+            schedules.named(**{"peak": 1.0, "warmup": 1, "total": 10, **arguments})
+
+    @pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "polynomial"])
+    def test_named_without_a_total(self, name: str) -> None:
+        with pytest.raises(OptionError, match=r": total is None; it must be an integer of at least 0\.$"):
+            schedules.named(name, 1.0, 10)
+
+    @pytest.mark.parametrize(("parts", "boundaries"), [([], []), ([1.0], [2]), ([1.0, 2.0], []), ([], [1])])
+    def test_chain_counts(self, parts: list[float], boundaries: list[int]) -> None:
+        found = f"{len(parts)} schedules and {len(boundaries)} boundaries"
+        with pytest.raises(OptionError, match=f"^chain: found {found}; needs at least one"):
+            chain(parts, boundaries)
+
+    def test_chain_unsorted(self) -> None:
+        with pytest.raises(OptionError, match=r"^chain: boundaries is \[5, 3\]; it must be sorted"):
+            chain([1.0, 2.0, 3.0], [5, 3])
+
+    @pytest.mark.parametrize("bad", [-1, 1.5, True, None])
+    def test_chain_boundary(self, bad: object) -> None:
+        with pytest.raises(OptionError, match=r"^chain: boundaries\[1\] is .*; it must be an integer"):
+            chain([1.0, 2.0, 3.0], [0, bad])  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("bad", [None, "cosine", math.nan, True, torch.tensor(0.1), {"lr": 1}])
+    def test_not_a_schedule(self, bad: object) -> None:
+        needed = "; it must be a finite number, or a function from step to number"
+        with pytest.raises(OptionError, match=rf"^as_schedule: value is .*{needed}"):
+            as_schedule(bad)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match=rf"^scale: schedule is .*{needed}"):
+            schedules.scale(bad, 1.0)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match=rf"^chain: schedules\[1\] is .*{needed}"):
+            chain([1.0, bad], [1])  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("bad", [None, "2", math.inf, True])
+    def test_scale(self, bad: object) -> None:
+        with pytest.raises(OptionError, match=r"^scale: factor is .*; it must be a finite number\.$"):
+            schedules.scale(1.0, bad)  # type: ignore[arg-type]

@@ -1,0 +1,269 @@
+"""The values of transformers and torch, over 200 steps."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from ftrain import schedules as s
+from ftrain.errors import OptionError
+from ftrain.types import Schedule
+from tests.schedules.cases import SHAPES, STEPS, ours
+
+PEAK = 3e-4
+WARMUPS = (0, 1, 7, 100, 150)
+TOTAL = 150
+
+
+def values_of(make: Any, peak: float, steps: int = STEPS) -> list[float]:
+    """The learning rates that one of torch's schedulers sets."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
+    scheduler = make(optimizer)
+    values = []
+    for step in range(steps):
+        values.append(scheduler.get_last_lr()[0])
+        if step < steps - 1:
+            optimizer.step()
+            scheduler.step()
+    return values
+
+
+def transformers_values(name: str, peak: float, **options: Any) -> list[float]:
+    """The learning rates that torch's LambdaLR sets with a transformers schedule."""
+    from transformers import optimization
+
+    return values_of(lambda optimizer: getattr(optimization, name)(optimizer, **options), peak)
+
+
+def assert_same_until_total(schedule: Schedule, theirs: list[float], end: float) -> None:
+    """To the last bit before `TOTAL`; from there ours is `end`, and theirs at `TOTAL` is that within a rounding."""
+    found = ours(schedule)
+    assert found[:TOTAL] == theirs[:TOTAL]
+    assert set(found[TOTAL:]) == {end}
+    assert theirs[TOTAL] == pytest.approx(end, rel=0, abs=math.ulp(end))
+
+
+class TestTransformers:
+    @pytest.mark.parametrize("warmup", WARMUPS)
+    def test_constant_with_warmup(self, warmup: int) -> None:
+        theirs = transformers_values("get_constant_schedule_with_warmup", PEAK, num_warmup_steps=warmup)
+        assert ours(s.warmup_constant(PEAK, warmup)) == theirs
+
+    def test_constant(self) -> None:
+        assert ours(s.constant(PEAK)) == transformers_values("get_constant_schedule", PEAK)
+
+    # With warmup == total transformers' linear is 0 at k = warmup and its cosine is the peak; here the
+    # peak is always reached.
+    @pytest.mark.parametrize("warmup", WARMUPS[:-1])
+    def test_linear(self, warmup: int) -> None:
+        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL}
+        theirs = transformers_values("get_linear_schedule_with_warmup", PEAK, **options)
+        assert ours(s.warmup_linear(PEAK, warmup, TOTAL)) == theirs
+
+    @pytest.mark.parametrize("warmup", WARMUPS)
+    def test_cosine(self, warmup: int) -> None:
+        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL}
+        theirs = transformers_values("get_cosine_schedule_with_warmup", PEAK, **options)
+        found = ours(s.warmup_cosine(PEAK, warmup, TOTAL))
+        assert found[: TOTAL + 1] == theirs[: TOTAL + 1]
+        assert set(found[TOTAL + 1 :]) == {0.0}, "transformers' cosine rises again; ours holds the end"
+
+    @pytest.mark.parametrize("warmup", WARMUPS[:-1])
+    @pytest.mark.parametrize("waves", [0.3, 1.0, 2.5])
+    def test_cosine_in_waves(self, warmup: int, waves: float) -> None:
+        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL, "num_cycles": waves}
+        theirs = transformers_values("get_cosine_schedule_with_warmup", PEAK, **options)
+        found = ours(s.warmup_cosine(PEAK, warmup, TOTAL, waves=waves))
+        assert found[: TOTAL + 1] == theirs[: TOTAL + 1]
+        assert set(found[TOTAL:]) == {theirs[TOTAL]}
+
+    @pytest.mark.parametrize("warmup", WARMUPS[:-1])
+    @pytest.mark.parametrize("end", [1e-5, 1e-7, 2.9e-4])
+    def test_cosine_with_minimum(self, warmup: int, end: float) -> None:
+        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL, "min_lr": end}
+        theirs = transformers_values("get_cosine_with_min_lr_schedule_with_warmup", PEAK, **options)
+        assert_same_until_total(s.warmup_cosine(PEAK, warmup, TOTAL, end=end), theirs, end)
+
+    @pytest.mark.parametrize("warmup", WARMUPS[:-1])
+    @pytest.mark.parametrize("rate", [0.1, 0.3])
+    def test_cosine_with_minimum_as_a_share(self, warmup: int, rate: float) -> None:
+        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL, "min_lr_rate": rate}
+        theirs = transformers_values("get_cosine_with_min_lr_schedule_with_warmup", PEAK, **options)
+        found = ours(s.scale(s.warmup_cosine(1.0, warmup, TOTAL, end=rate), PEAK))
+        assert found[: TOTAL + 1] == theirs[: TOTAL + 1]
+
+    # In 22 cycles and in others transformers has 0 at some restarts, where floats do not quite reach them.
+    @pytest.mark.parametrize("warmup", WARMUPS[:-1])
+    @pytest.mark.parametrize("cycles", [1, 2, 3, 7, 21])
+    def test_cosine_with_restarts(self, warmup: int, cycles: int) -> None:
+        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL, "num_cycles": cycles}
+        theirs = transformers_values("get_cosine_with_hard_restarts_schedule_with_warmup", PEAK, **options)
+        assert ours(s.warmup_cosine_restarts(PEAK, warmup, TOTAL, cycles)) == theirs
+
+    @pytest.mark.parametrize("warmup", WARMUPS[:-1])
+    @pytest.mark.parametrize(("end", "power"), [(0.0, 1.0), (1e-7, 1.0), (1e-5, 2.0), (1e-6, 0.5)])
+    def test_polynomial(self, warmup: int, end: float, power: float) -> None:
+        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL, "lr_end": end, "power": power}
+        theirs = transformers_values("get_polynomial_decay_schedule_with_warmup", PEAK, **options)
+        assert_same_until_total(s.warmup_polynomial(PEAK, warmup, TOTAL, end, power), theirs, end)
+
+    @pytest.mark.parametrize("warmup", WARMUPS)
+    @pytest.mark.parametrize("timescale", [None, 1, 30, 5000])
+    def test_inverse_sqrt(self, warmup: int, timescale: int | None) -> None:
+        theirs = transformers_values("get_inverse_sqrt_schedule", PEAK, num_warmup_steps=warmup, timescale=timescale)
+        assert ours(s.warmup_inverse_sqrt(PEAK, warmup, timescale)) == theirs
+
+    @pytest.mark.parametrize("up", SHAPES)
+    @pytest.mark.parametrize("down", SHAPES)
+    @pytest.mark.parametrize(("warmup", "decay"), [(0, 150), (10, 40), (100, 50), (30, 0), (0, 0)])
+    @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3])
+    def test_warmup_stable_decay(self, up: str, down: str, warmup: int, decay: int, ratio: float) -> None:
+        counts = {"num_warmup_steps": warmup, "num_decay_steps": decay, "num_training_steps": TOTAL}
+        shapes = {"warmup_type": up, "decay_type": down}
+        theirs = transformers_values("get_wsd_schedule", PEAK, **counts, **shapes, min_lr_ratio=ratio)
+        unit = s.warmup_stable_decay(1.0, warmup, TOTAL, decay, ratio, start=ratio, warmup_shape=up, decay_shape=down)
+        assert ours(s.scale(unit, PEAK)) == theirs
+        if not ratio:
+            bare = s.warmup_stable_decay(PEAK, warmup, TOTAL, decay, warmup_shape=up, decay_shape=down)
+            assert ours(bare) == theirs
+
+
+# What a transformers configuration may hold: name, options of the schedule.
+CONFIGURED: list[tuple[str, dict[str, Any]]] = [
+    ("constant", {}),
+    ("constant_with_warmup", {}),
+    ("linear", {}),
+    ("cosine", {}),
+    ("cosine", {"num_cycles": 0.4}),
+    ("cosine_with_restarts", {}),
+    ("cosine_with_restarts", {"num_cycles": 4}),
+    ("cosine_with_min_lr", {"min_lr": 1e-5}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 0.4}),
+    ("polynomial", {}),
+    ("polynomial", {"lr_end": 1e-6, "power": 2.0}),
+    ("inverse_sqrt", {}),
+    ("inverse_sqrt", {"timescale": 50}),
+    ("warmup_stable_decay", {"num_decay_steps": 50}),
+    ("warmup_stable_decay", {"num_decay_steps": 50, "num_stable_steps": 20}),
+    (
+        "warmup_stable_decay",
+        {"num_decay_steps": 50, "warmup_type": "cosine", "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+    ),
+]
+
+
+class TestNamed:
+    @pytest.mark.parametrize(("name", "options"), CONFIGURED)
+    @pytest.mark.parametrize("warmup", [0, 20])
+    def test_values_of_get_scheduler(self, name: str, options: dict[str, Any], warmup: int) -> None:
+        from transformers import get_scheduler
+        from transformers.trainer_utils import SchedulerType
+
+        arguments = {"num_warmup_steps": warmup, "num_training_steps": TOTAL, "scheduler_specific_kwargs": options}
+        with warnings.catch_warnings():
+            # That num_stable_steps counts more than num_training_steps, as it does here.
+            warnings.simplefilter("ignore", UserWarning)
+            theirs = values_of(lambda optimizer: get_scheduler(name, optimizer, **arguments), PEAK)
+        found = s.named(name, PEAK, warmup, TOTAL, **options)
+        assert ours(found)[:TOTAL] == theirs[:TOTAL]
+        assert s.named(SchedulerType(name), PEAK, warmup=warmup, total=TOTAL, **options) == found
+        assert eval(repr(found), vars(s).copy()) == found
+
+    def test_all_names_but_those_that_need_more_than_the_step(self) -> None:
+        from transformers.trainer_utils import SchedulerType
+
+        with pytest.raises(OptionError) as caught:
+            s.named("cosign", PEAK)
+        ours = set(str(caught.value).partition("choices are ")[2].rstrip(".").split(", "))
+        others = {"reduce_lr_on_plateau", "greedy", "cosine_warmup_with_min_lr"}
+        assert ours | others >= {each.value for each in SchedulerType}
+        assert ours == {name for name, _ in CONFIGURED}
+
+
+class TestTorch:
+    def test_polynomial(self) -> None:
+        theirs = values_of(lambda o: lr_scheduler.PolynomialLR(o, total_iters=50, power=2.0), PEAK)
+        assert ours(s.polynomial(PEAK, 50, power=2)) == pytest.approx(theirs, rel=1e-12)
+
+    @pytest.mark.parametrize("end", [0.0, 1e-5])
+    def test_cosine(self, end: float) -> None:
+        theirs = values_of(lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=TOTAL, eta_min=end), PEAK, TOTAL + 1)
+        assert ours(s.cosine(PEAK, TOTAL, end), TOTAL + 1) == pytest.approx(theirs, rel=1e-10, abs=1e-18)
+
+    @pytest.mark.parametrize(("every", "factor"), [(30, 0.1), (1, 0.97), (7, 0.5), (500, 0.1)])
+    def test_step(self, every: int, factor: float) -> None:
+        # Theirs multiplies the rate that is there, which adds a rounding each time; its closed form does not.
+        theirs = values_of(lambda o: lr_scheduler.StepLR(o, every, factor), PEAK)
+        assert ours(s.step_decay(PEAK, every, factor)) == pytest.approx(theirs, rel=1e-13)
+        assert ours(s.step_decay(PEAK, every, factor)) == closed_form(lambda o: lr_scheduler.StepLR(o, every, factor))
+
+    @pytest.mark.parametrize("factor", [0.9, 0.999, 1.0])
+    def test_exponential(self, factor: float) -> None:
+        theirs = values_of(lambda o: lr_scheduler.ExponentialLR(o, factor), PEAK)
+        assert ours(s.exponential(PEAK, factor)) == pytest.approx(theirs, rel=1e-13)
+        assert ours(s.exponential(PEAK, factor)) == closed_form(lambda o: lr_scheduler.ExponentialLR(o, factor))
+
+    def test_milestones(self) -> None:
+        theirs = values_of(lambda o: lr_scheduler.MultiStepLR(o, [30, 31, 120], 0.1), 1.0)
+        found = ours(s.piecewise({0: 1.0, 30: 0.1, 31: 0.01, 120: 0.001}))
+        assert found == pytest.approx(theirs, rel=1e-15)
+
+    @pytest.mark.parametrize("total", [2, 10, 150, 200])
+    @pytest.mark.parametrize("shape", ["cosine", "linear"])
+    @pytest.mark.parametrize(("rise", "three_phase"), [(0.3, False), (0.3, True), (0.07, False), (0.5, True)])
+    def test_one_cycle(self, total: int, shape: str, rise: float, three_phase: bool) -> None:
+        def make(optimizer):
+            options = {"pct_start": rise, "anneal_strategy": shape[:3] if shape == "cosine" else shape}
+            return lr_scheduler.OneCycleLR(
+                optimizer, PEAK, total, three_phase=three_phase, cycle_momentum=False, **options
+            )
+
+        found = ours(s.one_cycle(PEAK, total, rise=rise, shape=shape, three_phase=three_phase))
+        if rise * total == 1:
+            assert found[0] == PEAK, "where torch divides by zero"
+            return
+        theirs = values_of(make, PEAK, total)
+        assert found[:total] == theirs
+        assert set(found[total:]) <= {theirs[-1]}
+
+    def test_one_cycle_with_other_ends(self) -> None:
+        theirs = values_of(
+            lambda o: lr_scheduler.OneCycleLR(
+                o, PEAK, STEPS, div_factor=10.0, final_div_factor=100.0, cycle_momentum=False
+            ),
+            PEAK,
+        )
+        assert ours(s.one_cycle(PEAK, STEPS, start=PEAK / 10, end=PEAK / 10 / 100)) == theirs
+
+    @pytest.mark.parametrize("end", [0.0, 1e-5])
+    def test_warm_restarts(self, end: float) -> None:
+        theirs = values_of(lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 50, eta_min=end), PEAK)
+        found = ours(s.cosine_restarts(PEAK, STEPS, STEPS // 50, end))
+        assert found == pytest.approx(theirs, rel=1e-12, abs=4 * math.ulp(PEAK))
+
+    def test_warm_restarts_that_grow(self) -> None:
+        theirs = values_of(lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 20, T_mult=2), PEAK)
+        parts = [s.cosine(PEAK, 20 * 2**i) for i in range(4)]
+        assert ours(s.chain(parts, [20, 60, 140])) == pytest.approx(theirs, rel=1e-12, abs=4 * math.ulp(PEAK))
+
+    def test_sequence(self) -> None:
+        def make(optimizer):
+            parts = [lr_scheduler.ConstantLR(optimizer, 0.1, 1000), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+            return lr_scheduler.SequentialLR(optimizer, parts, [20])
+
+        chained = s.chain([0.1 * PEAK, s.exponential(PEAK, 0.9)], [20])
+        assert ours(chained) == pytest.approx(values_of(make, PEAK), rel=1e-12)
+
+
+def closed_form(make: Any) -> list[float]:
+    """What a scheduler of torch sets where it is told the step, without what came before."""
+    scheduler = make(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK))
+    values = []
+    for step in range(STEPS):
+        scheduler.last_epoch = step
+        values.append(scheduler._get_closed_form_lr()[0])
+    return values
