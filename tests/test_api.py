@@ -119,6 +119,7 @@ MODULES = {
         "named",
         "one_cycle",
         "piecewise",
+        "plot",
         "polynomial",
         "scale",
         "step_decay",
@@ -304,6 +305,7 @@ SIGNATURES = {
     "schedules.chain": "(schedules, boundaries)",
     "schedules.scale": "(schedule, factor)",
     "schedules.named": "(name, peak, warmup=0, total=None, **options)",
+    "schedules.plot": "(schedules, steps, path=None, *, log=False, title=None)",
     "losses.cross_entropy": "(logits, labels, *, ignore_index=-100, label_smoothing=0.0, weight=None)",
     "losses.linear_cross_entropy": (
         "(hidden, weight, labels, *, bias=None, ignore_index=-100, label_smoothing=0.0, class_weight=None, chunk=None)"

@@ -185,7 +185,7 @@ def test_files_of_a_package_do_not_import_each_other(path):
 @files
 def test_imports_are_declared(path):
     needed = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
-    optional = {"progress": {"rich"}}.get(unit(path), set())
+    optional = {"progress": {"rich"}, "schedules": {"matplotlib"}}.get(unit(path), set())
     for name in imports(path):
         package = name.split(".")[0]
         assert package in {*sys.stdlib_module_names, *needed, *optional, "ftrain"}, name

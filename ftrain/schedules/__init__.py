@@ -27,6 +27,7 @@ from ftrain.schedules.decays import polynomial as polynomial
 from ftrain.schedules.decays import warmup_constant as warmup_constant
 from ftrain.schedules.decays import warmup_linear as warmup_linear
 from ftrain.schedules.decays import warmup_polynomial as warmup_polynomial
+from ftrain.schedules.drawing import plot as plot
 from ftrain.schedules.falls import exponential as exponential
 from ftrain.schedules.falls import step_decay as step_decay
 from ftrain.schedules.joined import as_schedule as as_schedule

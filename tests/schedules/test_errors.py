@@ -17,7 +17,7 @@ LEAST = {
 }
 OPTIONAL = {("one_cycle", "start"), ("one_cycle", "end"), ("warmup_inverse_sqrt", "timescale")}
 ARGUMENTS = [(function, argument) for function, (_, good) in FUNCTIONS.items() for argument in good]
-MADE_OTHERWISE = {"as_schedule", "chain", "describe", "named", "piecewise", "scale"}
+MADE_OTHERWISE = {"as_schedule", "chain", "describe", "named", "piecewise", "plot", "scale"}
 
 
 def is_function(name: str) -> bool:

@@ -1,0 +1,107 @@
+import builtins
+import math
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import ftrain as ft
+from ftrain import schedules
+from ftrain.errors import FtrainError, OptionError
+
+SCHEDULE = schedules.warmup_cosine(3e-4, 10, 100)
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def lines(figure) -> dict[str, tuple[list[float], list[float]]]:
+    (axes,) = figure.axes
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".SVG"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_writes_a_file(tmp_path: Path, suffix: str, kind: type) -> None:
+    file = tmp_path / f"schedule{suffix}"
+    schedules.plot(SCHEDULE, 120, kind(file))
+    if suffix == ".png":
+        assert file.read_bytes().startswith(PNG)
+    else:
+        assert ElementTree.parse(file).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_same_drawing_has_the_same_bytes(tmp_path: Path, suffix: str) -> None:
+    files = [tmp_path / f"{i}{suffix}" for i in range(2)]
+    for file in files:
+        schedules.plot({"a": SCHEDULE, "b": 0.1}, 120, file)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert not re.search(rb"20\d\d-\d\d-\d\d", files[0].read_bytes())
+
+
+def test_one_schedule_is_the_title() -> None:
+    figure = schedules.plot(SCHEDULE, 50)
+    (axes,) = figure.axes
+    assert axes.get_title() == repr(SCHEDULE)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("optimizer step", "value")
+    assert not figure.legends
+    assert axes.get_xlim() == (0, 50)
+    assert lines(figure) == {repr(SCHEDULE): (list(range(51)), [SCHEDULE(k) for k in range(51)])}
+    assert schedules.plot(SCHEDULE, 50, title="Mine").axes[0].get_title() == "Mine"
+
+
+def test_several_have_a_legend() -> None:
+    optimizer = ft.optim.sgd(SCHEDULE)
+    figure = schedules.plot({**optimizer.schedules, "other": lambda step: step / 10}, 20)
+    assert list(lines(figure)) == [*optimizer.schedules, "other"]
+    assert lines(figure)["other"][1] == [k / 10 for k in range(21)]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [*optimizer.schedules, "other"]
+
+
+def test_log(tmp_path: Path) -> None:
+    figure = schedules.plot(SCHEDULE, 120, tmp_path / "log.svg", log=True)
+    assert figure.axes[0].get_yscale() == "log"
+    with pytest.raises(OptionError, match=r"^plot: log is True, and no value is positive"):
+        schedules.plot(0.0, 10, log=True)
+
+
+def test_leaves_no_global_state(tmp_path: Path) -> None:
+    import matplotlib
+
+    before, loaded = dict(matplotlib.rcParams), "matplotlib.pyplot" in sys.modules
+    schedules.plot(SCHEDULE, 10, tmp_path / "a.svg")
+    assert dict(matplotlib.rcParams) == before
+    assert ("matplotlib.pyplot" in sys.modules) == loaded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"schedules": None}, "schedules is None; it must be a finite number, or a function"),
+        ({"schedules": math.nan}, "schedules is nan; it must be a finite number, or a function"),
+        ({"schedules": {"lr": "cosine"}}, r"schedules\['lr'\] is 'cosine'; it must be a finite number, or a function"),
+        ({"schedules": {}}, "schedules is empty; it must name at least one"),
+        ({"steps": 0}, "steps is 0; it must be an integer of at least 1"),
+        ({"steps": 1.5}, "steps is 1.5; it must be an integer of at least 1"),
+        ({"path": "schedule.jpg"}, "path is 'schedule.jpg'; it must end in .png or .svg"),
+        ({"path": "schedule"}, "path is 'schedule'; it must end in .png or .svg"),
+    ],
+)
+def test_errors(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=f"^plot: {message}"):
+        schedules.plot(**{"schedules": SCHEDULE, "steps": 10, **arguments})  # type: ignore[arg-type]
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = builtins.__import__
+
+    def missing(name: str, *arguments: object, **options: object) -> object:
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(name)
+        return found(name, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(FtrainError, match=r"^plot: needs matplotlib, .* pip install 'ftrain\[plot\]'$"):
+        schedules.plot(SCHEDULE, 10)
