@@ -83,7 +83,22 @@ MODULES = {
     ],
     "loggers": ["Logger", "Record", "jsonl", "rewind"],
     "losses": ["accuracy", "binary_cross_entropy", "cross_entropy", "linear_cross_entropy", "mse"],
-    "optim": ["adamw", "partition", "sgd"],
+    "optim": [
+        "adafactor",
+        "adagrad",
+        "adam",
+        "adamw",
+        "lamb",
+        "lion",
+        "muon",
+        "nadam",
+        "partition",
+        "radam",
+        "rmsprop",
+        "schedule_free_adamw",
+        "schedule_free_params",
+        "sgd",
+    ],
     "random": [
         "Words",
         "bernoulli",
@@ -284,9 +299,44 @@ SIGNATURES = {
     "skip_nonfinite": "(limit=10)",
     "donated": "()",
     "block": "(function)",
-    "optim.adamw": "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, decay_mask=matrices)",
-    "optim.sgd": "(lr, *, momentum=0.0, nesterov=False, weight_decay=0.0, decay_mask=everything)",
+    "optim.adafactor": (
+        "(lr=0.01, *, beta2_decay=-0.8, eps=(None, 0.001), d=1.0, weight_decay=0.0, maximize=False, "
+        "decay_mask=everything)"
+    ),
+    "optim.adagrad": (
+        "(lr, *, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, maximize=False, "
+        "decay_mask=everything)"
+    ),
+    "optim.adam": (
+        "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, amsgrad=False, maximize=False, decay_mask=everything)"
+    ),
+    "optim.adamw": (
+        "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, amsgrad=False, maximize=False, decay_mask=matrices)"
+    ),
+    "optim.lamb": "(lr, *, b1=0.9, b2=0.999, eps=1e-06, weight_decay=0.0, decay_mask=matrices)",
+    "optim.lion": "(lr, *, b1=0.9, b2=0.99, weight_decay=0.0, decay_mask=matrices)",
+    "optim.muon": (
+        "(lr, *, momentum=0.95, nesterov=True, weight_decay=0.1, ns_coefficients=(3.4445, -4.775, 2.0315), "
+        "ns_steps=5, eps=1e-07, adjust_lr_fn='original', decay_mask=everything)"
+    ),
+    "optim.nadam": (
+        "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, momentum_decay=0.004, "
+        "decoupled_weight_decay=False, maximize=False, decay_mask=everything)"
+    ),
     "optim.partition": "(optimizers, label_fn)",
+    "optim.radam": (
+        "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, decoupled_weight_decay=False, maximize=False, "
+        "decay_mask=everything)"
+    ),
+    "optim.rmsprop": (
+        "(lr, *, alpha=0.99, eps=1e-08, weight_decay=0.0, momentum=0.0, centered=False, maximize=False, "
+        "decay_mask=everything)"
+    ),
+    "optim.schedule_free_adamw": "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, decay_mask=matrices)",
+    "optim.schedule_free_params": "(params, opt_state)",
+    "optim.sgd": (
+        "(lr, *, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.0, maximize=False, decay_mask=everything)"
+    ),
     "schedules.constant": "(value)",
     "schedules.linear": "(start, end, steps)",
     "schedules.cosine": "(peak, total, end=0.0, waves=0.5)",

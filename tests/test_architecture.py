@@ -60,7 +60,7 @@ STAIRCASE = [
 INSIDE = {
     "backends": {"registry"},
     "schedules": {"text", "inputs", "curve", "decays", "cosines", "roots", "stable", "joined"},
-    "optim": {"leaves"},
+    "optim": {"leaves", "family"},
     "losses": {"inputs", "chunked"},
     "transforms": set(),
     "data": {

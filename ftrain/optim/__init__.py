@@ -1,5 +1,16 @@
 """Optimizers as pairs of pure functions, `(init, update)`: one family a file."""
 
-from ftrain.optim.adamw import adamw as adamw
+from ftrain.optim.adafactor import adafactor as adafactor
+from ftrain.optim.adagrad import adagrad as adagrad
+from ftrain.optim.adam import adam as adam
+from ftrain.optim.adam import adamw as adamw
+from ftrain.optim.lamb import lamb as lamb
+from ftrain.optim.lion import lion as lion
+from ftrain.optim.muon import muon as muon
+from ftrain.optim.nadam import nadam as nadam
 from ftrain.optim.partition import partition as partition
+from ftrain.optim.radam import radam as radam
+from ftrain.optim.rmsprop import rmsprop as rmsprop
+from ftrain.optim.schedule_free import schedule_free_adamw as schedule_free_adamw
+from ftrain.optim.schedule_free import schedule_free_params as schedule_free_params
 from ftrain.optim.sgd import sgd as sgd

@@ -2,109 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from ftrain import tree
-from ftrain.checks import require_range
 from ftrain.errors import OptionError
-from ftrain.optim.leaves import DecayMask, Plan, Planner, everything, like, own, pick
-from ftrain.schedules import as_schedule
-from ftrain.types import Hyper, Optimizer, PyTree, Schedule
+from ftrain.optim.family import COUNT, NONE, Number, Part, descend, leafwise, require_ranges
+from ftrain.optim.leaves import DecayMask, everything
+from ftrain.types import Optimizer, Schedule
 
 
 def sgd(
     lr: float | Schedule,
     *,
     momentum: float = 0.0,
+    dampening: float = 0.0,
     nesterov: bool = False,
     weight_decay: float = 0.0,
+    maximize: bool = False,
     decay_mask: DecayMask = everything,
 ) -> Optimizer:
     r"""Gradient descent, with momentum and coupled (L2) weight decay as in `torch.optim.SGD`.
 
     .. math::
         g &\leftarrow g + \lambda p \\
-        m &\leftarrow \mu m + g \\
+        m &\leftarrow \mu m + (1 - \tau) g \\
         p &\leftarrow p - \eta\,(g + \mu m \text{ if nesterov else } m)
+
+    The first gradient is not dampened.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
         momentum: :math:`\mu` in [0, 1); 0 keeps no state.
-        nesterov: look ahead along the momentum (Sutskever et al. 2013); needs momentum.
+        dampening: :math:`\tau` in [0, 1]; then the state counts updates.
+        nesterov: look ahead along the momentum (Sutskever et al. 2013); needs momentum without dampening.
         weight_decay: :math:`\lambda`.
+        maximize: go up the gradient.
         decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
 
     Raises:
-        OptionError: for a constant out of its range, or Nesterov without momentum.
+        OptionError: for a constant out of its range, or Nesterov without momentum or with dampening.
     """
-    require_range("sgd", "momentum", momentum, 0.0, 1.0)
-    require_range("sgd", "weight_decay", weight_decay, 0.0)
+    require_ranges("sgd", 1.0, momentum=momentum)
+    require_ranges("sgd", weight_decay=weight_decay, dampening=dampening)
+    if dampening > 1:
+        raise OptionError(f"sgd: dampening is {dampening!r}, needs a number in [0, 1]")
     if nesterov and not momentum:
         raise OptionError("sgd: nesterov=True needs momentum > 0, found momentum=0.0")
-    if isinstance(lr, int | float) and lr < 0:
-        require_range("sgd", "lr", lr, 0.0)
-    schedule = as_schedule(lr)
-    # Not in 16 bits: torch's kernel for the CPU is wrong there (2.13).
-    planner = Planner(decay_mask, half=False)
+    if nesterov and dampening:
+        raise OptionError(f"sgd: nesterov=True needs dampening=0.0, found dampening={dampening!r}")
+    damped = bool(momentum and dampening)
 
-    def init(params: PyTree) -> PyTree:
-        return {"momentum": tree.map(torch.zeros_like, params)} if momentum else {}
+    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+        return rate, 1 - dampening * (shared[COUNT] > 1).double()
 
-    def update(
-        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
-    ) -> tuple[PyTree, PyTree]:
-        (leaves, gradients, *rest), spec = planner.columns(params, grads, *opt_state.values())
-        plan = planner.of(spec, leaves, gradients, *rest)
-        moments = rest[0] if momentum else []
-        if isinstance(hyper["lr"], Tensor) or not plan.fusible:
-            leaves, moments = plain(gradients, moments, leaves, plan.decays, hyper["lr"])
-        else:
-            leaves, moments = own(leaves, donate), own(moments, donate)
-            fused(gradients, moments, leaves, plan, hyper["lr"])
-        params, _, *state = tree.unflatten(spec, [*leaves, *gradients, *moments])
-        return params, {"momentum": state[0]} if momentum else {}
+    def rule(part: Part, rate: Number, share: Number = 1.0) -> None:
+        g = part.descent(maximize=maximize, l2=weight_decay)
+        if momentum:
+            m = part.state["momentum"].mul_(momentum).add_(g.mul(share) if damped else g)
+            g = g.add(m, alpha=momentum) if nesterov else m
+        descend(part.leaf, g, rate)
 
-    def plain(
-        grads: list[Tensor],
-        moments: list[Tensor],
-        leaves: list[Tensor],
-        decays: list[bool],
-        rate: Tensor | float,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        new_leaves, new_moments = [], []
-        for index, (grad, leaf, decay) in enumerate(zip(grads, leaves, decays, strict=True)):
-            step = grad + weight_decay * leaf if decay and weight_decay else grad
-            if momentum:
-                moment = momentum * moments[index] + step
-                new_moments.append(moment)
-                step = step + momentum * moment if nesterov else moment
-            factor = rate.to(leaf.dtype) if isinstance(rate, Tensor) else rate
-            new_leaves.append(leaf - factor * step)
-        return new_leaves, new_moments
+    def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
+        torch._fused_sgd_(
+            part.leaf.tensors,
+            part.grad.tensors,
+            part.state["momentum"].tensors if momentum else [],
+            weight_decay=weight_decay if part.decay else 0.0,
+            momentum=momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=nesterov,
+            maximize=maximize,
+            is_first_step=False,
+        )
 
-    def fused(
-        grads: list[Tensor],
-        moments: list[Tensor],
-        leaves: list[Tensor],
-        plan: Plan,
-        rate: float,
-    ) -> None:
-        grads = grads if plan.aligned else like(grads, leaves)
-        for indices, decay in plan.groups:
-            torch._fused_sgd_(
-                pick(indices, leaves),
-                pick(indices, grads),
-                pick(indices, moments) if momentum else [],
-                weight_decay=weight_decay if decay else 0.0,
-                momentum=momentum,
-                lr=rate,
-                dampening=0.0,
-                nesterov=nesterov,
-                maximize=False,
-                is_first_step=False,
-            )
-
-    options = [f"momentum={momentum:g}"] * bool(momentum) + ["nesterov"] * nesterov
-    options += [f"weight_decay={weight_decay:g}"] * bool(weight_decay)
-    return Optimizer(init, update, {"lr": schedule}, f"sgd({', '.join([repr(schedule), *options])})")
+    return leafwise(
+        "sgd",
+        lr,
+        rule,
+        state={"momentum": torch.zeros_like} if momentum else {},
+        shared={COUNT: NONE} if damped else {},
+        constants=constants if damped else None,
+        # The kernel is told by the host which step is the first; of these, only the state knows.
+        fused=None if damped else fused,
+        # Torch's kernel for the CPU is wrong in 16 bits (2.13).
+        half=False,
+        decay_mask=decay_mask,
+        options={
+            "momentum": momentum,
+            "dampening": dampening,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "weight_decay": weight_decay,
+        },
+    )

@@ -1,0 +1,110 @@
+"""Adafactor: the second moment of a matrix from the means of its rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ftrain.checks import require_range
+from ftrain.errors import OptionError
+from ftrain.optim.family import COUNT, NONE, Number, Part, descend, leafwise, require_ranges
+from ftrain.optim.leaves import DecayMask, everything
+from ftrain.types import Optimizer, Schedule
+
+
+def adafactor(
+    lr: float | Schedule = 1e-2,
+    *,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    decay_mask: DecayMask = everything,
+) -> Optimizer:
+    r"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`.
+
+    With :math:`t` counting from 1, for what has two axes or more (of the last two):
+
+    .. math::
+        r &\leftarrow (1 - t^\tau) r + t^\tau \operatorname{mean}_{\text{columns}}(g^2) \\
+        c &\leftarrow (1 - t^\tau) c + t^\tau \operatorname{mean}_{\text{rows}}(g^2) \\
+        v &= r c / \max(\operatorname{mean}(r), \epsilon_1) \\
+        u &= g / \max(\sqrt{v}, \epsilon_1) \\
+        p &\leftarrow p - \eta \lambda p - \max(\epsilon_2, \operatorname{rms}(p)) \min(\eta, 1 / \sqrt t)
+            \frac{u}{\max(1, \operatorname{rms}(u) / d)}
+
+    For a vector, :math:`v` itself is averaged. The state is `count`, and `row` and `column`, where `row` holds
+    the whole :math:`v` of a vector and `column` nothing.
+
+    Args:
+        lr: the largest relative step :math:`\eta`, a number or a schedule.
+        beta2_decay: :math:`\tau`, at most 0.
+        eps: :math:`\epsilon_1`, None for the dtype's own, and :math:`\epsilon_2`.
+        d: largest root mean square of an update, at least 1.
+        weight_decay: :math:`\lambda`.
+        maximize: go up the gradient.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+
+    Raises:
+        OptionError: for a constant out of its range.
+    """
+    _require(beta2_decay, eps, d)
+    require_ranges("adafactor", weight_decay=weight_decay)
+    first, second = eps
+
+    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+        count = shared[COUNT].double()
+        return count**beta2_decay, torch.clamp(count**-0.5, max=rate), 1 - rate * weight_decay
+
+    def rule(part: Part, share: Tensor, rate: Tensor, kept: Number) -> None:
+        p, g, size = part.leaf, part.descent(maximize=maximize), max(part.leaf.numel(), 1) ** 0.5
+        least = torch.finfo(p.dtype).eps if first is None else first
+        step = torch.linalg.vector_norm(p).div(size).clamp(min=second) * rate
+        if weight_decay and part.decay:
+            p.mul_(kept)
+        u = _second_moment(g, part.state, share, least).clamp_(min=least * least).rsqrt_().mul_(g)
+        descend(p, u, step / (torch.linalg.vector_norm(u) / (size * d)).clamp(min=1.0))
+
+    return leafwise(
+        "adafactor",
+        lr,
+        rule,
+        state={"row": _row, "column": _column},
+        shared={COUNT: NONE},
+        constants=constants,
+        foreach=False,
+        decay_mask=decay_mask,
+        options={"maximize": maximize, "weight_decay": weight_decay},
+    )
+
+
+def _second_moment(grad: Tensor, state: Mapping[str, Tensor], share: Tensor, least: float) -> Tensor:
+    row, column = state["row"], state["column"]
+    if grad.ndim < 2:
+        return row.lerp_(grad * grad, share).clone()
+    for mean, axis in ((row, -1), (column, -2)):
+        squares = torch.linalg.vector_norm(grad, dim=axis, keepdim=True).square()
+        mean.lerp_(squares / max(grad.size(axis), 1), share)
+    return (row @ column).div_(row.mean(-2, keepdim=True).clamp(min=least))
+
+
+def _row(leaf: Tensor) -> Tensor:
+    return leaf.new_zeros(*leaf.shape[:-1], 1) if leaf.ndim > 1 else torch.zeros_like(leaf)
+
+
+def _column(leaf: Tensor) -> Tensor:
+    return leaf.new_zeros(*leaf.shape[:-2], 1, leaf.shape[-1]) if leaf.ndim > 1 else leaf.new_zeros(0)
+
+
+def _require(beta2_decay: float, eps: tuple[float | None, float], d: float) -> None:
+    require_range("adafactor", "beta2_decay", beta2_decay, float("-inf"), 1.0)
+    if beta2_decay > 0:
+        raise OptionError(f"adafactor: beta2_decay is {beta2_decay!r}, needs a number of at most 0")
+    if not isinstance(eps, tuple) or len(eps) != 2:
+        raise OptionError(f"adafactor: eps is {eps!r}, needs two: for the second moment, or None, and for the size")
+    require_range("adafactor", "eps[0]", 0.0 if eps[0] is None else eps[0], 0.0)
+    require_range("adafactor", "eps[1]", eps[1], 0.0)
+    require_range("adafactor", "d", d, 1.0)

@@ -1,0 +1,87 @@
+"""Adagrad: the gradient divided by the size of all before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ftrain.optim.family import COUNT, NONE, Number, Part, descend_quotient, leafwise, require_ranges
+from ftrain.optim.leaves import DecayMask, everything
+from ftrain.types import Optimizer, Schedule
+
+
+def adagrad(
+    lr: float | Schedule,
+    *,
+    lr_decay: float = 0.0,
+    weight_decay: float = 0.0,
+    initial_accumulator_value: float = 0.0,
+    eps: float = 1e-10,
+    maximize: bool = False,
+    decay_mask: DecayMask = everything,
+) -> Optimizer:
+    r"""Adagrad (Duchi, Hazan and Singer 2011, JMLR 12), as `torch.optim.Adagrad`.
+
+    With :math:`t` counting from 1:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        s &\leftarrow s + g^2 \\
+        p &\leftarrow p - \frac{\eta}{1 + (t - 1) \gamma} \frac{g}{\sqrt{s} + \epsilon}
+
+    The state is `count` and `sum`.
+
+    Args:
+        lr: learning rate :math:`\eta`, a number or a schedule.
+        lr_decay: :math:`\gamma`.
+        weight_decay: :math:`\lambda`.
+        initial_accumulator_value: what :math:`s` begins as.
+        eps: added to the root.
+        maximize: go up the gradient.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+
+    Raises:
+        OptionError: for a constant out of its range.
+    """
+    require_ranges("adagrad", 1.0, eps=eps)
+    require_ranges(
+        "adagrad",
+        lr_decay=lr_decay,
+        weight_decay=weight_decay,
+        initial_accumulator_value=initial_accumulator_value,
+    )
+
+    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+        return (rate / (1 + (shared[COUNT].double() - 1) * lr_decay) if lr_decay else rate,)
+
+    def rule(part: Part, rate: Number) -> None:
+        g = part.descent(maximize=maximize, l2=weight_decay)
+        descend_quotient(part.leaf, g, part.state["sum"].addcmul_(g, g).sqrt().add_(eps), rate)
+
+    def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
+        leaves = part.leaf.tensors
+        torch._fused_adagrad_(
+            leaves,
+            part.grad.tensors,
+            part.state["sum"].tensors,
+            [shared[COUNT]] * len(leaves),
+            lr=rate,
+            lr_decay=lr_decay,
+            weight_decay=weight_decay if part.decay else 0.0,
+            eps=eps,
+            maximize=maximize,
+        )
+
+    return leafwise(
+        "adagrad",
+        lr,
+        rule,
+        state={"sum": lambda leaf: torch.full_like(leaf, initial_accumulator_value)},
+        shared={COUNT: NONE},
+        constants=constants,
+        fused=fused,
+        decay_mask=decay_mask,
+        options={"lr_decay": lr_decay, "maximize": maximize, "weight_decay": weight_decay},
+    )

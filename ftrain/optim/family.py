@@ -1,0 +1,232 @@
+"""Make an optimizer from the formula of its family: in place in eager mode, many leaves at a time, and in graphs.
+
+A formula is written once, with the methods of a tensor. Eagerly it gets a `Column`, which passes each operation on
+to torch's kernels for many tensors; inside a graph it gets one leaf after another, and the compiler fuses them. What
+it writes is always its own: the old state where that was donated, else a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.checks import require_range
+from ftrain.errors import StructureError
+from ftrain.optim.leaves import DecayMask, Group, Planner, like, own, pick, settled
+from ftrain.schedules import as_schedule
+from ftrain.types import Hyper, Optimizer, PyTree, Schedule
+
+Number: TypeAlias = Tensor | float
+"""A float in eager mode; a 0-d tensor where it comes from the state, or inside a graph."""
+
+Some: TypeAlias = Any
+"""A tensor, or a `Column`: what formulas are written for."""
+
+COUNT, NONE = "count", torch.zeros(())
+"""Name of the 0-d state that counts updates, and what it begins as: float32, as torch's kernels want it."""
+
+
+class Column:
+    """Tensors of one dtype and device that take every operation together.
+
+    A method of it is torch's function for many tensors: ``a.lerp_(b, 0.1)`` is ``torch._foreach_lerp_(a, b, 0.1)``.
+    It has no operators, which would allocate where a formula means to write.
+    """
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+    def __getattr__(self, name: str) -> Callable[..., Column]:
+        function = getattr(torch, f"_foreach_{name}")
+
+        def apply(*others: Some, **constants: float) -> Column:
+            found = function(self.tensors, *[getattr(other, "tensors", other) for other in others], **constants)
+            return self if name.endswith("_") else Column(list(found))
+
+        return apply
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Leaves of one dtype and device, or a single one, and what belongs to them.
+
+    Args:
+        leaf: the parameters, to be written.
+        grad: their gradients, not to be written.
+        state: the moments by name, to be written.
+        decay: whether weight decay applies.
+        like: any of the leaves.
+    """
+
+    leaf: Some
+    grad: Some
+    state: Mapping[str, Some]
+    decay: bool
+    like: Tensor
+
+    def descent(self, *, maximize: bool = False, l2: float = 0.0) -> Some:
+        """The gradient of what is made small: that of minus the loss to `maximize` it, and of L2 weight decay."""
+        grad = self.grad.neg() if maximize else self.grad
+        return grad.add(self.leaf, alpha=l2) if l2 and self.decay else grad
+
+
+Rule: TypeAlias = Callable[..., None]
+"""``(part, *constants)``: update one part in place."""
+
+Constants: TypeAlias = Callable[[Number, Mapping[str, Tensor]], tuple[Number, ...]]
+"""``(rate, shared) -> constants``: what all leaves share; may write the 0-d tensors of the state."""
+
+Fused: TypeAlias = Callable[[Part, float, Mapping[str, Tensor]], None]
+"""``(part, rate, shared)``: update one part in place with one of torch's fused kernels."""
+
+
+def leafwise(
+    name: str,
+    lr: float | Schedule,
+    rule: Rule,
+    *,
+    state: Mapping[str, Callable[[Tensor], Tensor]],
+    shared: Mapping[str, Tensor] | None = None,
+    constants: Constants | None = None,
+    fused: Fused | None = None,
+    half: bool = True,
+    foreach: bool = True,
+    decay_mask: DecayMask,
+    options: Mapping[str, float | bool] | None = None,
+) -> Optimizer:
+    """Return the optimizer of a formula.
+
+    Args:
+        name: of the family.
+        lr: learning rate, a number or a schedule.
+        rule: the formula.
+        state: the moments by name, and what each begins as for a leaf.
+        shared: the 0-d tensors of the state by name, and what they begin as; `COUNT` counts the updates.
+        constants: works out what the rule needs of these and the rate; the rate alone, unless given.
+        fused: the formula as a kernel of torch's; used eagerly where leaves and device allow.
+        half: whether that kernel is right in 16 bits.
+        foreach: whether the rule takes many leaves at a time.
+        decay_mask: which leaves decay.
+        options: what is printed, where it is not zero or false.
+
+    Raises:
+        OptionError: for a negative learning rate.
+    """
+    if isinstance(lr, int | float) and lr < 0:
+        require_range(name, "lr", lr, 0.0)
+    schedule, planner, first = as_schedule(lr), Planner(decay_mask, half=half), shared or {}
+
+    def init(params: PyTree) -> PyTree:
+        device = next((leaf.device for leaf in tree.leaves(params)), NONE.device)
+        scalars = {key: value.to(device, copy=True) for key, value in first.items()}
+        return {**scalars, **{key: tree.map(begin, params) for key, begin in state.items()}}
+
+    def update(
+        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        _require_state(name, opt_state, [*first, *state])
+        (leaves, gradients, *moments), spec = planner.columns(params, grads, *(opt_state[key] for key in state))
+        plan = planner.of(spec, leaves, gradients, *moments)
+        donate = donate and plan.writable
+        leaves, *moments = (own(column, donate) for column in (leaves, *moments))
+        scalars = dict(zip(first, own([opt_state[key] for key in first], donate), strict=True))
+        if COUNT in scalars:
+            scalars[COUNT].add_(1)
+        rate, named = hyper["lr"], dict(zip(state, moments, strict=True))
+        if fused is not None and plan.fusible and not isinstance(rate, Tensor):
+            gradients = gradients if plan.aligned else like(gradients, leaves)
+            for part in _columns(plan.groups, leaves, gradients, named):
+                fused(part, rate, scalars)
+        else:
+            values = (rate,) if constants is None else _settle(constants(rate, scalars), rate)
+            together = foreach and not isinstance(rate, Tensor)
+            mine = leaves, gradients, named
+            for part in _columns(plan.blocks, *mine) if together else _singles(plan.decays, *mine):
+                rule(part, *_cast(values, part.like))
+        params, _, *trees = tree.unflatten(spec, [*leaves, *gradients, *(leaf for each in moments for leaf in each)])
+        return params, {**scalars, **dict(zip(state, trees, strict=True))}
+
+    shown = [key if value is True else f"{key}={value:g}" for key, value in (options or {}).items() if value]
+    return Optimizer(init, update, {"lr": schedule}, f"{name}({', '.join([repr(schedule), *shown])})")
+
+
+def _require_state(name: str, opt_state: PyTree, keys: list[str]) -> None:
+    if not isinstance(opt_state, Mapping) or opt_state.keys() != set(keys):
+        found = ", ".join(map(str, opt_state)) if isinstance(opt_state, Mapping) else type(opt_state).__name__
+        raise StructureError(
+            f"{name}: the optimizer state has {found or 'nothing'}, needs {', '.join(keys) or 'nothing'}; "
+            "it is of another optimizer, or of this one with other options"
+        )
+
+
+def _settle(values: tuple[Number, ...], rate: Number) -> tuple[Number, ...]:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not isinstance(rate, Tensor) or not tensors:
+        return values
+    stored = iter(settled(*(value.to(rate.dtype) for value in tensors)))
+    return tuple(next(stored) if isinstance(value, Tensor) else value for value in values)
+
+
+def _cast(values: tuple[Number, ...], leaf: Tensor) -> Iterator[Number]:
+    return (value.to(leaf.device, leaf.dtype) if isinstance(value, Tensor) else value for value in values)
+
+
+def _columns(
+    groups: list[Group], leaves: list[Tensor], grads: list[Tensor], state: Mapping[str, list[Tensor]]
+) -> Iterator[Part]:
+    for indices, decay in groups:
+        moments = {key: Column(pick(indices, column)) for key, column in state.items()}
+        mine = Column(pick(indices, leaves))
+        yield Part(mine, Column(pick(indices, grads)), moments, decay, mine.tensors[0])
+
+
+def _singles(
+    decays: list[bool], leaves: list[Tensor], grads: list[Tensor], state: Mapping[str, list[Tensor]]
+) -> Iterator[Part]:
+    for index, (leaf, grad, decay) in enumerate(zip(leaves, grads, decays, strict=True)):
+        yield Part(leaf, grad, {key: column[index] for key, column in state.items()}, decay, leaf)
+
+
+# What formulas are made of.
+
+
+def require_ranges(function: str, high: float = float("inf"), **values: float) -> None:
+    """Check that constants lie in [0, `high`).
+
+    Raises:
+        OptionError: naming the function, the argument, its value and the range.
+    """
+    for name, value in values.items():
+        require_range(function, name, value, 0.0, high)
+
+
+def average(mean: Some, grad: Some, decay: float) -> Some:
+    """``mean <- decay mean + (1 - decay) grad``, in place."""
+    return mean.lerp_(grad, 1 - decay)
+
+
+def average_squares(mean: Some, grad: Some, decay: float) -> Some:
+    """``mean <- decay mean + (1 - decay) grad^2``, in place."""
+    return mean.mul_(decay).addcmul_(grad, grad, value=1 - decay)
+
+
+def descend(leaf: Some, step: Some, rate: Number) -> Some:
+    """``leaf <- leaf - rate step``, in place; the rate may be a tensor."""
+    return leaf.sub_(step.mul(rate)) if isinstance(rate, Tensor) else leaf.add_(step, alpha=-rate)
+
+
+def descend_quotient(leaf: Some, step: Some, denominator: Some, rate: Number) -> Some:
+    """``leaf <- leaf - rate step / denominator``, in place; the rate may be a tensor.
+
+    The rate goes to the step: divided into the denominator, a rate of zero would make 0 / 0.
+    """
+    if isinstance(rate, Tensor):
+        return leaf.addcdiv_(step.mul(rate), denominator, value=-1)
+    return leaf.addcdiv_(step, denominator, value=-rate)

@@ -1,0 +1,75 @@
+"""LAMB: Adam's step, as long as the parameter it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ftrain.optim.family import COUNT, NONE, Number, Part, average, average_squares, descend, leafwise, require_ranges
+from ftrain.optim.leaves import DecayMask, matrices
+from ftrain.types import Optimizer, Schedule
+
+
+def lamb(
+    lr: float | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    decay_mask: DecayMask = matrices,
+) -> Optimizer:
+    r"""LAMB (You et al. 2020, arXiv:1904.00962), for large batches.
+
+    With :math:`t` counting from 1:
+
+    .. math::
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+        u &= \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon} + \lambda p \\
+        p &\leftarrow p - \eta \frac{\lVert p \rVert}{\lVert u \rVert} u
+
+    with norms of each parameter; where one of them is zero, their ratio is taken as 1. The state is `count`, `mu`
+    and `nu`.
+
+    Args:
+        lr: learning rate :math:`\eta`, a number or a schedule.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: :math:`\lambda`.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay; those with two axes or more,
+            unless told.
+
+    Raises:
+        OptionError: for a constant out of its range.
+    """
+    require_ranges("lamb", 1.0, b1=b1, b2=b2, eps=eps)
+    require_ranges("lamb", weight_decay=weight_decay)
+
+    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+        count = shared[COUNT].double()
+        return rate, 1 / (1 - b1**count), (1 - b2**count).sqrt()
+
+    def rule(part: Part, rate: Number, correction: Number, root: Number) -> None:
+        p, g = part.leaf, part.grad
+        mu = average(part.state["mu"], g, b1)
+        u = mu.mul(correction).div_(average_squares(part.state["nu"], g, b2).sqrt().div_(root).add_(eps))
+        if weight_decay and part.decay:
+            u.add_(p, alpha=weight_decay)
+        length, step = torch.linalg.vector_norm(p), torch.linalg.vector_norm(u)
+        descend(p, u.mul_(torch.where((length > 0) & (step > 0), length / step, 1.0)), rate)
+
+    return leafwise(
+        "lamb",
+        lr,
+        rule,
+        state={"mu": torch.zeros_like, "nu": torch.zeros_like},
+        shared={COUNT: NONE},
+        constants=constants,
+        foreach=False,
+        decay_mask=decay_mask,
+        options={"weight_decay": weight_decay},
+    )

@@ -1,0 +1,64 @@
+"""Lion: steps of one size, along the sign of the momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ftrain.optim.family import Number, Part, average, descend, leafwise, require_ranges
+from ftrain.optim.leaves import DecayMask, matrices
+from ftrain.types import Optimizer, Schedule
+
+
+def lion(
+    lr: float | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 0.0,
+    decay_mask: DecayMask = matrices,
+) -> Optimizer:
+    r"""Lion (Chen et al. 2023, arXiv:2302.06675).
+
+    .. math::
+        c &= \beta_1 m + (1 - \beta_1) g \\
+        p &\leftarrow p - \eta \lambda p - \eta \operatorname{sign}(c) \\
+        m &\leftarrow \beta_2 m + (1 - \beta_2) g
+
+    The state is `mu` alone. The paper takes a third to a tenth of Adam's rate, and as many times its decay.
+
+    Args:
+        lr: learning rate :math:`\eta`, a number or a schedule.
+        b1: share of the momentum in the step, in [0, 1).
+        b2: decay of the momentum, in [0, 1).
+        weight_decay: :math:`\lambda`.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay; those with two axes or more,
+            unless told.
+
+    Raises:
+        OptionError: for a constant out of its range.
+    """
+    require_ranges("lion", 1.0, b1=b1, b2=b2)
+    require_ranges("lion", weight_decay=weight_decay)
+
+    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+        return rate, 1 - rate * weight_decay
+
+    def rule(part: Part, rate: Number, kept: Number) -> None:
+        p, g, mu = part.leaf, part.grad, part.state["mu"]
+        if weight_decay and part.decay:
+            p.mul_(kept)
+        descend(p, mu.mul(b1).add_(g, alpha=1 - b1).sign_(), rate)
+        average(mu, g, b2)
+
+    return leafwise(
+        "lion",
+        lr,
+        rule,
+        state={"mu": torch.zeros_like},
+        constants=constants,
+        decay_mask=decay_mask,
+        options={"weight_decay": weight_decay},
+    )

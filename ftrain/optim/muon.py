@@ -1,0 +1,129 @@
+"""Muon: momentum, made orthogonal, for matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.checks import require_positive
+from ftrain.errors import OptionError, StructureError
+from ftrain.optim.family import Number, Part, average, descend, leafwise, require_ranges
+from ftrain.optim.leaves import DecayMask, everything
+from ftrain.types import Optimizer, PyTree, Schedule, replace
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""Of the polynomial of the iteration; the paper's, steep at zero."""
+
+
+def muon(
+    lr: float | Schedule,
+    *,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.1,
+    ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+    ns_steps: int = 5,
+    eps: float = 1e-7,
+    adjust_lr_fn: str = "original",
+    decay_mask: DecayMask = everything,
+) -> Optimizer:
+    r"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), as `torch.optim.Muon`.
+
+    .. math::
+        b &\leftarrow \mu b + (1 - \mu) g \\
+        o &= \operatorname{NS}((1 - \mu) g + \mu b \text{ if nesterov else } b) \\
+        p &\leftarrow p - \eta \lambda p - \eta \sqrt{\max(1, \text{rows} / \text{columns})}\; o
+
+    where NS brings the singular values of a matrix near 1, by steps of
+    :math:`x \leftarrow a x + (b\,x x^\top + c\,(x x^\top)^2) x` in bfloat16 from :math:`x / \lVert x \rVert`.
+
+    Every parameter must have two axes. Embeddings, the last layer and what is no matrix are AdamW's:
+
+    >>> import ftrain as ft
+    >>> def label(name, leaf):
+    ...     return "muon" if leaf.ndim == 2 and "embed" not in name else "adamw"
+    >>> ft.optim.partition({"muon": ft.optim.muon(0.02), "adamw": ft.optim.adamw(3e-4)}, label).text
+    'partition(muon: muon(constant(0.02), weight_decay=0.1), adamw: adamw(constant(3e-4)))'
+
+    The state is `momentum`.
+
+    Args:
+        lr: learning rate :math:`\eta`, a number or a schedule.
+        momentum: :math:`\mu` in [0, 1).
+        nesterov: look ahead along the momentum.
+        weight_decay: :math:`\lambda`.
+        ns_coefficients: :math:`a, b, c`.
+        ns_steps: how many steps of the iteration.
+        eps: least norm to divide by.
+        adjust_lr_fn: ``"original"``, as above, or ``"match_rms_adamw"``, with the factor
+            :math:`0.2 \sqrt{\max(\text{rows}, \text{columns})}`, to take AdamW's rates (arXiv:2502.16982).
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+
+    Raises:
+        OptionError: for a constant out of its range.
+        StructureError: from `init`, for a parameter that is no matrix.
+    """
+    require_ranges("muon", 1.0, momentum=momentum, eps=eps)
+    require_ranges("muon", weight_decay=weight_decay)
+    require_positive("muon", "ns_steps", ns_steps)
+    if len(ns_coefficients) != 3:
+        raise OptionError(f"muon: ns_coefficients is {ns_coefficients!r}, needs three numbers")
+    if adjust_lr_fn not in ("original", "match_rms_adamw"):
+        raise OptionError(f"muon: adjust_lr_fn is {adjust_lr_fn!r}; choices are original, match_rms_adamw")
+
+    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+        return rate, 1 - rate * weight_decay
+
+    def rule(part: Part, rate: Number, kept: Number) -> None:
+        p, g = part.leaf, part.grad
+        if p.numel() == 0:
+            return
+        b = average(part.state["momentum"], g, momentum)
+        o = _orthogonal(g.lerp(b, momentum) if nesterov else b, ns_coefficients, ns_steps, eps)
+        if weight_decay and part.decay:
+            p.mul_(kept)
+        rows, columns = p.shape
+        factor = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
+        descend(p, o.to(p.dtype), rate * factor)
+
+    optimizer = leafwise(
+        "muon",
+        lr,
+        rule,
+        state={"momentum": torch.zeros_like},
+        constants=constants,
+        foreach=False,
+        decay_mask=decay_mask,
+        options={"weight_decay": weight_decay},
+    )
+
+    def init(params: PyTree) -> PyTree:
+        _require_matrices(params)
+        return optimizer.init(params)
+
+    return replace(optimizer, init=init)
+
+
+def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Bring the singular values near 1, by products in bfloat16 of the smaller side."""
+    a, b, c = coefficients
+    tall = matrix.size(0) > matrix.size(1)
+    x = matrix.bfloat16()
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def _require_matrices(params: PyTree) -> None:
+    for name, leaf in zip(tree.leaf_names(params), tree.leaves(params), strict=True):
+        if leaf.ndim != 2:
+            raise StructureError(
+                f"muon: the parameter {name} has the shape {list(leaf.shape)}, needs two axes; give what is no matrix "
+                "to another optimizer with ft.optim.partition"
+            )

@@ -1,0 +1,94 @@
+"""Adam with Nesterov's momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ftrain.optim.family import (
+    COUNT,
+    NONE,
+    Number,
+    Part,
+    average,
+    average_squares,
+    descend_quotient,
+    leafwise,
+    require_ranges,
+)
+from ftrain.optim.leaves import DecayMask, everything
+from ftrain.types import Optimizer, Schedule
+
+
+def nadam(
+    lr: float | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum_decay: float = 4e-3,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    decay_mask: DecayMask = everything,
+) -> Optimizer:
+    r"""NAdam (Dozat 2016, Incorporating Nesterov Momentum into Adam), as `torch.optim.NAdam`.
+
+    With :math:`t` counting from 1 and :math:`\mu_t = \beta_1 (1 - 0.96^{t \psi} / 2)`:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+        u &= \frac{\mu_{t+1} m}{1 - \prod_{i=1}^{t+1} \mu_i} + \frac{(1 - \mu_t) g}{1 - \prod_{i=1}^t \mu_i} \\
+        p &\leftarrow p - \eta \frac{u}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
+
+    The state is `count` and `product` (0-d, the product of all :math:`\mu_i`), `mu` and `nu`.
+
+    Args:
+        lr: learning rate :math:`\eta`, a number or a schedule.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: :math:`\lambda`.
+        momentum_decay: :math:`\psi`.
+        decoupled_weight_decay: take :math:`\eta \lambda p` from the parameters instead, as AdamW does.
+        maximize: go up the gradient.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+
+    Raises:
+        OptionError: for a constant out of its range.
+    """
+    require_ranges("nadam", 1.0, b1=b1, b2=b2, eps=eps)
+    require_ranges("nadam", weight_decay=weight_decay, momentum_decay=momentum_decay)
+    coupled = 0.0 if decoupled_weight_decay else weight_decay
+
+    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+        count = shared[COUNT].double()
+        now, following = (b1 * (1 - 0.5 * 0.96 ** (t * momentum_decay)) for t in (count, count + 1))
+        product = shared["product"].mul_(now.float()).double()
+        # Both summands over the factor of the gradient, which goes to the denominator: one to scale less.
+        factor = (1 - now) / (1 - product)
+        share = following / (1 - product * following) / factor
+        return rate, share, (1 - b2**count).sqrt() * factor, eps / factor, 1 - rate * weight_decay
+
+    def rule(part: Part, rate: Number, share: Number, root: Number, least: Number, kept: Number) -> None:
+        g = part.descent(maximize=maximize, l2=coupled)
+        mu = average(part.state["mu"], g, b1)
+        denominator = average_squares(part.state["nu"], g, b2).sqrt().div_(root).add_(least)
+        if decoupled_weight_decay and weight_decay and part.decay:
+            part.leaf.mul_(kept)
+        descend_quotient(part.leaf, mu.mul(share).add_(g), denominator, rate)
+
+    return leafwise(
+        "nadam",
+        lr,
+        rule,
+        state={"mu": torch.zeros_like, "nu": torch.zeros_like},
+        shared={COUNT: NONE, "product": torch.ones(())},
+        constants=constants,
+        decay_mask=decay_mask,
+        options={"maximize": maximize, "weight_decay": weight_decay},
+    )

@@ -1,0 +1,86 @@
+"""Adam whose step is smaller while the second moment is known from few gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ftrain.optim.family import COUNT, NONE, Number, Part, average, average_squares, leafwise, require_ranges
+from ftrain.optim.leaves import DecayMask, everything
+from ftrain.types import Optimizer, Schedule
+
+
+def radam(
+    lr: float | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    decay_mask: DecayMask = everything,
+) -> Optimizer:
+    r"""Rectified Adam (Liu et al. 2020, arXiv:1908.03265), as `torch.optim.RAdam`.
+
+    With :math:`t` counting from 1, :math:`\rho_\infty = 2 / (1 - \beta_2) - 1` and
+    :math:`\rho_t = \rho_\infty - 2 t \beta_2^t / (1 - \beta_2^t)`:
+
+    .. math::
+        g &\leftarrow g + \lambda p \\
+        m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
+        v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
+        r &= \sqrt{\frac{(\rho_t - 4)(\rho_t - 2) \rho_\infty}{(\rho_\infty - 4)(\rho_\infty - 2) \rho_t}} \\
+        p &\leftarrow p - \eta \frac{m}{1 - \beta_1^t}
+            \left(r \frac{\sqrt{1 - \beta_2^t}}{\sqrt{v} + \epsilon} \text{ if } \rho_t > 5 \text{ else } 1\right)
+
+    The state is `count`, `mu` and `nu`.
+
+    Args:
+        lr: learning rate :math:`\eta`, a number or a schedule.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: :math:`\lambda`.
+        decoupled_weight_decay: take :math:`\eta \lambda p` from the parameters instead, as AdamW does.
+        maximize: go up the gradient.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+
+    Raises:
+        OptionError: for a constant out of its range.
+    """
+    require_ranges("radam", 1.0, b1=b1, b2=b2, eps=eps)
+    require_ranges("radam", weight_decay=weight_decay)
+    coupled = 0.0 if decoupled_weight_decay else weight_decay
+    limit = 2 / (1 - b2) - 1
+
+    def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
+        count = shared[COUNT].double()
+        size, second = rate / (1 - b1**count), 1 - b2**count
+        length = limit - 2 * count * b2**count / second
+        rectifier = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
+        adaptive = size * (rectifier * second).sqrt()
+        # Chosen from and not multiplied, for the root may be NaN where it is not wanted.
+        rectified = length > 5
+        return torch.where(rectified, adaptive, 0.0), torch.where(rectified, 0.0, size), 1 - rate * weight_decay
+
+    def rule(part: Part, adaptive: Number, plain: Number, kept: Number) -> None:
+        g = part.descent(maximize=maximize, l2=coupled)
+        mu = average(part.state["mu"], g, b1)
+        factor = average_squares(part.state["nu"], g, b2).sqrt().add_(eps).reciprocal_().mul_(adaptive).add_(plain)
+        if decoupled_weight_decay and weight_decay and part.decay:
+            part.leaf.mul_(kept)
+        part.leaf.addcmul_(mu, factor, value=-1)
+
+    return leafwise(
+        "radam",
+        lr,
+        rule,
+        state={"mu": torch.zeros_like, "nu": torch.zeros_like},
+        shared={COUNT: NONE},
+        constants=constants,
+        decay_mask=decay_mask,
+        options={"maximize": maximize, "weight_decay": weight_decay},
+    )

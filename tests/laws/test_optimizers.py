@@ -1,0 +1,152 @@
+"""The laws for every optimizer: donation, accumulation, skipped steps, compilation, parameters that are one tensor."""
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain import optim, tree
+from tests.laws.optimizers import MATRICES_ONLY, OPTIMIZERS
+from tests.laws.test_pipelines import assert_equal
+
+F64 = torch.float64
+each = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def make(name, **more):
+    """The optimizer; for one that takes matrices alone, with AdamW for the rest."""
+    if name not in MATRICES_ONLY:
+        return OPTIMIZERS[name](**more)
+    parts = {"matrices": OPTIMIZERS[name](**more), "rest": optim.adamw(0.05)}
+    return optim.partition(parts, lambda _, leaf: "matrices" if leaf.ndim == 2 else "rest")
+
+
+def make_params(dtype=F64):
+    shapes = {"w": (3, 4), "b": (4,), "out": (4, 2), "scale": (), "one": (1,), "empty": (0,), "hollow": (0, 3)}
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=draw, dtype=F64).to(dtype) for name, shape in shapes.items()}
+
+
+def make_batch(index, rows=8, dtype=F64):
+    draw = torch.Generator().manual_seed(100 + index)
+    x, y = (torch.randn(rows, n, generator=draw, dtype=F64).to(dtype) for n in (3, 2))
+    return {"x": x, "y": y, "weight": torch.rand(rows, generator=draw, dtype=F64).to(dtype)}
+
+
+def loss(params, batch):
+    hidden = torch.tanh(batch["x"] @ params["w"] + params["b"]) * params["scale"] * params["one"]
+    nothing = params["empty"].sum() + params["hollow"].sum()
+    errors = (hidden @ params["out"] - batch["y"]).square().mean(-1) + nothing
+    return ft.Mean((errors * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def build(name, *wrappers, criterion=loss):
+    return ft.compose(ft.train_step(criterion, make(name, weight_decay=0.1)), *wrappers)
+
+
+def train(step, dtype=F64, steps=4):
+    state = step.init(make_params(dtype))
+    for index in range(steps):
+        state, _ = step(state, make_batch(index, dtype=dtype))
+    return state
+
+
+def assert_near(found, needed, **tolerance):
+    tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-12}
+    for part in ("params", "opt_state"):
+        torch.testing.assert_close(tree.leaves(getattr(found, part)), tree.leaves(getattr(needed, part)), **tolerance)
+
+
+@each
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+def test_donation_changes_no_bit(name, dtype):
+    step = build(name)
+    assert_equal(train(ft.donated(step), dtype), train(step, dtype))
+
+
+@each
+def test_accumulation_equals_the_full_batch(name):
+    assert_near(train(build(name, ft.accumulate(4))), train(build(name)))
+
+
+@each
+def test_a_step_is_pure_and_moves_every_kind_of_leaf(name):
+    step = build(name)
+    state = train(step, steps=1)
+    kept = tree.clone(state)
+    new, _ = step(state, make_batch(1))
+    assert_equal(state, kept)
+    assert_equal(step(state, make_batch(1))[0], new)
+    assert all(not torch.equal(new.params[key], leaf) for key, leaf in state.params.items() if leaf.numel())
+
+
+def poisoned(params, batch):
+    mean = loss(params, batch)
+    return ft.Mean(mean.total * batch["poison"], mean.weight)
+
+
+@each
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("wrapper", [lambda: ft.with_amp("fp16"), lambda: ft.skip_nonfinite()], ids=["fp16", "skip"])
+def test_a_bad_step_changes_nothing(name, wrapper, poison):
+    step = build(name, wrapper(), criterion=poisoned)
+    state = step.init(make_params(torch.float32))
+    good, bad = ({**make_batch(0, dtype=torch.float32), "poison": torch.tensor(by)} for by in (1.0, poison))
+    state, _ = step(state, good)
+    after, metrics = step(state, {**bad, "weight": 1e3 * bad["weight"], "poison": bad["poison"]})
+    if float(metrics["skipped"]):
+        assert_equal((after.params, after.opt_state), (state.params, state.opt_state))
+    assert float(metrics["skipped"]) or poison == 3e38
+    after, metrics = step(after, good)
+    assert not float(metrics["skipped"])
+    assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves((after.params, after.opt_state)))
+
+
+@each
+def test_compiled_equals_eager(name):
+    found = train(build(name, ft.compiled(lowering="whole", backend="aot_eager")))
+    assert_near(found, train(build(name)))
+    donated = build(name, ft.compiled(lowering="whole", backend="aot_eager", donate=True))
+    assert_equal(train(donated), found)
+
+
+@pytest.mark.parametrize("name", ["amsgrad"])
+def test_inductor_equals_eager(name):
+    found = train(build(name, ft.compiled(lowering="whole")))
+    assert_near(found, train(build(name)))
+
+
+@each
+def test_parameters_that_are_one_tensor_stay_apart(name):
+    """Two names for one tensor are two parameters from the first step on, donated or not."""
+    weight = torch.ones(2, 2, dtype=F64)
+    step = ft.train_step(lambda p, batch: (p["a"] * batch).sum() - p["b"].sum(), OPTIMIZERS[name]())
+    batch = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=F64)
+    apart, _ = step(step.init({"a": weight, "b": weight.clone()}), batch)
+    for wrapped in (step, ft.donated(step)):
+        tied, _ = wrapped(wrapped.init({"a": weight, "b": weight}), batch)
+        assert_equal(tied.params, apart.params)
+    assert torch.equal(weight, torch.ones(2, 2, dtype=F64))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@each
+def test_a_rate_and_a_tree_under_vmap(name):
+    """Several runs at once, each with a rate of its own: what a sweep needs."""
+    optimizer = OPTIMIZERS[name](weight_decay=0.1)
+    draw = torch.Generator().manual_seed(1)
+    params, grads = ({"w": torch.randn(3, 4, 2, generator=draw, dtype=F64)} for _ in range(2))
+    rates = torch.tensor([0.1, 0.0, 0.01], dtype=F64)
+    state = torch.func.vmap(optimizer.init)(params)
+    state = {key: part if isinstance(part, dict) else part.expand(3).clone() for key, part in state.items()}
+
+    def update(grads, state, params, rate):
+        return optimizer.update(grads, state, params, {"lr": rate})
+
+    found = torch.func.vmap(update)(grads, state, params, rates)
+    for index in range(3):
+        one = tree.map(lambda leaf, index=index: leaf[index], (grads, state, params))
+        needed = update(*one, rates[index])
+        mine = tree.map(lambda leaf, index=index: leaf[index], found)
+        # Several products in bfloat16 at once round otherwise than one.
+        tolerance = {"rtol": 0.0, "atol": 3e-3} if name in MATRICES_ONLY else {"rtol": 1e-9, "atol": 1e-12}
+        torch.testing.assert_close(mine, needed, **tolerance)

@@ -1,0 +1,232 @@
+"""Fifty steps of every option of every optimizer in float64, beside torch's or a formula written out."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain import optim, tree
+
+STEPS, LR, F64 = 50, 0.05, torch.float64
+TIGHT = {"rtol": 1e-12, "atol": 1e-14}
+DECAY = {"weight_decay": 0.1, "decay_mask": lambda name, leaf: True}
+
+MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq"}
+TORCHS = {
+    "sgd": (optim.sgd, torch.optim.SGD, {"momentum": "momentum_buffer"}),
+    "adam": (optim.adam, torch.optim.Adam, MOMENTS),
+    "adamw": (optim.adamw, torch.optim.AdamW, MOMENTS),
+    "rmsprop": (
+        optim.rmsprop,
+        torch.optim.RMSprop,
+        {"nu": "square_avg", "mu": "grad_avg", "momentum": "momentum_buffer"},
+    ),
+    "adagrad": (optim.adagrad, torch.optim.Adagrad, {"sum": "sum"}),
+    "nadam": (optim.nadam, torch.optim.NAdam, MOMENTS),
+    "radam": (optim.radam, torch.optim.RAdam, MOMENTS),
+    "adafactor": (optim.adafactor, torch.optim.Adafactor, {"row": "row_var", "column": "col_var"}),
+    "muon": (optim.muon, torch.optim.Muon, {"momentum": "momentum_buffer"}),
+}
+"""Name -> ours, torch's, and what torch calls our state."""
+
+CASES = {
+    "sgd": [
+        {"momentum": 0.9, "dampening": 0.3, **DECAY},
+        {"momentum": 0.9, "dampening": 1.0},
+        {"momentum": 0.9, "nesterov": True, "maximize": True, **DECAY},
+        {"dampening": 0.5},
+        {"maximize": True},
+    ],
+    "adam": [{}, DECAY, {"amsgrad": True}, {"maximize": True, **DECAY}, {"b1": 0.5, "b2": 0.8, "eps": 1e-2}],
+    "adamw": [{"amsgrad": True, **DECAY}, {"maximize": True, **DECAY}, {"amsgrad": True, "maximize": True}],
+    "rmsprop": [
+        {},
+        {"alpha": 0.9, "eps": 1e-3, **DECAY},
+        {"centered": True},
+        {"momentum": 0.9, "maximize": True},
+        {"momentum": 0.5, "centered": True, **DECAY},
+    ],
+    "adagrad": [
+        {},
+        {"lr_decay": 0.01, "maximize": True, **DECAY},
+        {"initial_accumulator_value": 0.5, "eps": 1e-3},
+    ],
+    "nadam": [
+        {},
+        DECAY,
+        {"decoupled_weight_decay": True, **DECAY},
+        {"momentum_decay": 0.1, "b1": 0.8, "b2": 0.9, "maximize": True},
+    ],
+    "radam": [
+        {},
+        DECAY,
+        {"decoupled_weight_decay": True, **DECAY},
+        {"b1": 0.8, "b2": 0.9, "maximize": True},
+        {"b2": 0.5},
+    ],
+    "adafactor": [
+        {},
+        {"maximize": True, **DECAY},
+        {"beta2_decay": -0.5, "eps": (1e-3, 0.1), "d": 2.0},
+    ],
+    "muon": [
+        {},
+        {"nesterov": False, **DECAY},
+        {"momentum": 0.8, "ns_steps": 3, "eps": 1e-3, "adjust_lr_fn": "match_rms_adamw"},
+        {"ns_coefficients": (2.0, -1.5, 0.5)},
+    ],
+}
+PATHS = ["eager", "donated", "unfused", "graph"]
+
+
+def randn(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def make_params(vectors=True):
+    """Parameters of every rank; the empty ones only where torch takes them."""
+    shapes = {"matrix": (4, 3), "wide": (2, 5), "tall": (7, 2), "one": (1, 1)}
+    if vectors:
+        shapes |= {"scalar": (), "vector": (5,), "image": (2, 3, 4, 4), "element": (1,)}
+    return {name: randn(shape, index) for index, (name, shape) in enumerate(shapes.items())}
+
+
+def make_grads(params, step):
+    """Of changing size, and zero now and then, so that no two steps are alike."""
+    size = 0.0 if step == 3 else 2.0 ** (step % 5 - 2)
+    return {name: size * randn(leaf.shape, 100 * step + index) for index, (name, leaf) in enumerate(params.items())}
+
+
+def torch_options(options):
+    """Our options by torch's names."""
+    options = {"weight_decay": 0.0} | {name: value for name, value in options.items() if name != "decay_mask"}
+    if "b1" in options or "b2" in options:
+        options["betas"] = options.pop("b1", 0.9), options.pop("b2", 0.999)
+    return options
+
+
+def train(optimizer, path, params, steps=STEPS):
+    opt_state = optimizer.init(params)
+    update = optimizer.update
+    params = tree.clone(params)
+    for step in range(steps):
+        rates = {name: schedule(step) for name, schedule in optimizer.schedules.items()}
+        if path == "graph":
+            rates = {name: torch.tensor(rate, dtype=F64) for name, rate in rates.items()}
+        params, opt_state = update(make_grads(params, step), opt_state, params, rates, donate=path == "donated")
+    return params, opt_state
+
+
+@pytest.fixture
+def unfused(monkeypatch):
+    backend = dataclasses.replace(ft.backends.get("cpu"), fused_optimizers=False)
+
+    def apply():
+        monkeypatch.setattr(ft.backends.registry, "_records", {"cpu": backend})
+
+    return apply
+
+
+def label(options):
+    named = {name: value for name, value in options.items() if name != "decay_mask"}
+    return "-".join(f"{name}={value}" for name, value in named.items()) or "plain"
+
+
+EACH = [
+    pytest.param(name, options, id=f"{name}-{label(options)}") for name, found in CASES.items() for options in found
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("name", "options"), EACH)
+def test_fifty_steps_equal_torchs(name, options, path, unfused):
+    if path == "unfused":
+        unfused()
+    make, torchs, names = TORCHS[name]
+    start = make_params(vectors=name != "muon")
+    params, opt_state = train(make(LR, **{"weight_decay": 0.0, **options}), path, start)
+
+    leaves = {key: leaf.clone().requires_grad_() for key, leaf in start.items()}
+    theirs = torchs(list(leaves.values()), lr=LR, **torch_options(options))
+    for step in range(STEPS):
+        for leaf, grad in zip(leaves.values(), make_grads(start, step).values(), strict=True):
+            leaf.grad = grad
+        theirs.step()
+    torch.testing.assert_close(params, {key: leaf.detach() for key, leaf in leaves.items()}, **TIGHT)
+    for ours, their in names.items():
+        if ours in opt_state:
+            wanted = {key: theirs.state[leaf][their] for key, leaf in leaves.items() if their in theirs.state[leaf]}
+            assert wanted
+            torch.testing.assert_close({key: opt_state[ours][key] for key in wanted}, wanted, **TIGHT)
+
+
+@pytest.mark.parametrize(("name", "options"), EACH)
+def test_donated_equals_undonated_bitwise(name, options):
+    make = TORCHS[name][0]
+    start = make_params(vectors=name != "muon")
+    for one, other in zip(
+        tree.leaves(train(make(LR, **options), "eager", start, 5)),
+        tree.leaves(train(make(LR, **options), "donated", start, 5)),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
+# Formulas written out, for what torch does not have
+
+
+def lion_reference(p, g, state, t, *, b1=0.9, b2=0.99, weight_decay=0.0):
+    """Chen et al. 2023, algorithm 2."""
+    m = state.get("m", torch.zeros_like(p))
+    state["m"] = b2 * m + (1 - b2) * g
+    return p - LR * (torch.sign(b1 * m + (1 - b1) * g) + weight_decay * p)
+
+
+def lamb_reference(p, g, state, t, *, b1=0.9, b2=0.999, eps=1e-6, weight_decay=0.0):
+    """You et al. 2020, algorithm 2, with the identity for their phi."""
+    state["m"] = b1 * state.get("m", 0.0) + (1 - b1) * g
+    state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * g**2
+    r = (state["m"] / (1 - b1**t)) / ((state["v"] / (1 - b2**t)) ** 0.5 + eps) + weight_decay * p
+    length, step = float((p**2).sum()) ** 0.5, float((r**2).sum()) ** 0.5
+    return p - LR * (length / step if length and step else 1.0) * r
+
+
+def schedule_free_reference(y, g, state, t, *, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0):
+    """Defazio et al. 2024, equations 3 to 5 with x kept, for a constant rate: so all weights are the same."""
+    x, z = state.get("x", y), state.get("z", y)
+    torch.testing.assert_close(y, (1 - b1) * z + b1 * x, **TIGHT)
+    state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * g**2
+    state["z"] = z - LR * (g / ((state["v"] / (1 - b2**t)) ** 0.5 + eps) + weight_decay * y)
+    state["x"] = (1 - 1 / t) * x + state["z"] / t
+    return (1 - b1) * state["z"] + b1 * state["x"]
+
+
+FORMULAS = {
+    "lion": (optim.lion, lion_reference),
+    "lamb": (optim.lamb, lamb_reference),
+    "schedule_free_adamw": (optim.schedule_free_adamw, schedule_free_reference),
+}
+WRITTEN = {
+    "lion": [{}, DECAY, {"b1": 0.5, "b2": 0.8}],
+    "lamb": [{}, DECAY, {"b1": 0.5, "b2": 0.8, "eps": 1e-2}],
+    "schedule_free_adamw": [{}, DECAY, {"b1": 0.5, "b2": 0.8, "eps": 1e-2}],
+}
+
+
+@pytest.mark.parametrize("path", PATHS[:2] + PATHS[3:])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [pytest.param(name, each, id=f"{name}-{label(each)}") for name, found in WRITTEN.items() for each in found],
+)
+def test_fifty_steps_equal_the_formula(name, options, path):
+    make, formula = FORMULAS[name]
+    start = make_params()
+    params, _ = train(make(LR, **{"weight_decay": 0.0, **options}), path, start)
+    states = {key: {} for key in start}
+    wanted = dict(start)
+    plain = {key: value for key, value in options.items() if key != "decay_mask"}
+    for step in range(STEPS):
+        grads = make_grads(start, step)
+        wanted = {key: formula(leaf, grads[key], states[key], step + 1, **plain) for key, leaf in wanted.items()}
+    torch.testing.assert_close(params, wanted, **TIGHT)
