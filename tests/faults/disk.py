@@ -287,10 +287,10 @@ class Disk:
         return seen
 
     def states(self, most, seed):
-        """Yield the different trees that there may be, each as ``{name: tree or bytes}``; `most` choices of them.
+        """Yield the trees that there may be and that can be told apart, each as ``{name: tree or bytes}``.
 
         Those of nothing and of everything are first, then those of one thing more or less; then all of the others,
-        or if these are too many, a sample.
+        or if these are more than `most`, a sample of so many.
         """
         seen = set()
         for choice in self._choices(most, seed):
@@ -345,8 +345,11 @@ def _apply(line, entries, contents, how):
     contents[line[1]] = before[:offset].ljust(offset, b"\0") + data + before[offset + len(data) :]
 
 
-def _frozen(tree):
-    return tuple(sorted((name, _frozen(below)) for name, below in tree.items())) if isinstance(tree, dict) else tree
+def _frozen(tree, seen=True):
+    """All that anybody reads of a tree: under a temporary name, that is which names there are."""
+    if not isinstance(tree, dict):
+        return tree if seen else b""
+    return tuple(sorted((name, _frozen(below, seen and not name.endswith(".tmp"))) for name, below in tree.items()))
 
 
 def laid_out(tree, directory):
