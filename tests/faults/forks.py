@@ -9,10 +9,14 @@ import traceback
 
 import pytest
 
+from tests.faults.figures import times
+
 # A child here runs Python alone, on the one thread that it has, until it makes its own.
 quiet_forks = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
 PATIENCE = 60.0
 """Seconds after which a child hangs, which no load of the machine explains."""
+AT_LENGTH = times(3600.0, PATIENCE)
+"""The same for a child that says what it has found when it is through with all of it."""
 BROKEN = 70
 """The exit code of a child that ended by an error."""
 
@@ -32,11 +36,13 @@ class Child:
         os.close(there)
         self._left, self._code = b"", None
 
-    def hear(self):
+    def hear(self, patience=PATIENCE):
         """Return the next that it says; None when it has ended without a word."""
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + patience
         while b"\n" not in self._left:
             ready, _, _ = select.select([self._pipe], [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                self.signal(signal.SIGKILL)
             assert ready, "a child hangs"
             more = os.read(self._pipe, 2**16)
             if not more:
@@ -73,7 +79,7 @@ class Child:
 def forked(function, *given):
     """Return what a function says first, in a child that must end well."""
     child = Child(function, *given)
-    said = child.hear()
+    said = child.hear(AT_LENGTH)
     code = child.end()
     assert code == 0, f"the child has ended with {code}"
     return said

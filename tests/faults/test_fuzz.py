@@ -121,6 +121,14 @@ def places(tree, found):
     return found
 
 
+def copied(tree):
+    try:
+        return copy.deepcopy(tree)
+    except RecursionError:
+        # What was made deep before; once of it is enough.
+        return None
+
+
 def mutate(body, draw):
     """Change a manifest in one to three places, at any depth of it."""
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
@@ -138,11 +146,11 @@ def mutate(body, draw):
             del node[key]
         elif what < 0.85:
             other, at = draw.choice(found)
-            node[key] = copy.deepcopy(other[at]) if _within(at, other) else None
+            node[key] = copied(other[at]) if _within(at, other) else None
         elif isinstance(node, dict):
             node[draw.choice(NAMES)] = node.pop(key)
         else:
-            node.insert(key, copy.deepcopy(node[key]))
+            node.insert(key, copied(node[key]))
 
 
 def _within(key, node):
