@@ -40,7 +40,10 @@ class Watched:
 @pytest.fixture(scope="module", autouse=True)
 def _figures(request):
     """A row for all of them, since each is tried but once."""
-    before, runs = request.session.testsfailed, sum(item.module is request.module for item in request.session.items)
+    before, runs = (
+        request.session.testsfailed,
+        sum(getattr(item, "module", None) is request.module for item in request.session.items),
+    )
     yield
     record("hostile paths", runs=runs, failures=request.session.testsfailed - before)
 
