@@ -9,8 +9,24 @@ from hypothesis import strategies as st
 import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError
-from ftrain.optim import adamw, partition, sgd
-from ftrain.optim.leaves import Planner, everything, matrices
+from ftrain.optim import (
+    adafactor,
+    adagrad,
+    adam,
+    adamw,
+    lamb,
+    lion,
+    muon,
+    nadam,
+    partition,
+    radam,
+    rmsprop,
+    schedule_free_adamw,
+    schedule_free_params,
+    sgd,
+)
+from ftrain.optim.leaves import BLOCK, Planner, everything, matrices
+from tests.laws.optimizers import MATRICES_ONLY, OPTIMIZERS
 
 F64 = torch.float64
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -21,6 +37,7 @@ FAMILIES = {
     "adamw": lambda **more: adamw(0.1, **more),
     "partition": lambda **more: partition({"all": adamw(0.1, **more)}, lambda name, leaf: "all"),
 }
+FAMILIES |= {name: make for name, make in OPTIMIZERS.items() if name not in {*FAMILIES, *MATRICES_ONLY}}
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -155,7 +172,7 @@ def test_a_zero_gradient_moves_nothing(family):
     assert bits(new) == bits(params)
 
 
-@pytest.mark.parametrize("family", ["sgd", "nesterov", "adamw"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "partition"])
 def test_trees_without_a_leaf(family):
     optimizer = FAMILIES[family]()
     for nothing in ({}, {"a": None}, []):
@@ -207,10 +224,10 @@ def strided(leaf):
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("layout", [turned, strided])
 @pytest.mark.parametrize("part", ["params", "grads", "opt_state"])
-@pytest.mark.parametrize("family", ["momentum", "adamw"])
+@pytest.mark.parametrize("family", OPTIMIZERS)
 def test_layouts_may_differ(family, part, layout, donate):
     """A state from elsewhere may hold a parameter and its moments in different memory orders."""
-    optimizer = FAMILIES[family](weight_decay=0.1)
+    optimizer = OPTIMIZERS[family](weight_decay=0.1)
     draw = torch.Generator().manual_seed(0)
     params, grads = ({"w": torch.randn(3, 4, generator=draw, dtype=F64)} for _ in range(2))
     opt_state = optimizer.update(grads, optimizer.init(params), params, rates(optimizer))[1]
@@ -218,7 +235,7 @@ def test_layouts_may_differ(family, part, layout, donate):
     wanted = optimizer.update(**given, hyper=rates(optimizer))
     other = tree.clone(given)
     other[part] = tree.map(lambda leaf: layout(leaf) if leaf.ndim else leaf, other[part])
-    assert not any(leaf.is_contiguous() for leaf in tree.leaves(other[part]) if leaf.ndim)
+    assert not any(leaf.is_contiguous() for leaf in tree.leaves(other[part]) if leaf.squeeze().ndim > 1)
     found = optimizer.update(**other, hyper=rates(optimizer), donate=donate)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
@@ -387,6 +404,30 @@ def test_partition_leaves_frozen_parameters_alone():
         (lambda: sgd("0.1"), r"value is '0\.1'"),
         (lambda: adamw(None), r"value is None"),
         (lambda: adamw(0.1, b1="0.9"), r"adamw: b1 is '0\.9'"),
+        (lambda: sgd(0.1, momentum=0.9, dampening=1.5), r"sgd: dampening is 1\.5, needs a number in \[0, 1\]"),
+        (lambda: sgd(0.1, momentum=0.9, nesterov=True, dampening=0.1), r"nesterov=True needs dampening=0\.0"),
+        (lambda: adam(0.1, b2=1.0), r"adam: b2 is 1\.0, needs a number in \[0, 1\)"),
+        (lambda: rmsprop(0.1, alpha=1.0), r"rmsprop: alpha is 1\.0"),
+        (lambda: rmsprop(0.1, momentum=-1), r"rmsprop: momentum is -1"),
+        (lambda: adagrad(0.1, lr_decay=-1.0), r"adagrad: lr_decay is -1\.0"),
+        (lambda: adagrad(0.1, initial_accumulator_value=-1.0), r"adagrad: initial_accumulator_value is -1\.0"),
+        (lambda: nadam(0.1, momentum_decay=-1.0), r"nadam: momentum_decay is -1\.0"),
+        (lambda: radam(0.1, b1=1.0), r"radam: b1 is 1\.0"),
+        (lambda: lion(0.1, b2=1.0), r"lion: b2 is 1\.0"),
+        (lambda: lamb(0.1, eps=-1.0), r"lamb: eps is -1\.0"),
+        (lambda: adafactor(0.1, beta2_decay=0.5), r"adafactor: beta2_decay is 0\.5, needs a number of at most 0"),
+        (lambda: adafactor(0.1, eps=1e-3), r"adafactor: eps is 0\.001, needs two"),
+        (lambda: adafactor(0.1, eps=(-1.0, 0.0)), r"adafactor: eps\[0\] is -1\.0"),
+        (lambda: adafactor(0.1, d=0.5), r"adafactor: d is 0\.5, needs a number in \[1, inf\)"),
+        (lambda: muon(0.1, momentum=1.0), r"muon: momentum is 1\.0"),
+        (lambda: muon(0.1, ns_steps=0), r"muon: ns_steps is 0"),
+        (lambda: muon(0.1, ns_coefficients=(1.0, 2.0)), r"muon: ns_coefficients is \(1\.0, 2\.0\), needs three"),
+        (lambda: muon(0.1, adjust_lr_fn="other"), r"muon: adjust_lr_fn is 'other'; choices are original, match"),
+        (lambda: schedule_free_adamw(0.1, b1=0.0), r"schedule_free_adamw: b1 is 0\.0"),
+        *(
+            (lambda make=make: make(-0.1), r": lr is -0\.1, needs a number in \[0, inf\)")
+            for make in OPTIMIZERS.values()
+        ),
         (lambda: sgd(0.1, momentum=None), r"sgd: momentum is None"),
     ],
 )
@@ -399,6 +440,47 @@ def test_options_out_of_range(make, message):
 def test_options_are_keywords(make):
     with pytest.raises(TypeError, match="positional"):
         make(0.1, 0.9)
+
+
+def test_muon_takes_matrices_alone():
+    with pytest.raises(StructureError, match=r"muon: the parameter layers\.0\.b has the shape \[4\], needs two axes"):
+        muon(0.1).init({"layers": [{"w": torch.ones(4, 4), "b": torch.ones(4)}]})
+
+
+@families
+def test_a_state_of_another_optimizer_is_refused(family):
+    optimizer = FAMILIES[family]()
+    params = {"w": torch.ones(2)}
+    if family == "partition":
+        return
+    for other in ({"m": params}, None):
+        with pytest.raises(StructureError, match="the optimizer state has"):
+            optimizer.update(params, other, params, rates(optimizer))
+
+
+def test_schedule_free_params_of_another_optimizer():
+    with pytest.raises(StructureError, match="not that of schedule_free_adamw"):
+        schedule_free_params({"w": torch.ones(2)}, adamw(0.1).init({"w": torch.ones(2)}))
+
+
+@pytest.mark.parametrize("family", OPTIMIZERS)
+def test_a_parameter_that_is_one_element_expanded_is_not_written_when_donated(family):
+    optimizer = OPTIMIZERS[family]()
+    params = {"w": torch.ones(1, dtype=F64).expand(2, 2)}
+    grads = {"w": torch.tensor([[1.0, 2.0], [-3.0, 4.0]], dtype=F64)}
+    wanted = optimizer.update(grads, optimizer.init(params), params, rates(optimizer))
+    found = optimizer.update(grads, optimizer.init(params), params, rates(optimizer), donate=True)
+    assert bits(found) == bits(wanted)
+    assert bits(params) == bits({"w": torch.ones(2, 2, dtype=F64)})
+
+
+def test_blocks_hold_every_leaf_once():
+    """Formulas take leaves by the block where memory is not cached: small ones together, large ones alone."""
+    planner = Planner(matrices)
+    params = [torch.ones(size) for size in (3, BLOCK, BLOCK + 1, 5, 0, BLOCK // 2, BLOCK // 2, 1)]
+    (leaves, grads), spec = planner.columns(params, params)
+    plan = planner.of(spec, leaves, grads)
+    assert plan.blocks == [([0], False), ([1], False), ([2], False), ([3, 4, 5], False), ([6, 7], False)]
 
 
 def test_boundaries_are_accepted():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ftrain.checks import require_range
 from ftrain.errors import OptionError
-from ftrain.optim.family import COUNT, NONE, Number, Part, descend, leafwise, require_ranges
+from ftrain.optim.family import COUNT, NONE, Number, Part, leafwise, require_ranges
 from ftrain.optim.leaves import DecayMask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -57,16 +57,18 @@ def adafactor(
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         count = shared[COUNT].double()
-        return count**beta2_decay, torch.clamp(count**-0.5, max=rate), 1 - rate * weight_decay
+        return count**beta2_decay, torch.clamp(count**-0.5, max=rate) * d, 1 - rate * weight_decay
 
     def rule(part: Part, share: Tensor, rate: Tensor, kept: Number) -> None:
-        p, g, size = part.leaf, part.descent(maximize=maximize), max(part.leaf.numel(), 1) ** 0.5
+        p, g, root = part.leaf, part.descent(maximize=maximize), max(part.leaf.numel(), 1) ** 0.5
         least = torch.finfo(p.dtype).eps if first is None else first
-        step = torch.linalg.vector_norm(p).div(size).clamp(min=second) * rate
+        length = torch.linalg.vector_norm(p).clamp_(min=second * root)
         if weight_decay and part.decay:
             p.mul_(kept)
         u = _second_moment(g, part.state, share, least).clamp_(min=least * least).rsqrt_().mul_(g)
-        descend(p, u, step / (torch.linalg.vector_norm(u) / (size * d)).clamp(min=1.0))
+        # Both root mean squares times the root of how many there are, and d: so there is less to divide.
+        step = length.mul_(rate).div_(torch.linalg.vector_norm(u).clamp_(min=root * d))
+        p.addcmul_(u, step, value=-1)
 
     return leafwise(
         "adafactor",
@@ -82,13 +84,14 @@ def adafactor(
 
 
 def _second_moment(grad: Tensor, state: Mapping[str, Tensor], share: Tensor, least: float) -> Tensor:
-    row, column = state["row"], state["column"]
+    row, column, squares = state["row"], state["column"], grad * grad
     if grad.ndim < 2:
-        return row.lerp_(grad * grad, share).clone()
-    for mean, axis in ((row, -1), (column, -2)):
-        squares = torch.linalg.vector_norm(grad, dim=axis, keepdim=True).square()
-        mean.lerp_(squares / max(grad.size(axis), 1), share)
-    return (row @ column).div_(row.mean(-2, keepdim=True).clamp(min=least))
+        return row.lerp_(squares, share).clone()
+    if grad.numel() == 0:
+        return squares
+    row.lerp_(squares.mean(-1, keepdim=True), share)
+    column.lerp_(squares.mean(-2, keepdim=True), share)
+    return (row @ column).div_(row.mean(-2, keepdim=True).clamp_(min=least))
 
 
 def _row(leaf: Tensor) -> Tensor:

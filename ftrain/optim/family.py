@@ -145,11 +145,11 @@ def leafwise(
             for part in _columns(plan.groups, leaves, gradients, named):
                 fused(part, rate, scalars)
         else:
-            values = (rate,) if constants is None else _settle(constants(rate, scalars), rate)
+            cast = _caster((rate,) if constants is None else _settle(constants(rate, scalars), rate))
             together = foreach and not isinstance(rate, Tensor)
             mine = leaves, gradients, named
             for part in _columns(plan.blocks, *mine) if together else _singles(plan.decays, *mine):
-                rule(part, *_cast(values, part.like))
+                rule(part, *cast(part.like))
         params, _, *trees = tree.unflatten(spec, [*leaves, *gradients, *(leaf for each in moments for leaf in each)])
         return params, {**scalars, **dict(zip(state, trees, strict=True))}
 
@@ -174,8 +174,19 @@ def _settle(values: tuple[Number, ...], rate: Number) -> tuple[Number, ...]:
     return tuple(next(stored) if isinstance(value, Tensor) else value for value in values)
 
 
-def _cast(values: tuple[Number, ...], leaf: Tensor) -> Iterator[Number]:
-    return (value.to(leaf.device, leaf.dtype) if isinstance(value, Tensor) else value for value in values)
+def _caster(values: tuple[Number, ...]) -> Callable[[Tensor], tuple[Number, ...]]:
+    """Return what puts the constants into the dtype and onto the device of a leaf, once for each of these."""
+    found: dict[tuple[torch.dtype, torch.device], tuple[Number, ...]] = {}
+
+    def cast(leaf: Tensor) -> tuple[Number, ...]:
+        kind = leaf.dtype, leaf.device
+        if kind not in found:
+            found[kind] = tuple(
+                value.to(leaf.device, leaf.dtype) if isinstance(value, Tensor) else value for value in values
+            )
+        return found[kind]
+
+    return cast
 
 
 def _columns(
