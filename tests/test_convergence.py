@@ -1,0 +1,123 @@
+"""Every optimizer gets to the bottom of the same four problems, in float32 and in bfloat16, or is not listed.
+
+Rates warm up for a tenth of the way and fall to zero in a straight line; those in the table are the best of a coarse
+grid. In bfloat16, quadratic and Rosenbrock have their parameters and moments in it, and learning from data is in mixed
+precision.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_breast_cancer, load_digits
+
+import ftrain as ft
+from ftrain import optim, tree
+from tests.laws.optimizers import MATRICES_ONLY, OPTIMIZERS
+
+RATES = {
+    "sgd": (1.0, 0.003, 1.0, 1.0),
+    "momentum": (0.3, 0.002, 0.1, 1.0),
+    "dampened": (1.0, 0.002, 0.1, 1.0),
+    "adam": (1.0, 1.0, 0.1, 1.0),
+    "amsgrad": (1.0, 1.0, 0.1, 1.0),
+    "adamw": (1.0, 1.0, 0.1, 1.0),
+    "rmsprop": (1.0, 0.1, 1.0, 0.3),
+    "centered": (0.1, 0.03, 0.003, 0.03),
+    "adagrad": (1.0, 1.0, 1.0, 1.0),
+    "nadam": (1.0, 0.3, 1.0, 0.3),
+    "radam": (1.0, 0.3, 1.0, 0.3),
+    "lion": (0.1, 0.03, 0.01, 0.03),
+    "lamb": (1.0, 0.1, 0.1, 0.1),
+    "adafactor": (1.0, 1.0, 1.0, 0.3),
+    "muon": (0.1, 0.03, 0.03, 0.1),
+    "schedule_free": (1.0, 0.3, 1.0, 0.3),
+}
+"""Name -> rates for the problems, in their order."""
+
+
+def quadratic():
+    """Condition number 100, in a rotated basis."""
+    draw = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(6, 6, generator=draw))[0]
+    root = torch.logspace(-1, 0, 6).unsqueeze(-1) * basis
+
+    def loss(params, batch):
+        return (root @ params["w"].float()).square().sum()
+
+    return {"w": torch.randn(6, 4, generator=draw)}, loss, [None] * 300
+
+
+def rosenbrock():
+    def loss(params, batch):
+        x, y = params["w"].float().flatten()
+        return (1 - x) ** 2 + 100 * (y - x**2) ** 2
+
+    return {"w": torch.tensor([[-1.2, 1.0]])}, loss, [None] * 1000
+
+
+def standardised(data):
+    x, y = data.data, data.target
+    x = (x - x.mean(0)) / (x.std(0) + 1e-6)
+    return torch.tensor(x, dtype=torch.float32), torch.tensor(y)
+
+
+def logistic_regression():
+    x, y = standardised(load_breast_cancer())
+    params = {"w": torch.zeros(30, 1), "b": torch.zeros(1)}
+
+    def loss(params, batch):
+        return F.binary_cross_entropy_with_logits((x @ params["w"] + params["b"]).squeeze(-1).float(), y.float())
+
+    return params, loss, [None] * 150
+
+
+def digits():
+    x, y = standardised(load_digits())
+    draw = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(64, 32, generator=draw) / 8, "b": torch.zeros(32), "out": torch.zeros(32, 10)}
+
+    def loss(params, batch):
+        hidden = torch.relu(x[batch] @ params["w"] + params["b"])
+        return F.cross_entropy((hidden @ params["out"]).float(), y[batch])
+
+    return params, loss, [torch.randperm(len(x), generator=draw)[:256] for _ in range(150)]
+
+
+PROBLEMS = {quadratic: 1e-3, rosenbrock: 0.05, logistic_regression: 0.12, digits: 0.03}
+"""What is to be left of the loss."""
+
+setup = cache(lambda problem: problem())
+
+
+def rest(name, problem, dtype, rate):
+    """The share of the loss at the start that is left at the end."""
+    params, loss, batches = setup(problem)
+    optimizer = OPTIMIZERS[name](ft.schedules.warmup_linear(rate, len(batches) // 10, len(batches)))
+    if name in MATRICES_ONLY and any(leaf.ndim != 2 for leaf in tree.leaves(params)):
+        parts = {"matrices": optimizer, "rest": optim.adamw(0.02)}
+        optimizer = optim.partition(parts, lambda _, leaf: "matrices" if leaf.ndim == 2 else "rest")
+    learns = problem in (logistic_regression, digits)
+    step = ft.donated(ft.train_step(loss, optimizer))
+    if dtype == torch.bfloat16 and learns:
+        step = ft.with_amp("bf16")(step)
+    state = step.init(tree.clone(params) if learns else tree.cast(params, dtype))
+    for batch in batches:
+        state, _ = step(state, batch)
+    found = state.params
+    if name == "schedule_free":
+        found = optim.schedule_free_params(found, state.opt_state)
+    return float(loss(found, batches[0]) / loss(params, batches[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gets_to_the_bottom(name, problem, dtype):
+    rate = RATES[name][list(PROBLEMS).index(problem)]
+    assert rest(name, problem, dtype, rate) < PROBLEMS[problem]
+
+
+def test_every_optimizer_has_its_rates():
+    assert RATES.keys() == OPTIMIZERS.keys()
