@@ -16,7 +16,7 @@ from bench.stats import pairwise
 from ftrain.checkpoint import Checkpoints
 
 SAVE, LOAD, ASYNC = "C7 save, 1 GB", "C7 load, 1 GB", "C7 asynchronous save, 1 GB"
-ROUNDS = 7
+ROUNDS = 5
 
 
 def run(settings: Settings) -> list[Row]:

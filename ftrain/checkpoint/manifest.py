@@ -109,6 +109,9 @@ def parse(data: bytes) -> Manifest:
     Raises:
         CheckpointError: for anything that `dump` would not have written, saying what.
     """
+    # Before it is parsed, which may take a hundred times as long, and as much memory.
+    if data != signed(data[: -len(signed(b""))]):
+        raise CheckpointError(f"{NAME}: its own digest does not match; it was changed after it was written")
     try:
         body = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
         if not isinstance(body, dict):
@@ -118,8 +121,6 @@ def parse(data: bytes) -> Manifest:
                 f"{NAME}: the format is {body.get('format')!r:.60}, version {body.get('version')!r:.60}; this ftrain "
                 f"reads {FORMAT!r}, version {VERSION}"
             )
-        if data != signed(data[: -len(signed(b""))]):
-            raise CheckpointError(f"{NAME}: its own digest does not match; it was changed after it was written")
         return _manifest(body)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         if isinstance(error, CheckpointError):

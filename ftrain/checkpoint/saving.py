@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ftrain.checkpoint import files
 from ftrain.checkpoint.layout import Kind, chunks, layout, strides
-from ftrain.checkpoint.manifest import FILE_NAME, NAME, Manifest, Stored, dump, environment
+from ftrain.checkpoint.manifest import FILE_NAME, MOST_BYTES, NAME, Manifest, Stored, dump, environment
 from ftrain.checkpoint.skeleton import Described, Leaf, describe, dotted
 from ftrain.errors import CheckpointError, OptionError
 from ftrain.tree import HOST
@@ -177,8 +177,14 @@ def _fill(directory: Path, described: Described, placed: Sequence[Placed], notes
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     step, run, metrics, surroundings, _ = notes
     manifest = Manifest(step, run, metrics, surroundings, described.skeleton, tensors, hashes)
+    text = dump(manifest)
+    if len(text) > MOST_BYTES:
+        raise CheckpointError(
+            f"save: the manifest of {len(tensors):,} tensors takes {len(text):,} bytes, and {MOST_BYTES:,} are read; "
+            "save fewer tensors, or put numbers of a kind into one"
+        )
     with files.created(directory / NAME) as descriptor:
-        files.write(descriptor, dump(manifest))
+        files.write(descriptor, text)
     for folder in (*inside, directory):
         files.sync_directory(folder)
 

@@ -15,6 +15,7 @@ from torch import nn
 import ftrain as ft
 from ftrain import checkpoint
 from ftrain.checkpoint import __main__ as command
+from ftrain.checkpoint import files, saving
 from ftrain.checkpoint.manifest import NAME
 from ftrain.errors import CheckpointError, OptionError, StructureError
 
@@ -231,6 +232,20 @@ def test_leaves_that_cannot_be_saved_are_named_all_at_once(tmp_path):
         checkpoint.save(tmp_path / "a", tree)
     for piece in ("bad.0", "bad.1", "meta", "bad.2", "sparse", "numpy", "ndarray", "defaultdict", "1.5"):
         assert piece in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "MOST_BYTES", 1000)
+    with pytest.raises(CheckpointError, match=r"the manifest of 9 tensors takes .* and 1,000 are read"):
+        checkpoint.save(tmp_path / "a", {str(index): torch.ones(1) for index in range(9)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_seen_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "free", lambda path: 10_000)
+    with pytest.raises(CheckpointError, match=r"needs .* bytes and 10,000 are free"):
+        checkpoint.save(tmp_path / "a", {"x": torch.ones(10_000)})
     assert not list(tmp_path.iterdir())
 
 
