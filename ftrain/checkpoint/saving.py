@@ -177,14 +177,14 @@ def _fill(directory: Path, described: Described, placed: Sequence[Placed], notes
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     step, run, metrics, surroundings, _ = notes
     manifest = Manifest(step, run, metrics, surroundings, described.skeleton, tensors, hashes)
-    text = dump(manifest)
-    if len(text) > MOST_BYTES:
+    data = dump(manifest)
+    if len(data) > MOST_BYTES:
         raise CheckpointError(
-            f"save: the manifest of {len(tensors):,} tensors takes {len(text):,} bytes, and {MOST_BYTES:,} are read; "
+            f"save: the manifest of {len(tensors):,} tensors takes {len(data):,} bytes, and {MOST_BYTES:,} are read; "
             "save fewer tensors, or put numbers of a kind into one"
         )
     with files.created(directory / NAME) as descriptor:
-        files.write(descriptor, text)
+        files.write(descriptor, data)
     for folder in (*inside, directory):
         files.sync_directory(folder)
 
