@@ -63,7 +63,9 @@ def _machines(rows: Sequence[Row]) -> str:
 def _claims(verdicts: Sequence[Verdict]) -> str:
     text = "Of all cases and peers the worst one counts. Less is better.\n\n"
     head = ("claim", "must", "aim", "measured", "95%", "met", "worst of", "where")
-    return text + table(head, [_verdict(verdict) for verdict in verdicts])
+    tried = [f"- {v.claim.text}: {v.claim.tried}" for v in verdicts if v.word == "short" and v.claim.tried]
+    notes = "\nWhat was tried where it falls short, and what remains:\n\n" + "\n".join(tried) + "\n" if tried else ""
+    return text + table(head, [_verdict(verdict) for verdict in verdicts]) + notes
 
 
 def _verdict(verdict: Verdict) -> tuple[str, ...]:
