@@ -95,7 +95,7 @@ EAGER_TRIED = (
     "generator from the key and the record that a step returns: some 10 us, which only launch-bound steps show."
 )
 PRODUCTS = (
-    "Products and attention alone, which both sides call alike, take 41 of the 48.6 ms of C2 and run at the peak of the "
+    "Products and attention alone, which both sides call, take 41 of the 48.6 ms of C2 and run at the peak of the "
     "cores; fused kernels take 7.6. Adding biases in those kernels instead of within the products (1.00 in C2, 1.01 in "
     "C3) and a wrapper in C++ (slower) changed nothing; norms leaf by leaf in the graph gained a little (428 for 468 "
     "us on 8 leaves)."
