@@ -87,7 +87,8 @@ def muon(
             p.mul_(kept)
         rows, columns = p.shape
         factor = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
-        descend(p, o.to(p.dtype), rate * factor)
+        # In bfloat16 the product with a tensor would be rounded; that with a number is not.
+        descend(p, o.to(p.dtype) if isinstance(rate, Tensor) else o, rate * factor)
 
     optimizer = leafwise(
         "muon",
@@ -111,9 +112,9 @@ def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps:
     """Bring the singular values near 1, by products in bfloat16 of the smaller side."""
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
-    x = matrix.bfloat16()
+    x = matrix.to(torch.bfloat16, copy=True)
     x = x.T if tall else x
-    x = x / x.norm().clamp(min=eps)
+    x.div_(torch.linalg.vector_norm(x).clamp_(min=eps))
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
