@@ -61,11 +61,11 @@ def adagrad(
         descend_quotient(part.leaf, g, part.state["sum"].addcmul_(g, g).sqrt().add_(eps), rate)
 
     def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
-        leaves = part.leaf.tensors
+        leaves = part.leaf
         torch._fused_adagrad_(
             leaves,
-            part.grad.tensors,
-            part.state["sum"].tensors,
+            part.grad,
+            part.state["sum"],
             [shared[COUNT]] * len(leaves),
             lr=rate,
             lr_decay=lr_decay,

@@ -135,13 +135,13 @@ def _adam(
 
     def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        leaves = part.leaf.tensors
+        leaves = part.leaf
         kernel(
             leaves,
-            part.grad.tensors,
-            part.state["mu"].tensors,
-            part.state["nu"].tensors,
-            part.state["nu_max"].tensors if amsgrad else [],
+            part.grad,
+            part.state["mu"],
+            part.state["nu"],
+            part.state["nu_max"] if amsgrad else [],
             [shared[COUNT]] * len(leaves),
             lr=rate,
             beta1=b1,

@@ -7,6 +7,7 @@ it writes is always its own: the old state where that was donated, else a copy.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.checks import require_range
 from ftrain.errors import StructureError
-from ftrain.optim.leaves import DecayMask, Group, Planner, like, own, pick, settled
+from ftrain.optim.leaves import DecayMask, Group, Plan, Planner, copies, like, pick, settled
 from ftrain.schedules import as_schedule
 from ftrain.types import Hyper, Optimizer, PyTree, Schedule
 
@@ -53,7 +54,7 @@ class Column:
         return apply
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part:
     """Leaves of one dtype and device, or a single one, and what belongs to them.
 
@@ -84,7 +85,7 @@ Constants: TypeAlias = Callable[[Number, Mapping[str, Tensor]], tuple[Number, ..
 """``(rate, shared) -> constants``: what all leaves share; may write the 0-d tensors of the state."""
 
 Fused: TypeAlias = Callable[[Part, float, Mapping[str, Tensor]], None]
-"""``(part, rate, shared)``: update one part in place with one of torch's fused kernels."""
+"""``(part, rate, shared)``: update one part, of lists of tensors, in place with one of torch's fused kernels."""
 
 
 def leafwise(
@@ -122,6 +123,7 @@ def leafwise(
     if isinstance(lr, int | float) and lr < 0:
         require_range(name, "lr", lr, 0.0)
     schedule, planner, first = as_schedule(lr), Planner(decay_mask, half=half), shared or {}
+    keys = {*first, *state}
 
     def init(params: PyTree) -> PyTree:
         device = next((leaf.device for leaf in tree.leaves(params)), NONE.device)
@@ -131,37 +133,50 @@ def leafwise(
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
-        _require_state(name, opt_state, [*first, *state])
-        (leaves, gradients, *moments), spec = planner.columns(params, grads, *(opt_state[key] for key in state))
+        _require_state(name, opt_state, keys)
+        (leaves, gradients, *moments), spec = planner.columns(params, grads, *[opt_state[key] for key in state])
         plan = planner.of(spec, leaves, gradients, *moments)
+        scalars = {key: opt_state[key] for key in first}
         donate = donate and plan.writable
-        leaves, *moments = (own(column, donate) for column in (leaves, *moments))
-        scalars = dict(zip(first, own([opt_state[key] for key in first], donate), strict=True))
+        if not donate:
+            leaves, *moments = [copies(column) for column in (leaves, *moments)]
+            scalars = {key: value.clone() for key, value in scalars.items()}
+        write(plan, leaves, gradients, dict(zip(state, moments, strict=True)), scalars, hyper["lr"])
+        if donate:
+            return params, opt_state
+        params, _, *trees = tree.unflatten(spec, list(itertools.chain(leaves, gradients, *moments)))
+        return params, {**scalars, **dict(zip(state, trees, strict=True))}
+
+    def write(
+        plan: Plan,
+        leaves: list[Tensor],
+        grads: list[Tensor],
+        moments: Mapping[str, list[Tensor]],
+        scalars: Mapping[str, Tensor],
+        rate: Number,
+    ) -> None:
         if COUNT in scalars:
             scalars[COUNT].add_(1)
-        rate, named = hyper["lr"], dict(zip(state, moments, strict=True))
         if fused is not None and plan.fusible and not isinstance(rate, Tensor):
-            gradients = gradients if plan.aligned else like(gradients, leaves)
-            for part in _columns(plan.groups, leaves, gradients, named):
+            grads = grads if plan.aligned else like(grads, leaves)
+            for part in _parts(pick, plan.groups, leaves, grads, moments):
                 fused(part, rate, scalars)
-        else:
-            cast = _caster((rate,) if constants is None else _settle(constants(rate, scalars), rate))
-            together = foreach and not isinstance(rate, Tensor)
-            mine = leaves, gradients, named
-            for part in _columns(plan.blocks, *mine) if together else _singles(plan.decays, *mine):
-                rule(part, *cast(part.like))
-        params, _, *trees = tree.unflatten(spec, [*leaves, *gradients, *(leaf for each in moments for leaf in each)])
-        return params, {**scalars, **dict(zip(state, trees, strict=True))}
+            return
+        cast = _caster((rate,) if constants is None else _settle(constants(rate, scalars), rate))
+        mine = leaves, grads, moments
+        together = foreach and not isinstance(rate, Tensor)
+        for part in _parts(_column, plan.blocks, *mine) if together else _singles(plan.decays, *mine):
+            rule(part, *cast(part.like))
 
     shown = [key if value is True else f"{key}={value:g}" for key, value in (options or {}).items() if value]
     return Optimizer(init, update, {"lr": schedule}, f"{name}({', '.join([repr(schedule), *shown])})")
 
 
-def _require_state(name: str, opt_state: PyTree, keys: list[str]) -> None:
-    if not isinstance(opt_state, Mapping) or opt_state.keys() != set(keys):
+def _require_state(name: str, opt_state: PyTree, keys: set[str]) -> None:
+    if not isinstance(opt_state, Mapping) or opt_state.keys() != keys:
         found = ", ".join(map(str, opt_state)) if isinstance(opt_state, Mapping) else type(opt_state).__name__
         raise StructureError(
-            f"{name}: the optimizer state has {found or 'nothing'}, needs {', '.join(keys) or 'nothing'}; "
+            f"{name}: the optimizer state has {found or 'nothing'}, needs {', '.join(sorted(keys)) or 'nothing'}; "
             "it is of another optimizer, or of this one with other options"
         )
 
@@ -189,13 +204,20 @@ def _caster(values: tuple[Number, ...]) -> Callable[[Tensor], tuple[Number, ...]
     return cast
 
 
-def _columns(
-    groups: list[Group], leaves: list[Tensor], grads: list[Tensor], state: Mapping[str, list[Tensor]]
+def _parts(
+    make: Callable[[list[int], list[Tensor]], Some],
+    groups: list[Group],
+    leaves: list[Tensor],
+    grads: list[Tensor],
+    state: Mapping[str, list[Tensor]],
 ) -> Iterator[Part]:
     for indices, decay in groups:
-        moments = {key: Column(pick(indices, column)) for key, column in state.items()}
-        mine = Column(pick(indices, leaves))
-        yield Part(mine, Column(pick(indices, grads)), moments, decay, mine.tensors[0])
+        moments = {key: make(indices, column) for key, column in state.items()}
+        yield Part(make(indices, leaves), make(indices, grads), moments, decay, leaves[indices[0]])
+
+
+def _column(indices: list[int], leaves: list[Tensor]) -> Column:
+    return Column(pick(indices, leaves))
 
 
 def _singles(

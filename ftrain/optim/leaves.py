@@ -168,9 +168,9 @@ def _is_expanded(leaf: Tensor) -> bool:
     return any(size > 1 and not stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
 
 
-def own(leaves: list[Tensor], donate: bool) -> list[Tensor]:
-    """Return tensors that may be written: the leaves themselves when donated, else copies."""
-    return leaves if donate else [leaf.clone() for leaf in leaves]
+def copies(leaves: list[Tensor]) -> list[Tensor]:
+    """Return tensors that may be written."""
+    return [leaf.clone() for leaf in leaves]
 
 
 def like(grads: list[Tensor], params: list[Tensor]) -> list[Tensor]:

@@ -66,9 +66,9 @@ def sgd(
 
     def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
         torch._fused_sgd_(
-            part.leaf.tensors,
-            part.grad.tensors,
-            part.state["momentum"].tensors if momentum else [],
+            part.leaf,
+            part.grad,
+            part.state["momentum"] if momentum else [],
             weight_decay=weight_decay if part.decay else 0.0,
             momentum=momentum,
             lr=rate,
