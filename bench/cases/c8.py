@@ -1,0 +1,87 @@
+"""The update alone: every optimizer beside torch's, eager and compiled, and the state it holds.
+
+Gradients are at hand and stay the same while an update is timed. Models hold about a million numbers in all, so that a
+pass over them takes about a millisecond, in 10 leaves (five layers of a weight and a bias), 148 (as GPT-2 has them) or
+1,000 (500 layers). Eager is `Optimizer.update` with the old state donated, beside `torch.optim`, fused where it can be
+and else with `foreach`, and as it is by default. Compiled is that update as one graph, as a split step has it, beside
+`torch.compile(optimizer.step)`; ours takes the rate as an input, of torch's it is a constant. Everything decays. What
+no other library here has is timed beside AdamW, for scale. Muon takes the matrices alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bench import field, updates
+from bench.race import Race
+from bench.rows import FAILED, MISSING, RATIO, TIME, Row, measured, said
+from bench.settings import Settings
+from bench.stats import pairwise
+from bench.tasks import Entrant, MissingError, Task
+from bench.timing import interleaved, racer
+from bench.updates import KINDS
+
+STATE = "C8 state, GPT of 25M parameters"
+CHECKED = 8
+"""Updates that are compared: RAdam changes its formula at the sixth."""
+MANY = ("adamw", "sgd, momentum")
+"""Who is timed on few and on very many leaves, too."""
+
+
+def run(settings: Settings) -> list[Row]:
+    """Race each optimizer with its like, then those that have none with AdamW, and count the bytes of their states."""
+    rows = []
+    for name in KINDS:
+        for count in (148, *((10, 1_000) if name in MANY else ())):
+            rows += _race(name, count, settings)
+    return rows + _scale(settings) + _states(settings)
+
+
+def _race(name: str, count: int, settings: Settings) -> list[Row]:
+    question, kind = f"C8 {name}, {count:,} leaves", KINDS[name]
+    task = settings.task(f"update {count}").with_options(optimizer=name)
+    print(question, flush=True)
+    contest = Race(question, task, settings, checked=CHECKED, tolerance=kind.tolerance)
+    try:
+        contest.enter(_entrants(name, count, settings))
+        contest.time(rounds=settings.share(0.4))
+    finally:
+        contest.close()
+    return contest.rows
+
+
+def _entrants(name: str, count: int, settings: Settings) -> list[Entrant]:
+    kind, found = KINDS[name], []
+    if kind.torchs:
+        # Where it is fused, or knows one way only, its default is slower or the same.
+        found += [field.TORCH, *[field.TORCH_DEFAULT] * (not kind.fused and not kind.matrices)]
+    elif kind.peer and settings.peers:
+        found.append(field.OPTIMIZERS[kind.peer.split(":")[0].split(".")[0]])
+    found.append(field.OURS_UPDATE)
+    if settings.full or (name in MANY and count < 1_000):
+        found += [*[field.TORCH_COMPILED] * bool(kind.torchs), field.OURS_UPDATE_COMPILED]
+    return found
+
+
+def _scale(settings: Settings) -> list[Row]:
+    """Time those that torch does not have beside its AdamW; their maths is another, so none is compared."""
+    question, task = "C8 others, 148 leaves", settings.task("update 148")
+    print(question, flush=True)
+    racers = {field.ADAMW.name: racer(field.ADAMW, task)}
+    for name in (name for name, kind in KINDS.items() if not kind.torchs and kind.there):
+        racers[f"ftrain update, {name}"] = racer(field.OURS_UPDATE, task.with_options(optimizer=name))
+    times = interleaved(racers, rounds=settings.share(0.4), seconds=settings.seconds)
+    rows = [measured(question, name, TIME, "us", values) for name, values in times.items()]
+    base, *others = times
+    ratios = {name: pairwise(times[name], times[base]) for name in others}
+    return rows + [measured(question, name, f"{RATIO}{base}", "", found, sure=True) for name, found in ratios.items()]
+
+
+def _states(settings: Settings) -> list[Row]:
+    task = settings.task("update 25M")
+    rows = []
+    for name, kind in KINDS.items():
+        if kind.there:
+            size = updates.state_bytes(task.with_options(optimizer=name))
+            rows.append(measured(STATE, name, "state a parameter", "bytes", [size]))
+    return rows
