@@ -37,6 +37,7 @@ from ftrain.transforms import donated as donated
 from ftrain.transforms import ema as ema
 from ftrain.transforms import remat as remat
 from ftrain.transforms import skip_nonfinite as skip_nonfinite
+from ftrain.transforms import swa as swa
 from ftrain.transforms import with_amp as with_amp
 from ftrain.types import Gradients as Gradients
 from ftrain.types import Mean as Mean

@@ -31,6 +31,7 @@ _BITS, _SPLIT, _FOLD = 0, 1, 2
 
 # What a user is least likely to fold into a key: stock modules must not draw what a loss draws itself.
 _STOCK = 0x73746F63, 0x6B5F6B79
+_UPDATE = 0x75706461, 0x74655F6B
 
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _INT64_MAX = (1 << 63) - 1
@@ -117,6 +118,11 @@ def stock_words(words: tuple[int, int]) -> tuple[int, int]:
     """Make the key, on the host, from which torch's own random operations draw in a step with this one."""
     # Another key of the cipher, and so another stream.
     return words[0] ^ _STOCK[0], words[1] ^ _STOCK[1]
+
+
+def update_words(words: tuple[int, int]) -> tuple[int, int]:
+    """Make the key, on the host, from which an optimizer draws in a step with this one."""
+    return words[0] ^ _UPDATE[0], words[1] ^ _UPDATE[1]
 
 
 def seed_of(words: tuple[int, int]) -> int:

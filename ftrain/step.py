@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,13 @@ from ftrain import backends, random, tree
 from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.grad import adapt, report, value_and_grad
 from ftrain.lowered import Lowered
+from ftrain.masks import Mask
 from ftrain.module import initial
 from ftrain.purity import as_tree
 from ftrain.slots import hollow
-from ftrain.trainable import Trainable, chooser, require_params
+from ftrain.trainable import chooser, require_params
 from ftrain.types import (
+    RNG,
     Core,
     GradFn,
     Hyper,
@@ -61,7 +63,7 @@ def train_step(
     loss_fn: Callable[..., Any] | Loss,
     optimizer: Optimizer,
     *,
-    trainable: Trainable | None = None,
+    trainable: Mask | None = None,
     allow_unused: bool = False,
 ) -> Step:
     """Return the step that follows the gradient of a loss with an optimizer.
@@ -96,7 +98,7 @@ class Step:
 
     base: Loss
     optimizer: Optimizer
-    trainable: Trainable | None = None
+    trainable: Mask | None = None
     allow_unused: bool = False
     wrappers: tuple[Wrapper, ...] = ()
 
@@ -292,6 +294,9 @@ class Step:
         """The scheduled values of a step, and the words of its key."""
         count = int(state.step)
         hyper = {name: float(schedule(count)) for name, schedule in self.optimizer.schedules.items()}
+        if self.optimizer.factors is not None:
+            for name, factor in self.optimizer.factors(state.opt_state).items():
+                hyper[name] *= float(factor)
         for name, value in hyper.items():
             if not math.isfinite(value):
                 raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs a finite number")
@@ -361,14 +366,16 @@ class _Eager:
 
     def __init__(self, step: Step) -> None:
         self._core = step.assemble(donate=step.donate)
-        self._needs_rng = step.base.needs_rng
+        self._needs_rng, self._draws = step.base.needs_rng, step.optimizer.needs_rng
         self.text = "eager(donate)" if step.donate else "eager"
 
     def __call__(
-        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
+        self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
         device = tree.device_of(state.params)
         rng = random.to_device(random.from_words(words), device) if self._needs_rng else None
+        if self._draws:
+            hyper = {**hyper, RNG: random.to_device(random.from_words(random.update_words(words)), device)}
         with torch.no_grad(), backends.of(device).seeded(random.seed_of(words)):
             return self._core(state, batch, hyper, rng)
 

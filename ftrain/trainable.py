@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
-from typing import TypeAlias
-
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.errors import OptionError, StructureError
+from ftrain.errors import StructureError
+from ftrain.masks import Mask, Select, as_select, require_matches
 from ftrain.types import PyTree
 
-Trainable: TypeAlias = Callable[[str, Tensor], bool] | Sequence[str]
-"""Which parameters train: ``(name, leaf) -> bool``, or patterns of names such as ``["head.*"]``."""
 
-
-def chooser(trainable: Trainable | None, names: set[str] | None, params: PyTree) -> Callable[[str, Tensor], bool]:
+def chooser(trainable: Mask | None, names: set[str] | None, params: PyTree) -> Select:
     """Return ``(name, leaf) -> bool`` for a choice of parameters; without one, that of `names`, or all.
 
     Raises:
@@ -24,18 +18,9 @@ def chooser(trainable: Trainable | None, names: set[str] | None, params: PyTree)
     """
     if trainable is None:
         return lambda name, leaf: names is None or name in names
-    if callable(trainable):
-        return trainable
-    if isinstance(trainable, str):
-        raise OptionError(f"Step.init: trainable is {trainable!r}, needs a list of patterns: [{trainable!r}]")
-    patterns = list(trainable)
-    known = tree.leaf_names(params)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            raise OptionError(
-                f"Step.init: trainable names {pattern!r}, and no parameter matches; there are {_some(known)}"
-            )
-    return lambda name, leaf: any(fnmatchcase(name, pattern) for pattern in patterns)
+    select = as_select("Step.init: trainable", trainable)
+    require_matches(select, params)
+    return select
 
 
 def require_params(params: PyTree) -> None:
@@ -53,7 +38,3 @@ def require_params(params: PyTree) -> None:
                 f"Step.init: {tree.path('params', name)} is {tree.describe(leaf)}; needs a floating-point tensor "
                 "(convert it, freeze it with trainable=, or pass it as a buffer or in the batch)"
             )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[: tree.MAX_LISTED]) + ", ..." * (len(names) > tree.MAX_LISTED)

@@ -23,7 +23,10 @@ Schedule: TypeAlias = Callable[[int], float]
 """The value at optimizer step k, counted from 0: a pure function evaluated on the host."""
 
 Hyper: TypeAlias = Mapping[str, Any]
-"""Scheduled values of one step: floats in eager mode, 0-d float64 tensors inside a graph."""
+"""Scheduled values of one step: floats in eager mode, 0-d float64 tensors inside a graph; and `RNG`, where needed."""
+
+RNG = "rng"
+"""Under which `Hyper` has the key of `ftrain.random` from which an optimizer may draw in this step."""
 
 NAMESPACE = "ftrain"
 """The optree namespace in which this package's classes are registered."""
@@ -266,12 +269,17 @@ class Optimizer:
         update: ``(grads, opt_state, params, hyper, donate=) -> (params, opt_state)``.
         schedules: name -> schedule; evaluated on the host each step and handed to `update` as `hyper`.
         text: how it prints.
+        needs_rng: whether `update` draws, from the key ``hyper["rng"]``.
+        factors: ``opt_state -> {name: 0-d tensor on the CPU}``, by which the scheduled values of these names are
+            multiplied on the host.
     """
 
     init: Callable[[PyTree], PyTree]
     update: Callable[..., tuple[PyTree, PyTree]]
     schedules: Mapping[str, Schedule]
     text: str
+    needs_rng: bool = False
+    factors: Callable[[PyTree], Mapping[str, Tensor]] | None = None
 
 
 class Runner(Protocol):

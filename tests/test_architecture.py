@@ -20,6 +20,7 @@ STAIRCASE = [
     "types",
     "guard",
     "tree",
+    "masks",
     "reader",
     "purity",
     "random",
@@ -60,7 +61,7 @@ STAIRCASE = [
 INSIDE = {
     "backends": {"registry"},
     "schedules": {"text", "inputs", "curve", "decays", "cosines", "roots", "stable", "joined"},
-    "optim": {"leaves", "family"},
+    "optim": {"leaves", "family", "nested"},
     "losses": {"inputs", "chunked"},
     "transforms": set(),
     "data": {

@@ -1,11 +1,22 @@
 """Optimizers as pairs of pure functions, `(init, update)`: one family a file."""
 
+from ftrain.masks import everything as everything
+from ftrain.masks import matrices as matrices
 from ftrain.optim.adafactor import adafactor as adafactor
 from ftrain.optim.adagrad import adagrad as adagrad
 from ftrain.optim.adam import adam as adam
 from ftrain.optim.adam import adamw as adamw
+from ftrain.optim.adjustable import adjust as adjust
+from ftrain.optim.adjustable import adjustable as adjustable
+from ftrain.optim.chain import GradientTransform as GradientTransform
+from ftrain.optim.chain import centralize as centralize
+from ftrain.optim.chain import chain as chain
+from ftrain.optim.chain import noise as noise
+from ftrain.optim.chain import project as project
+from ftrain.optim.chain import sign as sign
 from ftrain.optim.lamb import lamb as lamb
 from ftrain.optim.lion import lion as lion
+from ftrain.optim.lookahead import lookahead as lookahead
 from ftrain.optim.muon import muon as muon
 from ftrain.optim.nadam import nadam as nadam
 from ftrain.optim.partition import partition as partition

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ftrain.checks import require_range
 from ftrain.errors import OptionError
+from ftrain.masks import Mask, everything
 from ftrain.optim.family import COUNT, NONE, Number, Part, leafwise, require_ranges
-from ftrain.optim.leaves import DecayMask, everything
 from ftrain.types import Optimizer, Schedule
 
 
@@ -22,7 +22,7 @@ def adafactor(
     d: float = 1.0,
     weight_decay: float = 0.0,
     maximize: bool = False,
-    decay_mask: DecayMask = everything,
+    decay_mask: Mask = everything,
 ) -> Optimizer:
     r"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`.
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ftrain.masks import Mask, everything
 from ftrain.optim.family import COUNT, NONE, Number, Part, descend_quotient, leafwise, require_ranges
-from ftrain.optim.leaves import DecayMask, everything
 from ftrain.types import Optimizer, Schedule
 
 
@@ -20,7 +20,7 @@ def adagrad(
     initial_accumulator_value: float = 0.0,
     eps: float = 1e-10,
     maximize: bool = False,
-    decay_mask: DecayMask = everything,
+    decay_mask: Mask = everything,
 ) -> Optimizer:
     r"""Adagrad (Duchi, Hazan and Singer 2011, JMLR 12), as `torch.optim.Adagrad`.
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ftrain.masks import Mask, everything, matrices
 from ftrain.optim.family import (
     COUNT,
     NONE,
@@ -18,7 +19,6 @@ from ftrain.optim.family import (
     leafwise,
     require_ranges,
 )
-from ftrain.optim.leaves import DecayMask, everything, matrices
 from ftrain.types import Optimizer, Schedule
 
 
@@ -31,7 +31,7 @@ def adam(
     weight_decay: float = 0.0,
     amsgrad: bool = False,
     maximize: bool = False,
-    decay_mask: DecayMask = everything,
+    decay_mask: Mask = everything,
 ) -> Optimizer:
     r"""Adam (Kingma and Ba 2015, arXiv:1412.6980), with coupled (L2) weight decay as in `torch.optim.Adam`.
 
@@ -70,7 +70,7 @@ def adamw(
     weight_decay: float = 0.0,
     amsgrad: bool = False,
     maximize: bool = False,
-    decay_mask: DecayMask = matrices,
+    decay_mask: Mask = matrices,
 ) -> Optimizer:
     r"""Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101).
 
@@ -110,7 +110,7 @@ def _adam(
     weight_decay: float,
     amsgrad: bool,
     maximize: bool,
-    decay_mask: DecayMask,
+    decay_mask: Mask,
     *,
     decoupled: bool,
 ) -> Optimizer:

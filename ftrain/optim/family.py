@@ -18,7 +18,8 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.checks import require_range
 from ftrain.errors import StructureError
-from ftrain.optim.leaves import DecayMask, Group, Plan, Planner, copies, like, pick, settled
+from ftrain.masks import Mask, as_select, require_matches
+from ftrain.optim.leaves import Group, Plan, Planner, copies, like, pick, settled
 from ftrain.schedules import as_schedule
 from ftrain.types import Hyper, Optimizer, PyTree, Schedule
 
@@ -99,7 +100,7 @@ def leafwise(
     fused: Fused | None = None,
     half: bool = True,
     foreach: bool = True,
-    decay_mask: DecayMask,
+    decay_mask: Mask,
     options: Mapping[str, float | bool] | None = None,
 ) -> Optimizer:
     """Return the optimizer of a formula.
@@ -118,14 +119,16 @@ def leafwise(
         options: what is printed, where it is not zero or false.
 
     Raises:
-        OptionError: for a negative learning rate.
+        OptionError: for a negative learning rate, or no mask; at `init`, for a pattern that matches nothing.
     """
     if isinstance(lr, int | float) and lr < 0:
         require_range(name, "lr", lr, 0.0)
-    schedule, planner, first = as_schedule(lr), Planner(decay_mask, half=half), shared or {}
+    schedule, first, decays = as_schedule(lr), shared or {}, as_select(f"{name}: decay_mask", decay_mask)
+    planner = Planner(decays, half=half)
     keys = {*first, *state}
 
     def init(params: PyTree) -> PyTree:
+        require_matches(decays, params)
         device = next((leaf.device for leaf in tree.leaves(params)), NONE.device)
         scalars = {key: value.to(device, copy=True) for key, value in first.items()}
         return {**scalars, **{key: tree.map(begin, params) for key, begin in state.items()}}

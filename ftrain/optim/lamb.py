@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ftrain.masks import Mask, matrices
 from ftrain.optim.family import COUNT, NONE, Number, Part, average, average_squares, descend, leafwise, require_ranges
-from ftrain.optim.leaves import DecayMask, matrices
 from ftrain.types import Optimizer, Schedule
 
 
@@ -19,7 +19,7 @@ def lamb(
     b2: float = 0.999,
     eps: float = 1e-6,
     weight_decay: float = 0.0,
-    decay_mask: DecayMask = matrices,
+    decay_mask: Mask = matrices,
 ) -> Optimizer:
     r"""LAMB (You et al. 2020, arXiv:1904.00962), for large batches.
 

@@ -14,11 +14,9 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.errors import StructureError
 from ftrain.guard import Guard
+from ftrain.masks import Select
 from ftrain.reader import Flattener
 from ftrain.types import PyTree
-
-DecayMask: TypeAlias = Callable[[str, Tensor], bool]
-"""``(name, leaf) -> bool``: whether weight decay applies to the leaf of that name."""
 
 Group: TypeAlias = tuple[list[int], bool]
 """Indices of leaves that one fused kernel can take together, and whether they decay."""
@@ -29,16 +27,6 @@ REDUCED = 16
 
 BLOCK = 1 << 18
 """Elements that formulas take together where memory is not cached: what they make in between then stays in caches."""
-
-
-def matrices(name: str, leaf: Tensor) -> bool:
-    """The usual decay mask: decay what has two axes or more, so neither biases nor norms."""
-    return leaf.ndim >= 2
-
-
-def everything(name: str, leaf: Tensor) -> bool:
-    """The decay mask of `torch.optim`: decay every parameter."""
-    return True
 
 
 @dataclass(frozen=True)
@@ -70,7 +58,7 @@ class Planner:
         half: whether the fused kernels are right in 16 bits.
     """
 
-    def __init__(self, mask: DecayMask, *, half: bool = True) -> None:
+    def __init__(self, mask: Select, *, half: bool = True) -> None:
         self._mask, self._half = mask, half
         self._flatten = Flattener()
         self._last: tuple[optree.PyTreeSpec, Guard, Plan] | None = None

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ftrain.masks import Mask, matrices
 from ftrain.optim.family import Number, Part, average, descend, leafwise, require_ranges
-from ftrain.optim.leaves import DecayMask, matrices
 from ftrain.types import Optimizer, Schedule
 
 
@@ -18,7 +18,7 @@ def lion(
     b1: float = 0.9,
     b2: float = 0.99,
     weight_decay: float = 0.0,
-    decay_mask: DecayMask = matrices,
+    decay_mask: Mask = matrices,
 ) -> Optimizer:
     r"""Lion (Chen et al. 2023, arXiv:2302.06675).
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.checks import require_positive
 from ftrain.errors import OptionError, StructureError
+from ftrain.masks import Mask, everything
 from ftrain.optim.family import Number, Part, average, descend, leafwise, require_ranges
-from ftrain.optim.leaves import DecayMask, everything
 from ftrain.types import Optimizer, PyTree, Schedule, replace
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -28,7 +28,7 @@ def muon(
     ns_steps: int = 5,
     eps: float = 1e-7,
     adjust_lr_fn: str = "original",
-    decay_mask: DecayMask = everything,
+    decay_mask: Mask = everything,
 ) -> Optimizer:
     r"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), as `torch.optim.Muon`.
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ftrain.masks import Mask, everything
 from ftrain.optim.family import (
     COUNT,
     NONE,
@@ -18,7 +19,6 @@ from ftrain.optim.family import (
     leafwise,
     require_ranges,
 )
-from ftrain.optim.leaves import DecayMask, everything
 from ftrain.types import Optimizer, Schedule
 
 
@@ -32,7 +32,7 @@ def nadam(
     momentum_decay: float = 4e-3,
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
-    decay_mask: DecayMask = everything,
+    decay_mask: Mask = everything,
 ) -> Optimizer:
     r"""NAdam (Dozat 2016, Incorporating Nesterov Momentum into Adam), as `torch.optim.NAdam`.
 

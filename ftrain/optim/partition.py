@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
+import optree
 from torch import Tensor
 
-from ftrain import tree
+from ftrain import random, tree
 from ftrain.errors import OptionError
+from ftrain.guard import Guard
+from ftrain.masks import Mask, as_select, near, require_matches
 from ftrain.optim.leaves import columns, require_alike
-from ftrain.types import Hyper, Optimizer, PyTree
+from ftrain.optim.nested import require_optimizer
+from ftrain.reader import Flattener
+from ftrain.types import RNG, Hyper, Optimizer, PyTree
 
 SEPARATOR = "/"
 
+LabelFn: TypeAlias = Callable[[str, Tensor], str]
+"""``(name, leaf) -> label``, with names as in `ftrain.tree.leaf_names`."""
 
-def partition(optimizers: Mapping[str, Optimizer], label_fn: Callable[[str, Tensor], str]) -> Optimizer:
+
+def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[str, Mask]) -> Optimizer:
     """Give every parameter to the optimizer of its label.
 
     The state is ``{label: state of that optimizer}``, in which the parameters go by their names;
@@ -23,36 +31,31 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: Callable[[str, Tens
 
     Args:
         optimizers: label -> optimizer.
-        label_fn: ``(name, leaf) -> label``, with names as in `ftrain.tree.leaf_names`.
+        label_fn: ``(name, leaf) -> label``; or label -> patterns of names or function ``(name, leaf) -> bool``, in
+            which one label may be left out, for the rest.
 
     Raises:
-        OptionError: at `init`, for two parameters of one name, a label without an optimizer, or an optimizer
-            without parameters.
+        ComposeError: for what is no optimizer, or is `adjustable`, which goes around all of it.
+        OptionError: for labels without an optimizer; and at `init`, for a pattern that matches nothing, a parameter
+            with two labels or none, two parameters of one name, or an optimizer without parameters.
+
+    >>> import ftrain as ft
+    >>> parts = {"matrices": ft.optim.muon(0.02), "rest": ft.optim.adamw(3e-4)}
+    >>> optimizer = ft.optim.partition(parts, {"matrices": ["*.weight"]})
     """
+    for label, optimizer in optimizers.items():
+        require_optimizer("partition", label, optimizer)
+    label_of = label_fn if callable(label_fn) else _Masks(label_fn, optimizers)
+    split = _Split(optimizers, label_of)
     schedules = {
         f"{label}{SEPARATOR}{name}": schedule
         for label, optimizer in optimizers.items()
         for name, schedule in optimizer.schedules.items()
     }
 
-    def split(params: PyTree, *others: PyTree) -> dict[str, list[dict[str, Any]]]:
-        parts, spec = columns(tree.flatten, params, *others)
-        require_alike(spec)
-        names = tree.leaf_names(params)
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise OptionError(f"partition: two parameters are called {twice}; rename one, for labels go by name")
-        labels = [label_fn(name, leaf) for name, leaf in zip(names, parts[0], strict=True)]
-        _require_labels(dict(zip(names, labels, strict=True)), optimizers)
-        return {
-            label: [
-                {name: leaf for name, leaf, has in zip(names, column, labels, strict=True) if has == label}
-                for column in parts
-            ]
-            for label in optimizers
-        }
-
     def init(params: PyTree) -> PyTree:
+        if isinstance(label_of, _Masks):
+            label_of.require(params)
         parts = split(params)
         return {label: optimizers[label].init(parts[label][0]) for label in optimizers}
 
@@ -61,24 +64,95 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: Callable[[str, Tens
     ) -> tuple[PyTree, PyTree]:
         moved: dict[str, Tensor] = {}
         state = {}
-        for label, (leaves, gradients) in split(params, grads).items():
+        for index, (label, (leaves, gradients)) in enumerate(split(params, grads).items()):
             own = {name: hyper[f"{label}{SEPARATOR}{name}"] for name in optimizers[label].schedules}
+            if optimizers[label].needs_rng:
+                own[RNG] = random.fold_in(hyper[RNG], index)
             new, state[label] = optimizers[label].update(gradients, opt_state[label], leaves, own, donate=donate)
             moved.update(new)
-        return tree.map_named(lambda name, leaf: moved[name], params), state
+        return split.join(moved), state
 
     text = ", ".join(f"{label}: {optimizer.text}" for label, optimizer in optimizers.items())
-    return Optimizer(init, update, schedules, f"partition({text})")
+    needs_rng = any(optimizer.needs_rng for optimizer in optimizers.values())
+    return Optimizer(init, update, schedules, f"partition({text})", needs_rng)
 
 
-def _require_labels(labels: dict[str, str], optimizers: Mapping[str, Optimizer]) -> None:
-    for name, label in labels.items():
-        if label not in optimizers:
+class _Masks:
+    """The label of a parameter, from a mask for each label; at most one label is without, and takes the rest."""
+
+    def __init__(self, masks: Mapping[str, Mask], optimizers: Mapping[str, Optimizer]) -> None:
+        if not isinstance(masks, Mapping):
+            raise OptionError(f"partition: label_fn is {masks!r}; needs (name, leaf) -> label, or label -> patterns")
+        unknown = [label for label in masks if label not in optimizers]
+        rest = [label for label in optimizers if label not in masks]
+        if unknown:
             raise OptionError(
-                f"partition: label_fn gave {name} the label {label!r}; the optimizers are {', '.join(optimizers)}"
+                f"partition: there is no optimizer for {', '.join(unknown)}; there are {list(optimizers)}"
             )
-    unused = [label for label in optimizers if label not in labels.values()]
-    if unused and labels:
-        raise OptionError(
-            f"partition: no parameter has the label {', '.join(unused)}; labels are {sorted(set(labels.values()))}"
-        )
+        if len(rest) > 1:
+            raise OptionError(f"partition: {', '.join(rest)} have no patterns; one label at most can take the rest")
+        self._selects = {label: as_select(f"partition: {label}", mask) for label, mask in masks.items()}
+        self._rest = rest[0] if rest else None
+
+    def require(self, params: PyTree) -> None:
+        """Check that each pattern matches a parameter."""
+        for select in self._selects.values():
+            require_matches(select, params)
+
+    def __call__(self, name: str, leaf: Tensor) -> str:
+        """Return the label of a parameter."""
+        found = [label for label, select in self._selects.items() if select(name, leaf)]
+        if len(found) > 1:
+            raise OptionError(f"partition: {name} has the labels {' and '.join(found)}; make their patterns disjoint")
+        if not found and self._rest is None:
+            raise OptionError(
+                f"partition: {name} has no label; add a pattern, or leave one label out, which then takes the rest"
+            )
+        return found[0] if found else str(self._rest)
+
+
+class _Split:
+    """Cuts trees into those of each label, and remembers how, since the next tree is most often like the last."""
+
+    def __init__(self, optimizers: Mapping[str, Optimizer], label_of: LabelFn) -> None:
+        self._optimizers, self._label_of = optimizers, label_of
+        self._flatten = Flattener()
+        self._last: tuple[optree.PyTreeSpec, Guard] | None = None
+        self._names: list[str] = []
+        self._places: dict[str, list[int]] = {}
+
+    def __call__(self, params: PyTree, *others: PyTree) -> dict[str, list[dict[str, Any]]]:
+        """Return for each label the leaves of each tree, by the names of the parameters."""
+        parts, spec = columns(self._flatten, params, *others)
+        if self._last is None or self._last[0] is not spec or not self._last[1](parts[0]):
+            self._spec = require_alike(spec)
+            self._names = tree.leaf_names(params)
+            self._places = self._assign(parts[0])
+            self._last = spec, Guard(parts[0])
+        names = self._names
+        return {
+            label: [{names[place]: column[place] for place in places} for column in parts]
+            for label, places in self._places.items()
+        }
+
+    def join(self, leaves: Mapping[str, Tensor]) -> PyTree:
+        """Return the tree like that of the last parameters whose leaves have these names."""
+        return tree.unflatten(self._spec, [leaves[name] for name in self._names])
+
+    def _assign(self, leaves: list[Tensor]) -> dict[str, list[int]]:
+        names = self._names
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise OptionError(f"partition: two parameters are called {twice}; rename one, for labels go by name")
+        places: dict[str, list[int]] = {label: [] for label in self._optimizers}
+        for place, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            label = self._label_of(name, leaf)
+            if label not in places:
+                known = near(str(label), list(places))
+                raise OptionError(f"partition: label_fn gave {name} the label {label!r}; the optimizers are {known}")
+            places[label].append(place)
+        unused = [label for label, found in places.items() if not found]
+        if unused and names:
+            others = ", ".join(label for label in places if label not in unused)
+            raise OptionError(f"partition: no parameter has the label {', '.join(unused)}; all have {others}")
+        return places

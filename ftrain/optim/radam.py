@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ftrain.masks import Mask, everything
 from ftrain.optim.family import COUNT, NONE, Number, Part, average, average_squares, leafwise, require_ranges
-from ftrain.optim.leaves import DecayMask, everything
 from ftrain.types import Optimizer, Schedule
 
 
@@ -21,7 +21,7 @@ def radam(
     weight_decay: float = 0.0,
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
-    decay_mask: DecayMask = everything,
+    decay_mask: Mask = everything,
 ) -> Optimizer:
     r"""Rectified Adam (Liu et al. 2020, arXiv:1908.03265), as `torch.optim.RAdam`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ftrain.masks import Mask, everything
 from ftrain.optim.family import (
     Number,
     Part,
@@ -14,7 +15,6 @@ from ftrain.optim.family import (
     leafwise,
     require_ranges,
 )
-from ftrain.optim.leaves import DecayMask, everything
 from ftrain.types import Optimizer, Schedule
 
 
@@ -27,7 +27,7 @@ def rmsprop(
     momentum: float = 0.0,
     centered: bool = False,
     maximize: bool = False,
-    decay_mask: DecayMask = everything,
+    decay_mask: Mask = everything,
 ) -> Optimizer:
     r"""RMSprop (Tieleman and Hinton 2012, lecture 6.5 of Neural Networks for Machine Learning), as torch has it.
 

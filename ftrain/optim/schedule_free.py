@@ -10,8 +10,8 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.checks import require_range
 from ftrain.errors import StructureError
+from ftrain.masks import Mask, matrices
 from ftrain.optim.family import COUNT, NONE, Number, Part, average_squares, descend, leafwise, require_ranges
-from ftrain.optim.leaves import DecayMask, matrices
 from ftrain.types import Optimizer, PyTree, Schedule
 
 KEYS = COUNT, "weights", "peak", "b1", "z", "nu"
@@ -24,7 +24,7 @@ def schedule_free_adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    decay_mask: DecayMask = matrices,
+    decay_mask: Mask = matrices,
 ) -> Optimizer:
     r"""Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682).
 

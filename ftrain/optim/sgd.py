@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError
+from ftrain.masks import Mask, everything
 from ftrain.optim.family import COUNT, NONE, Number, Part, descend, leafwise, require_ranges
-from ftrain.optim.leaves import DecayMask, everything
 from ftrain.types import Optimizer, Schedule
 
 
@@ -21,7 +21,7 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     maximize: bool = False,
-    decay_mask: DecayMask = everything,
+    decay_mask: Mask = everything,
 ) -> Optimizer:
     r"""Gradient descent, with momentum and coupled (L2) weight decay as in `torch.optim.SGD`.
 

@@ -2,10 +2,11 @@
 
 from ftrain.transforms.accumulate import accumulate as accumulate
 from ftrain.transforms.amp import with_amp as with_amp
+from ftrain.transforms.averaged import averaged as averaged
 from ftrain.transforms.clip import clip as clip
 from ftrain.transforms.compiled import compiled as compiled
 from ftrain.transforms.donated import donated as donated
-from ftrain.transforms.ema import averaged as averaged
 from ftrain.transforms.ema import ema as ema
 from ftrain.transforms.remat import remat as remat
 from ftrain.transforms.skip import skip_nonfinite as skip_nonfinite
+from ftrain.transforms.swa import swa as swa

@@ -25,6 +25,7 @@ from ftrain.lowered import Lowered, count_nodes, explain, peak_bytes
 from ftrain.step import Step
 from ftrain.traced import Carrying, Compile, Kinds, Traced
 from ftrain.types import (
+    RNG,
     Gradients,
     Hyper,
     LossFn,
@@ -256,13 +257,16 @@ class _Compiled:
 
     def _pack(self, words: tuple[int, int], hyper: Mapping[str, float], device: torch.device) -> Tensor:
         """Bring all that the host knows of a step to the device as one int64 tensor."""
-        keys = *words, *random.stock_words(words)
+        keys = *words, *random.stock_words(words), *random.update_words(words)
         packed = bytearray(struct.pack(f"{len(keys)}q{len(hyper)}d", *keys, *hyper.values()))
         return random.to_device(torch.frombuffer(packed, dtype=torch.int64), device)
 
     def _unpack(self, packed: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the two keys, shape (2, 2), and the scheduled values."""
-        return packed[:4].reshape(2, 2), dict(zip(self._names, packed[4:].view(torch.float64).unbind(), strict=True))
+        """Return the keys of the loss and of stock modules, shape (2, 2), and what the optimizer gets."""
+        hyper = dict(zip(self._names, packed[6:].view(torch.float64).unbind(), strict=True))
+        if self._step.optimizer.needs_rng:
+            hyper[RNG] = packed[4:6]
+        return packed[:4].reshape(2, 2), hyper
 
     def __call__(
         self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]

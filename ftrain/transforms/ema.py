@@ -6,7 +6,6 @@ import torch
 
 from ftrain import tree
 from ftrain.checks import require_range
-from ftrain.errors import StructureError
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 from ftrain.wrapper import Wrapper, wrapper
 
@@ -48,15 +47,3 @@ def ema(decay: float = 0.999) -> Wrapper:
 def _slot(params: PyTree) -> PyTree:
     # In 16 bits the small steps of an average would round to nothing.
     return tree.map(lambda leaf: leaf.detach().to(torch.promote_types(leaf.dtype, torch.float32), copy=True), params)
-
-
-def averaged(state: TrainState) -> TrainState:
-    """Return the state with the averaged parameters in place of the trained ones, to evaluate or save.
-
-    Raises:
-        StructureError: when the state was made by a step without `ema`.
-    """
-    if NAME not in state.slots:
-        raise StructureError("averaged: the state holds no averages; compose the step with ft.ema(decay)")
-    cast = tree.map(lambda average, leaf: average.to(leaf.dtype), state.slots[NAME], state.params)
-    return replace(state, params=cast)

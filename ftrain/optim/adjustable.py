@@ -1,0 +1,77 @@
+"""Scheduled values that the state can change: for a sweep, or a rule that looks at evaluations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from ftrain.errors import OptionError, StructureError
+from ftrain.masks import near
+from ftrain.types import Hyper, Optimizer, PyTree, TrainState, replace
+
+FACTORS, STATE = "factors", "state"
+
+
+def adjustable(optimizer: Optimizer) -> Optimizer:
+    """Multiply each scheduled value of an optimizer by a factor that lives in the state; `adjust` changes it.
+
+    The factors are 0-d float64 tensors on the CPU, by the schedules' names (``lr``; ``label/lr`` in a `partition`),
+    and 1 at first. They belong to the host as the count of steps does, so that to change one recompiles nothing and
+    waits for nothing. With ``adamw(1.0)`` the factor is the learning rate itself. Goes around `partition` and `chain`.
+
+    >>> import ftrain as ft
+    >>> step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.adjustable(optim.sgd(0.5)))
+    >>> state = optim.adjust(step.init({"w": torch.ones(1)}), {"lr": 0.1})
+    >>> step(state, torch.ones(1))[1]["lr"]
+    0.05
+    """
+
+    def init(params: PyTree) -> PyTree:
+        factors = {name: torch.ones((), dtype=torch.float64) for name in optimizer.schedules}
+        return {FACTORS: factors, STATE: optimizer.init(params)}
+
+    def update(
+        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        params, state = optimizer.update(grads, opt_state[STATE], params, hyper, donate=donate)
+        return params, {FACTORS: opt_state[FACTORS], STATE: state}
+
+    return dataclasses.replace(
+        optimizer, init=init, update=update, factors=_factors, text=f"adjustable({optimizer.text})"
+    )
+
+
+def _factors(opt_state: PyTree) -> Mapping[str, Tensor]:
+    if not isinstance(opt_state, Mapping) or FACTORS not in opt_state:
+        raise StructureError("adjust: the optimizer of the state is not adjustable; make it with optim.adjustable(...)")
+    found: Mapping[str, Tensor] = opt_state[FACTORS]
+    return found
+
+
+def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
+    """Return the state with other factors for the scheduled values of an `adjustable` optimizer.
+
+    Args:
+        state: of a step whose optimizer is adjustable.
+        factors: name of a scheduled value, or a pattern such as ``"*/lr"``, -> what to multiply it by from now on.
+
+    Raises:
+        StructureError: when the optimizer is not adjustable.
+        OptionError: for a name that no scheduled value has, or a factor that is no finite number.
+    """
+    changed = dict(_factors(state.opt_state))
+    for pattern, factor in factors.items():
+        names = [name for name in changed if fnmatchcase(name, pattern)]
+        if not names:
+            raise OptionError(
+                f"adjust: no scheduled value is called {pattern!r}; there are {near(pattern, list(changed))}"
+            )
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not math.isfinite(factor):
+            raise OptionError(f"adjust: the factor of {pattern} is {factor!r}; needs a finite number")
+        changed.update((name, torch.tensor(float(factor), dtype=torch.float64)) for name in names)
+    return replace(state, opt_state={**state.opt_state, FACTORS: changed})

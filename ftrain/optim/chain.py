@@ -1,0 +1,196 @@
+"""What is done to gradients before an optimizer sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import optree
+import torch
+from torch import Tensor
+
+from ftrain import random, tree
+from ftrain.errors import ComposeError, OptionError
+from ftrain.guard import Guard
+from ftrain.masks import Mask, Select, as_select, everything, matrices, require_matches
+from ftrain.optim.leaves import columns, require_alike
+from ftrain.optim.nested import require_optimizer
+from ftrain.reader import Flattener
+from ftrain.schedules import as_schedule, describe
+from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
+
+
+@dataclass(frozen=True)
+class GradientTransform:
+    """A pure function of a gradient, for `chain`.
+
+    Args:
+        apply: ``(gradient, parameter, value, key) -> gradient``, for one leaf; the value is the scheduled one, and
+            the key is there when `needs_rng` is true.
+        select: which leaves it applies to.
+        text: how it prints.
+        schedules: name -> schedule of the value; at most one.
+        needs_rng: whether it draws random numbers.
+    """
+
+    apply: Callable[..., Tensor]
+    select: Select
+    text: str
+    schedules: Mapping[str, Schedule] = field(default_factory=dict)
+    needs_rng: bool = False
+
+
+def centralize(mask: Mask = matrices) -> GradientTransform:
+    r"""Take the mean off the gradient of each output (Yong et al. 2020, arXiv:2004.01461).
+
+    .. math:: g_i \leftarrow g_i - \operatorname{mean}(g_i)
+
+    for each index :math:`i` of the first axis: of rows of a linear layer and of filters of a convolution.
+
+    Args:
+        mask: which parameters; those with two axes or more, unless told.
+    """
+
+    def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
+        return grad - grad.mean(_inner(grad), keepdim=True) if grad.numel() else grad
+
+    return GradientTransform(apply, as_select("centralize: mask", mask), "centralize()")
+
+
+def sign(mask: Mask = everything) -> GradientTransform:
+    r"""Keep the sign alone; before `sgd` this is signSGD (Bernstein et al. 2018, arXiv:1802.04434).
+
+    .. math:: g \leftarrow \operatorname{sign}(g)
+
+    Args:
+        mask: which parameters; all, unless told.
+    """
+
+    def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
+        return grad.sign()
+
+    return GradientTransform(apply, as_select("sign: mask", mask), "sign()")
+
+
+def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransform:
+    r"""Add Gaussian noise, drawn from the key of the step (Neelakantan et al. 2015, arXiv:1511.06807).
+
+    .. math:: g \leftarrow g + \sigma_t\,\epsilon \quad\text{with } \epsilon \sim \mathcal N(0, 1)
+
+    The paper's :math:`\sigma_t^2 = \eta / (1 + t)^\gamma` is ``noise(lambda t: (0.3 / (1 + t) ** 0.55) ** 0.5)``.
+
+    Args:
+        stddev: :math:`\sigma`, a number or a schedule; called ``noise`` among the metrics.
+        mask: which parameters; all, unless told.
+
+    Raises:
+        OptionError: for a negative number.
+    """
+    if isinstance(stddev, int | float) and stddev < 0:
+        raise OptionError(f"noise: stddev is {stddev!r}, needs a number of at least 0, or a schedule")
+
+    def apply(grad: Tensor, leaf: Tensor, value: Tensor | float, key: Tensor) -> Tensor:
+        drawn = random.normal(random.to_device(key, grad.device), grad.shape, dtype=grad.dtype)
+        scale = value.to(grad.dtype) if isinstance(value, Tensor) else value
+        return grad + drawn * scale
+
+    select, text = as_select("noise: mask", mask), f"noise({describe(stddev)})"
+    return GradientTransform(apply, select, text, {"noise": as_schedule(stddev)}, needs_rng=True)
+
+
+def project(mask: Mask = matrices) -> GradientTransform:
+    r"""Keep what is orthogonal to the parameter: of weights whose length does not matter, since a norm follows.
+
+    .. math:: g_i \leftarrow g_i - \frac{\langle g_i, p_i \rangle}{\langle p_i, p_i \rangle} p_i
+
+    for each index :math:`i` of the first axis (Heo et al. 2021, arXiv:2006.08217, for every channel); where
+    :math:`p_i = 0` nothing is taken off. Such weights then hardly grow, and keep their effective learning rate.
+
+    Args:
+        mask: which parameters; those with two axes or more, unless told.
+    """
+
+    def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
+        inner = _inner(leaf)
+        along, length = (grad * leaf).sum(inner, keepdim=True), (leaf * leaf).sum(inner, keepdim=True)
+        return grad - leaf * torch.where(length > 0, along / length, 0.0)
+
+    return GradientTransform(apply, as_select("project: mask", mask), "project()")
+
+
+def _inner(leaf: Tensor) -> list[int]:
+    """All axes but the first; of a vector, that one."""
+    return list(range(1, leaf.ndim)) or list(range(leaf.ndim))
+
+
+def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
+    """Put transformations of the gradients before an optimizer, the first one first.
+
+    Args:
+        parts: of `centralize`, `sign`, `noise`, `project` or a `GradientTransform`; and an optimizer, the last.
+
+    Raises:
+        ComposeError: for anything else, or two parts that schedule a value of the same name.
+        OptionError: at `init`, for a pattern that matches no parameter.
+
+    >>> import ftrain as ft
+    >>> ft.optim.chain(ft.optim.centralize(), ft.optim.adamw(1e-3)).text
+    'chain(centralize(), adamw(1e-3))'
+    """
+    optimizer = require_optimizer("chain", "the last part", parts[-1] if parts else None)
+    transforms = [part for part in parts if isinstance(part, GradientTransform)]
+    if len(transforms) < len(parts) - 1:
+        found = next(part for part in parts if not isinstance(part, GradientTransform))
+        raise ComposeError(f"chain: found {found!r} before the optimizer; needs optim.centralize() or the like")
+    schedules = dict(optimizer.schedules)
+    for transform in transforms:
+        for name, schedule in transform.schedules.items():
+            if name in schedules:
+                raise ComposeError(f"chain: two parts have a scheduled value called {name}; merge them into one")
+            schedules[name] = schedule
+
+    apply = _Apply(transforms)
+
+    def init(params: PyTree) -> PyTree:
+        for transform in transforms:
+            require_matches(transform.select, params)
+        return optimizer.init(params)
+
+    def update(
+        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        transformed = apply(grads, params, hyper)
+        return optimizer.update(transformed, opt_state, params, hyper, donate=donate)
+
+    text = ", ".join([*(transform.text for transform in transforms), optimizer.text])
+    draws = optimizer.needs_rng or any(transform.needs_rng for transform in transforms)
+    return Optimizer(init, update, schedules, f"chain({text})", needs_rng=draws)
+
+
+class _Apply:
+    """Applies transformations to gradients, and remembers to which, since the next tree is most often like the last."""
+
+    def __init__(self, transforms: Sequence[GradientTransform]) -> None:
+        self._transforms = transforms
+        self._flatten = Flattener()
+        self._last: tuple[optree.PyTreeSpec, Guard] | None = None
+        self._places: list[list[int]] = []
+
+    def __call__(self, grads: PyTree, params: PyTree, hyper: Hyper) -> PyTree:
+        """Return the transformed gradients."""
+        (gradients, leaves), spec = columns(self._flatten, grads, params)
+        if self._last is None or self._last[0] is not spec or not self._last[1](leaves):
+            named = list(zip(tree.leaf_names(params), leaves, strict=True))
+            self._places = [
+                [place for place, (name, leaf) in enumerate(named) if transform.select(name, leaf)]
+                for transform in self._transforms
+            ]
+            self._last = spec, Guard(leaves)
+        gradients = list(gradients)
+        for number, (transform, places) in enumerate(zip(self._transforms, self._places, strict=True)):
+            value = next((hyper[name] for name in transform.schedules), None)
+            key = random.fold_in(hyper[RNG], number) if transform.needs_rng else None
+            for place in places:
+                own = random.fold_in(key, place) if key is not None else None
+                gradients[place] = transform.apply(gradients[place], leaves[place], value, own)
+        return tree.unflatten(require_alike(spec), gradients)

@@ -1,0 +1,77 @@
+"""Slow weights that follow those of another optimizer, and call them back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.checks import require_positive, require_range
+from ftrain.errors import ComposeError
+from ftrain.optim.leaves import columns, copies, require_alike
+from ftrain.optim.nested import require_optimizer
+from ftrain.reader import Flattener
+from ftrain.types import Hyper, Optimizer, PyTree, Schedule
+
+NAME, SLOW, FAST = "lookahead", "slow", "fast"
+
+
+def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer:
+    r"""Lookahead (Zhang et al. 2019, arXiv:1907.08610): every `k` steps go a part of the way that an optimizer went.
+
+    .. math::
+        s &\leftarrow s + \alpha\,(p - s) \\
+        p &\leftarrow s
+
+    after each :math:`k`-th step of `optimizer`, whose moments go on. The state is `slow`, like the parameters, and
+    `fast`, that of the optimizer. Steps are counted as the state counts them, and the metric ``lookahead`` is 1 where
+    the weights were called back.
+
+    Args:
+        optimizer: what makes the steps, any of `ftrain.optim`.
+        k: steps from one to the next.
+        alpha: :math:`\alpha` in [0, 1], the part of the way.
+
+    Raises:
+        OptionError: for a number out of its range.
+        ComposeError: for what is no optimizer, or is `adjustable`, which goes around this.
+    """
+    optimizer = require_optimizer(NAME, "the optimizer", optimizer)
+    require_positive(NAME, "k", k)
+    require_range(NAME, "alpha", alpha, 0.0, 1.0 + 1e-9)
+    if NAME in optimizer.schedules:
+        raise ComposeError("lookahead: the optimizer looks ahead already")
+    flatten = Flattener()
+
+    def due(step: int) -> float:
+        return float((step + 1) % k == 0)
+
+    def init(params: PyTree) -> PyTree:
+        return {SLOW: tree.clone(params), FAST: optimizer.init(params)}
+
+    def update(
+        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        params, fast = optimizer.update(grads, opt_state[FAST], params, hyper, donate=donate)
+        if not isinstance(hyper[NAME], Tensor) and not hyper[NAME]:
+            return params, {SLOW: opt_state[SLOW] if donate else tree.clone(opt_state[SLOW]), FAST: fast}
+        (slow, leaves), spec = columns(flatten, opt_state[SLOW], params)
+        slow, leaves = _called_back(slow if donate else copies(slow), leaves, hyper[NAME], alpha)
+        spec = require_alike(spec)
+        return tree.unflatten(spec, leaves), {SLOW: tree.unflatten(spec, slow), FAST: fast}
+
+    schedules: dict[str, Schedule] = {**optimizer.schedules, NAME: due}
+    text = f"lookahead({optimizer.text}, {k}, {alpha:g})"
+    return Optimizer(init, update, schedules, text, needs_rng=optimizer.needs_rng)
+
+
+def _called_back(
+    slow: list[Tensor], leaves: list[Tensor], due: Tensor | float, alpha: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    if isinstance(due, Tensor):
+        now = due.to(slow[0].device) > 0
+        slow = [torch.where(now, s.lerp(p, alpha), s) for s, p in zip(slow, leaves, strict=True)]
+        return slow, [torch.where(now, s, p) for s, p in zip(slow, leaves, strict=True)]
+    torch._foreach_lerp_(slow, leaves, alpha)
+    torch._foreach_copy_(leaves, slow)
+    return slow, leaves

@@ -1,0 +1,68 @@
+"""Stochastic weight averaging: the plain mean of the parameters at many steps, for evaluation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.checks import require_positive
+from ftrain.errors import OptionError
+from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
+from ftrain.wrapper import Wrapper, wrapper
+
+NAME = "swa"
+
+
+@wrapper
+def swa(start: int = 0, every: int = 1) -> Wrapper:
+    r"""Average the parameters with equal weights (Izmailov et al. 2018, arXiv:1803.05407).
+
+    .. math:: a \leftarrow a + (p - a) / n
+
+    after update `start` + `every`, then after each `every`-th one, :math:`n` of these so far; before the first,
+    :math:`a` follows the parameters. `averaged` gives the state with the average in the parameters' place; statistics
+    of BatchNorm in it are those of the trained parameters. Updates that a wrapper skips do not count.
+
+    Args:
+        start: updates before the first that can be taken.
+        every: from one that is taken to the next.
+
+    Raises:
+        OptionError: for numbers out of their range.
+    """
+    require_positive(NAME, "every", every)
+    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        raise OptionError(f"swa: start is {start!r}, needs a whole number of at least 0")
+
+    def wrap(update: UpdateFn) -> UpdateFn:
+        def averaging(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+            slot = state.slots[NAME]
+            averages, spec = tree.flatten(slot["params"])
+            new = update(state, gradients, hyper, donate=donate)
+            done = slot["updates"] + 1
+            weight = _weight(done, start, every)
+            found = [
+                torch.lerp(average, leaf.to(average.dtype), weight.to(average.device, average.dtype))
+                for average, leaf in zip(averages, tree.leaves(new.params), strict=True)
+            ]
+            taken = {"params": tree.unflatten(spec, found), "updates": done}
+            return replace(new, slots={**new.slots, NAME: taken})
+
+        return averaging
+
+    return Wrapper(NAME, f"swa({start}, {every})", "update", update=wrap, slot=_slot)
+
+
+def _weight(done: Tensor, start: int, every: int) -> Tensor:
+    """The weight of the parameters in the average: 1 at first, 1 / n when they are taken, and else 0."""
+    past = done - start
+    taken = torch.div(past, every, rounding_mode="floor")
+    due = past % every == 0
+    return torch.where(taken < 1, 1.0, torch.where(due, 1.0 / taken.clamp(min=1), 0.0))
+
+
+def _slot(params: PyTree) -> PyTree:
+    # In 16 bits the small steps of an average would round to nothing.
+    wide = tree.map(lambda leaf: leaf.detach().to(torch.promote_types(leaf.dtype, torch.float32), copy=True), params)
+    return {"params": wide, "updates": torch.zeros((), dtype=torch.int64, device=tree.device_of(params))}
