@@ -119,6 +119,7 @@ MODULES = {
         "stock_words",
         "to_device",
         "uniform",
+        "update_words",
         "words",
     ],
     "schedules": [
@@ -205,6 +206,7 @@ INNER = {
         "NAMESPACE",
         "Optimizer",
         "PyTree",
+        "RNG",
         "Runner",
         "STATIC",
         "Schedule",
