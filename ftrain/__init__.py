@@ -4,6 +4,7 @@ A training step maps ``(state, batch)`` to ``(state, metrics)``; mixed precision
 rematerialisation, clipping, averaging and compilation are wrappers that take a step and return a step.
 """
 
+from ftrain import adapters as adapters
 from ftrain import backends as backends
 from ftrain import checkpoint as checkpoint
 from ftrain import data as data
@@ -14,6 +15,7 @@ from ftrain import optim as optim
 from ftrain import random as random
 from ftrain import schedules as schedules
 from ftrain import tree as tree
+from ftrain.adapters import lora as lora
 from ftrain.blocks import block as block
 from ftrain.checkpoint import Checkpoints as Checkpoints
 from ftrain.evaluate import EvalStep as EvalStep

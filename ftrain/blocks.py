@@ -12,6 +12,7 @@ from torch import nn
 
 from ftrain.errors import OptionError
 from ftrain.slots import Slot, slots_of
+from ftrain.types import Adapters
 
 Region: TypeAlias = Callable[..., Any]
 """``region(function, slots, *args, **kwargs)``: runs a block in a special way, rematerialised say."""
@@ -52,12 +53,14 @@ def _as_one(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class Blocks:
-    """The blocks of a module, ready to be run through a region."""
+    """The blocks of a module, with the adapters in them, ready to be run through a region."""
 
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self._forwards: list[tuple[dict[str, Any], Any]] = [
-            (part.__dict__, functools.partial(_through_region, part.forward, slots_of(part))) for part in parts
-        ]
+    def __init__(self, parts: Sequence[nn.Module], adapters: Adapters | None = None) -> None:
+        self._forwards: list[tuple[dict[str, Any], Any]] = []
+        for part in parts:
+            forward = part.forward if adapters is None else adapters.forward(part)
+            slots = slots_of(part) if adapters is None else [*slots_of(part), *adapters.slots(part)]
+            self._forwards.append((part.__dict__, functools.partial(_through_region, forward, slots)))
 
     @contextmanager
     def through(self, region: Region) -> Iterator[None]:

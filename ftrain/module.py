@@ -15,6 +15,7 @@ from ftrain.errors import LossError, StructureError
 from ftrain.grad import normalise
 from ftrain.purity import merge
 from ftrain.slots import Slot, bound, fill, named_tensors, slots_of
+from ftrain.tree import MAX_LISTED
 from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
 
 Criterion: TypeAlias = Callable[..., Any]
@@ -52,11 +53,14 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         slots_of(module),
         [place for part in module.modules() for place in (part._parameters, part._buffers)],
     )
+    known = {slot.name for slot in slots if not slot.is_buffer}
     text = _criterion_name(criterion, module)
     run: Criterion = criterion or own_loss
     needs_rng = "rng" in inspect.signature(run).parameters
 
     def loss(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+        if len(params) > len(known):
+            raise LossError(_surplus(text, [name for name in params if name not in known]))
         values = _values(slots, params, {name: buffer.clone() for name, buffer in (buffers or {}).items()}, text)
         with _restored(places), bound(slots, values):
             returned = run(module, batch, rng=rng) if needs_rng else run(module, batch)
@@ -136,6 +140,10 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
         if name in tensors and tensors[name].shape != wanted[name].shape
     ]
     if problems:
+        if any(".lora_" in name for name in tensors):
+            problems.append(
+                "these are adapters: merge them first, ft.to_module(module, ft.adapters.merge(step, state))"
+            )
         raise StructureError(f"to_module: the state does not fit {type(module).__name__}:\n  " + "\n  ".join(problems))
     fill(module, tensors)
     return module
@@ -174,6 +182,14 @@ def _values(slots: list[Slot], params: Mapping[str, Tensor], buffers: Mapping[st
             f"{text}: the module has {error.args[0]!r}, which is neither in params nor in buffers; make the "
             "state with step.init()"
         ) from None
+
+
+def _surplus(text: str, names: list[str]) -> str:
+    listed = ", ".join(names[:MAX_LISTED]) + ", ..." * (len(names) > MAX_LISTED)
+    return (
+        f"{text}: params has {listed}, which the module has not; with adapters (ft.lora) evaluate the step's own loss, "
+        "ft.eval_step(step.loss), or merge them into the weights, ft.adapters.merge(step, state)"
+    )
 
 
 class _restored:  # noqa: N801

@@ -73,7 +73,8 @@ def train_step(
             `ftrain.from_module` made.
         optimizer: from `ftrain.optim`.
         trainable: which parameters train, as ``(name, leaf) -> bool`` or a list of name patterns; the
-            others are frozen. Without it all do, of a module those that require a gradient.
+            others are frozen. Without it all do, of a module those that require a gradient; under `lora` none
+            but the adapters.
         allow_unused: give parameters that the loss does not use a zero gradient instead of an error.
 
     Raises:
@@ -134,8 +135,8 @@ class Step:
     def loss(self) -> Loss:
         """The loss with the wrappers of its arrow applied."""
         loss = self.base
-        for wrapper in self.wrappers:
-            loss = wrapper.loss(loss) if wrapper.loss else loss
+        for transform in (*(each.model for each in self.wrappers), *(each.loss for each in self.wrappers)):
+            loss = transform(loss) if transform else loss
         return loss
 
     def assemble(
@@ -217,7 +218,10 @@ class Step:
         if module is None and params is None:
             raise StructureError(f"Step.init: {self.base.text} is no module; pass the parameters: step.init(params)")
         own_params, own_buffers, names = initial(module) if module is not None else ({}, {}, None)
-        if names is not None and not names and self.trainable is None:
+        adapters, trainable = self.loss.adapters, self.trainable
+        if adapters is not None and trainable is None:
+            trainable = []
+        if names is not None and not names and trainable is None:
             raise StructureError(
                 f"Step.init: there is no parameter to train: none of {type(module).__name__} requires a gradient; set "
                 "requires_grad, or say which train with trainable="
@@ -226,9 +230,11 @@ class Step:
         if names is not None:
             names |= set(tree.leaf_names(params)) - own_params.keys()
         buffers = own_buffers if buffers is None else buffers
-        chosen = chooser(self.trainable, names, params)
+        chosen = chooser(trainable, names, params)
         params, buffers = (tree.take if donate else tree.clone)((params, buffers))
         params, frozen = tree.split(params, chosen)
+        if adapters is not None:
+            params, frozen = adapters.added(params, frozen, random.key(seed))
         require_params(params)
         frozen = frozen if tree.leaves(frozen) else None
         parts = params, frozen, buffers

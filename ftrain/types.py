@@ -198,6 +198,22 @@ class LossFn(Protocol):
         ...
 
 
+class Adapters(Protocol):
+    """Parameters beside those of the base, and what they make of the modules that they belong to."""
+
+    def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
+        """Return the trainable and the frozen parameters, with the adapters among the trainable ones."""
+        ...
+
+    def slots(self, part: nn.Module) -> Sequence[Any]:
+        """Return the places of the adapters in a part of the module: more `ftrain.slots.Slot`."""
+        ...
+
+    def forward(self, part: nn.Module) -> Callable[..., Any]:
+        """Return the forward of a part of the module, with its adapter if it has one."""
+        ...
+
+
 @dataclass(frozen=True)
 class Loss:
     """A loss function and what else is known about it.
@@ -209,6 +225,7 @@ class Loss:
             the host around the whole step, and outside of any graph.
         module: the `torch.nn.Module` that `fn` binds, if any.
         needs_rng: whether `fn` takes a key.
+        adapters: what a wrapper has added to its parameters, if any has.
     """
 
     fn: LossFn
@@ -216,6 +233,7 @@ class Loss:
     scope: Callable[[bool], AbstractContextManager[Any]] = lambda training: nullcontext()
     module: nn.Module | None = None
     needs_rng: bool = False
+    adapters: Adapters | None = None
 
 
 @tree_class

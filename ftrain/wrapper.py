@@ -23,6 +23,8 @@ class Wrapper:
         name: its name, which is also the name of its slot in the state.
         text: how it prints.
         arrow: the line it prints on and the part it acts on: loss, grad, update or step.
+        model: ``Loss -> Loss``, what becomes of the model that the loss is of; applied before the `loss` of every
+            wrapper, wherever this one stands.
         loss: ``Loss -> Loss``; appends its own text.
         grad: ``GradFn -> GradFn``.
         update: ``UpdateFn -> UpdateFn``.
@@ -40,6 +42,7 @@ class Wrapper:
     name: str
     text: str
     arrow: str
+    model: Callable[[Loss], Loss] | None = None
     loss: Callable[[Loss], Loss] | None = None
     grad: Callable[[GradFn], GradFn] | None = None
     update: Callable[[UpdateFn], UpdateFn] | None = None

@@ -35,6 +35,7 @@ NAMES = [
     "fit",
     "from_module",
     "iterate",
+    "lora",
     "patience",
     "remat",
     "replay",
@@ -46,6 +47,7 @@ NAMES = [
 ]
 
 MODULES = {
+    "adapters": ["lora"],
     "backends": ["Backend", "Memory", "Recorder", "default", "get", "names", "of", "register", "resolve"],
     "checkpoint": ["Checkpoints", "load", "save", "verify"],
     "data": [
@@ -194,6 +196,7 @@ INNER = {
         "with_amp",
     ],
     "types": [
+        "Adapters",
         "Core",
         "GradFn",
         "Gradients",
@@ -299,6 +302,7 @@ SIGNATURES = {
     "ema": "(decay=0.999)",
     "averaged": "(state)",
     "skip_nonfinite": "(limit=10)",
+    "lora": "(rank, alpha=None, *, targets, dropout=0.0, dora=False, rslora=False)",
     "donated": "()",
     "block": "(function)",
     "optim.adafactor": (

@@ -67,7 +67,7 @@ def remat(policy: str = "full", blocks: Sequence[type[nn.Module] | str] | None =
                 f"remat: {loss.text} has no module in which to find blocks={blocks!r}; mark functions with ft.block"
             )
         parts = find_blocks(loss.module, blocks) if loss.module is not None else []
-        prepared = Blocks(parts)
+        prepared = Blocks(parts, loss.adapters)
         met = [0]
         region = _region(policy, met)
 

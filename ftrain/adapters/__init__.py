@@ -1,0 +1,3 @@
+"""Low-rank adapters beside a frozen base."""
+
+from ftrain.adapters.lora import lora as lora
