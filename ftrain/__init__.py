@@ -21,9 +21,10 @@ from ftrain.checkpoint import Checkpoints as Checkpoints
 from ftrain.evaluate import EvalStep as EvalStep
 from ftrain.evaluate import eval_step as eval_step
 from ftrain.evaluate import evaluate as evaluate
+from ftrain.feedback import patience as patience
+from ftrain.feedback import plateau as plateau
 from ftrain.fit import FitResult as FitResult
 from ftrain.fit import fit as fit
-from ftrain.fit import patience as patience
 from ftrain.loop import iterate as iterate
 from ftrain.module import from_module as from_module
 from ftrain.module import to_module as to_module

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from ftrain.checkpoint import Checkpoints
 from ftrain.checks import require_positive
-from ftrain.errors import ComposeError, Interrupted, OptionError
+from ftrain.errors import ComposeError, Interrupted
+from ftrain.feedback import Adapt, Stop
 from ftrain.history import History
 from ftrain.interrupts import EXIT, interruptible
 from ftrain.loggers import Logger
-from ftrain.loop import iterate
+from ftrain.loop import StepRecord, iterate
 from ftrain.progress import show
 from ftrain.recorder import Count, Evaluate, Recorder
 from ftrain.saved import Saved
 from ftrain.step import Step
 from ftrain.types import PyTree
-
-Stop = Callable[[History], str]
 
 
 class FitResult(NamedTuple):
@@ -40,6 +39,7 @@ def fit(
     evaluate: Evaluate | None = None,
     evaluate_every: int | None = None,
     stop: Stop | None = None,
+    adapt: Adapt | None = None,
     checkpoints: Checkpoints | None = None,
     resume: str = "auto",
     loggers: Sequence[Logger] = (),
@@ -71,6 +71,8 @@ def fit(
         evaluate_every: how often, in steps; and always at the end.
         stop: told the `History` after each evaluation, or without one each time that metrics are read;
             says why to stop, or "". `ftrain.patience` is one.
+        adapt: ``(state, history) -> state``, told as often, returns the state to go on with, or the same one;
+            `ftrain.plateau` is one. Consumes the state, when `donate` is true.
         checkpoints: where to save; every so many steps, and at the end.
         resume: ``"auto"`` goes on when there is something to go on from, ``"must"`` demands it, and
             ``"never"`` demands that there be nothing.
@@ -107,26 +109,28 @@ def fit(
         latest, stopped = state, stop(run.history) if stop and run.history and asked else ""
         try:
             made = None
-            for made in (
-                () if stopped else iterate(stepping, state, data, steps=steps, epochs=epochs, position=position)
-            ):
+            records = iterate(stepping, state, data, steps=steps, epochs=epochs, position=position)
+            for made in () if stopped else records:
                 latest = made.state
                 run.add(made)
                 evaluating = evaluate is not None and evaluate_every and made.step % evaluate_every == 0
                 if made.step % log_every == 0 or evaluating or saved.due(made.step):
                     run.read(latest, display)
-                    stopped = stop(run.history) if stop and not evaluate else ""
-                if evaluate and evaluating:
-                    run.evaluated(evaluate, latest, made.step, display)
-                    stopped = stop(run.history) if stop else ""
+                    if evaluate and evaluating:
+                        run.evaluated(evaluate, latest, made.step, display)
+                    if evaluating or not evaluate:
+                        stopped = stop(run.history) if stop else ""
+                        made = _adapted(records, made, adapt, run.history)
+                        latest = made.state
                 saved.save(made, every=True)
                 if stopped or interrupted():
                     break
             run.read(latest, display)
             if evaluate and run.last_evaluation != run.step and not (checkpoints and interrupted()):
                 run.evaluated(evaluate, latest, run.step, display)
+                latest = adapt(latest, run.history) if adapt else latest
             if made is not None:
-                saved.save(made)
+                saved.save(made._replace(state=latest))
         except BaseException as error:
             # Of any error, so that nothing that was trained is lost.
             error.result = FitResult(latest, run.history)  # type: ignore[attr-defined]
@@ -142,30 +146,8 @@ def fit(
     return result
 
 
-def patience(name: str, count: int = 3, *, mode: str = "min", min_delta: float = 0.0) -> Stop:
-    """Return a `stop` for `fit`: when a metric has not got better in `count` evaluations in a row.
-
-    A pure function of the history, which a checkpoint holds, so that a run that goes on stops where it would have.
-
-    Args:
-        name: of the metric, as the history has it, such as ``"eval_loss"``.
-        count: of evaluations.
-        mode: ``"min"`` when less is better, ``"max"`` when more is.
-        min_delta: by how much it must get better.
-
-    Raises:
-        OptionError: for a count that is not positive, or another mode.
-    """
-    require_positive("patience", "count", count)
-    if mode not in ("min", "max"):
-        raise OptionError(f"patience: mode is {mode!r}; choices are min, max")
-    sign = 1.0 if mode == "min" else -1.0
-
-    def stop(history: History) -> str:
-        best, waited = float("inf"), 0
-        for value in history[name]:
-            better = sign * value < best - min_delta
-            best, waited = (sign * value, 0) if better else (best, waited + 1)
-        return f"patience({name})" if waited >= count else ""
-
-    return stop
+def _adapted(
+    records: Generator[StepRecord, Any, None], made: StepRecord, adapt: Adapt | None, history: History
+) -> StepRecord:
+    state = adapt(made.state, history) if adapt else made.state
+    return made if state is made.state else records.send(state)

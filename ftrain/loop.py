@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from ftrain.checks import require_positive
 from ftrain.errors import DataError, OptionError
 from ftrain.purity import as_tree
 from ftrain.reader import Flattener
-from ftrain.types import Metrics, PyTree
+from ftrain.types import Metrics, PyTree, TrainState, consume, is_own, own
 
 
 class Position(NamedTuple):
@@ -62,10 +62,12 @@ def iterate(
     steps: int | None = None,
     epochs: int | None = None,
     position: Position | None = None,
-) -> Iterator[StepRecord]:
+) -> Generator[StepRecord, Any, None]:
     """Run a step over data and yield after each: the loop of `fit`, for those who write their own around it.
 
-    When the loop is left within a pass, data that keeps a position goes on from there the next time.
+    ``send(state)`` to it returns the record with another state, from which it then goes on; the state that it had is
+    consumed, if the step donates. When the loop is left within a pass, data that keeps a position goes on from there
+    the next time.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.
@@ -94,7 +96,10 @@ def iterate(
             state, metrics = step(state, batch)
             count, index = count + 1, index + 1
             try:
-                yield StepRecord(count, state, metrics, batch, epoch, index)
+                made = StepRecord(count, state, metrics, batch, epoch, index)
+                while (sent := (yield made)) is not None:
+                    state = _taken_over(sent, state)
+                    made = made._replace(state=state)
             except GeneratorExit:
                 _leave(data)
                 raise
@@ -114,6 +119,17 @@ def _leave(data: Iterable[PyTree]) -> None:
     position = sources.position(data)
     if position is not None:
         sources.seek(data, position)
+
+
+def _taken_over(new: Any, old: Any) -> Any:
+    """Return a state that was made of one that nobody else has, as one that nobody else has."""
+    if not (isinstance(new, TrainState) and isinstance(old, TrainState) and is_own(old)) or new is old:
+        return new
+    had = {id(leaf) for leaf in tree.leaves(old)}
+    # Whoever made the new state may keep what he put into it.
+    mine = own(tree.map(lambda leaf: leaf if id(leaf) in had else leaf.clone(), new))
+    consume(old)
+    return mine
 
 
 def position_of(made: StepRecord, data: Iterable[PyTree]) -> Position:

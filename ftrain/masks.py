@@ -55,7 +55,7 @@ def as_select(origin: str, mask: Mask) -> Select:
     """
     if callable(mask):
         return mask
-    if isinstance(mask, str) or not all(isinstance(each, str) for each in mask):
+    if isinstance(mask, str) or not isinstance(mask, Sequence) or not all(isinstance(each, str) for each in mask):
         needed = f"a list of patterns, [{mask!r}]," if isinstance(mask, str) else "patterns of names"
         raise OptionError(f"{origin} is {mask!r}, needs {needed} or a function (name, leaf) -> bool")
     return _Patterns(origin, tuple(mask))

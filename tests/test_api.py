@@ -37,9 +37,11 @@ NAMES = [
     "iterate",
     "lora",
     "patience",
+    "plateau",
     "remat",
     "replay",
     "skip_nonfinite",
+    "swa",
     "to_module",
     "train_step",
     "with_amp",
@@ -86,20 +88,31 @@ MODULES = {
     "loggers": ["Logger", "Record", "jsonl", "rewind"],
     "losses": ["accuracy", "binary_cross_entropy", "cross_entropy", "linear_cross_entropy", "mse"],
     "optim": [
+        "GradientTransform",
         "adafactor",
         "adagrad",
         "adam",
         "adamw",
+        "adjust",
+        "adjustable",
+        "centralize",
+        "chain",
+        "everything",
         "lamb",
         "lion",
+        "lookahead",
+        "matrices",
         "muon",
         "nadam",
+        "noise",
         "partition",
+        "project",
         "radam",
         "rmsprop",
         "schedule_free_adamw",
         "schedule_free_params",
         "sgd",
+        "sign",
     ],
     "random": [
         "Words",
@@ -125,6 +138,7 @@ MODULES = {
         "words",
     ],
     "schedules": [
+        "Plateau",
         "as_schedule",
         "chain",
         "constant",
@@ -139,6 +153,7 @@ MODULES = {
         "piecewise",
         "plot",
         "polynomial",
+        "reduce_on_plateau",
         "scale",
         "step_decay",
         "warmup_constant",
@@ -193,6 +208,7 @@ INNER = {
         "ema",
         "remat",
         "skip_nonfinite",
+        "swa",
         "with_amp",
     ],
     "types": [
@@ -300,7 +316,8 @@ SIGNATURES = {
     # The norm is 1.0 where nothing is given; None tells `clip(value=...)` from both at once, which is refused.
     "clip": "(max_norm=None, *, value=None)",
     "ema": "(decay=0.999)",
-    "averaged": "(state)",
+    "averaged": "(state, kind=None)",
+    "swa": "(start=0, every=1)",
     "skip_nonfinite": "(limit=10)",
     "lora": "(rank, alpha=None, *, targets, dropout=0.0, dora=False, rslora=False)",
     "donated": "()",
@@ -330,6 +347,18 @@ SIGNATURES = {
         "decoupled_weight_decay=False, maximize=False, decay_mask=everything)"
     ),
     "optim.partition": "(optimizers, label_fn)",
+    "optim.adjust": "(state, factors)",
+    "optim.adjustable": "(optimizer)",
+    "optim.chain": "(*parts)",
+    "optim.centralize": "(mask=matrices)",
+    "optim.noise": "(stddev, mask=everything)",
+    "optim.sign": "(mask=everything)",
+    "optim.project": "(mask=matrices)",
+    "optim.lookahead": "(optimizer, k=5, alpha=0.5)",
+    "schedules.reduce_on_plateau": (
+        "(value=1.0, *, factor=0.1, patience=10, mode='min', threshold=0.0001, threshold_mode='rel', cooldown=0, "
+        "end=0.0, eps=1e-08)"
+    ),
     "optim.radam": (
         "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, decoupled_weight_decay=False, maximize=False, "
         "decay_mask=everything)"
@@ -388,6 +417,7 @@ SIGNATURES = {
 # What grows: these come first, in this order and with these defaults, and more may follow.
 BEGINNINGS = {
     "Checkpoints.__init__": "(self, directory, *, every, keep=3, best=None, mode='min', async_=True, texts=None)",
+    "plateau": "(name, rule, factors='*lr')",
     "patience": "(name, count=3, *, mode='min', min_delta=0.0)",
     "replay": "(step, state, data, checkpoints, *, at)",
     "data.loader": (

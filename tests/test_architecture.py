@@ -54,6 +54,7 @@ STAIRCASE = [
     "loop",
     "recorder",
     "saved",
+    "feedback",
     "fit",
     "replay",
     "__init__",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ftrain.errors import OptionError, StructureError
 from ftrain.masks import near
+from ftrain.optim.nested import require_optimizer
 from ftrain.types import Hyper, Optimizer, PyTree, TrainState, replace
 
 FACTORS, STATE = "factors", "state"
@@ -24,12 +25,17 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
     and 1 at first. They belong to the host as the count of steps does, so that to change one recompiles nothing and
     waits for nothing. With ``adamw(1.0)`` the factor is the learning rate itself. Goes around `partition` and `chain`.
 
+    Raises:
+        ComposeError: for what is no optimizer, or is adjustable already.
+
     >>> import ftrain as ft
-    >>> step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.adjustable(optim.sgd(0.5)))
-    >>> state = optim.adjust(step.init({"w": torch.ones(1)}), {"lr": 0.1})
+    >>> optimizer = ft.optim.adjustable(ft.optim.sgd(0.5))
+    >>> step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optimizer)
+    >>> state = ft.optim.adjust(step.init({"w": torch.ones(1)}), {"lr": 0.1})
     >>> step(state, torch.ones(1))[1]["lr"]
     0.05
     """
+    optimizer = require_optimizer("adjustable", "the optimizer", optimizer)
 
     def init(params: PyTree) -> PyTree:
         factors = {name: torch.ones((), dtype=torch.float64) for name in optimizer.schedules}
@@ -54,7 +60,7 @@ def _factors(opt_state: PyTree) -> Mapping[str, Tensor]:
 
 
 def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
-    """Return the state with other factors for the scheduled values of an `adjustable` optimizer.
+    """Return the state with other factors for the values of an `adjustable` optimizer; itself, if it has these.
 
     Args:
         state: of a step whose optimizer is adjustable.
@@ -62,16 +68,20 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
 
     Raises:
         StructureError: when the optimizer is not adjustable.
-        OptionError: for a name that no scheduled value has, or a factor that is no finite number.
+        OptionError: for a name that no scheduled value has, or a factor that is negative or not finite.
     """
-    changed = dict(_factors(state.opt_state))
+    found = _factors(state.opt_state)
+    changed = dict(found)
     for pattern, factor in factors.items():
         names = [name for name in changed if fnmatchcase(name, pattern)]
         if not names:
             raise OptionError(
                 f"adjust: no scheduled value is called {pattern!r}; there are {near(pattern, list(changed))}"
             )
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not math.isfinite(factor):
-            raise OptionError(f"adjust: the factor of {pattern} is {factor!r}; needs a finite number")
-        changed.update((name, torch.tensor(float(factor), dtype=torch.float64)) for name in names)
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            raise OptionError(f"adjust: the factor of {pattern} is {factor!r}; needs a finite number of at least 0")
+        new = torch.tensor(float(factor), dtype=torch.float64)
+        changed.update((name, new.clone()) for name in names if float(changed[name]) != factor)
+    if all(changed[name] is factor for name, factor in found.items()):
+        return state
     return replace(state, opt_state={**state.opt_state, FACTORS: changed})

@@ -135,7 +135,7 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
 
     >>> import ftrain as ft
     >>> ft.optim.chain(ft.optim.centralize(), ft.optim.adamw(1e-3)).text
-    'chain(centralize(), adamw(1e-3))'
+    'chain(centralize(), adamw(constant(1e-3)))'
     """
     optimizer = require_optimizer("chain", "the last part", parts[-1] if parts else None)
     transforms = [part for part in parts if isinstance(part, GradientTransform)]

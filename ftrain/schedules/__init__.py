@@ -35,6 +35,8 @@ from ftrain.schedules.joined import chain as chain
 from ftrain.schedules.joined import scale as scale
 from ftrain.schedules.names import named as named
 from ftrain.schedules.pieces import piecewise as piecewise
+from ftrain.schedules.plateau import Plateau as Plateau
+from ftrain.schedules.plateau import reduce_on_plateau as reduce_on_plateau
 from ftrain.schedules.roots import inverse_sqrt as inverse_sqrt
 from ftrain.schedules.roots import warmup_inverse_sqrt as warmup_inverse_sqrt
 from ftrain.schedules.stable import warmup_stable_decay as warmup_stable_decay

@@ -41,7 +41,9 @@ def swa(start: int = 0, every: int = 1) -> Wrapper:
             averages, spec = tree.flatten(slot["params"])
             new = update(state, gradients, hyper, donate=donate)
             done = slot["updates"] + 1
-            weight = _weight(done, start, every)
+            weight = _weight(
+                done, start, every, max((leaf.dtype for leaf in averages), key=lambda dtype: dtype.itemsize)
+            )
             found = [
                 torch.lerp(average, leaf.to(average.dtype), weight.to(average.device, average.dtype))
                 for average, leaf in zip(averages, tree.leaves(new.params), strict=True)
@@ -54,12 +56,12 @@ def swa(start: int = 0, every: int = 1) -> Wrapper:
     return Wrapper(NAME, f"swa({start}, {every})", "update", update=wrap, slot=_slot)
 
 
-def _weight(done: Tensor, start: int, every: int) -> Tensor:
+def _weight(done: Tensor, start: int, every: int, dtype: torch.dtype) -> Tensor:
     """The weight of the parameters in the average: 1 at first, 1 / n when they are taken, and else 0."""
     past = done - start
     taken = torch.div(past, every, rounding_mode="floor")
-    due = past % every == 0
-    return torch.where(taken < 1, 1.0, torch.where(due, 1.0 / taken.clamp(min=1), 0.0))
+    share = torch.where(past % every == 0, 1.0 / taken.clamp(min=1).to(dtype), 0.0)
+    return torch.where(taken < 1, 1.0, share)
 
 
 def _slot(params: PyTree) -> PyTree:

@@ -24,3 +24,22 @@ OPTIMIZERS = {
 
 MATRICES_ONLY = {"muon"}
 """What takes matrices alone."""
+
+COMBINED = {
+    "adjustable": lambda lr=0.05, **more: optim.adjustable(optim.adamw(lr, **more)),
+    "lookahead": lambda lr=0.05, **more: optim.lookahead(optim.adamw(lr, **more), 2),
+    "centralized": lambda lr=0.05, **more: optim.chain(optim.centralize(), optim.adamw(lr, **more)),
+    "signum": lambda lr=0.05, **more: optim.chain(optim.sign(), optim.sgd(lr, momentum=0.9, **more)),
+    "projected": lambda lr=0.05, **more: optim.chain(optim.project(), optim.adam(lr, **more)),
+    "noisy": lambda lr=0.05, **more: optim.chain(optim.noise(0.1), optim.sgd(lr, **more)),
+    "nested": lambda lr=0.05, **more: optim.adjustable(
+        optim.partition(
+            {
+                "matrices": optim.chain(optim.noise(0.1), optim.lookahead(optim.sgd(lr, momentum=0.9, **more), 3, 0.3)),
+                "rest": optim.chain(optim.noise(0.1), optim.adamw(lr, **more)),
+            },
+            {"matrices": lambda name, leaf: leaf.ndim == 2},
+        )
+    ),
+}
+"""Name -> factory, of optimizers made of others."""

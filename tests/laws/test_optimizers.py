@@ -5,17 +5,18 @@ import torch
 
 import ftrain as ft
 from ftrain import optim, tree
-from tests.laws.optimizers import MATRICES_ONLY, OPTIMIZERS
+from tests.laws.optimizers import COMBINED, MATRICES_ONLY, OPTIMIZERS
 from tests.laws.test_pipelines import assert_equal
 
 F64 = torch.float64
-each = pytest.mark.parametrize("name", OPTIMIZERS)
+each = pytest.mark.parametrize("name", OPTIMIZERS | COMBINED)
+alone = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 def make(name, **more):
     """The optimizer; for one that takes matrices alone, with AdamW for the rest."""
     if name not in MATRICES_ONLY:
-        return OPTIMIZERS[name](**more)
+        return (OPTIMIZERS | COMBINED)[name](**more)
     parts = {"matrices": OPTIMIZERS[name](**more), "rest": optim.adamw(0.05)}
     return optim.partition(parts, lambda _, leaf: "matrices" if leaf.ndim == 2 else "rest")
 
@@ -79,6 +80,18 @@ def test_a_step_is_pure_and_moves_every_kind_of_leaf(name):
     assert all(not torch.equal(new.params[key], leaf) for key, leaf in state.params.items() if leaf.numel())
 
 
+@each
+def test_a_resumed_run_is_the_same_to_the_bit(name, tmp_path):
+    step = ft.donated(build(name))
+    state = train(step, torch.float32, steps=2)
+    ft.checkpoint.save(tmp_path / "saved", state)
+    resumed = ft.checkpoint.load(tmp_path / "saved", like=step.init(make_params(torch.float32), seed=1))
+    for index in (2, 3):
+        state, _ = step(state, make_batch(index, dtype=torch.float32))
+        resumed, _ = step(resumed, make_batch(index, dtype=torch.float32))
+        assert_equal(resumed, state)
+
+
 def poisoned(params, batch):
     mean = loss(params, batch)
     return ft.Mean(mean.total * batch["poison"], mean.weight)
@@ -115,7 +128,7 @@ def test_inductor_equals_eager(name):
     assert_near(found, train(build(name)))
 
 
-@each
+@alone
 def test_parameters_that_are_one_tensor_stay_apart(name):
     """Two names for one tensor are two parameters from the first step on, donated or not."""
     weight = torch.ones(2, 2, dtype=F64)
@@ -129,7 +142,7 @@ def test_parameters_that_are_one_tensor_stay_apart(name):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@each
+@alone
 def test_a_rate_and_a_tree_under_vmap(name):
     """Several runs at once, each with a rate of its own: what a sweep needs."""
     optimizer = OPTIMIZERS[name](weight_decay=0.1)

@@ -1,0 +1,401 @@
+"""Optimizers made of others, against references written out here."""
+
+import math
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain import optim, tree
+from ftrain.errors import ComposeError, OptionError, StructureError
+
+F64 = torch.float64
+
+
+def make_params():
+    draw = torch.Generator().manual_seed(3)
+    shapes = {"conv": (4, 3, 2, 2), "norm": (4,), "out": (2, 4), "scale": (), "empty": (0, 3)}
+    return {name: torch.randn(shape, generator=draw, dtype=F64) for name, shape in shapes.items()}
+
+
+def quadratic(params, batch):
+    """Whose gradient is the parameters times the batch, plus one."""
+    return sum((leaf.square() * batch / 2 + leaf).sum() for leaf in params.values())
+
+
+def gradient(params, batch):
+    return {name: leaf * batch + 1 for name, leaf in params.items()}
+
+
+def train(optimizer, steps, *wrappers, params=None):
+    step = ft.compose(ft.train_step(quadratic, optimizer), *wrappers)
+    state = step.init(make_params() if params is None else params)
+    for k in range(steps):
+        state, _ = step(state, torch.tensor(0.5 + 0.1 * math.sin(k), dtype=F64))
+    return state
+
+
+def batches(steps):
+    return [torch.tensor(0.5 + 0.1 * math.sin(k), dtype=F64) for k in range(steps)]
+
+
+def assert_close(found, needed):
+    torch.testing.assert_close(found, needed, rtol=1e-12, atol=1e-14)
+
+
+def by_hand(change, steps=5, lr=0.1):
+    """SGD on changed gradients."""
+    params = make_params()
+    for batch in batches(steps):
+        grads = change(gradient(params, batch), params)
+        params = {name: leaf - lr * grads[name] for name, leaf in params.items()}
+    return params
+
+
+# chain
+
+
+def test_centralize_takes_the_mean_off_each_output():
+    def change(grads, params):
+        conv = grads["conv"] - grads["conv"].mean((1, 2, 3), keepdim=True)
+        return {**grads, "conv": conv, "out": grads["out"] - grads["out"].mean(1, keepdim=True)}
+
+    assert_close(train(optim.chain(optim.centralize(), optim.sgd(0.1)), 5).params, by_hand(change))
+
+
+def test_centralize_of_a_pattern_leaves_the_rest():
+    def change(grads, params):
+        return {**grads, "out": grads["out"] - grads["out"].mean(1, keepdim=True)}
+
+    assert_close(train(optim.chain(optim.centralize(["o*"]), optim.sgd(0.1)), 5).params, by_hand(change))
+
+
+def test_sign_before_sgd_is_sign_sgd():
+    def change(grads, params):
+        return {name: grad.sign() for name, grad in grads.items()}
+
+    assert_close(train(optim.chain(optim.sign(), optim.sgd(0.1)), 5).params, by_hand(change))
+
+
+def test_project_keeps_what_is_orthogonal_and_copes_with_zero_rows():
+    params = {
+        "w": torch.randn(3, 4, dtype=F64, generator=torch.Generator().manual_seed(0)),
+        "b": torch.ones(4, dtype=F64),
+    }
+    params["w"][1] = 0
+    grads = {"w": torch.arange(12.0, dtype=F64).reshape(3, 4), "b": torch.ones(4, dtype=F64)}
+    optimizer = optim.chain(optim.project(), optim.sgd(1.0))
+    moved, _ = optimizer.update(grads, optimizer.init(params), params, {"lr": 1.0})
+    taken = params["w"] - moved["w"]
+    assert_close((taken * params["w"]).sum(1), torch.zeros(3, dtype=F64))
+    assert_close(taken[1], grads["w"][1])
+    row = params["w"][0] / params["w"][0].norm()
+    assert_close(taken[0], grads["w"][0] - (grads["w"][0] @ row) * row)
+    assert_close(params["b"] - moved["b"], grads["b"])
+
+
+def test_transformations_apply_in_order():
+    def change(grads, params):
+        return {name: (grad - grad.mean()).sign() if name == "norm" else grad.sign() for name, grad in grads.items()}
+
+    only = {"mask": ["norm"]}
+
+    def centralize_all(grad, leaf, value, key):
+        return grad - grad.mean()
+
+    mine = optim.GradientTransform(centralize_all, lambda name, leaf: name == "norm", "mine()")
+    assert_close(train(optim.chain(mine, optim.sign(), optim.sgd(0.1)), 5).params, by_hand(change))
+    other = train(optim.chain(optim.sign(), mine, optim.sgd(0.1)), 5).params
+    assert not torch.allclose(other["norm"], by_hand(change)["norm"])
+    assert optim.chain(mine, optim.sign(**only), optim.sgd(0.1)).text.startswith("chain(mine(), sign(), sgd(")
+
+
+def test_noise_has_its_spread_and_differs_by_step_and_leaf():
+    zero = {"a": torch.zeros(200, 100), "b": torch.zeros(200, 100)}
+    step = ft.train_step(
+        lambda p, batch: 0 * p["a"].sum() + 0 * p["b"].sum(), optim.chain(optim.noise(0.5), optim.sgd(1.0))
+    )
+    first, metrics = step(step.init(zero), torch.ones(()))
+    second, _ = step(first, torch.ones(()))
+    assert metrics["noise"] == 0.5
+    drawn = [-first.params["a"], -first.params["b"], first.params["a"] - second.params["a"]]
+    for each in drawn:
+        assert abs(float(each.mean())) < 5 * 0.5 / 20_000**0.5
+        assert float(each.std()) == pytest.approx(0.5, rel=0.03)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert abs(float((drawn[one] * drawn[other]).mean())) < 5 * 0.25 / 20_000**0.5
+
+
+def test_noise_follows_its_schedule_the_key_and_a_compiler():
+    def noisy(seed, *wrappers):
+        schedule = lambda k: 0.0 if k == 0 else 0.1 / k  # noqa: E731
+        step = ft.compose(ft.train_step(quadratic, optim.chain(optim.noise(schedule), optim.sgd(0.1))), *wrappers)
+        state, found = step.init(make_params(), seed=seed), []
+        for batch in batches(3):
+            state, _ = step(state, batch)
+            found.append(state.params)
+        return found
+
+    plain = train(optim.sgd(0.1), 1).params
+    assert_close(noisy(0)[0], plain)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(noisy(0)), tree.leaves(noisy(0)), strict=True))
+    assert not torch.equal(noisy(0)[1]["conv"], noisy(1)[1]["conv"])
+    for lowering in ("whole", "split"):
+        torch.testing.assert_close(
+            noisy(0, ft.compiled(lowering=lowering, backend="aot_eager")), noisy(0), rtol=1e-9, atol=1e-12
+        )
+
+
+def test_what_cannot_be_chained():
+    sgd = optim.sgd(0.1)
+    with pytest.raises(ComposeError, match=r"chain: the last part is .*sign.*; needs an optimizer"):
+        optim.chain(sgd, optim.sign())
+    with pytest.raises(ComposeError, match=r"chain: the last part is None"):
+        optim.chain()
+    with pytest.raises(ComposeError, match=r"chain: found Optimizer.* before the optimizer"):
+        optim.chain(sgd, sgd)
+    with pytest.raises(ComposeError, match="scheduled value called noise"):
+        optim.chain(optim.noise(0.1), optim.noise(0.2), sgd)
+    with pytest.raises(OptionError, match="noise: stddev is -1"):
+        optim.noise(-1)
+    with pytest.raises(
+        OptionError, match=r"centralize: mask names 'nome\.\*', and no parameter matches; there are norm"
+    ):
+        train(optim.chain(optim.centralize(["nome.*"]), sgd), 0)
+    with pytest.raises(OptionError, match=r"sign: mask is 'norm', needs a list of patterns, \['norm'\],"):
+        optim.sign("norm")
+
+
+# lookahead
+
+
+@pytest.mark.parametrize(
+    "wrappers", [(), (ft.donated(),), (ft.compiled(backend="aot_eager"),)], ids=["eager", "donated", "compiled"]
+)
+@pytest.mark.parametrize(("k", "alpha"), [(5, 0.5), (1, 0.3), (7, 1.0), (3, 0.0)])
+def test_lookahead_against_the_paper(k, alpha, wrappers):
+    slow = [leaf.clone() for leaf in make_params().values()]
+    fast = [leaf.clone().requires_grad_() for leaf in slow]
+    inner = torch.optim.Adam(fast, lr=0.05)
+    for number, batch in enumerate(batches(50), start=1):
+        for leaf in fast:
+            leaf.grad = leaf.detach() * batch + 1
+        inner.step()
+        if number % k == 0:
+            with torch.no_grad():
+                for mine, leaf in zip(slow, fast, strict=True):
+                    mine += alpha * (leaf - mine)
+                    leaf.copy_(mine)
+    state = train(optim.lookahead(optim.adam(0.05), k, alpha), 50, *wrappers)
+    for found, needed in ((state.params, fast), (state.opt_state["slow"], slow)):
+        torch.testing.assert_close(list(found.values()), [leaf.detach() for leaf in needed], rtol=1e-9, atol=1e-12)
+
+
+def test_lookahead_reports_and_refuses():
+    step = ft.train_step(quadratic, optim.lookahead(optim.sgd(0.1), 2))
+    state, metrics = step(step.init(make_params()), torch.ones((), dtype=F64))
+    assert metrics["lookahead"] == 0
+    assert step(state, torch.ones((), dtype=F64))[1]["lookahead"] == 1
+    with pytest.raises(ComposeError, match="looks ahead already"):
+        optim.lookahead(optim.lookahead(optim.sgd(0.1)))
+    with pytest.raises(OptionError, match="lookahead: k is 0"):
+        optim.lookahead(optim.sgd(0.1), 0)
+    with pytest.raises(OptionError, match=r"lookahead: alpha is 1\.5"):
+        optim.lookahead(optim.sgd(0.1), 2, 1.5)
+    with pytest.raises(ComposeError, match=r"lookahead: the optimizer is 0\.1"):
+        optim.lookahead(0.1)
+
+
+# adjustable
+
+
+def test_factors_multiply_the_schedule_and_change_without_a_recompile():
+    schedule = ft.schedules.linear(0.2, 0.1, 10)
+    step = ft.compose(
+        ft.train_step(quadratic, optim.adjustable(optim.sgd(schedule))), ft.compiled(backend="aot_eager", max_graphs=1)
+    )
+    state, params = step.init(make_params()), make_params()
+    for k, batch in enumerate(batches(6)):
+        factor = 1.0 if k < 2 else 0.5**k
+        state = optim.adjust(state, {"lr": factor})
+        state, metrics = step(state, batch)
+        assert metrics["lr"] == schedule(k) * factor
+        params = {
+            name: leaf - schedule(k) * factor * grad
+            for (name, leaf), grad in zip(params.items(), gradient(params, batch).values(), strict=True)
+        }
+    assert_close(state.params, params)
+
+
+def test_adjust_is_pure_and_by_pattern():
+    parts = {"a": optim.sgd(0.1), "b": optim.adamw(0.1)}
+    optimizer = optim.adjustable(optim.partition(parts, {"a": ["conv", "out"]}))
+    step = ft.train_step(quadratic, optimizer)
+    state = step.init(make_params())
+    changed = optim.adjust(state, {"*/lr": 0.5, "b/lr": 0.25})
+    assert {name: float(value) for name, value in changed.opt_state["factors"].items()} == {"a/lr": 0.5, "b/lr": 0.25}
+    assert {float(value) for value in state.opt_state["factors"].values()} == {1.0}
+    assert optim.adjust(changed, {"a/lr": 0.5}) is changed
+    assert step(changed, torch.ones((), dtype=F64))[1]["a/lr"] == 0.05
+
+
+def test_what_adjust_refuses():
+    plain, step = (ft.train_step(quadratic, each) for each in (optim.sgd(0.1), optim.adjustable(optim.sgd(0.1))))
+    state = step.init(make_params())
+    with pytest.raises(StructureError, match="adjust: the optimizer of the state is not adjustable"):
+        optim.adjust(plain.init(make_params()), {"lr": 0.5})
+    with pytest.raises(OptionError, match=r"no scheduled value is called 'rate'; there are lr"):
+        optim.adjust(state, {"rate": 0.5})
+    for factor in (math.nan, math.inf, "1", True, None):
+        with pytest.raises(OptionError, match="adjust: the factor of lr is"):
+            optim.adjust(state, {"lr": factor})
+    with pytest.raises(OptionError, match=r"adjust: the factor of lr is -1\.0"):
+        optim.adjust(state, {"lr": -1.0})
+    for combined in (
+        lambda each: optim.partition({"a": each}, lambda name, leaf: "a"),
+        lambda each: optim.chain(each),
+        optim.lookahead,
+        optim.adjustable,
+    ):
+        with pytest.raises(ComposeError, match="adjustable goes last"):
+            combined(optim.adjustable(optim.sgd(0.1)))
+
+
+# partition and masks
+
+
+def test_partition_by_patterns_is_that_by_a_function():
+    parts = {"a": optim.sgd(0.1, momentum=0.9), "b": optim.adamw(0.02)}
+    needed = train(optim.partition(parts, lambda name, leaf: "a" if name in ("conv", "out") else "b"), 5)
+    for labels in (
+        {"a": ["conv", "o*"]},
+        {"b": ["norm", "scale", "empty"]},
+        {"a": ["c*", "out"], "b": lambda n, x: n in ("norm", "scale", "empty")},
+    ):
+        found = train(optim.partition(parts, labels), 5)
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True))
+
+
+def test_partition_with_schedules_of_their_own():
+    parts = {"a": optim.sgd(ft.schedules.linear(0.1, 0.0, 5)), "b": optim.sgd(ft.schedules.constant(0.3))}
+    step = ft.train_step(quadratic, optim.partition(parts, {"a": ["conv"]}))
+    state, params = step.init(make_params()), make_params()
+    for k, batch in enumerate(batches(5)):
+        state, metrics = step(state, batch)
+        rates = {"a/lr": 0.1 * (1 - k / 5), "b/lr": 0.3}
+        assert {name: metrics[name] for name in rates} == pytest.approx(rates)
+        grads = gradient(params, batch)
+        params = {
+            name: leaf - rates["a/lr" if name == "conv" else "b/lr"] * grads[name] for name, leaf in params.items()
+        }
+    assert_close(state.params, params)
+
+
+def test_one_partition_serves_models_of_other_shapes():
+    parts = {"matrices": optim.sgd(0.1), "rest": optim.sgd(0.2)}
+    optimizer = optim.partition(parts, lambda name, leaf: "matrices" if leaf.ndim == 2 else "rest")
+    for shapes in (((2, 2), (3,)), ((3,), (2, 2)), ((2, 2), (3,))):
+        params = {name: torch.ones(shape) for name, shape in zip("ab", shapes, strict=True)}
+        moved, _ = optimizer.update(params, optimizer.init(params), params, {"matrices/lr": 0.1, "rest/lr": 0.2})
+        for leaf in moved.values():
+            assert torch.allclose(leaf, torch.full_like(leaf, 0.9 if leaf.ndim == 2 else 0.8))
+
+
+def test_labels_that_do_not_fit():
+    parts = {"a": optim.sgd(0.1), "b": optim.sgd(0.1)}
+    params = make_params()
+    cases = {
+        r"partition: out has the labels a and b; make their patterns disjoint": {"a": ["*"], "b": ["out"]},
+        r"partition: norm has no label; add a pattern": {"a": ["conv", "out"], "b": ["scale", "empty"]},
+        r"partition: b names 'nrom', and no parameter matches; there are norm, conv": {"b": ["nrom"]},
+    }
+    for message, labels in cases.items():
+        optimizer = optim.partition(parts, labels)
+        with pytest.raises(OptionError, match=message):
+            optimizer.init(params)
+    with pytest.raises(OptionError, match=r"partition: there is no optimizer for c; there are \['a', 'b'\]"):
+        optim.partition(parts, {"c": ["*"]})
+    with pytest.raises(OptionError, match=r"partition: a, b have no patterns; one label at most"):
+        optim.partition(parts, {})
+    with pytest.raises(OptionError, match=r"partition: label_fn is \['a'\]"):
+        optim.partition(parts, ["a"])
+    with pytest.raises(ComposeError, match=r"partition: b is 0\.1; needs an optimizer"):
+        optim.partition({**parts, "b": 0.1}, {"a": ["*"]})
+
+
+def test_a_decay_mask_by_patterns_is_that_by_a_function():
+    make = lambda mask: optim.adamw(0.1, weight_decay=0.5, decay_mask=mask)  # noqa: E731
+    found, needed = train(make(["conv", "s*"]), 3), train(make(lambda name, leaf: name in ("conv", "scale")), 3)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True))
+    other = train(make(optim.matrices), 3)
+    assert not torch.equal(found.params["scale"], other.params["scale"])
+    with pytest.raises(OptionError, match=r"adamw: decay_mask names 'weight', and no parameter matches"):
+        train(make(["weight"]), 0)
+    with pytest.raises(OptionError, match=r"adamw: decay_mask is 'conv', needs a list of patterns"):
+        make("conv")
+    with pytest.raises(OptionError, match=r"adamw: decay_mask is 3"):
+        make(3)
+
+
+# swa
+
+
+@pytest.mark.parametrize(
+    "wrappers", [(), (ft.donated(),), (ft.compiled(backend="aot_eager"),)], ids=["eager", "donated", "compiled"]
+)
+@pytest.mark.parametrize(("start", "every"), [(0, 1), (3, 1), (2, 4), (50, 1)])
+def test_swa_against_torch(start, every, wrappers):
+    module = torch.nn.Linear(3, 2).double()
+    averages = torch.optim.swa_utils.AveragedModel(module)
+    inner = torch.optim.SGD(module.parameters(), lr=0.1)
+    criterion = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    step = ft.compose(ft.train_step(ft.from_module(module, criterion), optim.sgd(0.1)), ft.swa(start, every), *wrappers)
+    state = step.init()
+    draw = torch.Generator().manual_seed(0)
+    for number in range(1, 21):
+        batch = torch.randn(4, 3, generator=draw, dtype=F64)
+        state, _ = step(state, batch)
+        inner.zero_grad()
+        criterion(module, batch).backward()
+        inner.step()
+        if number > start and (number - start) % every == 0:
+            averages.update_parameters(module)
+    needed = averages.module if int(averages.n_averaged) else module
+    found = ft.averaged(state).params
+    torch.testing.assert_close(
+        found, {name: leaf.detach() for name, leaf in needed.named_parameters()}, rtol=1e-9, atol=1e-12
+    )
+
+
+def test_swa_does_not_count_skipped_updates():
+    step = ft.compose(
+        ft.train_step(lambda p, batch: (p["w"] * batch).sum(), optim.sgd(1.0)), ft.swa(1), ft.skip_nonfinite()
+    )
+    state = step.init({"w": torch.zeros(1)})
+    for batch in (1.0, math.nan, 2.0, math.inf, 4.0):
+        state, _ = step(state, torch.tensor(batch))
+    assert float(state.slots["swa"]["updates"]) == 3
+    assert float(ft.averaged(state).params["w"]) == pytest.approx((-3.0 - 7.0) / 2)
+
+
+def test_averages_of_16_bits_are_kept_in_32():
+    step = ft.compose(ft.train_step(lambda p, batch: (p["w"] * batch).sum(), optim.sgd(1e-2)), ft.swa(), ft.ema(0.9))
+    state = step.init({"w": torch.ones(3, dtype=torch.bfloat16)})
+    for _ in range(3):
+        state, _ = step(state, torch.ones(3, dtype=torch.bfloat16))
+    assert state.slots["swa"]["params"]["w"].dtype == torch.float32
+    for kind in ("ema", "swa"):
+        assert ft.averaged(state, kind).params["w"].dtype == torch.bfloat16
+    assert not torch.equal(state.slots["swa"]["params"]["w"], state.slots["ema"]["w"])
+    with pytest.raises(StructureError, match="averaged: the state holds two averages"):
+        ft.averaged(state)
+
+
+def test_what_swa_and_averaged_refuse():
+    with pytest.raises(OptionError, match="swa: every is 0"):
+        ft.swa(every=0)
+    with pytest.raises(OptionError, match="swa: start is -1"):
+        ft.swa(-1)
+    state = train(optim.sgd(0.1), 1, ft.ema(0.5))
+    with pytest.raises(StructureError, match=r"averaged: the state holds no averages; compose the step with ft\.swa"):
+        ft.averaged(state, "swa")

@@ -1,0 +1,158 @@
+"""What a run makes of its evaluations: rates that fall on a plateau."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ftrain as ft
+from ftrain import optim, tree
+from ftrain.errors import ComposeError, ConsumedError, OptionError, StructureError
+
+metrics = st.lists(st.one_of(st.floats(-2, 2), st.just(math.nan), st.sampled_from([0.0, 1.0, -1.0])), max_size=40)
+
+
+@given(
+    metrics,
+    st.sampled_from(["min", "max"]),
+    st.sampled_from(["rel", "abs"]),
+    st.integers(0, 4),
+    st.integers(0, 3),
+    st.sampled_from([0.1, 0.5, 0.9]),
+    st.sampled_from([0.0, 1e-4, 0.1]),
+    st.sampled_from([0.0, 0.01]),
+    st.sampled_from([0.0, 1e-8, 1e-2]),
+)
+def test_the_values_are_those_of_torch(seen, mode, kind, patience, cooldown, factor, threshold, end, eps):
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    options = {"mode": mode, "threshold_mode": kind, "patience": patience, "cooldown": cooldown, "factor": factor}
+    options |= {"threshold": threshold, "eps": eps}
+    needed = torch.optim.lr_scheduler.ReduceLROnPlateau(inner, min_lr=end, **options)
+    found = ft.schedules.reduce_on_plateau(0.3, end=end, **options)
+    for value in seen:
+        before = found
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            needed.step(value)
+        found = found.after(value)
+        assert found.value == inner.param_groups[0]["lr"]
+        assert before.after(value) == found or math.isnan(value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"factor": 1.0}, "factor is 1.0; needs a number in"),
+        ({"factor": 0.0}, "factor is 0.0"),
+        ({"patience": -1}, "patience"),
+        ({"cooldown": 1.5}, "cooldown"),
+        ({"mode": "least"}, "mode"),
+        ({"threshold_mode": "both"}, "threshold_mode"),
+        ({"threshold": -0.1}, "threshold is -0.1"),
+        ({"value": 0.0}, "value"),
+        ({"eps": math.nan}, "eps"),
+    ],
+)
+def test_what_a_plateau_refuses(options, message):
+    with pytest.raises(OptionError, match=f"reduce_on_plateau: .*{message}"):
+        ft.schedules.reduce_on_plateau(**options)
+
+
+def build(*wrappers):
+    return ft.compose(
+        ft.train_step(lambda p, batch: (p["w"] * batch).sum(), optim.adjustable(optim.sgd(0.5))), *wrappers
+    )
+
+
+def start(step):
+    return step.init({"w": torch.ones(2)})
+
+
+def evaluations(values):
+    """An evaluation that gives these, one after another, by the state's count of steps."""
+    return lambda state: {"score": values[int(state.step) - 1]}
+
+
+VALUES = [5.0, 4.0, 4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0]
+DATA = [torch.tensor([1.0, 2.0])] * 10
+
+
+def run(step, steps, **more):
+    rule = ft.schedules.reduce_on_plateau(factor=0.5, patience=1)
+    options = {"adapt": ft.plateau("score", rule), "evaluate": evaluations(VALUES), "evaluate_every": 1}
+    return ft.fit(step, start(step), DATA, steps=steps, progress=False, **{**options, **more})
+
+
+def rates_by_hand():
+    rule, rates = ft.schedules.reduce_on_plateau(factor=0.5, patience=1), []
+    for value in VALUES:
+        rates.append(0.5 * rule.value)
+        rule = rule.after(value)
+    return rates
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="aot_eager", max_graphs=1),)], ids=["eager", "compiled"])
+def test_fit_lowers_the_rate(donate, wrappers):
+    state, history = run(build(*wrappers), 10, donate=donate)
+    assert history["lr"] == rates_by_hand()
+    assert len(set(history["lr"])) == 4
+    taken = sum(rates_by_hand())
+    torch.testing.assert_close(state.params["w"], 1 - taken * DATA[0])
+
+
+def test_a_resumed_run_has_the_rates_it_would_have_had(tmp_path):
+    whole, history = run(build(), 10)
+    for stop in (3, 4, 5, 8):
+        saved = lambda: ft.Checkpoints(tmp_path / str(stop), every=2)  # noqa: B023, E731
+        run(build(), stop, checkpoints=saved())
+        state, resumed = run(build(), 10, checkpoints=saved())
+        assert resumed["lr"] == history["lr"]
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(state), tree.leaves(whole), strict=True))
+
+
+def test_without_evaluations_it_looks_at_the_metrics_of_the_steps():
+    rule = ft.schedules.reduce_on_plateau(factor=0.5, patience=0)
+    step = ft.train_step(lambda p, batch: 0 * p["w"].sum() + batch, optim.adjustable(optim.sgd(0.5)))
+    _, history = ft.fit(
+        step, start(step), [torch.ones(())] * 9, adapt=ft.plateau("loss", rule), log_every=3, progress=False
+    )
+    assert history["lr"] == [0.5] * 3 + [0.5 * 0.5**2] * 3 + [0.5 * 0.5**5] * 3
+
+
+def test_a_state_that_was_sent_takes_over_and_keeps_what_others_have_apart():
+    """What an `adapt` puts in may be its own; what it leaves is not copied; the state that it got is consumed."""
+    kept, seen = torch.full((2,), 7.0), []
+
+    def adapt(state, history):
+        seen.append(state)
+        return ft.types.replace(state, params={"w": kept}) if len(seen) == 2 else state
+
+    state, _ = run(build(), 4, adapt=adapt)
+    assert torch.equal(kept, torch.full((2,), 7.0))
+    torch.testing.assert_close(state.params["w"], 7 - (0.5 + 0.5) * DATA[0])
+    with pytest.raises(ConsumedError):
+        _ = seen[1].params
+
+
+def test_sending_to_the_loop():
+    step = build()
+    records, rates = ft.iterate(step, start(step), DATA), []
+    for made in records:
+        rates.append(made.metrics["lr"])
+        if made.step == 3:
+            again = records.send(optim.adjust(made.state, {"lr": 0.1}))
+            assert again.step == 3
+            assert float(again.state.opt_state["factors"]["lr"]) == 0.1
+    assert rates == [0.5] * 3 + [0.05] * 7
+
+
+def test_what_plateau_refuses():
+    with pytest.raises(ComposeError, match=r"plateau: the rule is 0\.5; needs ft\.schedules\.reduce_on_plateau"):
+        ft.plateau("score", 0.5)
+    step = ft.train_step(lambda p, batch: (p["w"] * batch).sum(), optim.sgd(0.5))
+    with pytest.raises(StructureError, match="not adjustable"):
+        run(step, 3)
