@@ -18,7 +18,7 @@ from bench.field import PEERS
 from bench.settings import Settings
 
 RESULTS = Path(__file__).parent / "results"
-CPU = {f"C{number}": f"bench.cases.c{number}" for number in range(8)}
+CPU = {f"C{number}": f"bench.cases.c{number}" for number in range(9)}
 GPU = {f"G{number}": f"bench.gpu.g{number}" for number in range(6)}
 
 
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 def _print(rows: list[results.Row]) -> None:
     for row in rows:
         if row.metric == results.TIME:
-            print(f"{row.question:<28}{row.variant:<42}{row.p20:>12,.1f}{row.median:>12,.1f}{row.p80:>12,.1f} us")
+            print(f"{row.question:<36}{row.variant:<42}{row.p20:>12,.1f}{row.median:>12,.1f}{row.p80:>12,.1f} us")
 
 
 def _report(folder: Path) -> None:

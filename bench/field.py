@@ -38,9 +38,23 @@ JAX = tuple(
     for name, best in (("JAX jit", False), ("JAX jit, donated", True))
 )
 
+TORCH = Entrant("torch.optim, fused or foreach", "torch", "bench.updates:theirs")
+TORCH_DEFAULT = Entrant("torch.optim, default", "torch", "bench.updates:theirs", options=(("way", "default"),))
+TORCH_COMPILED = Entrant(
+    "torch.compile(step)", "torch compile", "bench.updates:theirs", best=True, options=(("way", "default"),)
+)
+ADAMW = Entrant("torch.optim.AdamW, fused", "torch", "bench.updates:theirs", options=(("optimizer", "adamw"),))
+OURS_UPDATE = Entrant("ftrain update, eager", "ours", "bench.updates:ours")
+OURS_UPDATE_COMPILED = Entrant("ftrain update, compiled", "ours", "bench.updates:ours_compiled")
+OPTIMIZERS = {
+    module: Entrant(name, "peer", "bench.updates:peers", needs=(module,))
+    for module, name in (("lion_pytorch", "lion-pytorch"), ("schedulefree", "schedulefree"), ("torchao", "torchao"))
+}
+"""Libraries of optimizers, by their modules."""
+
 HAND = (HAND_EAGER, HAND_COMPILED, HAND_BEST, HAND_UPDATE)
 OURS = (OURS_EAGER, OURS_COMPILED)
-PEERS = {entrant.name for entrant in TRAINERS + JAX}
+PEERS = {entrant.name for entrant in (*TRAINERS, *JAX, *OPTIMIZERS.values())}
 
 
 def few(settings: Settings) -> tuple[Entrant, ...]:

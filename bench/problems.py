@@ -88,6 +88,10 @@ def _gpt(sizes: Sizes) -> nn.Module:
     return models.GPT(sizes.vocabulary, length=sizes.length, **sizes.model)
 
 
+def _untasked(sizes: Sizes) -> nn.Module:
+    return models.GPT(**sizes.model)
+
+
 def _bert(sizes: Sizes) -> nn.Module:
     return models.BERT(sizes.vocabulary, length=sizes.length, **sizes.model)
 
@@ -157,5 +161,37 @@ PROBLEMS: dict[str, Problem] = {
             Sizes(1, model={"leaves": max(2, count // 100)}),
         )
         for count in (10, 100, 1_000, 10_000)
+    },
+    # Of these, only the parameters are used.
+    **{
+        f"update {count}": Problem(
+            f"{layers} layers of {width}",
+            _mlp,
+            Sizes(1, model={"width": width, "layers": layers}),
+            Sizes(1, model={"width": 4, "layers": max(2, layers // 100)}),
+        )
+        for count, layers, width in ((10, 5, 447), (1_000, 500, 45))
+    },
+    **{
+        f"update {count}": Problem(
+            text,
+            _untasked,
+            Sizes(
+                1,
+                model={
+                    "vocabulary": vocabulary,
+                    "width": width,
+                    "layers": 12,
+                    "heads": 1,
+                    "length": length,
+                    "tied": True,
+                },
+            ),
+            Sizes(1, model={"vocabulary": 8, "width": 4, "layers": 1, "heads": 1, "length": 4, "tied": True}),
+        )
+        for count, text, vocabulary, width, length in (
+            ("148", "GPT 12x64, vocabulary 6,144", 6_144, 64, 256),
+            ("25M", "GPT 12x384, vocabulary 8,192", 8_192, 384, 1_024),
+        )
     },
 }

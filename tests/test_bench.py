@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import claims, rows, same, stats
+from bench import claims, field, rows, same, stats, updates
 from bench.field import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, TRAINERS
 from bench.problems import PROBLEMS, flops
 from bench.race import Race
@@ -29,6 +29,13 @@ def wrong(task: Task):
     """An entrant whose maths is not that of the others."""
     run = HAND_EAGER.load()(task)
     return lambda: run() * 1.01
+
+
+def without_decay(task: Task):
+    """AdamW of torch that does not decay."""
+    found = updates.theirs(task)
+    found._run.__self__.param_groups[0]["weight_decay"] = 0.0
+    return found
 
 
 def broken(task: Task):
@@ -142,6 +149,23 @@ def test_only_optional_libraries_can_be_missing():
     assert not absent(ImportError("cannot import name", name="jax"))
 
 
+@pytest.mark.parametrize("other", ["without_decay", None])
+def test_an_update_of_other_maths_fails_and_one_of_the_same_does_not(other):
+    contest = Race("C8 test", SETTINGS.task("update 148"), SETTINGS)
+    contest.enter([field.OURS_UPDATE, Entrant(other, "torch", f"{__name__}:{other}") if other else field.TORCH])
+    timed = contest.time(rounds=1, steps=1)
+    assert bool(timed) == (other is None)
+    assert [row.variant for row in contest.rows if row.metric == rows.FAILED] == ["all"] * bool(other)
+
+
+def test_an_optimizer_holds_as_many_bytes_as_its_moments():
+    task = SETTINGS.task("update 148")
+    count = sum(leaf.numel() for leaf in task.model().parameters())
+    held = {name: updates.state_bytes(task.with_options(optimizer=name)) for name in ("sgd", "sgd, momentum", "adamw")}
+    # AdamW also counts.
+    assert held == {"sgd": 0.0, "sgd, momentum": 4.0, "adamw": pytest.approx(8 + 4 / count)}
+
+
 @pytest.mark.parametrize("problem", ["null", "leaves 10", "mlp", "gpt384", "gpt2 b1", "bert", "llama"])
 def test_a_step_of_every_model_agrees_with_the_loop_by_hand(problem):
     found = raced(HAND_EAGER, OURS_EAGER, problem=problem)
@@ -239,9 +263,10 @@ def bench(folder, *options):
 
 
 def test_a_smoke_run_writes_rows_and_a_report(tmp_path):
-    found = bench(tmp_path, "--case", "C1", "C4", "C5", "C6")
+    found = bench(tmp_path, "--case", "C1", "C4", "C5", "C6", "C8")
     timed = {row["variant"] for row in found if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name, "fit, compiled", "all, compiled()"} <= timed
+    assert {field.TORCH.name, field.TORCH_COMPILED.name, field.OURS_UPDATE_COMPILED.name} <= timed
     assert not [row for row in found if row["metric"] == rows.FAILED]
     assert all(row["device"].endswith("tiny") and row["torch"] and row["commit"] for row in found)
     assert {row["variant"] for row in found if row["metric"] == rows.MEMORY} >= {"remat()"} or sys.platform != "linux"
