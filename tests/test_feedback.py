@@ -45,7 +45,7 @@ def test_the_values_are_those_of_torch(seen, mode, kind, patience, cooldown, fac
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"factor": 1.0}, "factor is 1.0; needs a number in"),
+        ({"factor": 1.0}, "factor is 1.0; it must be in"),
         ({"factor": 0.0}, "factor is 0.0"),
         ({"patience": -1}, "patience"),
         ({"cooldown": 1.5}, "cooldown"),

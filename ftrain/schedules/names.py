@@ -16,6 +16,8 @@ from ftrain.schedules.roots import warmup_inverse_sqrt
 from ftrain.schedules.stable import warmup_stable_decay
 from ftrain.types import Schedule
 
+PLATEAU = "reduce_lr_on_plateau"
+
 
 def named(name: str, peak: float, warmup: int = 0, total: int | None = None, **options: Any) -> Schedule:
     """The schedule of a name in transformers' ``lr_scheduler_type``.
@@ -37,6 +39,11 @@ def named(name: str, peak: float, warmup: int = 0, total: int | None = None, **o
     >>> named("linear", 5e-5, total=1000)
     warmup_linear(5e-5, 0, 1000)
     """
+    if name == PLATEAU:
+        raise OptionError(
+            f"named: {PLATEAU!r} depends on evaluations and is no function of the step; use "
+            "schedules.reduce_on_plateau(...), and fit(..., adapt=ft.plateau(metric, it))."
+        )
     make = _NAMES[choice("named", "name", name, _NAMES)]
     taken = [key for key, each in inspect.signature(make).parameters.items() if each.kind is each.KEYWORD_ONLY]
     for option in options:

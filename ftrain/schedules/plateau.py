@@ -99,11 +99,11 @@ def reduce_on_plateau(
     choice(name, "threshold_mode", threshold_mode, ("rel", "abs"))
     positive(name, "value", value)
     if not 0.0 < number(name, "factor", factor) < 1.0:
-        raise OptionError(f"{name}: factor is {factor!r}; needs a number in (0, 1).")
+        raise OptionError(f"{name}: factor is {factor!r}; it must be in (0, 1).")
     count(name, "patience", patience)
     count(name, "cooldown", cooldown)
     for argument, given in (("threshold", threshold), ("end", end), ("eps", eps)):
         if number(name, argument, given) < 0:
-            raise OptionError(f"{name}: {argument} is {given!r}; needs a number of at least 0.")
+            raise OptionError(f"{name}: {argument} is {given!r}; it must be at least 0.")
     best = math.inf if mode == "min" else -math.inf
     return Plateau(float(value), factor, patience, mode, threshold, threshold_mode == "rel", cooldown, end, eps, best)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import ftrain as ft
 
-LR, DECAY, EMA, MAX_NORM, MAX_VALUE = 0.05, 0.1, 0.8, 0.05, 0.002
+LR, DECAY, EMA, SWA, MAX_NORM, MAX_VALUE = 0.05, 0.1, 0.8, 1, 0.05, 0.002
 
 
 def wrappers():
@@ -21,6 +21,7 @@ def wrappers():
         "clip": ft.clip(MAX_NORM),
         "clip_value": ft.clip(value=MAX_VALUE),
         "ema": ft.ema(EMA),
+        "swa": ft.swa(SWA),
         "skip": ft.skip_nonfinite(3),
     }
 
@@ -41,6 +42,7 @@ def run(model, names, batches, *, seed=0, poison=()):
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, foreach=False)
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    plain, updates = copy.deepcopy(average), 0
     scale = 2.0**16
     key = ft.random.words(ft.random.key(seed))
     losses = []
@@ -55,14 +57,17 @@ def run(model, names, batches, *, seed=0, poison=()):
             scale /= 2
             continue
         optimizer.step()
+        updates += 1
         for name, p in model.named_parameters():
             average[name] = EMA * average[name] + (1 - EMA) * p.detach()
+            plain[name] = plain[name] + (p.detach() - plain[name]) / max(updates - SWA, 1)
     return {
         "params": {name: p.detach() for name, p in model.named_parameters()},
         "buffers": dict(model.named_buffers()),
         "mu": {n: optimizer.state[p]["exp_avg"] for n, p in model.named_parameters() if p in optimizer.state},
         "nu": {n: optimizer.state[p]["exp_avg_sq"] for n, p in model.named_parameters() if p in optimizer.state},
         "ema": average,
+        "swa": plain,
         "scale": scale,
         "losses": losses,
     }

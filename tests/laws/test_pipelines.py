@@ -15,9 +15,9 @@ NAMES = list(oracle.wrappers())
 ALONE = [(), *((name,) for name in NAMES)]
 PAIRS = [(a, b) for a, b in itertools.permutations(NAMES, 2) if KINDS.get(a, a) != KINDS.get(b, b)]
 STACKS = [
-    ("remat", "bf16", "accumulate", "clip", "ema", "skip"),
+    ("remat", "bf16", "accumulate", "clip", "ema", "swa", "skip"),
     ("remat_dots", "fp16", "accumulate", "clip", "skip", "ema"),
-    ("skip", "ema", "clip_value", "accumulate", "fp16", "remat"),
+    ("swa", "skip", "ema", "clip_value", "accumulate", "fp16", "remat"),
     ("ema", "clip", "accumulate", "bf16", "remat_dots", "skip"),
 ]
 ALL = [*ALONE, *PAIRS, *STACKS]
@@ -76,6 +76,8 @@ def test_pipeline_equals_the_hand_written_oracle(names):
     assert_near(state.opt_state["nu"], needed["nu"], names)
     if "ema" in names:
         assert_near(state.slots["ema"], needed["ema"], names)
+    if "swa" in names:
+        assert_near(state.slots["swa"]["params"], needed["swa"], names)
     if "fp16" in names:
         assert float(state.slots["with_amp"]["scale"]) == needed["scale"]
     assert [m["loss"] for m in metrics] == pytest.approx(

@@ -17,7 +17,7 @@ LEAST = {
 }
 OPTIONAL = {("one_cycle", "start"), ("one_cycle", "end"), ("warmup_inverse_sqrt", "timescale")}
 ARGUMENTS = [(function, argument) for function, (_, good) in FUNCTIONS.items() for argument in good]
-MADE_OTHERWISE = {"as_schedule", "chain", "describe", "named", "piecewise", "plot", "scale"}
+MADE_OTHERWISE = {"as_schedule", "chain", "describe", "named", "piecewise", "plot", "reduce_on_plateau", "scale"}
 
 
 def is_function(name: str) -> bool:
@@ -109,7 +109,8 @@ class TestErrors:
         ("arguments", "message"),
         [
             ({"name": "cosign"}, "name is 'cosign'; choices are constant, constant_with_warmup, linear, cosine, .*"),
-            ({"name": "reduce_lr_on_plateau"}, "name is 'reduce_lr_on_plateau'; choices are constant, .*"),
+            ({"name": "reduce_lr_on_plateau"}, r".reduce_lr_on_plateau. depends on evaluations .*reduce_on_plateau.*"),
+            ({"name": "greedy"}, "name is .greedy.; choices are constant, .*"),
             ({"name": None}, "name is None; choices are .*"),
             ({"name": "linear", "power": 2}, "'power' is no option of 'linear', which takes none"),
             ({"name": "polynomial", "end": 2}, "'end' is no option of 'polynomial', which takes lr_end, power"),
