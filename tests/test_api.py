@@ -49,7 +49,7 @@ NAMES = [
 ]
 
 MODULES = {
-    "adapters": ["lora"],
+    "adapters": ["like", "load", "lora", "merge", "save", "unmerge"],
     "backends": ["Backend", "Memory", "Recorder", "default", "get", "names", "of", "register", "resolve"],
     "checkpoint": ["Checkpoints", "load", "save", "verify"],
     "data": [
@@ -320,6 +320,11 @@ SIGNATURES = {
     "swa": "(start=0, every=1)",
     "skip_nonfinite": "(limit=10)",
     "lora": "(rank, alpha=None, *, targets, dropout=0.0, dora=False, rslora=False)",
+    "adapters.merge": "(step, state)",
+    "adapters.unmerge": "(step, merged)",
+    "adapters.save": "(directory, step, state, *, base_model=None, task_type=None)",
+    "adapters.load": "(directory, step, state, *, any_base=False)",
+    "adapters.like": "(directory)",
     "donated": "()",
     "block": "(function)",
     "optim.adafactor": (

@@ -87,9 +87,9 @@ class TreeAdapters:
 
         return fn
 
-    def whole(self, params: PyTree) -> PyTree:
-        """Return the tree with the adapters added to its matrices."""
-        adapters, scale = params[ADAPTERS], self.config.scale
+    def whole(self, params: PyTree, *, taken_out: bool = False) -> PyTree:
+        """Return the tree with the adapters added to its matrices, or taken out of them again."""
+        adapters, scale = params[ADAPTERS], -self.config.scale if taken_out else self.config.scale
 
         def whole(name: str, leaf: Any) -> Any:
             if name not in adapters:

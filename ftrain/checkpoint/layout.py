@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,9 +63,9 @@ class Layout(NamedTuple):
     size: int
 
 
-def layout(kinds: Sequence[Kind]) -> Layout:
-    """Lay tensors out, those of the widest elements first, so that each is aligned."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def layout(kinds: Sequence[Kind], notes: Mapping[str, str] | None = None) -> Layout:
+    """Lay tensors out, those of the widest elements first, so that each is aligned; the header may hold notes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(notes or {})}}
     places, end = {}, 0
     for kind in sorted(kinds, key=lambda kind: -kind.dtype.itemsize):
         native = kind.dtype in CODES

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,13 +92,24 @@ def write(path: Path, described: Described, notes: Notes) -> None:
     for name in notes.texts:
         if not FILE_NAME.fullmatch(name) or name == NAME or name in {item.file for item in placed}:
             raise OptionError(f"save: texts has the name {name!r}; needs a relative one that is free")
+    with made(path, [leaf.value for leaf in described.leaves]) as temporary:
+        _fill(temporary, described, placed, notes)
+
+
+@contextmanager
+def made(path: Path, tensors: Iterable[Tensor]) -> Iterator[Path]:
+    """Context of a temporary directory, with room for tensors, that gets its name when the context ends well.
+
+    Raises:
+        CheckpointError: when something has the name already, or the disk does not take it.
+    """
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
-        _prepare(path, described.leaves)
+        _prepare(path, tensors)
         files.make_directory(temporary)
         holder = files.hold(temporary)
         try:
-            _fill(temporary, described, placed, notes)
+            yield temporary
             _commit(temporary, path)
         finally:
             files.release(holder)
@@ -114,12 +125,12 @@ def write(path: Path, described: Described, notes: Notes) -> None:
         raise
 
 
-def _prepare(path: Path, leaves: Sequence[Leaf]) -> None:
+def _prepare(path: Path, tensors: Iterable[Tensor]) -> None:
     files.make_directories(path.parent)
     if files.exists(path):
         raise CheckpointError(f"save: {path} is there already; choose another name, or remove it")
     clear(path.parent)
-    needed = sum(leaf.value.nbytes + MANIFEST_ROOM for leaf in leaves) + MANIFEST_ROOM
+    needed = sum(tensor.nbytes + MANIFEST_ROOM for tensor in tensors) + MANIFEST_ROOM
     room = files.free(path.parent)
     if room < needed:
         raise CheckpointError(
@@ -211,9 +222,11 @@ def _stored(item: Placed, digest: str) -> Stored:
     return Stored(dotted(item.leaf.path), dtype, tuple(tensor.shape), item.file, item.key, digest, stride)
 
 
-def write_tensors(path: Path, entries: Sequence[tuple[Kind, Tensor]]) -> dict[str, str]:
+def write_tensors(
+    path: Path, entries: Sequence[tuple[Kind, Tensor]], notes: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Write a safetensors file and return the sha256 of each tensor, computed while the bytes are on their way."""
-    plan = layout([kind for kind, _ in entries])
+    plan = layout([kind for kind, _ in entries], notes)
     digests = {}
     with files.created(path) as descriptor, ThreadPoolExecutor(1) as other:
         files.write(descriptor, plan.header)

@@ -154,7 +154,7 @@ SYNCS = {
     "directory_between": ("run", "_fill < write", "notes"),
     "directory_of_texts": ("run", "_fill < write", "of"),
     "temporary_directory": ("run", "_fill < write", "temporary"),
-    "rename": ("run", "_commit < write", None),
+    "rename": ("run", "_commit < made", None),
     "directory_of_the_run": ("run", "make_directories < __enter__", None),
     "directory_of_a_save": ("save", "make_directories < _prepare", None),
     "renamed_before_a_kill": ("kill", "__enter__", None),

@@ -1,0 +1,141 @@
+"""Training with `lora` is training a module whose adapters are written out by hand, whatever else is composed."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from tests.adapters.models import (
+    VOCABULARY,
+    WIDTH,
+    adapters,
+    by_hand,
+    keyed_loss,
+    loss,
+    make,
+    make_batch,
+    step_of,
+    train,
+)
+from tests.laws.oracle import wrappers
+from tests.laws.test_pipelines import STACKS, assert_equal, assert_near, close_trees
+
+RANK, ALPHA = 3, 7.0
+KINDS = {"lora": {}, "dora": {"dora": True, "rslora": True, "dropout": 0.2}}
+PAIRS = [(name,) for name in wrappers()]
+NAMES = [(), *PAIRS, *STACKS]
+stacks = pytest.mark.parametrize("names", NAMES, ids=lambda names: "+".join(names) or "plain")
+
+
+def lora(**options):
+    return ft.lora(RANK, ALPHA, targets=["embed", "*.up", "*.down", "head"], **options)
+
+
+def narrow(names):
+    return any(name in ("bf16", "fp16") for name in names)
+
+
+def build(names, place, *more, criterion=loss, p=0.3, **options):
+    """A step with `lora` at a place among other wrappers."""
+    model = make(p, torch.float32 if narrow(names) else torch.float64)
+    others = [wrappers()[name] for name in names]
+    return model, step_of(model, *others[:place], lora(**options), *others[place:], *more, criterion=criterion)
+
+
+def named(tree):
+    return dict(zip(ft.tree.leaf_names(tree), ft.tree.leaves(tree), strict=True))
+
+
+# By hand the weights with their magnitudes are made first, which a narrow dtype rounds otherwise.
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [(kind, names) for kind in KINDS for names in NAMES if kind == "lora" or not narrow(names)],
+    ids=str,
+)
+def test_lora_is_the_module_with_adapters_written_out(kind, names):
+    model, step = build(names, 0, **KINDS[kind])
+    state, losses = train(step)
+    hand = by_hand(model, step.init(), RANK, ALPHA, **KINDS[kind])
+    others = [wrappers()[name] for name in names]
+    wanted, needed = train(step_of(hand, *others, trainable=["*lora_*"]))
+    assert_near(adapters(state.params), adapters(wanted.params), names)
+    assert losses == pytest.approx(needed, rel=2e-3 if narrow(names) else 1e-9)
+    if "ema" in names:
+        assert_near(adapters(state.slots["ema"]), adapters(wanted.slots["ema"]), names)
+    assert_equal(state.frozen, step.init().frozen)
+
+
+@pytest.mark.parametrize("names", NAMES[1:], ids="+".join)
+def test_where_it_stands_makes_no_difference(names):
+    first = train(build(names, 0, **KINDS["dora"])[1])
+    for place in {1, len(names)}:
+        assert_equal(train(build(names, place, **KINDS["dora"])[1]), first)
+
+
+@stacks
+def test_a_step_is_pure_and_donation_changes_no_bit(names):
+    _, step = build(names, len(names), **KINDS["dora"])
+    state, _ = train(step, 1)
+    kept, before = ft.tree.clone(state), torch.get_rng_state()
+    assert_equal(step(state, make_batch(7)), step(state, make_batch(7)))
+    assert_equal(state, kept)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_equal(train(ft.donated(step))[0], train(step)[0])
+
+
+@pytest.mark.parametrize("names", NAMES[: -len(STACKS) + 1], ids=lambda names: "+".join(names) or "plain")
+def test_captured_is_eager(names):
+    # Stock dropout draws other bits in a graph; that of the model here is counter-based.
+    _, step = build(names, 0, criterion=keyed_loss, dora=len(names) != 1)
+    eager, losses = train(step)
+    captured, found = train(ft.compiled(lowering="whole", backend="eager", donate=True)(step))
+    for part in ("params", "frozen", "opt_state", "slots"):
+        close_trees(getattr(captured, part), getattr(eager, part), names)
+    assert found == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(("lowering", "backend"), [("whole", "inductor"), ("split", "aot_eager")])
+def test_compiled_is_eager(lowering, backend):
+    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)).double()
+    step = step_of(model, ft.lora(2, targets=["2"], dora=True), optimizer=ft.optim.sgd(0.5, momentum=0.9))
+    found, _ = train(ft.compiled(lowering=lowering, backend=backend, donate=True)(step))
+    needed, _ = train(step)
+    close_trees(found.params, needed.params, ())
+    assert_equal(found.frozen, needed.frozen)
+
+
+CAPTURED = ft.compiled(lowering="whole", backend="eager")
+
+
+@pytest.mark.parametrize(("policy", "around"), [("full", []), ("dots", []), ("full", [CAPTURED])], ids=str)
+def test_rematerialised_blocks_see_the_same_adapters_and_masks(policy, around):
+    plain, _ = train(build((), 0, *around, **KINDS["dora"])[1])
+    again, _ = train(build((), 0, ft.remat(policy), *around, **KINDS["dora"])[1])
+    assert_equal(again, plain)
+
+
+def test_a_target_may_be_a_block_itself():
+    plain, _ = train(build((), 0, dropout=0.2)[1])
+    again, _ = train(build((), 0, ft.remat(blocks=[torch.nn.Linear]), dropout=0.2)[1])
+    assert_equal(again, plain)
+
+
+def test_accumulation_is_the_full_batch():
+    _, step = build((), 0, p=0.0, dora=True)
+    whole, _ = train(step)
+    pieces, _ = train(ft.accumulate(4)(step))
+    close_trees(pieces.params, whole.params, ())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_to_the_bit(kind, tmp_path):
+    data = [make_batch(index) for index in range(8)]
+
+    def run(directory, steps):
+        _, step = build(("remat", "ema", "clip"), 1, **KINDS[kind])
+        checkpoints = ft.Checkpoints(tmp_path / directory, every=3)
+        return ft.fit(step, step.init(), data, steps=steps, checkpoints=checkpoints, progress=False)[0]
+
+    run("cut", 5)
+    assert_equal(run("cut", 8), run("whole", 8))
