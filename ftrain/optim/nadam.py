@@ -76,11 +76,13 @@ def nadam(
 
     def rule(part: Part, rate: Number, share: Number, root: Number, least: Number, kept: Number) -> None:
         g = part.descent(maximize=maximize, l2=coupled)
-        mu = average(part.state["mu"], g, b1)
-        denominator = average_squares(part.state["nu"], g, b2).sqrt().div_(root).add_(least)
+        mu, nu = average(part.state["mu"], g, b1), average_squares(part.state["nu"], g, b2)
+        u = mu.mul(share).add_(g)
+        # So that the memory of what decay added to is there for the denominator.
+        del g
         if decoupled_weight_decay and weight_decay and part.decay:
             part.leaf.mul_(kept)
-        descend_quotient(part.leaf, mu.mul(share).add_(g), denominator, rate)
+        descend_quotient(part.leaf, u, nu.sqrt().div_(root).add_(least), rate)
 
     return leafwise(
         "nadam",
