@@ -140,7 +140,7 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
         if name in tensors and tensors[name].shape != wanted[name].shape
     ]
     if problems:
-        if any(".lora_" in name for name in tensors):
+        if any("lora_" in name for name in tensors):
             problems.append(
                 "these are adapters: merge them first, ft.to_module(module, ft.adapters.merge(step, state))"
             )

@@ -102,7 +102,7 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
     Raises:
         ComposeError: when the step has no `lora`.
         StructureError: when the adapters differ from those of the step, or were trained on another base; the message
-            lists every difference.
+            lists the differences.
         CheckpointError: when a file is missing or malformed, or uses options of peft that ftrain has not.
     """
     adapters, directory = _of_module("adapters.load", step, state), Path(directory)
@@ -113,7 +113,7 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
         for theirs, ours in SAME.items()
         if (found.said.get(theirs) or 0) != getattr(adapters.config, ours)
     ]
-    named, bases = _named(directory, found.tensors)
+    named, bases = _named(directory, found)
     problems += _differences(named, {name: leaf for name, leaf in state.params.items() if leaf is not None})
     if not any_base:
         problems += _other_base(found.notes, bases, adapters, state)
@@ -137,7 +137,7 @@ def like(directory: str | Path) -> Wrapper:
     directory = Path(directory)
     found = read_foreign(directory, FILES)
     _require_options(directory, found.said)
-    named, _ = _named(directory, found.tensors)
+    named, _ = _named(directory, found)
     targets = dict.fromkeys(escape(name.rpartition(".lora_")[0]) for name in named if ".lora_" in name)
     rank, alpha = found.said["r"], found.said["lora_alpha"]
     options = {ours: bool(found.said.get(theirs)) for theirs, ours in SAME.items() if theirs.startswith("use")}
@@ -160,6 +160,8 @@ def _of_module(function: str, step: Step, state: TrainState) -> ModuleAdapters:
 def _said(adapters: ModuleAdapters, whole: list[str], others: Iterable[str]) -> dict[str, Any]:
     config, names = adapters.config, [target.name for target in adapters.targets]
     for target in adapters.targets:
+        if not target.name:
+            raise StructureError("adapters.save: the adapter is of the model itself, and peft adapts its parts only")
         if target.aliases:
             raise StructureError(
                 f"adapters.save: the module {target.name} is also {', '.join(target.aliases)}, and peft would adapt it "
@@ -242,17 +244,20 @@ def _require_options(directory: Path, said: Mapping[str, Any]) -> None:
         )
 
 
-def _named(directory: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _named(directory: Path, found: Foreign) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of a file by our names, and the weights of the base that it holds as well."""
+    beside = [re.escape(name) for name in found.said.get("modules_to_save") or ()]
+    trained = re.compile(rf"(^|.*\.)(lora_|({'|'.join(beside) or '$'})\.)")
     named, bases = {}, {}
-    for key, tensor in tensors.items():
+    for key, tensor in found.tensors.items():
         if not key.startswith(PREFIX):
             raise CheckpointError(f"{directory}: {FILES[0]} has {key}, which does not begin with {PREFIX}")
         name = key.removeprefix(PREFIX)
-        if ".base_layer." in name:
-            bases[name.replace(".base_layer.", ".")] = tensor
-        else:
+        if trained.match(name):
             named[name.removesuffix(".weight") if "lora_magnitude" in name else name] = tensor
+        else:
+            # Embeddings that are adapted, or tied to one.
+            bases[name.replace(".base_layer.", ".")] = tensor
     return named, bases
 
 
@@ -261,7 +266,7 @@ def _differences(found: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> l
     more = [
         f"{name}: unexpected {tree.describe(found[name])}"
         + "; it trained beside the adapters: name it in trainable=" * (".lora_" not in name)
-        for name in found
+        for name in sorted(found)
         if name not in needed
     ]
     shapes = [
@@ -276,21 +281,22 @@ def _other_base(
     notes: Mapping[str, str], bases: Mapping[str, Tensor], adapters: ModuleAdapters, state: TrainState
 ) -> list[str]:
     """Where the base of a file is known to differ from that of a state."""
-    weights = {**(state.frozen or {})}
-    weights = {**weights, **{target.name + ".weight": weights.get(target.weight) for target in adapters.targets}}
-    other = [
-        name
-        for name, tensor in bases.items()
-        if isinstance(weights.get(name), Tensor)
-        and (tensor.shape != weights[name].shape or not torch.equal(tensor.to(weights[name]), weights[name]))
-    ]
+    first = {id(tensor): name for name, tensor in adapters.module.named_parameters()}
+    names = {name: first[id(each)] for name, each in adapters.module.named_parameters(remove_duplicate=False)}
+    weights = state.frozen or {}
+    other = []
+    for name, tensor in sorted(bases.items()):
+        ours = weights.get(names.get(name, name))
+        if ours is None or tensor.shape != ours.shape or not torch.equal(tensor.to(ours), ours):
+            other.append(name)
     try:
         theirs = dict(json.loads(notes.get(MARKS, "{}")))
     except (ValueError, TypeError):
         theirs = {}
     # Of another dtype, a base may be the same one.
-    for name, ours in _marks(state).items():
-        other += [name] * (theirs.get(name, "").partition(":")[0] == ours.partition(":")[0] and theirs[name] != ours)
+    for name, mark_of_ours in _marks(state).items():
+        said = str(theirs.get(name))
+        other += [name] * (said.partition(":")[0] == mark_of_ours.partition(":")[0] and said != mark_of_ours)
     more = f" and {len(other) - 1} more" * (len(other) > 1)
-    said = "it was trained on another base, for {}{} differ; any_base=True loads it all the same"
-    return [said.format(other[0], more)] if other else []
+    told = "it was trained on another base, with other values in {}{}; any_base=True loads it all the same"
+    return [told.format(other[0], more)] if other else []

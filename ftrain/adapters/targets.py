@@ -58,8 +58,9 @@ class Target:
     def names(self, *, dora: bool) -> dict[str, str]:
         """Return the names of its tensors by what they are: `a`, `b` and with DoRA `magnitude`."""
         a, b = ("embedding_A", "embedding_B") if self.is_embedding else ("A.weight", "B.weight")
-        found = {"a": f"{self.name}.lora_{a}", "b": f"{self.name}.lora_{b}"}
-        return {**found, "magnitude": f"{self.name}.lora_magnitude_vector"} if dora else found
+        owner = f"{self.name}." if self.name else ""
+        found = {"a": f"{owner}lora_{a}", "b": f"{owner}lora_{b}"}
+        return {**found, "magnitude": f"{owner}lora_magnitude_vector"} if dora else found
 
     def slots(self, *, dora: bool) -> list[Slot]:
         """Return the places of its tensors."""

@@ -1,0 +1,96 @@
+"""Merged weights compute what adapters do, and unmerging them gives the state back."""
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import ComposeError, StructureError
+from tests.adapters.models import TARGETS, adapters, loss, make, make_batch, step_of, train
+from tests.laws.test_pipelines import assert_equal
+
+KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "dropout": {"dora": True, "dropout": 0.3}}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def trained(kind, dtype=torch.float64, *wrappers, **options):
+    model = make(dtype=dtype)
+    step = step_of(model, ft.lora(3, 5, targets=TARGETS, **KINDS[kind]), *wrappers, **options)
+    return model, step, train(step, 5)[0]
+
+
+def evaluated(criterion, state):
+    return float(ft.eval_step(criterion)(state, make_batch(9))["loss"])
+
+
+@kinds
+@pytest.mark.parametrize("trainable", [None, ["head.*"]])
+def test_merged_weights_compute_what_the_adapters_do(kind, trainable):
+    model, step, state = trained(kind, trainable=trainable)
+    kept = ft.tree.clone(state)
+    merged = ft.adapters.merge(step, state)
+    needed = evaluated(step.loss, state)
+    assert evaluated(ft.from_module(model, loss), merged) == pytest.approx(needed, abs=1e-10)
+    assert needed != pytest.approx(evaluated(step.loss, step.init()), abs=1e-3)
+    with torch.no_grad():
+        found = loss(ft.to_module(model, merged).eval(), make_batch(9))
+    assert float(found) == pytest.approx(needed, abs=1e-10)
+    assert_equal(state, kept)
+
+
+@kinds
+@pytest.mark.parametrize("trainable", [None, ["head.*", "*.up.weight"]])
+def test_unmerging_gives_the_state_back(kind, trainable):
+    _, step, state = trained(kind, torch.float64, ft.ema(0.9), trainable=trainable)
+    back = ft.adapters.unmerge(step, ft.adapters.merge(step, state))
+    ft.tree.require_same("test", "state", back, state)
+    assert_equal((back.params, back.opt_state, back.slots), (state.params, state.opt_state, state.slots))
+    for found, needed in zip(ft.tree.leaves(back), ft.tree.leaves(state), strict=True):
+        torch.testing.assert_close(found, needed, rtol=0, atol=1e-13)
+    _, metrics = step(back, make_batch(5))
+    assert float(metrics["loss"]) == pytest.approx(float(step(state, make_batch(5))[1]["loss"]), abs=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_narrow_weight_is_rounded_once(kind):
+    _, step, state = trained(kind, torch.bfloat16)
+    merged, params = ft.adapters.merge(step, state), {**state.frozen, **adapters(state.params)}
+    weight, a, b = params["head.weight"].float(), params["head.lora_A.weight"], params["head.lora_B.weight"]
+    whole = weight + 5 / 3 * b @ a
+    if kind == "dora":
+        whole *= (params["head.lora_magnitude_vector"] / whole.norm(dim=1))[:, None]
+    assert merged.params["head.weight"].dtype == torch.bfloat16
+    torch.testing.assert_close(merged.params["head.weight"].float(), whole, rtol=2**-8, atol=0)
+    assert {leaf.dtype for leaf in merged.params.values()} == {torch.bfloat16}
+
+
+def test_the_average_is_merged_too():
+    model, step, state = trained("lora", torch.float64, ft.ema(0.5))
+    averaged = ft.averaged(state)
+    merged = ft.adapters.merge(step, averaged)
+    assert evaluated(ft.from_module(model, loss), merged) == pytest.approx(evaluated(step.loss, averaged), abs=1e-10)
+    assert evaluated(step.loss, averaged) != pytest.approx(evaluated(step.loss, state), abs=1e-6)
+
+
+def test_a_module_that_was_donated_gets_the_merged_weights():
+    model = make()
+    step = step_of(model, ft.lora(2, targets=TARGETS), ft.donated())
+    state, _ = train(step, state=step.init(donate=True))
+    assert next(model.parameters()).is_meta
+    needed = evaluated(step.loss, state)
+    with torch.no_grad():
+        assert float(loss(ft.to_module(model, ft.adapters.merge(step, state)).eval(), make_batch(9))) == pytest.approx(
+            needed
+        )
+
+
+def test_what_cannot_be_merged_or_unmerged():
+    model, step, state = trained("lora")
+    merged = ft.adapters.merge(step, state)
+    with pytest.raises(StructureError, match="merge: the adapters of this state are in its weights already"):
+        ft.adapters.merge(step, merged)
+    with pytest.raises(StructureError, match="unmerge: the state is not one of"):
+        ft.adapters.unmerge(step, state)
+    with pytest.raises(ComposeError, match=r"merge: the step has no adapters.*\n *loss    loss\(Net\)"):
+        ft.adapters.merge(step_of(model), state)
+    with pytest.raises(StructureError, match="these are adapters: merge them first"):
+        ft.to_module(model, state)
