@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 from ftrain.masks import Mask, matrices
-from ftrain.optim.family import COUNT, NONE, Number, Part, average, average_squares, descend, leafwise, require_ranges
+from ftrain.optim.family import (
+    COUNT,
+    NONE,
+    Column,
+    Number,
+    Part,
+    Some,
+    average,
+    average_squares,
+    descend,
+    leafwise,
+    require_ranges,
+)
 from ftrain.types import Optimizer, Schedule
 
 
@@ -59,8 +71,7 @@ def lamb(
         u = mu.mul(correction).div_(average_squares(part.state["nu"], g, b2).sqrt().div_(root).add_(eps))
         if weight_decay and part.decay:
             u.add_(p, alpha=weight_decay)
-        length, step = torch.linalg.vector_norm(p), torch.linalg.vector_norm(u)
-        descend(p, u.mul_(torch.where((length > 0) & (step > 0), length / step, 1.0)), rate)
+        descend(p, u.mul_(_trust(p, u)), rate)
 
     return leafwise(
         "lamb",
@@ -69,7 +80,17 @@ def lamb(
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
         shared={COUNT: NONE},
         constants=constants,
-        foreach=False,
         decay_mask=decay_mask,
         options={"weight_decay": weight_decay},
     )
+
+
+def _trust(leaf: Some, step: Some) -> Some:
+    """Return the norm of each parameter over that of its step, or 1 where one of them is zero."""
+    if not isinstance(leaf, Column):
+        return _ratio(torch.linalg.vector_norm(leaf), torch.linalg.vector_norm(step))
+    return Column(list(_ratio(torch.stack(leaf.norm().tensors), torch.stack(step.norm().tensors)).unbind()))
+
+
+def _ratio(length: Tensor, step: Tensor) -> Tensor:
+    return torch.where((length > 0) & (step > 0), length / step, 1.0)
