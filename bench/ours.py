@@ -60,6 +60,29 @@ def rematerialised(task: Task) -> Run:
     return _stateful(_composed(task, remat, ft.donated()), task)
 
 
+def adapted(task: Task) -> Run:
+    """The donated eager step that trains low-rank adapters of every linear map in the blocks, and nothing else."""
+    return _stateful(_composed(task, lora(), ft.donated()), task)
+
+
+def lora() -> Any:
+    """Adapters of rank 8.
+
+    Raises:
+        MissingError: when this version of ftrain has none.
+    """
+    if not hasattr(ft, "lora"):
+        raise MissingError("this version of ftrain has no ft.lora")
+    return ft.lora(8, targets=["blocks.*"])
+
+
+def trainable(task: Task) -> float:
+    """The share of the parameters that trains with these adapters, themselves among all, in percent."""
+    state = _composed(task, lora()).init(device=task.device)
+    own, others = (sum(leaf.numel() for leaf in ft.tree.leaves(part)) for part in (state.params, state.frozen))
+    return 100 * own / (own + others)
+
+
 def compiling(task: Task, *, donate: bool = False, graphs: bool | None = None) -> Any:
     """`ft.compiled`, with the capture of device graphs where it is asked for.
 

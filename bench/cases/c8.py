@@ -1,4 +1,4 @@
-"""The update alone: every optimizer beside torch's, eager and compiled, and the state it holds.
+"""The update alone: every optimizer beside torch's, eager and compiled, and the state it holds; LoRA's, too.
 
 Gradients are at hand and stay the same while an update is timed. Models hold about a million numbers in all, so that a
 pass over them takes about a millisecond, in 10 leaves (five layers of a weight and a bias), 148 (as GPT-2 has them) or
@@ -13,7 +13,8 @@ constant. What torch does not have is timed beside the library that does, and be
 from __future__ import annotations
 
 from bench import field, updates
-from bench.race import Race
+from bench.ours import trainable
+from bench.race import Race, memory_rows
 from bench.rows import RATIO, TIME, Row, measured
 from bench.settings import Settings
 from bench.stats import pairwise
@@ -21,6 +22,9 @@ from bench.tasks import Entrant
 from bench.timing import interleaved, racer
 from bench.updates import KINDS
 
+LORA = "C8 LoRA of rank 8, GPT 6x384"
+WHOLE = Entrant("all parameters", "ours", "bench.ours:eager")
+ADAPTED = Entrant("adapters", "ours", "bench.ours:adapted")
 STATE = "C8 state, GPT of 25M parameters"
 CHECKED = 8
 """Updates that are compared: RAdam changes its formula at the sixth."""
@@ -34,7 +38,7 @@ def run(settings: Settings) -> list[Row]:
     for name, kind in KINDS.items():
         for count in (148, *((10, 1_000) if name in MANY else ())) if kind.there else ():
             rows += _race(name, count, settings)
-    return rows + _scale(settings) + _states(settings)
+    return rows + _scale(settings) + _states(settings) + _adapters(settings)
 
 
 def _race(name: str, count: int, settings: Settings) -> list[Row]:
@@ -44,7 +48,7 @@ def _race(name: str, count: int, settings: Settings) -> list[Row]:
     contest = Race(question, task, settings, checked=CHECKED, tolerance=kind.tolerance)
     try:
         contest.enter(_entrants(name, count, settings))
-        contest.time(rounds=settings.share(0.4))
+        contest.time(rounds=settings.share(0.3))
     finally:
         contest.close()
     return contest.rows
@@ -71,7 +75,7 @@ def _scale(settings: Settings) -> list[Row]:
     racers = {field.ADAMW.name: racer(field.ADAMW, task)}
     for name in (name for name, kind in KINDS.items() if not kind.torchs and kind.there):
         racers[f"ftrain update, {name}"] = racer(field.OURS_UPDATE, task.with_options(optimizer=name))
-    times = interleaved(racers, rounds=settings.share(0.4), seconds=settings.seconds)
+    times = interleaved(racers, rounds=settings.share(0.3), seconds=settings.seconds)
     rows = [measured(question, name, TIME, "us", values) for name, values in times.items()]
     base, *others = times
     ratios = {name: pairwise(times[name], times[base]) for name in others}
@@ -86,3 +90,10 @@ def _states(settings: Settings) -> list[Row]:
             size = updates.state_bytes(task.with_options(optimizer=name))
             rows.append(measured(STATE, name, "state a parameter", "bytes", [size]))
     return rows
+
+
+def _adapters(settings: Settings) -> list[Row]:
+    """What of a model trains with adapters, and the memory of training it so and whole."""
+    task = settings.task("gpt384")
+    share = measured(LORA, ADAPTED.name, "trainable share", "%", [trainable(task)])
+    return [share, *memory_rows(LORA, task, [*[WHOLE] * (not settings.smoke), ADAPTED], settings)]
