@@ -34,6 +34,7 @@ class Kind:
         options: what both are given beside a rate and a decay.
         fused: whether torch has a kernel for it.
         peer: ``module:class`` of the library that has it.
+        slow: the peer compiles for a minute.
         matrices: takes nothing else.
         tolerance: as a precision; looser where steps are signs, or rounded to few bits.
     """
@@ -43,6 +44,7 @@ class Kind:
     options: Mapping[str, Any] = field(default_factory=dict)
     fused: bool = False
     peer: str = ""
+    slow: bool = False
     matrices: bool = False
     tolerance: str = "fp32"
 
@@ -78,7 +80,7 @@ KINDS = {
     "lion": Kind("lion", peer="lion_pytorch:Lion", options={"b1": 0.9, "b2": 0.99}, tolerance="bf16"),
     "lamb": Kind("lamb"),
     "schedule_free_adamw": Kind("schedule_free_adamw", peer="schedulefree:AdamWScheduleFree"),
-    "adamw_8bit": Kind("adamw_8bit", peer="torchao.optim:AdamW8bit", tolerance="bf16"),
+    "adamw_8bit": Kind("adamw_8bit", peer="torchao.optim:AdamW8bit", slow=True, tolerance="bf16"),
 }
 
 

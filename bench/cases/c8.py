@@ -59,7 +59,7 @@ def _entrants(name: str, count: int, settings: Settings) -> list[Entrant]:
     if kind.torchs:
         # Where it is fused, or knows one way only, its default is slower or the same.
         found += [field.TORCH, *[field.TORCH_DEFAULT] * (not kind.fused and not kind.matrices)]
-    elif kind.peer and settings.peers:
+    elif kind.peer and settings.peers and (settings.full or not kind.slow):
         found.append(field.OPTIMIZERS[kind.peer.split(":")[0].split(".")[0]])
     found.append(field.OURS_UPDATE)
     # More take half a minute each to compile, and a thousand many minutes.
