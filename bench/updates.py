@@ -165,7 +165,7 @@ def ours_compiled(task: Task) -> Updating:
 
     def update() -> None:
         nonlocal carry
-        carry, _ = function(carry, (named, torch.tensor(RATE, dtype=torch.float64)))
+        carry, _ = function(carry, (named, torch.tensor(RATE, dtype=torch.float64, device=task.device)))
 
     return Updating(update, leaves, grads, task.device)
 
