@@ -16,6 +16,8 @@ from ftrain import random as random
 from ftrain import schedules as schedules
 from ftrain import tree as tree
 from ftrain.adapters import lora as lora
+from ftrain.anatomy import Anatomy as Anatomy
+from ftrain.anatomy import anatomy as anatomy
 from ftrain.blocks import block as block
 from ftrain.checkpoint import Checkpoints as Checkpoints
 from ftrain.evaluate import EvalStep as EvalStep

@@ -390,8 +390,8 @@ def _apart(buffers: PyTree, params: PyTree) -> PyTree:
     """Copy the buffers that share memory with parameters, which a donated update overwrites."""
     if tree.is_blank(buffers):
         return buffers
-    held = {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(params)}
-    return tree.map(lambda leaf: leaf.clone() if leaf.untyped_storage().data_ptr() in held else leaf, buffers)
+    held = {leaf.untyped_storage()._cdata for leaf in tree.leaves(params)}
+    return tree.map(lambda leaf: leaf.clone() if leaf.untyped_storage()._cdata in held else leaf, buffers)
 
 
 def _value(metric: Any) -> Any:

@@ -14,6 +14,7 @@ import ftrain as ft
 ROOT = Path(ft.__file__).parent
 
 NAMES = [
+    "Anatomy",
     "Checkpoints",
     "EvalStep",
     "FitResult",
@@ -23,6 +24,7 @@ NAMES = [
     "TrainState",
     "Wrapper",
     "accumulate",
+    "anatomy",
     "averaged",
     "block",
     "clip",
@@ -422,6 +424,7 @@ SIGNATURES = {
 # What grows: these come first, in this order and with these defaults, and more may follow.
 BEGINNINGS = {
     "Checkpoints.__init__": "(self, directory, *, every, keep=3, best=None, mode='min', async_=True, texts=None)",
+    "anatomy": "(step, state, batch, *, measure=True)",
     "plateau": "(name, rule, factors='*lr')",
     "patience": "(name, count=3, *, mode='min', min_delta=0.0)",
     "replay": "(step, state, data, checkpoints, *, at)",

@@ -17,6 +17,7 @@ PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf
 STAIRCASE = [
     "errors",
     "checks",
+    "figures",
     "types",
     "guard",
     "tree",
@@ -44,6 +45,7 @@ STAIRCASE = [
     "step",
     "transforms",
     "evaluate",
+    "anatomy",
     "history",
     "loggers",
     "progress",
@@ -62,11 +64,13 @@ STAIRCASE = [
 # What the files of a package may import of it, its own __init__ aside.
 INSIDE = {
     "adapters": {"config", "weights", "targets", "layers", "modules", "trees", "lora", "merging"},
-    "backends": {"registry"},
+    # What devices have in common, and the record of NVIDIA's GPUs, of which AMD's is a variant.
+    "backends": {"registry", "device_module", "cuda"},
     "schedules": {"text", "inputs", "curve", "decays", "cosines", "roots", "stable", "joined"},
     "optim": {"leaves", "family", "nested"},
     "losses": {"inputs", "chunked"},
     "transforms": set(),
+    "anatomy": {"groups", "timeline", "drawing", "predicted", "measured", "record"},
     "data": {
         "arrays",
         "draws",
@@ -105,7 +109,7 @@ DEVICES = {"cuda", "xpu", "mps", "hpu", "npu", "mlu", "musa", "xla", "mtia", "hi
 NAMES_THE_HOST = {"tree", "random"}
 SYNCHRONISING = {"item", "tolist", "numpy", "cpu", "synchronize"}
 # (file, function) that waits for the device and says so in its docstring.
-WAITS = {("history", "_values"), ("random", "words"), ("recorder", "read_metrics")}
+WAITS = {("anatomy", "measure"), ("history", "_values"), ("random", "words"), ("recorder", "read_metrics")}
 
 # What a file raises that is not our own: errors of the system, to those who make ours of them.
 RAISED = {
@@ -189,7 +193,8 @@ def test_files_of_a_package_do_not_import_each_other(path):
 @files
 def test_imports_are_declared(path):
     needed = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
-    optional = {"progress": {"rich"}, "schedules": {"matplotlib"}}.get(unit(path), set())
+    optional = {"progress": {"rich"}, **dict.fromkeys(["figures", "schedules", "anatomy"], {"matplotlib"})}
+    optional = optional.get(unit(path), set())
     for name in imports(path):
         package = name.split(".")[0]
         assert package in {*sys.stdlib_module_names, *needed, *optional, "ftrain"}, name

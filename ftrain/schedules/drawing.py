@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from ftrain.errors import FtrainError, OptionError
+from ftrain.errors import OptionError
+from ftrain.figures import as_file, blank, save
 from ftrain.schedules.inputs import count
 from ftrain.schedules.joined import schedule_of
 from ftrain.schedules.text import describe
@@ -16,9 +16,6 @@ from ftrain.types import Schedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# A drawing of the same schedules has the same bytes, so none has a date.
-_METADATA: dict[str, dict[str, str | None]] = {".png": {}, ".svg": {"Date": None}}
 
 
 def plot(
@@ -48,24 +45,14 @@ def plot(
         FtrainError: matplotlib is not installed.
     """
     steps = count("plot", "steps", steps, least=1)
-    file = None if path is None else _writable(path)
+    file = as_file(path)
     curves = _curves(schedules, steps)
     if log and not any(value > 0 for values in curves.values() for value in values):
         raise OptionError("plot: log is True, and no value is positive; draw them with log=False.")
     several = isinstance(schedules, Mapping)
     if title is None:
         title = "" if several else next(iter(curves))
-    figure = _draw(curves, log=log, title=title, legend=several)
-    if file is not None:
-        _save(figure, file)
-    return figure
-
-
-def _writable(path: str | PathLike[str]) -> Path:
-    file = Path(path)
-    if file.suffix.lower() not in _METADATA:
-        raise OptionError(f"plot: path is {str(file)!r}; it must end in {' or '.join(_METADATA)}.")
-    return file
+    return save(_draw(curves, log=log, title=title, legend=several), file)
 
 
 def _curves(schedules: float | Schedule | Mapping[str, float | Schedule], steps: int) -> dict[str, list[float]]:
@@ -80,11 +67,7 @@ def _curves(schedules: float | Schedule | Mapping[str, float | Schedule], steps:
 
 
 def _draw(curves: Mapping[str, list[float]], *, log: bool, title: str, legend: bool) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FtrainError("plot: needs matplotlib, which is not installed: pip install 'ftrain[plot]'") from error
-    figure = Figure(figsize=(7.0, 3.5), layout="constrained")
+    figure = blank(7.0, 3.5)
     axes = figure.add_subplot()
     for name, values in curves.items():
         axes.plot(range(len(values)), values, label=name, linewidth=1.8)
@@ -99,11 +82,3 @@ def _draw(curves: Mapping[str, list[float]], *, log: bool, title: str, legend: b
     if legend:
         figure.legend(loc="outside right upper", frameon=False)
     return figure
-
-
-def _save(figure: Figure, file: Path) -> None:
-    import matplotlib
-
-    # Else the ids in an SVG are drawn at random.
-    with matplotlib.rc_context({"svg.hashsalt": "ftrain"}):
-        figure.savefig(file, dpi=150, metadata=_METADATA[file.suffix.lower()])

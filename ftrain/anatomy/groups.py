@@ -1,0 +1,87 @@
+"""What kinds of operations there are, and how much each of them computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ftrain import tree
+
+CONTRACTION, NORMALISATION, ELEMENTWISE, MOVEMENT = GROUPS = (
+    "tensor contractions",
+    "statistical normalisations",
+    "element-wise",
+    "data movement",
+)
+"""The first three are those of Ivanov et al. 2021 (arXiv:2007.00072); data movement computes nothing."""
+
+NORMS = ("softmax", "_norm", "norm_backward", "nll_loss", "logsumexp", "cross_entropy")
+"""What normalises, or goes over its input several times for a statistic of it."""
+
+REDUCTIONS = ("sum", "mean", "var", "std", "max", "min", "amax", "amin", "argmax", "prod", "cumsum", "all", "any")
+MOVES = (
+    *("_to_copy", "to", "copy_", "_foreach_copy_", "clone", "cat", "stack", "contiguous", "constant_pad_nd", "fill_"),
+    *("index", "index_select", "index_put_", "_index_put_impl_", "gather", "scatter", "scatter_add", "embedding"),
+    *("embedding_dense_backward", "slice_backward", "select_backward", "zero_", "zeros", "ones", "full", "empty"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_empty", "arange", "_foreach_zero_"),
+    *("empty_strided", "new_empty_strided", "scalar_tensor", "repeat", "expand_copy", "masked_fill", "tril", "triu"),
+)
+PASSES = 5
+"""Operations that a normalisation does for an element: statistic, difference, power, division, scale."""
+
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def group_of(name: str) -> str:
+    """Return the group of an operation, by its name without overload: ``"addmm"``.
+
+    >>> [group_of(name) for name in ("addmm", "_log_softmax", "gelu", "_to_copy")]
+    ['tensor contractions', 'statistical normalisations', 'element-wise', 'data movement']
+    """
+    if any(mark in name for mark in ("mm", "convolution", "conv2d", "attention", "linear", "einsum")):
+        return CONTRACTION
+    if any(mark in name for mark in NORMS) and not name.startswith("_foreach_norm"):
+        return NORMALISATION
+    if name in MOVES:
+        return MOVEMENT
+    return NORMALISATION if name in REDUCTIONS or name.startswith("_foreach_norm") else ELEMENTWISE
+
+
+def flops(operation: Any, name: str, args: Any, kwargs: Any, returned: Any) -> int:
+    """Return the floating-point operations of a call: exact for contractions, and else by elements.
+
+    An element-wise operation counts one for each element that it returns, a reduction one for each that it reads, a
+    normalisation `PASSES`.
+    """
+    group = group_of(name)
+    if group == CONTRACTION:
+        return _contraction(operation, name, args, kwargs, returned)
+    if group == MOVEMENT:
+        return 0
+    if group == ELEMENTWISE:
+        # Operations on lists return nothing where they write in place.
+        return _elements(returned) or max((_elements(arg) for arg in args), default=0)
+    read = max((_elements(arg) for arg in args), default=0)
+    return read * (PASSES if any(mark in name for mark in NORMS) else 1)
+
+
+def _contraction(operation: Any, name: str, args: Any, kwargs: Any, returned: Any) -> int:
+    if name == _CPU_ATTENTION:
+        return int(sdpa_flop_count(*(each.shape for each in args[:3])))  # type: ignore[no-untyped-call]
+    if name == f"{_CPU_ATTENTION}_backward":
+        return int(sdpa_backward_flop_count(*(each.shape for each in args[:4])))  # type: ignore[no-untyped-call]
+    count: Callable[..., int] | None = flop_registry.get(operation.overloadpacket)
+    return int(count(*args, **kwargs, out_val=returned)) if count else 0
+
+
+def _elements(values: Any) -> int:
+    return sum(leaf.numel() for leaf in tree.leaves(values) if isinstance(leaf, Tensor))
+
+
+def is_view(operation: Any) -> bool:
+    """Whether an operation only looks at memory in another way."""
+    return bool(operation.is_view) or torch.Tag.inplace_view in operation.tags

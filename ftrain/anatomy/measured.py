@@ -1,0 +1,70 @@
+"""A step as the profiler of torch sees it: bytes that were really taken, and time."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ftrain import backends, tree
+from ftrain.anatomy.groups import MOVEMENT, group_of
+from ftrain.step import Step
+from ftrain.types import PyTree, TrainState
+
+MEMORY = "[memory]"
+QUIET = "KINETO_LOG_LEVEL", "6"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a step.
+
+    Args:
+        more: bytes at most beyond those of before.
+        seconds: time by group of operations.
+    """
+
+    more: int
+    seconds: dict[str, float]
+
+
+def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
+    """Run a step twice on copies of a state, the second time under the profiler of torch; waits for the device."""
+    device = tree.device_of(state.params)
+    kept, _ = step(tree.clone(state), batch)
+    os.environ.setdefault(*QUIET)
+    with profile(activities=_activities(device), profile_memory=True) as profiler:
+        step(kept, batch)
+        backends.of(device).synchronize()
+    results: Any = profiler.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == MEMORY]
+    events = [event for event in events if event.device_type().name.lower() == device.type]
+    return Measured(_most(events), _seconds(profiler))
+
+
+def _activities(device: torch.device) -> list[ProfilerActivity]:
+    other = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
+    return list(dict.fromkeys([ProfilerActivity.CPU, other]))
+
+
+def _most(events: list[Any]) -> int:
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def _seconds(profiler: Any) -> dict[str, float]:
+    """Time of kernels on a device, and on a CPU of operations, without those that they call."""
+    found: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        spent = event.self_device_time_total or event.self_cpu_time_total
+        name = event.key.removeprefix("aten::")
+        if name != event.key:
+            found[group_of(name) if spent else MOVEMENT] += spent / 1e6
+    return dict(found)

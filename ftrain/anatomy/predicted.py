@@ -1,0 +1,114 @@
+"""A step on tensors without memory, and what it would take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ftrain import random, tree
+from ftrain.anatomy.timeline import BACKWARD, FORWARD, UPDATE, Piece, Timeline, Tracker
+from ftrain.slots import bound, slots_of
+from ftrain.step import Step
+from ftrain.types import RNG, Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
+
+KINDS = (
+    "parameters",
+    "frozen parameters",
+    "low-precision copies",
+    "optimizer state",
+    "gradients",
+    "activations",
+    "buffers and slots",
+    "batch",
+    "next state",
+    "temporaries",
+)
+PARAMETERS, FROZEN, COPIES, OPTIMIZER, GRADIENTS, ACTIVATIONS, REST, BATCH, NEXT, TEMPORARIES = KINDS
+
+
+def abstract_state(step: Step, module: nn.Module) -> TrainState:
+    """Return the state of a step whose loss is that of a module, of tensors without memory."""
+    mode, slots = FakeTensorMode(allow_non_fake_inputs=True), slots_of(module)
+    made: dict[str, Tensor] = {}
+    for slot in slots:
+        if slot.name not in made:
+            tensor = slot.place[slot.key]
+            fake = _fake(mode, tensor)
+            made[slot.name] = fake if slot.is_buffer else nn.Parameter(fake, tensor.requires_grad)
+    with mode, bound(slots, [made[slot.name] for slot in slots]):
+        return step.init()
+
+
+def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
+    """Run a step on tensors without memory, operation by operation, and return what it took."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    hyper, words = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}, (0, 0)
+    state = replace(state, step=None, rng=None)
+    state, batch = tree.map(lambda leaf: _fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch))
+    key = _fake(mode, random.from_words(words)) if step.base.needs_rng else None
+    if step.optimizer.needs_rng:
+        hyper = {**hyper, RNG: _fake(mode, random.from_words(words))}  # type: ignore[dict-item]
+    known = {
+        PARAMETERS: state.params,
+        FROZEN: state.frozen,
+        OPTIMIZER: state.opt_state,
+        REST: (state.buffers, state.slots),
+        BATCH: batch,
+    }
+    began: list[int] = []
+    tracker = Tracker({kind: _tensors(part) for kind, part in known.items()}, step.base.module)
+
+    def marking(update: UpdateFn) -> UpdateFn:
+        def marked(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+            tracker.mark(_tensors(gradients.grads), GRADIENTS)
+            began.append(len(tracker.timeline.operations))
+            return update(state, gradients, hyper, donate=donate)
+
+        return marked
+
+    core = step.assemble(donate=step.donate, around_update=marking)
+    with mode, torch.no_grad(), step.loss.scope(True), tracker, tracker.named():
+        new, _ = core(state, batch, hyper, key)
+        tracker.mark(_tensors(new), NEXT)
+    _name_the_rest(tracker.timeline, began[0])
+    return tracker.timeline
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A tensor of that shape on the CPU: the memory that it would take does not depend on where it is."""
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def _tensors(node: PyTree) -> list[Any]:
+    return [leaf for leaf in tree.leaves(node) if isinstance(leaf, Tensor)]
+
+
+def _name_the_rest(timeline: Timeline, update: int) -> None:
+    """Say of pieces what they were for, by when they came and went; `update` is the first operation of the update."""
+    backward = [number for number, each in enumerate(timeline.operations) if each.phase == BACKWARD]
+    starts = [n for n, before in zip(backward, [-2, *backward], strict=False) if n != before + 1]
+    ends = [n for n, after in zip(backward, [*backward[1:], -1], strict=True) if n + 1 != after]
+
+    def outlives(piece: Piece, moments: list[int]) -> bool:
+        return any(piece.born <= moment < timeline.end(piece) - 1 for moment in moments)
+
+    for piece in timeline.pieces:
+        if piece.kind:
+            continue
+        if piece.phase == FORWARD and _is_parameter(piece.source):
+            piece.kind = COPIES
+        elif piece.phase == FORWARD and outlives(piece, starts):
+            piece.kind = ACTIVATIONS
+        elif outlives(piece, ends) if piece.phase == BACKWARD else piece.phase == UPDATE and piece.born < update:
+            # What is left of a backward pass, and what is made of it before the update: sums, clipped ones.
+            piece.kind = GRADIENTS
+        else:
+            piece.kind = TEMPORARIES
+
+
+def _is_parameter(piece: Piece | None) -> bool:
+    return piece is not None and piece.kind in (PARAMETERS, FROZEN, COPIES)

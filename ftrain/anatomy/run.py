@@ -1,0 +1,54 @@
+"""Where the memory and the work of a step go."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ftrain import tree
+from ftrain.anatomy.measured import measure as measured_of
+from ftrain.anatomy.predicted import abstract_state, predict
+from ftrain.anatomy.record import Anatomy, summarise
+from ftrain.errors import ComposeError, StructureError
+from ftrain.purity import as_tree
+from ftrain.step import Step
+from ftrain.types import PyTree, TrainState
+
+
+def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: bool = True) -> Anatomy:
+    """Return where the memory and the work of a step go: predicted, and measured beside it.
+
+    The prediction runs the step operation by operation on tensors without memory, so that a model may be larger than
+    this machine; groups of operations are those of Ivanov et al. 2021 (arXiv:2007.00072). A compiled step is looked at
+    as it would run eagerly, which is more memory than its graphs take.
+
+    Args:
+        step: the step.
+        state: a state of it, which is left as it is. Without one, that of the module of its loss, which may be on the
+            device ``meta``; nothing is measured then.
+        batch: a batch, of tensors; those on ``meta`` serve as well, and nothing is measured then.
+        measure: also run the step twice on a copy of the state, and measure.
+
+    Raises:
+        ComposeError: for what is no `Step`.
+        StructureError: for another state, or none where the loss is no module.
+    """
+    if not isinstance(step, Step):
+        raise ComposeError(f"anatomy: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
+    whole, batch = _whole(step, state), as_tree(batch)
+    timeline = predict(step, whole, batch)
+    found = summarise(timeline, sum(leaf.numel() for leaf in tree.leaves(whole.params)))
+    if state is None or not measure or any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch)):
+        return found
+    seen = measured_of(step, state, batch)
+    before = sum(piece.size for piece in timeline.pieces if not piece.phase)
+    return dataclasses.replace(found, measured=before + seen.more, seconds=seen.seconds)
+
+
+def _whole(step: Step, state: TrainState | None) -> TrainState:
+    if state is not None:
+        step.require(state)
+        return state
+    if step.base.module is None:
+        text = step.base.text
+        raise StructureError(f"anatomy: {text} is no module; pass a state: anatomy(step, step.init(params), batch)")
+    return abstract_state(step, step.base.module)

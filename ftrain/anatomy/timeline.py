@@ -1,0 +1,150 @@
+"""Every piece of memory that a step takes: how large, for what, and from when to when."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ftrain import tree
+from ftrain.anatomy.groups import flops, group_of, is_view
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+
+
+@dataclass
+class Piece:
+    """One piece of memory.
+
+    Args:
+        size: bytes.
+        born: number of the operation that took it.
+        died: number of the first operation after it was given back; None while it is there.
+        phase: ``"forward"``, ``"backward"`` or ``"update"``, when it was taken.
+        module: dotted name of the module that was running.
+        kind: what it is for, where that is known.
+        source: of which piece it is a copy in another dtype.
+    """
+
+    size: int
+    born: int
+    phase: str
+    module: str
+    kind: str = ""
+    source: Piece | None = None
+    died: int | None = None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation: its group, the phase, and its floating-point operations."""
+
+    group: str
+    phase: str
+    flops: int
+
+
+@dataclass
+class Timeline:
+    """The pieces and operations of one step, in order; of the pieces, `born` is the operation that took them."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+
+    def end(self, piece: Piece) -> int:
+        """Return the number of the operation before which a piece is given back; after the last, if it stays."""
+        return len(self.operations) if piece.died is None else piece.died
+
+    def curve(self, *kinds: str) -> list[int]:
+        """Return the bytes after each operation; of some kinds, or of all."""
+        changes = [0] * (len(self.operations) + 1)
+        for piece in self.pieces:
+            if not kinds or piece.kind in kinds:
+                changes[piece.born] += piece.size
+                changes[self.end(piece)] -= piece.size
+        return list(itertools.accumulate(changes))[: len(self.operations)]
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes a `Timeline` of what runs inside of it.
+
+    Args:
+        known: kind -> tensors that are there before.
+        module: whose parts are named.
+    """
+
+    def __init__(self, known: Mapping[str, Sequence[Tensor]], module: nn.Module | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.timeline = Timeline()
+        self._live: dict[int, Piece] = {}
+        self._names = {id(part): name for name, part in module.named_modules()} if module is not None else {}
+        self._stack: list[str] = []
+        for kind, tensors in known.items():
+            for tensor in tensors:
+                self._take(tensor, kind)
+
+    def mark(self, tensors: Sequence[Tensor], kind: str) -> None:
+        """Say what memory is for that was taken before."""
+        for tensor in tensors:
+            piece = self._live.get(tensor.untyped_storage()._cdata)
+            if piece is not None and not piece.kind:
+                piece.kind = kind
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Note which module is running."""
+        entered = register_module_forward_pre_hook(lambda part, args: self._stack.append(self._names.get(id(part), "")))
+        left = register_module_forward_hook(lambda part, args, returned: self._leave(), always_call=True)
+        try:
+            yield
+        finally:
+            entered.remove()
+            left.remove()
+
+    def _leave(self) -> None:
+        self._stack.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and write down what it takes."""
+        kwargs = kwargs or {}
+        returned = func(*args, **kwargs)
+        name, phase = func.overloadpacket.__name__, _phase()
+        for leaf in tree.leaves(returned):
+            if isinstance(leaf, Tensor):
+                self._take(leaf, phase=phase, source=args[0] if name == "_to_copy" else None)
+        if not is_view(func):
+            count = flops(func, name, args, kwargs, returned)
+            self.timeline.operations.append(Operation(group_of(name), phase, count))
+        return returned
+
+    def _take(self, tensor: Tensor, kind: str = "", phase: str = "", source: Tensor | None = None) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        module = self._stack[-1] if self._stack else ""
+        origin = self._live.get(source.untyped_storage()._cdata) if source is not None else None
+        piece = Piece(storage.nbytes(), len(self.timeline.operations), phase, module, kind, origin)
+        self._live[key] = piece
+        self.timeline.pieces.append(piece)
+        weakref.finalize(storage, self._give_back, key)
+
+    def _give_back(self, key: int) -> None:
+        piece = self._live.pop(key, None)
+        if piece is not None:
+            piece.died = len(self.timeline.operations)
+
+
+def _phase() -> str:
+    # The engine has a task while it computes gradients, what is rematerialised for them included.
+    if torch._C._current_graph_task_id() >= 0:
+        return BACKWARD
+    return FORWARD if torch.is_grad_enabled() else UPDATE

@@ -1,0 +1,244 @@
+"""Where memory goes: what is predicted is what the profiler of torch measures, and what is known by hand."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import ftrain as ft
+from ftrain import optim, tree
+from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError
+
+
+class Block(nn.Module):
+    def __init__(self, width, causal):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down, self.drop, self.causal = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            nn.Dropout(0.1),
+            causal,
+        )
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, causal, width=64, words=512):
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width, causal) for _ in range(3))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, x):
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def words(causal):
+    draw = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randint(512, (8, 64), generator=draw)}
+    loss = ft.from_module(
+        Transformer(causal), lambda model, batch: F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["x"].flatten())
+    )
+    return loss, batch
+
+
+def images():
+    def stage(a, b):
+        return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
+
+    model = nn.Sequential(stage(3, 16), stage(16, 32), nn.Flatten(), nn.Linear(32 * 8 * 8, 10))
+    draw = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(32, 3, 32, 32, generator=draw), "y": torch.randint(10, (32,), generator=draw)}
+    return ft.from_module(model, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"])), batch
+
+
+MODELS = {"gpt": lambda: words(True), "bert": lambda: words(False), "convnet": images}
+WRAPPERS = {
+    "plain": (),
+    "donated": (ft.donated(),),
+    "bf16": (ft.with_amp("bf16"),),
+    "fp16": (ft.with_amp("fp16"),),
+    "remat": (ft.remat(),),
+    "dots": (ft.remat("dots"),),
+    "accumulate": (ft.accumulate(4),),
+    "clip": (ft.clip(1.0),),
+    "ema": (ft.ema(),),
+    "swa": (ft.swa(),),
+    "skip": (ft.skip_nonfinite(),),
+    "all": (ft.remat(), ft.with_amp("bf16"), ft.accumulate(2), ft.clip(1.0), ft.ema(), ft.donated()),
+}
+
+
+def build(model, wrapper, **options):
+    loss, batch = MODELS[model]()
+    wrappers = WRAPPERS[wrapper]
+    if model == "convnet":
+        wrappers = [
+            ft.remat(each.name and "full", blocks=["0", "1"]) if each.name == "remat" else each for each in wrappers
+        ]
+    step = ft.compose(ft.train_step(loss, optim.adamw(1e-3), **options), *wrappers)
+    return step, batch
+
+
+@pytest.mark.parametrize(
+    ("model", "wrapper"), [pair for pair in itertools.product(MODELS, WRAPPERS) if pair != ("convnet", "fp16")]
+)
+def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(model, wrapper):
+    step, batch = build(model, wrapper)
+    state = step.init()
+    kept = tree.clone(state)
+    found = ft.anatomy(step, state, batch)
+    assert found.peak == sum(found.at_peak.values())
+    assert abs(found.measured / found.peak - 1) < 0.05, found
+    for a, b in zip(tree.leaves(kept), tree.leaves(state), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_convolutions_of_float16_take_a_workspace_on_cpus_that_is_no_tensor():
+    step, batch = build("convnet", "fp16")
+    found = ft.anatomy(step, step.init(), batch)
+    assert 0.05 < found.overhead / found.peak < 0.2
+
+
+def test_a_linear_layer_by_hand():
+    model = nn.Sequential(nn.Linear(100, 200, bias=False), nn.Tanh(), nn.Linear(200, 50, bias=False))
+    loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
+    step = ft.train_step(loss, optim.adamw(1e-3))
+    found = ft.anatomy(step, step.init(), {"x": torch.randn(32, 100)}, measure=False)
+    weights = 100 * 200 + 200 * 50
+    assert found.params == weights
+    assert found.bytes_a_parameter == pytest.approx({"parameters": 4, "optimizer state": 8, "gradients": 4}, rel=1e-3)
+    assert found.at_peak["batch"] == 4 * 32 * 100
+    # Of the tanh and of the last layer, what their gradients need; the input of the first one is the batch.
+    assert found.most["activations"] == pytest.approx(4 * 32 * (200 + 50), abs=16)
+    # The first layer needs no gradient of its input.
+    assert found.flops["tensor contractions"] == 2 * 32 * (2 * 100 * 200 + 3 * 200 * 50)
+    assert found.measured is None
+    assert found.overhead is None
+
+
+def test_the_contractions_are_those_that_torch_counts():
+    step, batch = build("bert", "plain")
+    state = step.init()
+    with FlopCounterMode(display=False) as counter:
+        step(state, batch)
+    counts = counter.get_flop_counts()["Global"]
+    found = ft.anatomy(step, state, batch, measure=False).flops["tensor contractions"]
+    needed = sum(counts.values())
+    # Torch does not count its attention on CPUs: two products, and five on the way back, of 64 x 64 for each head.
+    attention = 0 if any("attention" in str(name) for name in counts) else 3 * 7 * 2 * 8 * 64 * 64 * 64
+    assert found == needed + attention
+
+
+def test_the_known_bytes_a_parameter():
+    """16 of float32 AdamW, 18 in mixed precision, 4 + 4 of SGD, 2 + 4 + 2 in bfloat16."""
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
+    batch = torch.randn(4, 128)
+
+    def bytes_of(optimizer, *wrappers, dtype=torch.float32):
+        loss = ft.from_module(model.to(dtype), lambda model, batch: model(batch).float().square().mean())
+        step = ft.compose(ft.train_step(loss, optimizer), *wrappers)
+        return sum(ft.anatomy(step, step.init(), batch.to(dtype), measure=False).bytes_a_parameter.values())
+
+    assert bytes_of(optim.adamw(1e-3)) == pytest.approx(16, rel=1e-3)
+    assert bytes_of(optim.adamw(1e-3), ft.with_amp("bf16")) == pytest.approx(18, rel=1e-3)
+    assert bytes_of(optim.sgd(1e-3)) == pytest.approx(8, rel=1e-3)
+    assert bytes_of(optim.adamw(1e-3), dtype=torch.bfloat16) == pytest.approx(8, rel=1e-3)
+
+
+def test_remat_keeps_the_inputs_of_blocks_alone():
+    plain, some = (ft.anatomy(*init(build("gpt", name)), measure=False) for name in ("plain", "remat"))
+    inside = 8 * 64 * 64 * 4
+    for number in range(3):
+        assert plain.activations[f"blocks.{number}"] > 8 * inside
+    assert some.most["activations"] < plain.most["activations"] / 2
+    assert some.flops["tensor contractions"] > plain.flops["tensor contractions"]
+
+
+def init(built):
+    step, batch = built
+    return step, step.init(), batch
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state():
+    step, batch = build("gpt", "plain", trainable=["head.*"])
+    found = ft.anatomy(step, step.init(), batch, measure=False)
+    head = 512 * 64 * 4
+    assert found.most["parameters"] == head
+    assert found.most["gradients"] == pytest.approx(head, abs=64)
+    assert found.most["optimizer state"] == pytest.approx(2 * head, abs=64)
+    assert found.most["frozen parameters"] > head
+
+
+def test_a_model_that_no_machine_holds():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(10)))
+    loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
+    found = ft.anatomy(ft.train_step(loss, optim.adamw(1e-3)), None, torch.empty(64, 100_000, device="meta"))
+    assert found.params == 10**11
+    assert found.most["optimizer state"] == pytest.approx(8e11, rel=1e-6)
+    assert found.measured is None
+    assert all(leaf.is_meta for leaf in model.parameters())
+
+
+def test_a_loss_that_draws_and_an_optimizer_that_draws():
+    def loss(params, batch, rng):
+        return ft.random.dropout(rng, params["w"], 0.5).sum() * batch
+
+    step = ft.train_step(loss, optim.chain(optim.noise(0.1), optim.sgd(0.1)))
+    state = step.init({"w": torch.randn(1000)})
+    found = ft.anatomy(step, state, torch.ones(()))
+    assert found.most["parameters"] == 4000
+
+
+def test_the_table_and_the_picture(tmp_path):
+    step, batch = build("gpt", "bf16")
+    found = ft.anatomy(step, step.init(), batch)
+    text = repr(found)
+    for part in (
+        "MiB at the peak, predicted;",
+        "measured (",
+        "  low-precision copies",
+        "    blocks.2",
+        "bytes a parameter:",
+        "FLOP a step",
+        "  tensor contractions",
+    ):
+        assert part in text
+    assert text.count("ms") == 4
+    assert "ms" not in repr(ft.anatomy(step, step.init(), batch, measure=False))
+    for name in ("a.png", "a.svg"):
+        found.plot(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 5000
+    with pytest.raises(OptionError, match=r"plot: path is .*a\.pdf'; it must end in \.png or \.svg"):
+        found.plot(tmp_path / "a.pdf")
+
+
+def test_a_picture_without_matplotlib(monkeypatch):
+    step, batch = build("gpt", "plain")
+    found = ft.anatomy(step, step.init(), batch, measure=False)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(FtrainError, match="plot: needs matplotlib"):
+        found.plot()
+
+
+def test_what_anatomy_refuses():
+    step, batch = build("gpt", "plain")
+    with pytest.raises(ComposeError, match="anatomy: the step is function; needs a Step"):
+        ft.anatomy(lambda state, batch: (state, {}), step.init(), batch)
+    pure = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.sgd(0.1))
+    with pytest.raises(StructureError, match=r"anatomy: loss is no module; pass a state"):
+        ft.anatomy(pure, None, batch)
+    with pytest.raises(StructureError):
+        ft.anatomy(step, pure.init({"w": torch.ones(1)}), batch)
