@@ -95,6 +95,7 @@ MODULES = {
         "adagrad",
         "adam",
         "adamw",
+        "adamw_8bit",
         "adjust",
         "adjustable",
         "centralize",
@@ -338,10 +339,16 @@ SIGNATURES = {
         "decay_mask=everything)"
     ),
     "optim.adam": (
-        "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, amsgrad=False, maximize=False, decay_mask=everything)"
+        "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, amsgrad=False, maximize=False, state_dtype=None, "
+        "stochastic_rounding=None, decay_mask=everything)"
     ),
     "optim.adamw": (
-        "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, amsgrad=False, maximize=False, decay_mask=matrices)"
+        "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, amsgrad=False, maximize=False, state_dtype=None, "
+        "stochastic_rounding=None, decay_mask=matrices)"
+    ),
+    "optim.adamw_8bit": (
+        "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, block=256, min_size=4096, "
+        "stochastic_rounding=False, decay_mask=matrices)"
     ),
     "optim.lamb": "(lr, *, b1=0.9, b2=0.999, eps=1e-06, weight_decay=0.0, decay_mask=matrices)",
     "optim.lion": "(lr, *, b1=0.9, b2=0.99, weight_decay=0.0, decay_mask=matrices)",

@@ -44,7 +44,8 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 def rates(optimizer, *, tensors=False):
     found = {name: schedule(0) for name, schedule in optimizer.schedules.items()}
-    return {name: torch.tensor(rate, dtype=F64) for name, rate in found.items()} if tensors else found
+    found = {name: torch.tensor(rate, dtype=F64) for name, rate in found.items()} if tensors else found
+    return {**found, "rng": ft.random.key(0)} if optimizer.needs_rng else found
 
 
 def bits(values):
@@ -161,6 +162,7 @@ def test_a_rate_of_zero_moves_nothing(family, tensors):
     optimizer = FAMILIES[family](weight_decay=0.1)
     params = {"w": torch.randn(3, 4), "b": torch.randn(4)}
     zero = {name: torch.tensor(0.0, dtype=F64) if tensors else 0.0 for name in optimizer.schedules}
+    zero = rates(optimizer) | zero
     new, _ = optimizer.update(tree.map(torch.ones_like, params), optimizer.init(params), params, zero)
     assert bits(new) == bits(params)
 

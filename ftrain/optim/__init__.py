@@ -6,6 +6,7 @@ from ftrain.optim.adafactor import adafactor as adafactor
 from ftrain.optim.adagrad import adagrad as adagrad
 from ftrain.optim.adam import adam as adam
 from ftrain.optim.adam import adamw as adamw
+from ftrain.optim.adam import adamw_8bit as adamw_8bit
 from ftrain.optim.adjustable import adjust as adjust
 from ftrain.optim.adjustable import adjustable as adjustable
 from ftrain.optim.chain import GradientTransform as GradientTransform

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.checks import require_range
-from ftrain.errors import StructureError
+from ftrain.errors import OptionError, StructureError
 from ftrain.masks import Mask, as_select, require_matches
 from ftrain.optim.leaves import Group, Plan, Planner, copies, like, pick, settled
+from ftrain.optim.storage import Lifted, Storage
 from ftrain.schedules import as_schedule
-from ftrain.types import Hyper, Optimizer, PyTree, Schedule
+from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
 Number: TypeAlias = Tensor | float
 """A float in eager mode; a 0-d tensor where it comes from the state, or inside a graph."""
@@ -100,6 +101,7 @@ def leafwise(
     fused: Fused | None = None,
     half: bool = True,
     foreach: bool = True,
+    storage: Storage | None = None,
     decay_mask: Mask,
     options: Mapping[str, float | bool] | None = None,
 ) -> Optimizer:
@@ -115,6 +117,8 @@ def leafwise(
         fused: the formula as a kernel of torch's; used eagerly where leaves and device allow.
         half: whether that kernel is right in 16 bits.
         foreach: whether the rule takes many leaves at a time.
+        storage: how parameters and moments are stored, where that is not as they are computed; the rule then works
+            element by element, and writes vectors.
         decay_mask: which leaves decay.
         options: what is printed, where it is not zero or false.
 
@@ -124,31 +128,40 @@ def leafwise(
     if isinstance(lr, int | float) and lr < 0:
         require_range(name, "lr", lr, 0.0)
     schedule, first, decays = as_schedule(lr), shared or {}, as_select(f"{name}: decay_mask", decay_mask)
-    planner = Planner(decays, half=half)
-    keys = {*first, *state}
+    planner = Planner(decays, half=half, align=storage.align if storage else 0)
+    names = storage.names if storage else list(state)
+    keys = {*first, *names}
+    draws = storage is not None and storage.stochastic
 
     def init(params: PyTree) -> PyTree:
         require_matches(decays, params)
         device = next((leaf.device for leaf in tree.leaves(params)), NONE.device)
         scalars = {key: value.to(device, copy=True) for key, value in first.items()}
+        if storage:
+            return {**scalars, **storage.begin(state, params)}
         return {**scalars, **{key: tree.map(begin, params) for key, begin in state.items()}}
 
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
         _require_state(name, opt_state, keys)
-        (leaves, gradients, *moments), spec = planner.columns(params, grads, *[opt_state[key] for key in state])
+        (leaves, gradients, *moments), spec = planner.columns(params, grads, *[opt_state[key] for key in names])
         plan = planner.of(spec, leaves, gradients, *moments)
         scalars = {key: opt_state[key] for key in first}
         donate = donate and plan.writable
         if not donate:
             leaves, *moments = [copies(column) for column in (leaves, *moments)]
             scalars = {key: value.clone() for key, value in scalars.items()}
-        write(plan, leaves, gradients, dict(zip(state, moments, strict=True)), scalars, hyper["lr"])
+        write(plan, leaves, gradients, dict(zip(names, moments, strict=True)), scalars, hyper)
         if donate:
             return params, opt_state
         params, _, *trees = tree.unflatten(spec, list(itertools.chain(leaves, gradients, *moments)))
-        return params, {**scalars, **dict(zip(state, trees, strict=True))}
+        return params, {**scalars, **dict(zip(names, trees, strict=True))}
+
+    def key(hyper: Hyper) -> Tensor | None:
+        if draws and RNG not in hyper:
+            raise OptionError(f"{name}: stochastic rounding needs a key, hyper[{RNG!r}], as a step gives; found none")
+        return hyper[RNG] if draws else None
 
     def write(
         plan: Plan,
@@ -156,23 +169,30 @@ def leafwise(
         grads: list[Tensor],
         moments: Mapping[str, list[Tensor]],
         scalars: Mapping[str, Tensor],
-        rate: Number,
+        hyper: Hyper,
     ) -> None:
+        rate = hyper["lr"]
+        eager = not isinstance(rate, Tensor)
         if COUNT in scalars:
             scalars[COUNT].add_(1)
-        if fused is not None and plan.fusible and not isinstance(rate, Tensor):
-            grads = grads if plan.aligned else like(grads, leaves)
-            for part in _parts(pick, plan.groups, leaves, grads, moments):
-                fused(part, rate, scalars)
+        kernel = fused if eager and plan.fusible else None
+        if eager and not plan.aligned and (storage or kernel):
+            grads = like(grads, leaves)
+        mine = leaves, grads, moments
+        lifted = _lifted(storage.lifted(plan, *mine, key(hyper), eager=eager)) if storage else None
+        if kernel is not None:
+            for part in map(_listed, lifted) if lifted else _parts(pick, plan.groups, *mine):
+                kernel(part, rate, scalars)
             return
         cast = _caster((rate,) if constants is None else _settle(constants(rate, scalars), rate))
-        mine = leaves, grads, moments
-        together = foreach and not isinstance(rate, Tensor)
-        for part in _parts(_column, plan.blocks, *mine) if together else _singles(plan.decays, *mine):
+        together = foreach and eager
+        parts = lifted or (_parts(_column, plan.blocks, *mine) if together else _singles(plan.decays, *mine))
+        for part in parts:
             rule(part, *cast(part.like))
 
     shown = [key if value is True else f"{key}={value:g}" for key, value in (options or {}).items() if value]
-    return Optimizer(init, update, {"lr": schedule}, f"{name}({', '.join([repr(schedule), *shown])})")
+    text = f"{name}({', '.join([repr(schedule), *shown, *(storage.shown if storage else ())])})"
+    return Optimizer(init, update, {"lr": schedule}, text, needs_rng=draws)
 
 
 def _require_state(name: str, opt_state: PyTree, keys: set[str]) -> None:
@@ -217,6 +237,16 @@ def _parts(
     for indices, decay in groups:
         moments = {key: make(indices, column) for key, column in state.items()}
         yield Part(make(indices, leaves), make(indices, grads), moments, decay, leaves[indices[0]])
+
+
+def _lifted(vectors: Iterator[Lifted]) -> Iterator[Part]:
+    for leaf, grad, moments, decay in vectors:
+        yield Part(leaf, grad, moments, decay, leaf)
+
+
+def _listed(part: Part) -> Part:
+    state = {key: [moment] for key, moment in part.state.items()}
+    return Part([part.leaf], [part.grad], state, part.decay, part.like)
 
 
 def _column(indices: list[int], leaves: list[Tensor]) -> Column:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
 import torch
@@ -29,6 +29,20 @@ BLOCK = 1 << 18
 """Elements that formulas take together where memory is not cached: what they make in between then stays in caches."""
 
 
+class Stretch(NamedTuple):
+    """Elements that are joined to one vector, from one leaf or several of one dtype and device.
+
+    Args:
+        windows: index of a leaf, and from which to which of its elements in row-major order.
+        decay: whether weight decay applies.
+        place: of its first element among those of all leaves, taken stretch after stretch.
+    """
+
+    windows: list[tuple[int, int, int]]
+    decay: bool
+    place: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """What an optimizer knows of its leaves before it sees their values.
@@ -40,6 +54,9 @@ class Plan:
         fusible: whether torch's fused kernels run on them at all.
         aligned: whether the gradients lie in memory as their leaves do, which fused kernels take for granted.
         writable: whether no element of what could be donated lies where another does.
+        stretches: the leaves as vectors, joined and cut; empty unless asked for.
+        wholes: each leaf as one vector; empty unless asked for.
+        size: elements of all leaves.
     """
 
     decays: list[bool]
@@ -48,6 +65,9 @@ class Plan:
     fusible: bool
     aligned: bool
     writable: bool
+    stretches: list[Stretch]
+    wholes: list[Stretch]
+    size: int
 
 
 class Planner:
@@ -56,10 +76,11 @@ class Planner:
     Args:
         mask: which leaves decay.
         half: whether the fused kernels are right in 16 bits.
+        align: make stretches of leaves, parted at multiples of so many elements; none, when it is 0.
     """
 
-    def __init__(self, mask: Select, *, half: bool = True) -> None:
-        self._mask, self._half = mask, half
+    def __init__(self, mask: Select, *, half: bool = True, align: int = 0) -> None:
+        self._mask, self._half, self._align = mask, half, align
         self._flatten = Flattener()
         self._last: tuple[optree.PyTreeSpec, Guard, Plan] | None = None
 
@@ -81,15 +102,21 @@ class Planner:
         params = tree.unflatten(require_alike(spec), leaves)
         decays = tree.leaves(tree.map_named(lambda name, leaf: bool(self._mask(name, leaf)), params))
         devices, dtypes = {leaf.device for leaf in leaves}, {leaf.dtype for leaf in leaves}
-        fusible = (
-            (self._half or all(dtype.itemsize >= 4 for dtype in dtypes))
-            and all(backends.of(device).fused_optimizers for device in devices)
-            and same_layout(leaves, *moments)
+        # Stretches are float32 vectors of their own.
+        fusible = all(backends.of(device).fused_optimizers for device in devices) and (
+            self._align > 0
+            or ((self._half or all(dtype.itemsize >= 4 for dtype in dtypes)) and same_layout(leaves, *moments))
         )
         writable = not any(map(_is_expanded, itertools.chain(leaves, *moments)))
         groups = _groups(decays, leaves)
         blocks = [(block, decay) for indices, decay in groups for block in _blocks(indices, leaves)]
-        return Plan(decays, groups, blocks, fusible, _aligned(leaves, grads), writable)
+        stretches = wholes = list[Stretch]()
+        if self._align:
+            rigid = {i for i, beside in enumerate(zip(leaves, *moments, strict=True)) if not all(map(_is_flat, beside))}
+            stretches = list(_stretches(groups, leaves, rigid, self._align))
+            wholes = list(_stretches(groups, leaves, rigid, 0))
+        size = sum(leaf.numel() for leaf in leaves)
+        return Plan(decays, groups, blocks, fusible, _aligned(leaves, grads), writable, stretches, wholes, size)
 
 
 def columns(
@@ -137,6 +164,33 @@ def _blocks(indices: list[int], leaves: list[Tensor]) -> Iterator[list[int]]:
         block.append(index)
         size += leaves[index].numel()
     yield block
+
+
+def _stretches(groups: list[Group], leaves: list[Tensor], rigid: set[int], align: int) -> Iterator[Stretch]:
+    """Join and cut the leaves of each group, those in `rigid` not cut; neither join nor cut, when `align` is 0."""
+    place = 0
+    for indices, decay in groups:
+        cached = backends.of(leaves[indices[0]].device).empty_cache is not None
+        most = max(align, (BLOCK << 6 if cached else BLOCK) // align * align) if align else 0
+        windows: list[tuple[int, int, int]] = []
+        size = 0
+        for index in indices:
+            count = leaves[index].numel()
+            step = most if most and index not in rigid else max(count, 1)
+            for start in range(0, count, step):
+                stop = min(start + step, count)
+                if windows and size + stop - start > most:
+                    yield Stretch(windows, decay, place)
+                    place, windows, size = place + size, [], 0
+                windows.append((index, start, stop))
+                size += stop - start
+        if windows:
+            yield Stretch(windows, decay, place)
+            place += size
+
+
+def _is_flat(leaf: Tensor) -> bool:
+    return leaf.is_contiguous()
 
 
 def same_layout(leaves: list[Tensor], *others: list[Tensor]) -> bool:

@@ -153,7 +153,7 @@ def test_a_rate_and_a_tree_under_vmap(name):
     state = {key: part if isinstance(part, dict) else part.expand(3).clone() for key, part in state.items()}
 
     def update(grads, state, params, rate):
-        return optimizer.update(grads, state, params, {"lr": rate})
+        return optimizer.update(grads, state, params, {"lr": rate, "rng": ft.random.key(0)})
 
     found = torch.func.vmap(update)(grads, state, params, rates)
     for index in range(3):

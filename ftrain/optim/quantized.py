@@ -1,0 +1,128 @@
+"""Moments in 8 bits, block by block (Dettmers et al. 2021, arXiv:2110.02861)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ftrain.optim.storage import Rounding, Window, vector
+
+DECADES = 7
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Stored as codes of 8 bits, of the shape of the leaf, and a float32 scale for each block of elements.
+
+    A value is the `dynamic_map` at its code times the largest magnitude in its block. Blocks run through the elements
+    in row-major order, the last one of a leaf being shorter where need be. For moments that begin at zero.
+
+    Args:
+        signed: whether there are negative values.
+        block: elements that share a scale.
+        least: leaves with fewer elements are stored in float32 (float64 where the parameter is), with no scales.
+    """
+
+    signed: bool
+    block: int
+    least: int
+    suffixes: tuple[str, ...] = ("", "_scale")
+
+    @property
+    def align(self) -> int:
+        """Elements that cannot be parted."""
+        return self.block
+
+    def begin(self, value: Tensor) -> Window:
+        """Store zeros."""
+        if value.numel() < self.least:
+            wide = torch.promote_types(value.dtype, torch.float32)
+            return value.to(wide), value.new_zeros(0, dtype=torch.float32)
+        blocks = -(-value.numel() // self.block)
+        return value.new_zeros(value.shape, dtype=torch.uint8), value.new_zeros(blocks, dtype=torch.float32)
+
+    def window(self, stored: Window, start: int, stop: int) -> Window:
+        """Return what is stored of the elements from `start` to `stop` of a leaf."""
+        codes, scale = stored
+        if codes.is_contiguous():
+            codes = codes.view(-1)[start:stop]
+        return codes, scale[start // self.block : -(-stop // self.block)]
+
+    def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
+        """Return the values, of shape (elements,), in the dtype to compute in."""
+        found = [self._read(codes, scale, dtype) for codes, scale in windows]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _read(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        if codes.dtype != torch.uint8:
+            return vector(codes).to(dtype)
+        values = _map_on(self.signed, codes.device).index_select(0, codes.reshape(-1).to(torch.int32)).to(dtype)
+        for blocks, each in self._blocks(values, scale.to(dtype)):
+            blocks.mul_(each.unsqueeze(-1))
+        return values
+
+    def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
+        """Store values."""
+        pieces = values.split_with_sizes([codes.numel() for codes, _ in windows])
+        for (codes, scale), piece in zip(windows, pieces, strict=True):
+            if codes.dtype != torch.uint8:
+                codes.copy_(piece.view(codes.shape))
+                continue
+            coded = []
+            for blocks, each in self._blocks(piece, scale):
+                largest = blocks.abs().amax(-1)
+                # A block of zeros has the scale 0, and stays so whatever its codes are.
+                shares = blocks / largest.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+                cells = shares.to(torch.float16).view(torch.int16).view(-1).to(torch.int32) & 0xFFFF
+                coded.append(_codes_on(self.signed, codes.device).index_select(0, cells))
+                each.copy_(largest)
+            codes.copy_((coded[0] if len(coded) == 1 else torch.cat(coded)).view(codes.shape))
+
+    def _blocks(self, values: Tensor, scale: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The whole blocks and their scales, and the shorter one that may be left."""
+        # Apart and not padded, for Inductor (2.13) reads a wrong scale for the end of what was padded and cut.
+        whole, rest = divmod(len(values), self.block)
+        if whole:
+            yield values[: whole * self.block].view(whole, self.block), scale[:whole]
+        if rest:
+            yield values[whole * self.block :].view(1, rest), scale[whole:]
+
+
+def dynamic_map(*, signed: bool) -> Tensor:
+    """Return the 256 values from -1 or 0 to 1 that the codes stand for, in order: float32.
+
+    Each decade from 1e-7 to 1 has twice as many as the one below, halfway between evenly spaced bounds: seven decades
+    of 1 to 64 values of each sign, or of 2 to 128 without one; and 0 and 1.
+    """
+    values = [torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)]
+    for decade in range(DECADES):
+        bounds = torch.linspace(0.1, 1.0, (1 if signed else 2) * 2**decade + 1, dtype=torch.float64)
+        middles = (bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (decade + 1 - DECADES)
+        values += [middles, -middles] if signed else [middles]
+    return torch.cat(values).sort().values.to(torch.float32)
+
+
+@functools.lru_cache(maxsize=32)
+def _map_on(signed: bool, device: torch.device) -> Tensor:
+    # Real, even when a graph is being captured.
+    with _disable_current_modes():
+        return dynamic_map(signed=signed).to(device)
+
+
+@functools.lru_cache(maxsize=32)
+def _codes_on(signed: bool, device: torch.device) -> Tensor:
+    """The code nearest to each of the 65536 values of float16, by its bits.
+
+    A value is looked up as the float16 that is nearest, which is within 0.05 % of it or within 3e-8, in 0.8 ns; the
+    search among 255 bounds took 40.
+    """
+    with _disable_current_modes():
+        values = dynamic_map(signed=signed)
+        cells = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).to(torch.float32)
+        bounds = (values[:-1] + values[1:]) / 2
+        return torch.bucketize(cells.nan_to_num(), bounds).to(torch.uint8).to(device)

@@ -1,0 +1,518 @@
+"""Moments and parameters in few bits: beside formulas written out, and torchao; and their own laws."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ftrain as ft
+from ftrain import checkpoint, optim, random, tree
+from ftrain.errors import OptionError, StructureError
+from ftrain.optim.leaves import BLOCK
+from ftrain.optim.quantized import Codes, dynamic_map
+from ftrain.optim.rounding import noise, rounded
+from ftrain.optim.storage import Floats
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+PATHS = ["eager", "donated", "unfused", "graph"]
+
+
+def randn(shape, seed, dtype=F32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run(optimizer, params, path="eager", steps=4, size=1.0, seed=0):
+    """Updates with gradients and keys that depend on the step alone."""
+    params, state = tree.clone(params), optimizer.init(params)
+    for step in range(steps):
+        grads = {
+            name: size * randn(leaf.shape, 100 * step + i, leaf.dtype) for i, (name, leaf) in enumerate(params.items())
+        }
+        rate = torch.tensor(0.01, dtype=F64) if path == "graph" else 0.01
+        hyper = {"lr": rate, "rng": random.fold_in(random.key(seed), step)}
+        params, state = optimizer.update(grads, state, params, hyper, donate=path == "donated")
+    return params, state
+
+
+def make_params(dtype=F32):
+    shapes = {"long": (BLOCK + 5,), "matrix": (70, 90), "odd": (61, 71), "vector": (130,), "one": (1,), "empty": (0, 3)}
+    return {name: randn(shape, index, dtype) for index, (name, shape) in enumerate(shapes.items())}
+
+
+def assert_same(found, needed):
+    for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.fixture
+def unfused(monkeypatch):
+    backend = dataclasses.replace(ft.backends.get("cpu"), fused_optimizers=False)
+    return lambda: monkeypatch.setattr(ft.backends.registry, "_records", {"cpu": backend})
+
+
+# Rounding at random
+
+
+@pytest.mark.parametrize("place", [0, 1, 7, (1 << 32) - 3, 3 << 33])
+def test_noise_is_the_same_however_it_is_drawn(place):
+    key, size = random.fold_in(random.key(3), 1), 1001
+    drawn = noise(key, place, size, eager=True)
+    assert drawn.dtype == torch.int32
+    assert drawn.shape == (size,)
+    assert torch.equal(drawn, noise(key, place, size, eager=False))
+    captured = ft.graph.capture(lambda key: [noise(key, place, size, eager=False)], [key], lambda: None)
+    assert torch.equal(drawn, captured(key)[0])
+    # Of its place alone, whatever is drawn with it.
+    assert torch.equal(drawn[100:], noise(key, place + 100, size - 100, eager=True))
+
+
+def test_noise_is_uniform_and_independent():
+    size = 1 << 16
+    keys = random.split(random.key(0), 4)
+    drawn = torch.stack([noise(key, 0, size, eager=True) for key in keys])
+    assert (int(drawn.min()), int(drawn.max())) == (0, 65535)
+    cells = torch.stack([row.bincount(minlength=1 << 16).view(256, 256).sum(1) for row in drawn]).double()
+    chi = ((cells - size / 256).square() / (size / 256)).sum(1)
+    assert (chi - 255).abs().max() < 4 * math.sqrt(2 * 255)
+    signs = ((drawn.unsqueeze(-1) >> torch.arange(16)) & 1).double() - 0.5
+    # Each bit by itself, beside its neighbours in the word, in the next elements, and in other keys.
+    assert signs.mean(1).abs().max() < 4.5 * 0.5 / math.sqrt(size)
+    for shift in (1, 2, 3, 64, 256):
+        for other in (signs, signs.flip(-1), signs.roll(1, 0)):
+            assert (signs[:, shift:] * other[:, :-shift]).mean(1).abs().max() < 4.5 * 0.25 / math.sqrt(size - shift)
+    assert (signs * signs.roll(1, 0)).mean(1).abs().max() < 4.5 * 0.25 / math.sqrt(size)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_rounding_goes_to_a_neighbour_and_is_right_in_the_mean(eager):
+    value = torch.tensor([1.0 + 2**-9, -3.3, 1e-30, 1e-42, 1.0, 0.0, -0.0, 3.38e38])
+    below = (value.view(torch.int32) & -0x10000).view(F32)
+    above = ((value.view(torch.int32) & -0x10000) + 0x10000).view(F32)
+    draws = 20_000
+    bits = noise(random.key(1), 0, draws * len(value), eager=True)
+    found = rounded(value.repeat(draws), bits, eager=eager).view(draws, -1)
+    assert torch.equal(found.to(BF16).to(F32), found)
+    exact = value == value.to(BF16).to(F32)
+    assert torch.equal(
+        torch.where(exact, found == value, (found == below) | (found == above)).all(0), torch.ones(8).bool()
+    )
+    share = (found == above).double().mean(0)
+    wanted = torch.where(exact, 0.0, (value.double() - below.double()) / (above.double() - below.double()))
+    assert ((share - wanted).abs() <= 4.5 * (wanted * (1 - wanted) / draws).sqrt()).all()
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_rounding_keeps_nan_and_infinity(eager):
+    patterns = [0x7F800001, 0x7FFFFFFF, 0x7FC00000, -1, -0x400000, 0x7F800000, -0x800000]
+    value = torch.tensor(patterns, dtype=torch.int32).view(F32)
+    for bits in (0, 1, 65535):
+        found = rounded(value.clone(), torch.full((7,), bits, dtype=torch.int32), eager=eager).to(BF16)
+        assert found[:5].isnan().all()
+        assert found[5:].tolist() == [math.inf, -math.inf]
+
+
+def test_bits_are_other_ones_for_each_step_leaf_and_tree():
+    """Of 100 equal parameters with equal gradients, in two leaves, hardly two go the same way."""
+    params = {"a": torch.ones(4096, dtype=BF16), "b": torch.ones(4096, dtype=BF16)}
+    optimizer = optim.adamw(1.0, stochastic_rounding=True)
+    found = []
+    for step in range(3):
+        # The step in float32 is 2^-9, half of the distance to the next bfloat16 below 1.
+        hyper = {"lr": 2.0**-9, "rng": random.fold_in(random.key(0), step)}
+        moved, state = optimizer.update(tree.map(torch.ones_like, params), optimizer.init(params), params, hyper)
+        found += [moved["a"] < 1, moved["b"] < 1, state["mu"]["a"].float() > 0.1, state["nu"]["b"].float() > 0.001]
+    for one in range(len(found)):
+        for other in range(one):
+            if one % 4 < 2 and other % 4 < 2:
+                assert 0.4 < float((found[one] == found[other]).double().mean()) < 0.6
+            elif one % 4 == other % 4:
+                assert not torch.equal(found[one], found[other])
+
+
+def test_a_small_rate_is_not_lost():
+    """Steps of a thirtieth of the distance between two values of bfloat16, a hundred times."""
+    params = {"w": torch.full((10_000,), 1.0, dtype=BF16)}
+    far = {}
+    for stochastic in (False, True):
+        optimizer = optim.adamw(1.0, state_dtype="fp32", stochastic_rounding=stochastic)
+        moved, state = params, optimizer.init(params)
+        for step in range(100):
+            hyper = {"lr": 2.0**-8 / 30, "rng": random.fold_in(random.key(0), step)}
+            moved, state = optimizer.update({"w": torch.ones_like(params["w"])}, state, moved, hyper)
+        far[stochastic] = 1.0 - float(moved["w"].double().mean())
+    assert far[False] == 0.0
+    assert far[True] == pytest.approx(100 * 2.0**-8 / 30, rel=0.02)
+
+
+def test_the_second_moment_decays():
+    """By 0.1 % a step, where values of bfloat16 are 0.4 to 0.8 % apart: to the nearest it would stay for ever."""
+    left = {}
+    for stochastic in (False, True):
+        optimizer = optim.adamw(0.0, state_dtype="bf16", stochastic_rounding=stochastic)
+        params = {"w": torch.zeros(2048)}
+        state = optimizer.init(params)
+        state["nu"]["w"].fill_(1.0)
+        for step in range(700):
+            hyper = {"lr": 0.0, "rng": random.fold_in(random.key(0), step)}
+            params, state = optimizer.update(tree.map(torch.zeros_like, params), state, params, hyper, donate=True)
+        left[stochastic] = float(state["nu"]["w"].double().mean())
+    assert left[False] == 1.0
+    assert left[True] == pytest.approx(0.999**700, rel=0.01)
+
+
+# Formulas written out
+
+
+def adamw_reference(p, g, m, v, t, *, store, decay=0.0):
+    """Loshchilov and Hutter 2019, in float64, with the moments stored after each step."""
+    p, g, m, v = (x.double() for x in (p, g, m, v))
+    m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+    p = p - 0.01 * decay * p - 0.01 * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+    return store("p", p), store("mu", m), store("nu", v)
+
+
+def assert_rounded(found, needed, share=0.01):
+    """That values in bfloat16 or codes are the same, but for a few that were rounded to the other side."""
+    assert found.dtype == needed.dtype
+    assert int((found != needed).sum()) <= share * found.numel()
+    if found.dtype == BF16:
+        torch.testing.assert_close(found, needed, rtol=2**-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_bfloat16_moments_equal_the_formula(path, dtype, stochastic, unfused):
+    """One step at a time from the same state, so that a flip of one rounding does not spread."""
+    if path == "unfused":
+        unfused()
+    optimizer = optim.adamw(0.01, weight_decay=0.1, state_dtype="bf16", stochastic_rounding=stochastic)
+    params = {"w": randn((50, 60), 0, dtype)}
+    state = optimizer.init(params)
+    for step in range(4):
+        key, grad = random.fold_in(random.key(0), step), randn((50, 60), 1 + step, dtype)
+
+        def store(name, value, key=key):
+            if name == "p" and dtype == F32:
+                return value.float()
+            if not stochastic:
+                return value.float().to(BF16)
+            place = {"p": 0, "mu": 3000, "nu": 6000}[name]
+            bits = noise(key, place, 3000, eager=False).view(50, 60)
+            return ((value.float().view(torch.int32) + bits) >> 16).to(torch.int16).view(BF16)
+
+        p, m, v = adamw_reference(
+            params["w"], grad, state["mu"]["w"], state["nu"]["w"], step + 1, store=store, decay=0.1
+        )
+        rate = torch.tensor(0.01, dtype=F64) if path == "graph" else 0.01
+        params, state = optimizer.update({"w": grad}, state, params, {"lr": rate, "rng": key}, donate=path == "donated")
+        assert_rounded(state["mu"]["w"], m)
+        assert_rounded(state["nu"]["w"], v)
+        if dtype == BF16:
+            assert_rounded(params["w"], p)
+        else:
+            torch.testing.assert_close(params["w"], p, rtol=1e-6, atol=1e-7)
+
+
+def test_float32_moments_of_bfloat16_parameters_are_those_of_float32():
+    params = {"w": randn((40, 50), 0, BF16)}
+    optimizer = optim.adamw(0.01, state_dtype="fp32")
+    moved, state = run(optimizer, params, steps=1)
+    wide, needed = run(optim.adamw(0.01), tree.cast(params, F32), steps=0)
+    wide, needed = optim.adamw(0.01).update({"w": randn((40, 50), 0, BF16).float()}, needed, wide, {"lr": 0.01})
+    torch.testing.assert_close((state["mu"], state["nu"]), (needed["mu"], needed["nu"]), rtol=1e-6, atol=0)
+    assert torch.equal(moved["w"], wide["w"].to(BF16))
+
+
+def test_the_parameters_own_dtype_in_float32_is_plain_adamw():
+    params = make_params()
+    for path in PATHS[:2]:
+        found = run(optim.adamw(0.01, weight_decay=0.1, state_dtype="fp32"), params, path)
+        needed = run(optim.adamw(0.01, weight_decay=0.1), params, path)
+        torch.testing.assert_close(found, needed, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("make", [optim.adam, optim.adamw])
+def test_amsgrad_and_the_rest_of_the_options(make):
+    options = {"amsgrad": True, "maximize": True, "weight_decay": 0.1}
+    params = {"w": randn((40, 50), 0)}
+    found, state = run(make(0.01, state_dtype="bf16", **options), params)
+    needed, _ = run(make(0.01, **options), params)
+    assert {leaf.dtype for key in ("mu", "nu", "nu_max") for leaf in state[key].values()} == {BF16}
+    torch.testing.assert_close(found, needed, rtol=0.0, atol=5e-4)
+
+
+# Blocks of 8 bits
+
+
+def test_the_map():
+    for signed in (True, False):
+        values = dynamic_map(signed=signed)
+        assert values.shape == (256,)
+        assert (values.diff() > 0).all()
+        assert values[-1] == 1.0
+        assert 0.0 in values
+        assert float(values[0]) == pytest.approx(-0.99296875 if signed else 0.0)
+    # Seven decades, each with twice as many as the one below.
+    counts = [int(((values >= 10.0**-k) & (values < 10.0 ** (1 - k))).sum()) for k in range(1, 8)]
+    assert counts == [128, 64, 32, 16, 8, 4, 2]
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "block"), [((4096,), 256), ((37, 113), 256), ((5,), 7), ((64, 3), 1), ((8, 100), 100)]
+)
+def test_values_go_to_the_nearest_code(signed, shape, block):
+    values = randn(shape, 0) * 10.0 ** randn(shape, 1)
+    values = values if signed else values.square()
+    form = Codes(signed, block, 1)
+    stored = form.begin(torch.zeros(shape))
+    assert form.read([form.window(stored, 0, values.numel())], F32).count_nonzero() == 0
+    form.write([stored], values.reshape(-1), None)
+    codes, scale = stored
+    assert (codes.dtype, codes.shape, scale.shape) == (torch.uint8, values.shape, (-(-values.numel() // block),))
+    found = form.read([stored], F32)
+    each = scale.repeat_interleave(block)[: values.numel()]
+    assert torch.equal(scale, torch.stack([part.abs().max() for part in values.reshape(-1).split(block)]))
+    shares, known = values.reshape(-1).double() / each, dynamic_map(signed=signed).double()
+    nearest = (shares.unsqueeze(-1) - known).abs().amin(-1)
+    error = (found.double() / each - shares).abs()
+    # To the nearest, and where float16 cannot tell, to one that is hardly farther.
+    assert (error <= nearest + shares.abs() * 2**-10 + 1e-7).all()
+    assert float((error <= nearest + 1e-7).double().mean()) > 0.99
+
+
+def test_a_block_of_zeros_and_one_of_nan():
+    form = Codes(True, 4, 1)
+    stored = form.begin(torch.zeros(12))
+    values = torch.tensor([0.0, 0, 0, 0, 1, math.nan, 2, 3, -1, 0.5, 1e-30, 1])
+    form.write([stored], values.clone(), None)
+    found = form.read([stored], F32)
+    assert found[:4].count_nonzero() == 0
+    assert found[4:8].isnan().all()
+    torch.testing.assert_close(found[8:], values[8:], rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_8_bit_equals_the_formula(path, unfused):
+    if path == "unfused":
+        unfused()
+    optimizer = optim.adamw_8bit(0.01, weight_decay=0.1, block=100, min_size=1)
+    forms = {"mu": Codes(True, 100, 1), "nu": Codes(False, 100, 1)}
+    params = {"w": randn((50, 61), 0)}
+    state = optimizer.init(params)
+
+    def read(state, name):
+        return forms[name].read([(state[name]["w"], state[name + "_scale"]["w"])], F32).view(50, 61)
+
+    for step in range(5):
+        grad = randn((50, 61), 1 + step)
+
+        def store(name, value):
+            return value.float()
+
+        p, m, v = adamw_reference(
+            params["w"], grad, read(state, "mu"), read(state, "nu"), step + 1, store=store, decay=0.1
+        )
+        rate = torch.tensor(0.01, dtype=F64) if path == "graph" else 0.01
+        params, state = optimizer.update({"w": grad}, state, params, {"lr": rate}, donate=path == "donated")
+        torch.testing.assert_close(params["w"], p, rtol=1e-6, atol=1e-7)
+        for name, exact in (("mu", m), ("nu", v)):
+            stored = forms[name].begin(exact)
+            forms[name].write([stored], exact.reshape(-1).clone(), None)
+            assert float((stored[0] != state[name]["w"]).double().mean()) < 1e-3
+            torch.testing.assert_close(stored[1], state[name + "_scale"]["w"], rtol=1e-6, atol=0)
+
+
+def test_small_leaves_stay_in_float32_and_state_is_two_bytes():
+    shapes = {f"block{i}": (3072, 1024) for i in range(8)} | {f"norm{i}": (1024,) for i in range(16)}
+    params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    count = sum(leaf.numel() for leaf in params.values())
+
+    def each(optimizer):
+        return sum(leaf.nbytes for leaf in tree.leaves(optimizer.init(params))) / count
+
+    assert each(optim.adamw_8bit(0.1)) < 2.1
+    assert each(optim.adamw(0.1, state_dtype="bf16")) == pytest.approx(4, abs=1e-6)
+    assert each(optim.adamw(0.1)) == pytest.approx(8, abs=1e-6)
+    state = optim.adamw_8bit(0.1).init(params)
+    assert {leaf.dtype for leaf in state["nu"].values()} == {torch.uint8, F32}
+    assert state["nu"]["norm0"].dtype == F32
+    assert state["nu_scale"]["norm0"].shape == (0,)
+    small = {"w": randn((40, 50), 0)}
+    assert_same(run(optim.adamw_8bit(0.1), small)[0], run(optim.adamw(0.1), small)[0])
+
+
+def test_equals_torchaos_8_bit_adamw():
+    """Twenty steps, each from torchao's own state, so that a code on the other side of a bound does not spread."""
+    torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    start = {"w": randn((64, 128), 0), "b": randn((100,), 1)}
+    optimizer = optim.adamw_8bit(0.01, weight_decay=0.1, decay_mask=optim.everything)
+    state = optimizer.init(start)
+    leaves = {name: torch.nn.Parameter(leaf.clone()) for name, leaf in start.items()}
+    theirs = torchao.AdamW8bit(leaves.values(), lr=0.01, weight_decay=0.1)
+    # It hands its formula to torch.compile, and the formula is what is compared.
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(20):
+            params = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+            grads = {name: randn(leaf.shape, 10 * step + i) for i, (name, leaf) in enumerate(start.items())}
+            for name, leaf in leaves.items():
+                leaf.grad = grads[name]
+            theirs.step()
+            params, state = optimizer.update(grads, state, params, {"lr": 0.01})
+            torch.testing.assert_close(
+                params, {name: leaf.detach() for name, leaf in leaves.items()}, rtol=1e-5, atol=1e-6
+            )
+            for ours, their in {"mu": "exp_avg", "nu": "exp_avg_sq"}.items():
+                moments = {name: theirs.state[leaf][their] for name, leaf in leaves.items()}
+                moment, small = moments["w"], moments["b"]
+                gap = (moment.codes.int() - state[ours]["w"].int()).abs()
+                assert int(gap.max()) <= 1
+                assert int(gap.sum()) < 0.02 * gap.numel()
+                torch.testing.assert_close(moment.scale, state[ours + "_scale"]["w"], rtol=1e-6, atol=0)
+                torch.testing.assert_close(small, state[ours]["b"], rtol=1e-5, atol=1e-8)
+                state[ours]["w"].copy_(moment.codes)
+                state[ours + "_scale"]["w"].copy_(moment.scale)
+                torch.testing.assert_close(dynamic_map(signed=ours == "mu"), moment.qmap, rtol=1e-6, atol=0)
+
+
+# Laws of all
+
+
+ALL = {
+    "nearest": lambda **more: optim.adamw(0.01, state_dtype="bf16", stochastic_rounding=False, **more),
+    "stochastic": lambda **more: optim.adamw(0.01, state_dtype="bf16", **more),
+    "parameters": lambda **more: optim.adamw(0.01, stochastic_rounding=True, **more),
+    "8bit": lambda **more: optim.adamw_8bit(0.01, **more),
+    "8bit stochastic": lambda **more: optim.adamw_8bit(0.01, block=100, stochastic_rounding=True, **more),
+}
+each = pytest.mark.parametrize("name", ALL)
+
+
+@each
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_donated_equals_undonated_and_graphs_equal_eager(name, dtype):
+    optimizer, params = ALL[name](weight_decay=0.1), make_params(dtype)
+    found = run(optimizer, params)
+    assert_same(run(optimizer, params, "donated"), found)
+    graph = run(optimizer, params, "graph", steps=1)
+    one = run(optimizer, params, steps=1)
+    for a, b in zip(tree.leaves(graph), tree.leaves(one), strict=True):
+        if a.dtype in (BF16, torch.uint8):
+            assert_rounded(a, b)
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@each
+def test_leaves_that_lie_otherwise_in_memory(name):
+    """Transposed and channels-last parameters, and gradients that lie otherwise than these."""
+    optimizer = ALL[name]()
+    plain = {"image": randn((16, 8, 6, 6), 0, BF16), "matrix": randn((70, 90), 1, BF16)}
+    turned = {
+        "image": plain["image"].clone().to(memory_format=torch.channels_last),
+        "matrix": plain["matrix"].t().contiguous().t(),
+    }
+    found, needed = run(optimizer, turned, "donated"), run(optimizer, plain)
+    assert found[0]["matrix"].stride() == (1, 70)
+    for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True):
+        assert torch.equal(a, b)
+
+
+@each
+def test_a_checkpoint_goes_on_bit_for_bit(name, tmp_path):
+    def loss(params, batch):
+        return (batch @ params["w"].float()).square().mean() + params["b"].float().square().sum()
+
+    step = ft.train_step(loss, ALL[name]())
+    state = step.init({"w": randn((70, 90), 0, BF16), "b": randn((5,), 1)})
+    batches = [randn((4, 70), 10 + i) for i in range(4)]
+    for batch in batches[:2]:
+        state, _ = step(state, batch)
+    checkpoint.save(tmp_path / "half", state)
+    resumed = checkpoint.load(tmp_path / "half", like=step.init({"w": randn((70, 90), 5, BF16), "b": randn((5,), 6)}))
+    for batch in batches[2:]:
+        state, _ = step(state, batch)
+        resumed, _ = step(resumed, batch)
+    assert_same(resumed, state)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most float32 elements that an operation makes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree.leaves(made):
+            # Views of parameters and gradients are as long as these.
+            if isinstance(leaf, torch.Tensor) and leaf.dtype == F32 and leaf._base is None:
+                self.count = max(self.count, leaf.numel())
+        return made
+
+
+@each
+def test_no_float32_copy_of_a_long_leaf(name):
+    optimizer, params = ALL[name](), {"w": torch.zeros(3 * BLOCK + 100, dtype=BF16)}
+    state, grads = optimizer.init(params), tree.map(torch.ones_like, params)
+    with Largest() as largest:
+        optimizer.update(grads, state, params, {"lr": 0.1, "rng": random.key(0)}, donate=True)
+    assert 0 < largest.count <= BLOCK
+
+
+def test_inductor_makes_one_graph_that_equals_eager():
+    optimizer = optim.partition(
+        {"rounded": ALL["stochastic"](), "coded": optim.adamw_8bit(0.01, block=64, min_size=1)},
+        {"coded": ["coded"]},
+    )
+    params = {"coded": randn((30, 40), 0), "rounded": randn((40, 30), 1, BF16)}
+
+    def loss(params, batch):
+        return (params["coded"].t() * batch).sum() + (params["rounded"].float() * batch).sum()
+
+    step = ft.train_step(loss, optimizer)
+    compiled = ft.compiled(lowering="whole", donate=True)(step)
+    found, needed = compiled.init(params), step.init(params)
+    for index in range(3):
+        # Gradients that bfloat16 has, since Inductor leaves out that they are rounded to it.
+        batch = randn((40, 30), index, BF16).float()
+        found, _ = compiled(found, batch)
+        needed, _ = step(needed, batch)
+    assert compiled.lower(compiled.init(params), batch).graphs == 1
+    for a, b in zip(tree.leaves(found.opt_state), tree.leaves(needed.opt_state), strict=True):
+        if a.dtype in (BF16, torch.uint8):
+            assert_rounded(a, b)
+    torch.testing.assert_close(found.params["coded"], needed.params["coded"], rtol=1e-5, atol=1e-6)
+    assert_rounded(found.params["rounded"], needed.params["rounded"])
+
+
+def test_how_it_prints():
+    assert optim.adamw(0.1, state_dtype="bf16").text == "adamw(constant(0.1), state_dtype=bf16)"
+    assert optim.adam(0.1, stochastic_rounding=True).text == "adam(constant(0.1), stochastic_rounding=True)"
+    assert optim.adamw_8bit(0.1, block=128).text == "adamw_8bit(constant(0.1), block=128)"
+    assert optim.adamw(0.1, state_dtype="bf16").needs_rng
+    assert not optim.adamw(0.1, state_dtype="fp32").needs_rng
+    assert not optim.adamw_8bit(0.1).needs_rng
+
+
+def test_bad_options_are_errors():
+    with pytest.raises(OptionError, match="adamw: state_dtype is 'fp16'; choices are None, 'bf16', 'fp32'"):
+        optim.adamw(0.1, state_dtype="fp16")
+    for option in ("block", "min_size"):
+        with pytest.raises(OptionError, match=f"adamw_8bit: {option} is 0, needs a whole number"):
+            optim.adamw_8bit(0.1, **{option: 0})
+    optimizer = optim.adamw(0.1, state_dtype="bf16")
+    params = {"w": torch.ones(2)}
+    with pytest.raises(OptionError, match="stochastic rounding needs a key"):
+        optimizer.update(params, optimizer.init(params), params, {"lr": 0.1})
+    with pytest.raises(StructureError, match="adamw_8bit: the optimizer state has count, mu, nu, needs"):
+        optim.adamw_8bit(0.1).update(params, optimizer.init(params), params, {"lr": 0.1})
+
+
+def test_windows_of_a_format_are_what_is_stored():
+    form, stored = Floats(BF16), (torch.zeros(10, dtype=BF16),)
+    form.write([form.window(stored, 2, 5)], torch.ones(3), None)
+    assert stored[0].tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
