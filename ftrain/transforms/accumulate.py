@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from ftrain.checks import require_positive
 from ftrain.errors import BatchError, LossError
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
 from ftrain.wrapper import Wrapper, wrapper
+
+TOGETHER = 1 << 20
+"""Elements of gradients that are weighed together: enough to fill a device, and few beside a model."""
 
 
 @wrapper
@@ -93,8 +97,10 @@ def _weighed(piece: Gradients) -> Gradients:
 
 def _added(total: Gradients, piece: Gradients) -> Gradients:
     sums, spec = tree.flatten(total.grads)
-    # In place: the sums are this wrapper's own, so that one set of them exists and not two.
-    torch._foreach_add_(sums, tree.leaves(_weighed(piece).grads))
+    grads = tree.leaves(piece.grads)
+    for part in _parts(sums):
+        # In place: the sums are this wrapper's own, so that one set of them exists and not two.
+        torch._foreach_add_(sums[part], tree.scale_leaves(grads[part], piece.loss.weight))
     finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
     return Gradients(
         tree.unflatten(spec, sums),
@@ -103,6 +109,18 @@ def _added(total: Gradients, piece: Gradients) -> Gradients:
         piece.buffers,
         finite,
     )
+
+
+def _parts(leaves: list[Tensor]) -> Iterator[slice]:
+    """Cut a list of tensors into parts of some elements, so that few of them exist twice at a time."""
+    start = size = 0
+    for index, leaf in enumerate(leaves):
+        if size and size + leaf.numel() > TOGETHER:
+            yield slice(start, index)
+            start, size = index, 0
+        size += leaf.numel()
+    if start < len(leaves):
+        yield slice(start, len(leaves))
 
 
 def _merged(total: Metrics, piece: Metrics) -> Metrics:

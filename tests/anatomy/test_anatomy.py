@@ -242,3 +242,12 @@ def test_what_anatomy_refuses():
         ft.anatomy(pure, None, batch)
     with pytest.raises(StructureError):
         ft.anatomy(step, pure.init({"w": torch.ones(1)}), batch)
+
+
+def test_accumulation_takes_two_sets_of_gradients_and_not_three():
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
+    step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(4), ft.donated())
+    found = ft.anatomy(step, None, torch.empty(4, 1024, device="meta"))
+    weights = 4 * 8 * 1024 * 1024
+    assert 2 * weights < found.most["gradients"] + found.most["temporaries"] < 2.3 * weights
