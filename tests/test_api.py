@@ -52,7 +52,18 @@ NAMES = [
 
 MODULES = {
     "adapters": ["like", "load", "lora", "merge", "save", "unmerge"],
-    "backends": ["Backend", "Memory", "Recorder", "default", "get", "names", "of", "register", "resolve"],
+    "backends": [
+        "Backend",
+        "Memory",
+        "Recorder",
+        "default",
+        "get",
+        "names",
+        "of",
+        "private_use",
+        "register",
+        "resolve",
+    ],
     "checkpoint": ["Checkpoints", "load", "save", "verify"],
     "data": [
         "Loader",

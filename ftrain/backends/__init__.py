@@ -1,6 +1,14 @@
-"""Devices by name: `get("cuda")`, `of(tensor.device)`, `default()`, and `register` for one more."""
+"""Devices by name: `get("cuda")`, `of(tensor.device)`, `default()`, and `register` for one more.
 
-from ftrain.backends import cpu, cuda
+Records are here for CPUs, the GPUs of NVIDIA, AMD, Intel, Apple and Moore Threads, Intel Gaudi, Huawei Ascend,
+Cambricon MLU, TPUs, and, by `private_use`, for any other device that a package adds to torch. A vendor's package is
+imported when its device is asked for by name, and not before.
+"""
+
+import torch as _torch
+
+from ftrain.backends import cpu, cuda, hpu, mlu, mps, musa, npu, rocm, xla, xpu
+from ftrain.backends.private import private_use as private_use
 from ftrain.backends.registry import Backend as Backend
 from ftrain.backends.registry import Memory as Memory
 from ftrain.backends.registry import Recorder as Recorder
@@ -11,5 +19,6 @@ from ftrain.backends.registry import of as of
 from ftrain.backends.registry import register as register
 from ftrain.backends.registry import resolve as resolve
 
-for _module in (cpu, cuda):
+# One name for two makers: a build of torch is for one of them.
+for _module in (cpu, rocm if _torch.version.hip else cuda, xpu, mps, hpu, npu, mlu, musa, xla):
     register(_module.BACKEND)

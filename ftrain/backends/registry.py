@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +18,9 @@ from ftrain.errors import DeviceError, OptionError
 
 ENTRY_POINTS = "ftrain.backends"
 CHOICE = "FTRAIN_BACKEND"
+
+TEXTS = "name", "distributed", "compile_backend", "platform", "package", "install"
+CALLS = "available", "describe", "autocast_dtypes", "seeded", "synchronize", "memory", "tf32"
 
 
 Recorder: TypeAlias = Callable[[Callable[[], Sequence[Tensor]]], tuple[Callable[[], None], Sequence[Tensor]]]
@@ -30,9 +35,15 @@ class Memory:
     peak: int
 
 
+_NEEDED: Any = object()
+"""Stands for a field that was not given, so that the error can name all of them."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """What a device platform offers; the only place where platforms differ.
+
+    Those without a default are needed.
 
     Args:
         name: the device type as torch spells it ("cpu", "cuda").
@@ -40,7 +51,7 @@ class Backend:
         describe: the product's name, for messages.
         autocast_dtypes: the dtypes that mixed precision can use on this machine.
         seeded: context that seeds torch's global generators (a 63-bit seed) and puts them back as
-            they were.
+            they were. Every step runs in one; where work is queued until it is asked for, its end sends it off.
         synchronize: wait until the device has done all queued work.
         memory: bytes in use.
         distributed: the name of the `torch.distributed` backend.
@@ -50,22 +61,53 @@ class Backend:
         pinned_memory: whether page-locked host memory speeds up copies to the device.
         fused_optimizers: whether torch's fused optimizer kernels run here.
         recorder: makes a `Recorder`, which records work that is then replayed; None where there is no such thing.
+        float64: whether the device computes in float64.
+        platform: whose devices these are, where the name does not say it.
+        package: of the vendor, which adds the device to torch; imported when the backend is asked for by name.
+        install: how to get that package, for messages.
+
+    Raises:
+        OptionError: naming what is not given, or is of the wrong kind.
     """
 
-    name: str
-    available: Callable[[], bool]
-    describe: Callable[[], str]
-    autocast_dtypes: Callable[[], tuple[torch.dtype, ...]]
-    seeded: Callable[[int], AbstractContextManager[None]]
-    synchronize: Callable[[], None]
-    memory: Callable[[], Memory]
-    distributed: str
+    name: str = _NEEDED
+    available: Callable[[], bool] = _NEEDED
+    describe: Callable[[], str] = _NEEDED
+    autocast_dtypes: Callable[[], tuple[torch.dtype, ...]] = _NEEDED
+    seeded: Callable[[int], AbstractContextManager[None]] = _NEEDED
+    synchronize: Callable[[], None] = _NEEDED
+    memory: Callable[[], Memory] = _NEEDED
+    distributed: str = _NEEDED
     tf32: Callable[[], AbstractContextManager[None] | None] = lambda: None
     empty_cache: Callable[[], None] | None = None
     compile_backend: str = "inductor"
     pinned_memory: bool = False
     fused_optimizers: bool = False
     recorder: Callable[[], Recorder] | None = None
+    float64: bool = True
+    platform: str = ""
+    package: str = ""
+    install: str = ""
+
+    def __post_init__(self) -> None:
+        name = self.name if isinstance(self.name, str) else "of no name"
+        lacks = [field.name for field in fields(self) if getattr(self, field.name) is _NEEDED]
+        if lacks:
+            raise OptionError(f"Backend {name}: lacks {', '.join(lacks)}; a record needs them")
+        for text in TEXTS:
+            if not isinstance(getattr(self, text), str):
+                raise OptionError(f"Backend {name}: {text} is {getattr(self, text)!r}; needs a string")
+        for call in CALLS:
+            if not callable(getattr(self, call)):
+                raise OptionError(f"Backend {name}: {call} is {getattr(self, call)!r}; needs a function")
+        for call in ("empty_cache", "recorder"):
+            if getattr(self, call) is not None and not callable(getattr(self, call)):
+                raise OptionError(f"Backend {name}: {call} is {getattr(self, call)!r}; needs a function, or None")
+
+    @property
+    def present(self) -> bool:
+        """Whether this machine has the device, as far as it can be known without importing the vendor's package."""
+        return (not self.package or self.package in sys.modules) and self.available()
 
     @property
     def device(self) -> torch.device:
@@ -81,16 +123,16 @@ def register(backend: Backend) -> None:
     """Add a backend under its name, or replace the one that has it.
 
     Raises:
-        OptionError: when it is no `Backend`, or torch knows no device type of its name.
+        OptionError: when it is no `Backend`, or torch knows no device type of its name, and it names no `package`
+            that adds it.
     """
     if not isinstance(backend, Backend):
         raise OptionError(f"backends.register: found {backend!r}; needs a Backend record")
-    try:
-        torch.device(backend.name)
-    except RuntimeError as error:
+    if not backend.package and not _is_device(backend.name):
         raise OptionError(
-            f"backends.register: torch has no device type {backend.name!r}; import the package that adds it first"
-        ) from error
+            f"backends.register: torch has no device type {backend.name!r}; import the package that adds it first, or "
+            "name it in the record as its `package`"
+        )
     _records[backend.name] = backend
 
 
@@ -101,19 +143,20 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Backend:
-    """Return the backend of that name, which must be available on this machine.
+    """Return the backend of that name, which must be available on this machine; imports the vendor's package.
 
     Raises:
-        DeviceError: for an unknown or unavailable name; the message lists what there is.
+        DeviceError: for an unknown or unavailable name; the message lists what there is, or says what to install.
     """
     if name not in _records:
         _load_entry_points()
     backend = _records.get(name)
     if backend is None:
-        broken = f", and the package that brings it does not load: {_broken[name]}" if name in _broken else ""
-        raise DeviceError(f"backends.get: no backend {name!r}; registered are {', '.join(names())}{broken}")
+        raise DeviceError(f"backends.get: no backend {name!r}; registered are {_listed()}{_more_about(name)}")
+    if backend.package:
+        _import(backend)
     if not backend.available():
-        usable = ", ".join(other for other in names() if _records[other].available())
+        usable = ", ".join(other for other in names() if _records[other].present)
         raise DeviceError(f"backends.get: this machine has no {name!r} device; available are {usable}")
     return backend
 
@@ -142,6 +185,8 @@ def resolve(device: torch.device | str) -> torch.device:
 def default() -> Backend:
     """Return the backend that `FTRAIN_BACKEND` names, else an available accelerator, else the CPU.
 
+    A vendor's package is not imported for this: where it does not load itself with torch, name the device.
+
     Raises:
         DeviceError: when the one that is named is not there.
     """
@@ -151,8 +196,41 @@ def default() -> Backend:
             return get(chosen)
         except DeviceError as error:
             raise DeviceError(f"{CHOICE}={chosen}: {error}") from error
-    accelerators = (name for name in names() if name != "cpu" and _records[name].available())
+    accelerators = (name for name in names() if name != "cpu" and _records[name].present)
     return get(next(accelerators, "cpu"))
+
+
+def _is_device(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _import(backend: Backend) -> None:
+    try:
+        importlib.import_module(backend.package)
+    except Exception as error:
+        absent = isinstance(error, ModuleNotFoundError) and f"{backend.package}.".startswith(f"{error.name}.")
+        why = "is not installed" if absent else f"does not load ({type(error).__name__}: {error})"
+        raise DeviceError(
+            f"backends.get: {backend.name!r} ({backend.platform}) needs {backend.package}, which {why}"
+            + (f"; get it by {backend.install}" if backend.install else "")
+        ) from error
+
+
+def _listed() -> str:
+    records = (_records[name] for name in names())
+    return ", ".join(record.name + (f" ({record.platform})" if record.platform else "") for record in records)
+
+
+def _more_about(name: str) -> str:
+    if name in _broken:
+        return f", and the package that brings it does not load: {_broken[name]}"
+    if name and name == torch._C._get_privateuse1_backend_name():
+        return f"; torch has it: ftrain.backends.register(ftrain.backends.private_use({name!r}))"
+    return ""
 
 
 def _load_entry_points() -> None:

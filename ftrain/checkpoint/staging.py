@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ftrain import backends
 from ftrain.checkpoint.skeleton import Leaf
 from ftrain.tree import HOST
 
@@ -28,5 +29,5 @@ def _copied(tensor: Tensor, held: Tensor) -> Tensor:
     fits = held.dtype == tensor.dtype and held.shape == tensor.shape and held.stride() == tensor.stride()
     if not fits:
         # Pinned, so that the copy of a device needs no stop on its way.
-        held = torch.empty_like(tensor, device=HOST, pin_memory=tensor.device != HOST)
+        held = torch.empty_like(tensor, device=HOST, pin_memory=backends.of(tensor.device).pinned_memory)
     return held.copy_(tensor.detach(), non_blocking=True)

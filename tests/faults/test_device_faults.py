@@ -81,7 +81,7 @@ def test_a_device_that_torch_does_not_know(device):
         make().init(params(), device=device)
 
 
-@pytest.mark.parametrize("device", ["mps", "meta"])
+@pytest.mark.parametrize("device", ["mtia", "meta"])
 def test_a_device_that_nobody_registered(device):
     with failing(DeviceError, device, "registered are", "cpu"):
         make().init(params(), device=device)

@@ -1,0 +1,115 @@
+"""What the module of a device, ``torch.<name>``, offers: the functions that vendors give it after `torch.cuda`.
+
+The names are those that torch asks of a PrivateUse1 device
+(https://docs.pytorch.org/docs/stable/accelerator/index.html) and of `torch.accelerator`
+(https://docs.pytorch.org/docs/stable/accelerator.html).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain.backends.registry import Memory, Recorder
+from ftrain.errors import DeviceError
+
+NARROW = torch.bfloat16, torch.float16
+
+
+class DeviceModule:
+    """The module of a device, looked up when it is needed: by then the vendor's package is imported.
+
+    Args:
+        name: the device type.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def module(self) -> Any:
+        """``torch.<name>``."""
+        return torch.get_device_module(self._name)
+
+    def available(self) -> bool:
+        """Whether this machine has such a device."""
+        return bool(self.module.is_available())
+
+    def describe(self) -> str:
+        """The product's name."""
+        return str(self.module.get_device_name())
+
+    def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The 16-bit dtypes of autocast; one that torch asks every PrivateUse1 device for."""
+        able = self.module.get_amp_supported_dtype()
+        return tuple(dtype for dtype in NARROW if dtype in able)
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Seed the generators of the host and of the device, and put them back."""
+        host, device = torch.default_generator, self.module
+        before = host.get_state(), device.get_rng_state()
+        host.manual_seed(seed)
+        device.manual_seed(seed)
+        try:
+            yield
+        finally:
+            host.set_state(before[0])
+            device.set_rng_state(before[1])
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all queued work."""
+        self.module.synchronize()
+
+    def memory(self) -> Memory:
+        """Bytes of tensors, now and at most."""
+        return Memory(current=int(self.module.memory_allocated()), peak=int(self.module.max_memory_allocated()))
+
+    def empty_cache(self) -> None:
+        """Give cached memory back to the device."""
+        self.module.empty_cache()
+
+    def recorder(self) -> Recorder:
+        """Record in the vendor's graph, which has the name and the use of a `torch.cuda.CUDAGraph`.
+
+        Where the vendor's package is too old to have one, recording raises DeviceError, which is a RuntimeError.
+        """
+        module, graph = self.module, f"{self._name.upper()}Graph"
+        # One pool: the recordings of a step run one after another, and their outputs are copied out.
+        pool = module.graph_pool_handle() if hasattr(module, graph) else None
+
+        def record(work: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+            if pool is None:
+                raise DeviceError(f"torch.{self._name} has no {graph}")
+            recorded = getattr(module, graph)()
+            with module.graph(recorded, pool=pool):
+                outputs = work()
+            return recorded.replay, outputs
+
+        return record
+
+
+@contextmanager
+def switched(owner: Any, attribute: str, value: Any) -> Iterator[None]:
+    """Set an attribute, and put it back."""
+    before = getattr(owner, attribute)
+    setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, before)
+
+
+@contextmanager
+def high_precision() -> Iterator[None]:
+    """Let float32 products use TF32, where torch's own switch for that decides."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,68 @@
+"""Intel Gaudi, by `habana_frameworks.torch`, which puts `torch.hpu` there.
+
+From its support matrix (https://docs.habana.ai/en/latest/PyTorch/Reference/PyTorch_Support_Matrix.html): no float64;
+``hpu_backend`` compiles, Inductor does not; its graphs are for lazy mode only. First-generation Gaudi has no float16.
+There is no empty_cache. In lazy mode (``PT_HPU_LAZY_MODE=1``; no longer the default, see
+https://docs.habana.ai/en/latest/PyTorch/PyTorch_Gaudi_Theory_of_Operations.html) operations are collected until
+`mark_step` (https://docs.habana.ai/en/latest/PyTorch/Reference/mark_step.html), here at the end of every step.
+
+Source: https://docs.habana.ai/en/latest/PyTorch/Reference/Python_Packages.html. Not run on hardware.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ftrain.backends.device_module import NARROW, DeviceModule
+from ftrain.backends.registry import Backend
+
+FIRST = "GAUDI"
+
+
+class _Gaudi(DeviceModule):
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        host, device = torch.default_generator, self.module.random
+        before = host.get_state(), device.get_rng_state()
+        host.manual_seed(seed)
+        device.manual_seed(seed)
+        try:
+            yield
+        finally:
+            _mark_step()
+            host.set_state(before[0])
+            device.set_rng_state(before[1])
+
+    def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16,) if self.describe() == FIRST else NARROW
+
+
+def _mark_step() -> None:
+    if os.environ.get("PT_HPU_LAZY_MODE") == "1":
+        core: Any = importlib.import_module("habana_frameworks.torch.core")
+        core.mark_step()
+
+
+DEVICE = _Gaudi("hpu")
+
+BACKEND = Backend(
+    name="hpu",
+    platform="Intel Gaudi",
+    package="habana_frameworks.torch",
+    install="Intel's image or installer, https://docs.habana.ai/en/latest/Installation_Guide/index.html",
+    available=DEVICE.available,
+    describe=DEVICE.describe,
+    autocast_dtypes=DEVICE.autocast_dtypes,
+    seeded=DEVICE.seeded,
+    synchronize=DEVICE.synchronize,
+    memory=DEVICE.memory,
+    distributed="hccl",
+    compile_backend="hpu_backend",
+    float64=False,
+)

@@ -1,0 +1,43 @@
+"""Moore Threads GPUs, by `torch_musa`, which renames PrivateUse1 and puts `torch.musa` there.
+
+bfloat16 is where `get_amp_supported_dtype` lists it. TF32 is muDNN's, switched by `torch.backends.mudnn.allow_tf32`;
+there is no way to ask whether a card has it. Graphs are `torch.musa.MUSAGraph`.
+
+Source: https://github.com/MooreThreads/torch_musa/tree/main/torch_musa/core (amp/common.py, random.py, memory.py,
+mudnn.py) and https://github.com/MooreThreads/torch_musa/tree/main/torch_musa/musa_graph. Not run on hardware.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ftrain.backends.device_module import DeviceModule, switched
+from ftrain.backends.registry import Backend
+
+DEVICE = DeviceModule("musa")
+
+
+def _tf32() -> AbstractContextManager[None]:
+    backends: Any = torch.backends
+    return switched(backends.mudnn, "allow_tf32", True)
+
+
+BACKEND = Backend(
+    name="musa",
+    platform="Moore Threads GPU",
+    package="torch_musa",
+    install="Moore Threads' wheels or image, https://github.com/MooreThreads/torch_musa",
+    available=DEVICE.available,
+    describe=DEVICE.describe,
+    autocast_dtypes=DEVICE.autocast_dtypes,
+    seeded=DEVICE.seeded,
+    synchronize=DEVICE.synchronize,
+    memory=DEVICE.memory,
+    distributed="mccl",
+    tf32=_tf32,
+    empty_cache=DEVICE.empty_cache,
+    recorder=DEVICE.recorder,
+)

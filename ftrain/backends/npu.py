@@ -1,0 +1,32 @@
+"""Huawei Ascend, by `torch_npu`, which renames PrivateUse1 and puts `torch.npu` there.
+
+bfloat16 is where `get_amp_supported_dtype` lists it. For TF32 it has HF32, another format with a switch of its own
+(`torch.npu.matmul.allow_hf32`), which this record leaves as it is. Graphs are `torch.npu.NPUGraph`. Inductor needs
+triton-ascend.
+
+Source: https://www.hiascend.com/document/detail/zh/Pytorch/720/apiref/PyTorchNativeapi/ptaoplist_000163.html and
+https://github.com/Ascend/pytorch/blob/master/torch_npu/npu/__init__.py. Not run on hardware.
+"""
+
+from __future__ import annotations
+
+from ftrain.backends.device_module import DeviceModule
+from ftrain.backends.registry import Backend
+
+DEVICE = DeviceModule("npu")
+
+BACKEND = Backend(
+    name="npu",
+    platform="Huawei Ascend",
+    package="torch_npu",
+    install="pip install torch-npu, https://github.com/Ascend/pytorch",
+    available=DEVICE.available,
+    describe=DEVICE.describe,
+    autocast_dtypes=DEVICE.autocast_dtypes,
+    seeded=DEVICE.seeded,
+    synchronize=DEVICE.synchronize,
+    memory=DEVICE.memory,
+    distributed="hccl",
+    empty_cache=DEVICE.empty_cache,
+    recorder=DEVICE.recorder,
+)

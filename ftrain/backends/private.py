@@ -1,0 +1,66 @@
+"""Any device that a package adds to torch as PrivateUse1, in Python or in C++.
+
+Torch's tutorials for those who make one: https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html,
+https://docs.pytorch.org/tutorials/advanced/privateuseone.html. The test suite registers a device of host memory this
+way and trains on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ftrain.backends.device_module import DeviceModule
+from ftrain.backends.registry import Backend, Memory
+from ftrain.errors import OptionError
+
+ASKED = "is_available", "manual_seed", "get_rng_state", "set_rng_state"
+
+
+def private_use(name: str, **fields: Any) -> Backend:
+    """Make the record of a PrivateUse1 device from what its module, ``torch.<name>``, offers.
+
+    Memory is that of `memory_allocated` and `max_memory_allocated`, and zero where the module has neither; autocast
+    dtypes are those of `get_amp_supported_dtype`; `synchronize` and `empty_cache` are used where there are any. All
+    else is as careful as it can be: no TF32, no graphs, no fused kernels, no pinned memory, ``aot_eager`` to compile.
+
+    Args:
+        name: what the device was renamed to with `torch.utils.rename_privateuse1_backend`.
+        fields: of `Backend`, where the device has more to offer, `distributed` above all.
+
+    Raises:
+        OptionError: when torch has no such device, or its module lacks what a step needs.
+
+    >>> private_use("npux")
+    Traceback (most recent call last):
+    ftrain.errors.OptionError: backends.private_use: torch has no module torch.npux; import the package that adds it ...
+    """
+    try:
+        module = torch.get_device_module(name)
+    except RuntimeError as error:
+        raise OptionError(
+            f"backends.private_use: torch has no module torch.{name}; import the package that adds it first, or give "
+            f"your own to torch._register_device_module({name!r}, module)"
+        ) from error
+    lacks = [function for function in ASKED if not hasattr(module, function)]
+    if lacks:
+        raise OptionError(f"backends.private_use: torch.{name} lacks {', '.join(lacks)}, which a step needs")
+    device = DeviceModule(name)
+    made: dict[str, Any] = {
+        "platform": "PrivateUse1",
+        "available": device.available,
+        "describe": device.describe if hasattr(module, "get_device_name") else lambda: name,
+        "autocast_dtypes": device.autocast_dtypes if hasattr(module, "get_amp_supported_dtype") else tuple,
+        "seeded": device.seeded,
+        "synchronize": device.synchronize if hasattr(module, "synchronize") else torch.accelerator.synchronize,
+        "memory": device.memory if hasattr(module, "max_memory_allocated") else _uncounted,
+        "distributed": "gloo",
+        "empty_cache": device.empty_cache if hasattr(module, "empty_cache") else None,
+        "compile_backend": "aot_eager",
+    }
+    return Backend(**{"name": name, **made, **fields})
+
+
+def _uncounted() -> Memory:
+    return Memory(current=0, peak=0)

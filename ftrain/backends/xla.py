@@ -1,0 +1,64 @@
+"""TPUs, and what else PyTorch/XLA drives, by `torch_xla`.
+
+Operations are collected, and `torch_xla.sync` compiles and launches them
+(https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html): here at the end of every step. Autocast is to bfloat16
+(https://docs.pytorch.org/xla/master/perf/amp.html). The state of the generator is its seed, an integer. There are no
+cache to empty, no graphs to record (each step is one) and no TF32; ``openxla`` is what compiles.
+
+Source: https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html. Not run on hardware.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ftrain.backends.registry import Backend, Memory
+
+
+def _xla(module: str = "torch_xla") -> Any:
+    return importlib.import_module(module)
+
+
+def _model() -> Any:
+    return _xla("torch_xla.core.xla_model")
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    host, device = torch.default_generator, _model()
+    before = host.get_state(), device.get_rng_state()
+    host.manual_seed(seed)
+    device.set_rng_state(seed)
+    try:
+        yield
+    finally:
+        _xla().sync()
+        host.set_state(before[0])
+        device.set_rng_state(before[1])
+
+
+def _memory() -> Memory:
+    info = _model().get_memory_info()
+    # Not all versions count the peak.
+    return Memory(current=info["bytes_used"], peak=info.get("peak_bytes_used", info["bytes_used"]))
+
+
+BACKEND = Backend(
+    name="xla",
+    platform="TPU",
+    package="torch_xla",
+    install="pip install torch_xla[tpu], https://docs.pytorch.org/xla",
+    available=lambda: _xla().device_count() > 0,
+    describe=lambda: f"{_xla('torch_xla.runtime').device_type()} by XLA",
+    autocast_dtypes=lambda: (torch.bfloat16,),
+    seeded=_seeded,
+    synchronize=lambda: _xla().sync(wait=True),
+    memory=_memory,
+    distributed="xla",
+    compile_backend="openxla",
+)

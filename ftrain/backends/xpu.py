@@ -1,0 +1,53 @@
+"""Intel GPUs, part of torch as `torch.xpu`.
+
+Products in float32 are oneDNN's, whose TF32 has a switch of its own, `torch.backends.mkldnn.allow_tf32`
+(https://github.com/pytorch/pytorch/pull/144240); what Inductor compiles heeds that of CUDA
+(https://github.com/pytorch/pytorch/issues/187947), so both are set.
+
+Source: https://docs.pytorch.org/docs/stable/xpu.html. Not run on hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from ftrain.backends.device_module import NARROW, DeviceModule, high_precision, switched
+from ftrain.backends.registry import Backend
+
+DEVICE = DeviceModule("xpu")
+
+
+def _autocast_dtypes() -> tuple[torch.dtype, ...]:
+    return NARROW if torch.xpu.is_bf16_supported() else (torch.float16,)
+
+
+def _tf32() -> AbstractContextManager[None] | None:
+    return _switches() if torch.xpu.is_tf32_supported() else None
+
+
+@contextmanager
+def _switches() -> Iterator[None]:
+    with switched(torch.backends.mkldnn, "allow_tf32", True), high_precision():
+        yield
+
+
+BACKEND = Backend(
+    name="xpu",
+    platform="Intel GPU",
+    available=DEVICE.available,
+    describe=DEVICE.describe,
+    autocast_dtypes=_autocast_dtypes,
+    seeded=DEVICE.seeded,
+    synchronize=DEVICE.synchronize,
+    memory=DEVICE.memory,
+    distributed="xccl",
+    tf32=_tf32,
+    empty_cache=DEVICE.empty_cache,
+    pinned_memory=True,
+    fused_optimizers=True,
+    # Newer than the oldest torch that is supported.
+    recorder=DEVICE.recorder if hasattr(torch.xpu, "XPUGraph") else None,
+)

@@ -1,0 +1,407 @@
+"""One contract for the records of all platforms: the real device where there is one, else its stand-in."""
+
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.backends import registry
+from ftrain.errors import DeviceError, OptionError
+from tests.backends import standins
+
+ROOT = Path(__file__).parents[2]
+ALL = ["cpu", "cuda", "rocm", "xpu", "mps", "hpu", "npu", "mlu", "musa", "xla", "private_use"]
+VENDORS = {"hpu": "habana_frameworks.torch", "npu": "torch_npu", "mlu": "torch_mlu", "musa": "torch_musa"}
+VENDORS["xla"] = "torch_xla"
+
+# The TF32 switch of each, as the vendor documents it.
+SWITCHES = {
+    "cuda": lambda: torch.get_float32_matmul_precision() == "high",
+    "xpu": lambda: torch.backends.mkldnn.allow_tf32 and torch.get_float32_matmul_precision() == "high",
+    "mlu": lambda: torch.backends.mlu.matmul.allow_tf32,
+    "musa": lambda: torch.backends.mudnn.allow_tf32,
+}
+
+
+@dataclasses.dataclass
+class Platform:
+    """A record, and what is below it."""
+
+    key: str
+    record: ft.backends.Backend
+    device: object = None
+
+    @property
+    def real(self):
+        return self.device is None
+
+    def draw(self):
+        return torch.rand(3, device=self.record.device) if self.real else self.device.draw()
+
+    def called(self, name):
+        assert self.real or self.device.calls.count(name) == 1, self.device.calls
+
+
+def here(key):
+    return key == "cpu" or (key == ("rocm" if torch.version.hip else "cuda") and torch.cuda.is_available())
+
+
+def assemble(key, monkeypatch):
+    monkeypatch.setattr(registry, "_records", dict(registry._records))
+    if key == "private_use":
+        module = standins.Npu()
+        monkeypatch.setattr(torch, "get_device_module", lambda asked=None: module)
+        return Platform(key, ft.backends.private_use("privateuseone"), module)
+    record = importlib.import_module(f"ftrain.backends.{key}").BACKEND
+    device = None if here(key) else standins.install(key, monkeypatch)
+    ft.backends.register(record)
+    return Platform(key, record, device)
+
+
+@pytest.fixture(params=ALL)
+def platform(request, monkeypatch):
+    return assemble(request.param, monkeypatch)
+
+
+# The contract
+
+
+def test_every_field_is_of_its_kind(platform):
+    record = platform.record
+    for name in ("pinned_memory", "fused_optimizers", "float64"):
+        assert type(getattr(record, name)) is bool
+    for name in registry.TEXTS:
+        assert isinstance(getattr(record, name), str)
+    for name in ("empty_cache", "recorder"):
+        assert getattr(record, name) is None or callable(getattr(record, name))
+    assert record.name == {"rocm": "cuda", "private_use": "privateuseone"}.get(platform.key, platform.key)
+    assert record.package == VENDORS.get(platform.key, "")
+    assert bool(record.install) == bool(record.package)
+    assert record.platform or platform.key == "cpu"
+
+
+def test_it_is_found_where_it_is_and_not_where_it_is_not(platform):
+    record = platform.record
+    assert record.available() is True
+    assert record.present is True
+    if platform.key == "private_use":
+        ft.backends.register(record)
+    assert ft.backends.get(record.name) is record
+    if platform.real:
+        return
+    platform.device.here = False
+    assert record.available() is False
+    with pytest.raises(DeviceError, match=f"this machine has no '{record.name}' device; available are"):
+        ft.backends.get(record.name)
+
+
+def test_it_names_the_product(platform):
+    assert platform.record.describe().strip()
+
+
+def test_autocast_dtypes_are_narrow_and_the_wider_range_comes_first(platform):
+    able = platform.record.autocast_dtypes()
+    assert able in {(torch.bfloat16, torch.float16), (torch.bfloat16,), (torch.float16,)}
+    if platform.real:
+        for dtype in able:
+            with torch.autocast(platform.record.name, dtype=dtype):
+                ones = torch.ones(2, 2, device=platform.record.device)
+                assert (ones @ ones).dtype == dtype
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_seeded_draws_the_same_and_puts_the_generators_back(platform, fails):
+    # Not torch.manual_seed, which seeds the device as well.
+    torch.default_generator.manual_seed(5)
+    before, found = torch.get_rng_state(), []
+    for seed in (1, 1, 2, 2**63 - 1):
+        try:
+            with platform.record.seeded(seed):
+                found.append((torch.rand(3), platform.draw()))
+                if fails:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            assert fails
+        assert torch.equal(torch.get_rng_state(), before)
+    same, other = ([torch.equal(a, b) for a, b in zip(found[0], draws, strict=True)] for draws in (found[1], found[2]))
+    assert all(same)
+    assert not any(other)
+    after = platform.draw()
+    fresh = assemble_again(platform)
+    if fresh is not None:
+        assert torch.equal(after, fresh.draw())
+
+
+def assemble_again(platform):
+    """A stand-in that nobody has seeded: its first draw is what the first one's had to be after all."""
+    return None if platform.real else type(platform.device)()
+
+
+def test_seeded_may_be_nested(platform):
+    with platform.record.seeded(1):
+        first = platform.draw()
+        with platform.record.seeded(2):
+            platform.draw()
+        second = platform.draw()
+    with platform.record.seeded(1):
+        assert torch.equal(platform.draw(), first)
+        assert torch.equal(platform.draw(), second)
+
+
+def test_synchronize_waits_once(platform):
+    assert platform.record.synchronize() is None
+    platform.called("synchronize")
+
+
+def test_memory_is_counted_in_bytes(platform):
+    memory = platform.record.memory()
+    assert type(memory.current) is type(memory.peak) is int
+    assert 0 < memory.current <= memory.peak * 1.01
+    if not platform.real:
+        assert memory.current == 1000
+        assert memory.peak in {3000, 4000}
+
+
+def test_a_cache_is_emptied_where_there_is_one(platform):
+    assert (platform.record.empty_cache is None) == (platform.key in {"cpu", "hpu", "xla"})
+    if platform.record.empty_cache is not None:
+        platform.record.empty_cache()
+        platform.called("empty_cache")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_tf32_is_switched_on_and_put_back(platform, fails):
+    if platform.key not in SWITCHES:
+        assert platform.record.tf32() is None
+        return
+    switched = SWITCHES[platform.key]
+    context = platform.record.tf32()
+    if context is None:
+        assert platform.real
+        return
+    assert not switched()
+    try:
+        with context:
+            assert switched()
+            if fails:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert fails
+    assert not switched()
+
+
+def test_work_is_recorded_once_and_replayed(platform):
+    with_graphs = {"cuda", "rocm", "xpu", "npu", "mlu", "musa"}
+    if platform.record.recorder is None:
+        assert platform.key not in with_graphs
+        return
+    if platform.real:
+        pytest.skip("tests/test_cuda.py replays on the real device")
+    record, given = platform.record.recorder(), torch.ones(2)
+    for _ in range(2):
+        replay, outputs = record(lambda: platform.device.calls.append("work") or [given])
+        assert outputs[0] is given
+    replay()
+    once = ["new graph", "capture", "work", "captured"]
+    assert platform.device.calls == ["pool", *once, *once, "replay"]
+
+
+def test_a_package_without_graphs_is_run_without(monkeypatch):
+    """`RuntimeError` is what `Replayed` takes for a device that cannot record."""
+    platform = assemble("npu", monkeypatch)
+    del platform.device.NPUGraph
+    record = platform.record.recorder()
+    with pytest.raises(RuntimeError, match=r"torch\.npu has no NPUGraph"):
+        record(list)
+
+
+def test_the_compiler_and_the_collectives_have_a_name(platform):
+    needed = {
+        "cpu": ("inductor", "gloo"),
+        "cuda": ("inductor", "nccl"),
+        "rocm": ("inductor", "nccl"),
+        "xpu": ("inductor", "xccl"),
+        "mps": ("inductor", "gloo"),
+        "hpu": ("hpu_backend", "hccl"),
+        "npu": ("inductor", "hccl"),
+        "mlu": ("inductor", "cncl"),
+        "musa": ("inductor", "mccl"),
+        "xla": ("openxla", "xla"),
+        "private_use": ("aot_eager", "gloo"),
+    }
+    assert (platform.record.compile_backend, platform.record.distributed) == needed[platform.key]
+
+
+@pytest.mark.parametrize("key", [key for key in ALL if key not in {"cpu", "private_use"}])
+def test_a_record_says_where_it_is_from(key):
+    told = importlib.import_module(f"ftrain.backends.{key}").__doc__
+    assert "Source: https://" in told
+    assert ("Not run on hardware" in told) == (key != "cuda")
+
+
+# What only some have
+
+
+@pytest.mark.parametrize(
+    ("key", "lacking"),
+    [("cuda", {"capability": (7, 5)}), ("xpu", {"bf16": False}), ("npu", {"bf16": False}), ("mlu", {"bf16": False})],
+)
+def test_an_older_device_has_float16_alone(key, lacking, monkeypatch):
+    if here(key):
+        pytest.skip("the device is a real one")
+    platform = assemble(key, monkeypatch)
+    for name, value in lacking.items():
+        monkeypatch.setattr(type(platform.device), name, value)
+        monkeypatch.setattr(platform.device, name, value)
+    assert platform.record.autocast_dtypes() == (torch.float16,)
+
+
+def test_the_first_gaudi_has_bfloat16_alone(monkeypatch):
+    platform = assemble("hpu", monkeypatch)
+    monkeypatch.setattr(platform.device, "device_name", "GAUDI")
+    assert platform.record.autocast_dtypes() == (torch.bfloat16,)
+
+
+def test_tf32_needs_the_hardware(monkeypatch):
+    platform = assemble("xpu", monkeypatch)
+    monkeypatch.setattr(platform.device, "tensor_float", False)
+    assert platform.record.tf32() is None
+
+
+@pytest.mark.parametrize("mode", ["0", "1", None])
+def test_gaudi_marks_the_end_of_a_step_in_lazy_mode_only(mode, monkeypatch):
+    platform = assemble("hpu", monkeypatch)
+    if mode is None:
+        monkeypatch.delenv("PT_HPU_LAZY_MODE", raising=False)
+    else:
+        monkeypatch.setenv("PT_HPU_LAZY_MODE", mode)
+    with platform.record.seeded(1):
+        assert platform.device.calls == []
+    assert platform.device.calls == ["mark_step"] * (mode == "1")
+
+
+def test_xla_launches_what_it_has_collected_at_the_end_of_a_step(monkeypatch):
+    platform = assemble("xla", monkeypatch)
+    with platform.record.seeded(1):
+        assert platform.device.calls == []
+    assert platform.device.calls == ["sync"]
+
+
+def test_xla_without_a_count_of_the_peak(monkeypatch):
+    platform = assemble("xla", monkeypatch)
+    monkeypatch.setattr(type(platform.device), "get_memory_info", lambda self: {"bytes_used": 5, "bytes_limit": 9})
+    assert platform.record.memory() == ft.backends.Memory(5, 5)
+
+
+def test_float64_is_missing_where_the_vendor_says_so():
+    missing = {name for name in ft.backends.names() if not registry._records[name].float64}
+    assert missing == {"mps", "hpu"}
+
+
+# Packages of vendors
+
+
+@pytest.mark.parametrize(("name", "package"), VENDORS.items())
+def test_a_package_that_is_not_installed_says_how_to_get_it(name, package):
+    with pytest.raises(DeviceError, match=rf"'{name}' \(.+\) needs {package}, which is not installed; get it by .+"):
+        ft.backends.get(name)
+    with pytest.raises(DeviceError, match="which is not installed"):
+        ft.train_step(lambda p, b: p["w"].sum(), ft.optim.sgd(0.1)).init({"w": torch.ones(1)}, device=f"{name}:1")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("import libascend_hal_missing", "No module named 'libascend_hal_missing'"), ("1 / 0", "ZeroDivisionError")],
+)
+def test_a_package_that_does_not_load_says_why(content, said, tmp_path, monkeypatch):
+    (tmp_path / "torch_npu.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    with pytest.raises(DeviceError, match=rf"needs torch_npu, which does not load \(.*{said}"):
+        ft.backends.get("npu")
+
+
+def test_an_imported_package_is_found_by_default(monkeypatch):
+    monkeypatch.delenv(registry.CHOICE, raising=False)
+    before = ft.backends.default().name
+    platform = assemble("mlu", monkeypatch)
+    if before == "cpu":
+        assert ft.backends.default() is platform.record
+    platform.device.here = False
+    assert ft.backends.default().name == before
+
+
+def test_nothing_of_a_vendor_is_imported_before_it_is_asked_for():
+    code = (
+        "import sys, time, json; import ftrain as ft; began = time.perf_counter(); ft.backends.names(); "
+        "ft.backends.default(); took = time.perf_counter() - began; "
+        "print(json.dumps([sorted({name.split('.')[0] for name in sys.modules}), took]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported, took = json.loads(done.stdout)
+    assert not {package.split(".")[0] for package in VENDORS.values()} & set(imported)
+    assert took < 1.0
+
+
+def test_torch_serves_two_makers_under_one_name():
+    """And a build of it one of them."""
+    rocm, cuda = (importlib.import_module(f"ftrain.backends.{name}").BACKEND for name in ("rocm", "cuda"))
+    assert rocm.name == cuda.name == "cuda"
+    assert ft.backends.of("cuda") is (rocm if torch.version.hip else cuda)
+    assert (rocm.platform, cuda.platform) == ("AMD GPU", "NVIDIA GPU")
+
+
+# Records that are not whole
+
+
+def test_a_record_that_lacks_fields_names_them_all():
+    with pytest.raises(OptionError, match=r"Backend npux: lacks describe, seeded, memory; a record needs them"):
+        ft.backends.Backend(
+            name="npux",
+            available=lambda: True,
+            autocast_dtypes=tuple,
+            synchronize=lambda: None,
+            distributed="gloo",
+        )
+    with pytest.raises(OptionError, match="Backend of no name: lacks name, available, describe"):
+        ft.backends.Backend()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("name", None, "name is None; needs a string"),
+        ("distributed", 3, "distributed is 3; needs a string"),
+        ("memory", None, "memory is None; needs a function"),
+        ("tf32", True, "tf32 is True; needs a function"),
+        ("available", True, "available is True; needs a function"),
+        ("empty_cache", 0, "empty_cache is 0; needs a function, or None"),
+        ("recorder", "graph", "recorder is 'graph'; needs a function, or None"),
+    ],
+)
+def test_a_record_with_a_field_of_the_wrong_kind(field, value, said):
+    with pytest.raises(OptionError, match=said):
+        dataclasses.replace(ft.backends.get("cpu"), **{field: value})
+
+
+def test_a_record_without_its_device_or_a_package_that_brings_it():
+    record = dataclasses.replace(ft.backends.get("cpu"), name="npux")
+    with pytest.raises(OptionError, match=r"no device type 'npux'.*or name it in the record as its `package`"):
+        ft.backends.register(record)
+
+
+def test_a_record_of_a_device_that_comes_with_a_package(monkeypatch):
+    monkeypatch.setattr(registry, "_records", dict(registry._records))
+    record = dataclasses.replace(ft.backends.get("cpu"), name="npux", package="torch_npux", platform="Nobody")
+    ft.backends.register(record)
+    with pytest.raises(DeviceError, match=r"'npux' \(Nobody\) needs torch_npux, which is not installed$"):
+        ft.backends.get("npux")
+    monkeypatch.setitem(sys.modules, "torch_npux", types.ModuleType("torch_npux"))
+    assert ft.backends.get("npux") is record

@@ -1,0 +1,102 @@
+"""A device that torch does not bring, on a machine that has none: ftrain trains on it, and names it nowhere."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import OptionError
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = (
+    '"""A vendor\'s package, as far as torch can tell."""\n\nfrom tests.backends import toy\n\ntoy.register({name!r})\n'
+)
+
+
+def on_toy(*names, path=ROOT):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(path)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.backends.on_toy", *names]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+needs_route = pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch has no way to register a device from Python",
+)
+
+
+@needs_route
+def test_a_registered_device_trains_as_the_cpu_does():
+    found = on_toy()
+    assert len(found) == 12
+    assert [name for name, agrees in found.items() if agrees is not True] == [], found
+
+
+@needs_route
+def test_a_vendors_package_is_imported_by_name_and_trains_by_its_record(tmp_path):
+    """The package is the stand-in; the record, its import and the whole of a training are those of the vendor."""
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").write_text(PACKAGE.format(name="npu"))
+    found = on_toy("npu", path=tmp_path)
+    assert [name for name, agrees in found.items() if agrees is not True] == [], found
+
+
+class Bare:
+    """A module with no more than a step needs."""
+
+    def is_available(self):
+        return True
+
+    def manual_seed(self, seed):
+        pass
+
+    def get_rng_state(self):
+        return torch.zeros(1)
+
+    def set_rng_state(self, state):
+        pass
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    module = Bare()
+    monkeypatch.setattr(torch, "get_device_module", lambda name: module)
+    return module
+
+
+def test_what_a_module_does_not_offer_is_left_out(bare):
+    made = ft.backends.private_use("privateuseone")
+    assert made.describe() == "privateuseone"
+    assert made.autocast_dtypes() == ()
+    assert made.memory() == ft.backends.Memory(0, 0)
+    assert made.empty_cache is made.recorder is None
+    assert made.tf32() is None
+    assert not made.fused_optimizers
+    assert not made.pinned_memory
+    assert made.synchronize is torch.accelerator.synchronize
+
+
+def test_what_is_known_better_is_said(bare):
+    made = ft.backends.private_use("privateuseone", distributed="xyz", float64=False, describe=lambda: "Abacus 3")
+    assert (made.distributed, made.float64, made.describe()) == ("xyz", False, "Abacus 3")
+
+
+@pytest.mark.parametrize("function", ["is_available", "manual_seed", "get_rng_state", "set_rng_state"])
+def test_a_module_that_lacks_what_a_step_needs(bare, function, monkeypatch):
+    monkeypatch.delattr(Bare, function)
+    with pytest.raises(OptionError, match=rf"private_use: torch.privateuseone lacks {function}"):
+        ft.backends.private_use("privateuseone")
+
+
+def test_a_device_that_has_no_module():
+    with pytest.raises(OptionError, match=r"no module torch.abacus; import the package"):
+        ft.backends.private_use("abacus")
+    with pytest.raises(OptionError, match=r"no module torch.privateuseone.*torch._register_device_module"):
+        ft.backends.private_use("privateuseone")
