@@ -1,7 +1,4 @@
-"""The forward of a module with an adapter: what it computed, and beside it the product of two small matrices.
-
-In the order of peft's operations, so that both compute the same.
-"""
+"""The forward of a module with an adapter: what it computed, and beside it the product of two small matrices."""
 
 from __future__ import annotations
 
@@ -31,14 +28,15 @@ def _linear(target: Target, config: Config) -> Callable[..., Tensor]:
         drops = bool(rate) and part.training
         inputs = x.to(a.dtype)
         inputs = F.dropout(inputs, rate) if drops else inputs
-        product = F.linear(F.linear(inputs, a), b)
+        # Scaled where it is narrow.
+        product = F.linear(F.linear(inputs, a) * scale, b)
         if not config.dora:
-            return (result + product * scale).to(result.dtype)
+            return (result + product).to(result.dtype)
         ratio: Tensor = held["magnitude"] / norms(target.matrix(part.weight), a, b, scale)
         # What the magnitudes turn is the weight on the same inputs, those that were dropped left out.
         turned = base(inputs.to(x.dtype), *args, **kwargs) if drops else result
         turned = turned if part.bias is None else turned - part.bias
-        return (result + (ratio - 1) * turned + ratio * product * scale).to(result.dtype)
+        return (result + (ratio - 1) * turned + ratio * product).to(result.dtype)
 
     return linear
 
@@ -51,10 +49,10 @@ def _embedding(target: Target, config: Config) -> Callable[..., Tensor]:
         result: Tensor = base(indices)
         a, b = held["a"], held["b"]
         rows = F.embedding(indices, a.T, part.padding_idx, scale_grad_by_freq=part.scale_grad_by_freq)
-        product: Tensor = rows @ b.T
+        product: Tensor = (rows * scale) @ b.T
         if not config.dora:
-            return (result + product * scale).to(result.dtype)
+            return (result + product).to(result.dtype)
         ratio: Tensor = held["magnitude"] / norms(target.matrix(part.weight), a, b, scale)
-        return (ratio * result + ratio * product * scale).to(result.dtype)
+        return (ratio * (result + product)).to(result.dtype)
 
     return embedding
