@@ -32,7 +32,8 @@ def _memory() -> Memory:
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     current = int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else peak
-    return Memory(current=current, peak=peak)
+    # The two are counted in different places, and not at the same moment.
+    return Memory(current=current, peak=max(current, peak))
 
 
 BACKEND = Backend(

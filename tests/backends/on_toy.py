@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from ftrain import backends
+from ftrain import backends, doctor
 from ftrain.errors import DeviceError, OptionError
 
 CHECKS = {}
@@ -217,6 +217,13 @@ def memory_is_counted(name, module):
     del block
     after = backends.get(name).memory()
     return during.current == before.current + 2**18 <= during.peak == after.peak and after.current == before.current
+
+
+@check
+def the_doctor_examines_it(name, module):
+    doctor.LARGEST = doctor.SMALLEST
+    told = "\n".join(doctor.report([name]))
+    return "fails" not in told and f"\n{name}\n  device         Toy\n  autocast       bfloat16, float16\n" in told
 
 
 @check

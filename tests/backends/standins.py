@@ -180,6 +180,13 @@ class Xla:
         return torch.tensor(self.state >> 1)
 
 
+PACKAGES = {
+    "hpu": "habana_frameworks.torch",
+    "npu": "torch_npu",
+    "mlu": "torch_mlu",
+    "musa": "torch_musa",
+    "xla": "torch_xla",
+}
 MODULES = {"cuda": Cuda, "rocm": Cuda, "xpu": Xpu, "mps": Mps, "hpu": Hpu, "npu": Npu, "mlu": Mlu, "musa": Musa}
 
 
@@ -203,7 +210,7 @@ def install(name, monkeypatch):
         return made
     real = torch.get_device_module
     monkeypatch.setattr(torch, "get_device_module", lambda asked=None: made if asked == device else real(asked))
-    package = {"hpu": "habana_frameworks.torch"}.get(name, f"torch_{name}")
+    package = PACKAGES[name]
     monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
     monkeypatch.setitem(sys.modules, f"{package}.core", made)
     switch = {"mlu": types.SimpleNamespace(matmul=types.SimpleNamespace(allow_tf32=False))}

@@ -1,0 +1,121 @@
+"""Records that name a vendor's package, and records that are not whole."""
+
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.backends import mlu, registry
+from ftrain.errors import DeviceError, OptionError
+from tests.backends import standins
+
+ROOT = Path(__file__).parents[2]
+
+
+# Packages of vendors
+
+
+@pytest.mark.parametrize(("name", "package"), standins.PACKAGES.items())
+def test_a_package_that_is_not_installed_says_how_to_get_it(name, package):
+    with pytest.raises(DeviceError, match=rf"'{name}' \(.+\) needs {package}, which is not installed; get it by .+"):
+        ft.backends.get(name)
+    with pytest.raises(DeviceError, match="which is not installed"):
+        ft.train_step(lambda p, b: p["w"].sum(), ft.optim.sgd(0.1)).init({"w": torch.ones(1)}, device=f"{name}:1")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("import libascend_hal_missing", "No module named 'libascend_hal_missing'"), ("1 / 0", "ZeroDivisionError")],
+)
+def test_a_package_that_does_not_load_says_why(content, said, tmp_path, monkeypatch):
+    (tmp_path / "torch_npu.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    with pytest.raises(DeviceError, match=rf"needs torch_npu, which does not load \(.*{said}"):
+        ft.backends.get("npu")
+
+
+def test_an_imported_package_is_found_by_default(monkeypatch):
+    monkeypatch.delenv(registry.CHOICE, raising=False)
+    before = ft.backends.default().name
+    module = standins.install("mlu", monkeypatch)
+    if before == "cpu":
+        assert ft.backends.default() is mlu.BACKEND
+    module.here = False
+    assert ft.backends.default().name == before
+
+
+def test_nothing_of_a_vendor_is_imported_before_it_is_asked_for():
+    code = (
+        "import sys, time, json; import ftrain as ft; began = time.perf_counter(); ft.backends.names(); "
+        "ft.backends.default(); took = time.perf_counter() - began; "
+        "print(json.dumps([sorted({name.split('.')[0] for name in sys.modules}), took]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported, took = json.loads(done.stdout)
+    assert not {package.split(".")[0] for package in standins.PACKAGES.values()} & set(imported)
+    assert took < 1.0
+
+
+def test_torch_serves_two_makers_under_one_name():
+    """And a build of it one of them."""
+    rocm, cuda = (importlib.import_module(f"ftrain.backends.{name}").BACKEND for name in ("rocm", "cuda"))
+    assert rocm.name == cuda.name == "cuda"
+    assert ft.backends.of("cuda") is (rocm if torch.version.hip else cuda)
+    assert (rocm.platform, cuda.platform) == ("AMD GPU", "NVIDIA GPU")
+
+
+# Records that are not whole
+
+
+def test_a_record_that_lacks_fields_names_them_all():
+    with pytest.raises(OptionError, match=r"Backend npux: lacks describe, seeded, memory; a record needs them"):
+        ft.backends.Backend(
+            name="npux",
+            available=lambda: True,
+            autocast_dtypes=tuple,
+            synchronize=lambda: None,
+            distributed="gloo",
+        )
+    with pytest.raises(OptionError, match="Backend of no name: lacks name, available, describe"):
+        ft.backends.Backend()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("name", None, "name is None; needs a string"),
+        ("distributed", 3, "distributed is 3; needs a string"),
+        ("memory", None, "memory is None; needs a function"),
+        ("tf32", True, "tf32 is True; needs a function"),
+        ("available", True, "available is True; needs a function"),
+        ("empty_cache", 0, "empty_cache is 0; needs a function, or None"),
+        ("recorder", "graph", "recorder is 'graph'; needs a function, or None"),
+    ],
+)
+def test_a_record_with_a_field_of_the_wrong_kind(field, value, said):
+    with pytest.raises(OptionError, match=said):
+        dataclasses.replace(ft.backends.get("cpu"), **{field: value})
+
+
+def test_a_record_without_its_device_or_a_package_that_brings_it():
+    record = dataclasses.replace(ft.backends.get("cpu"), name="npux")
+    with pytest.raises(OptionError, match=r"no device type 'npux'.*or name it in the record as its `package`"):
+        ft.backends.register(record)
+
+
+def test_a_record_of_a_device_that_comes_with_a_package(monkeypatch):
+    monkeypatch.setattr(registry, "_records", dict(registry._records))
+    record = dataclasses.replace(ft.backends.get("cpu"), name="npux", package="torch_npux", platform="Nobody")
+    ft.backends.register(record)
+    with pytest.raises(DeviceError, match=r"'npux' \(Nobody\) needs torch_npux, which is not installed$"):
+        ft.backends.get("npux")
+    monkeypatch.setitem(sys.modules, "torch_npux", types.ModuleType("torch_npux"))
+    assert ft.backends.get("npux") is record
