@@ -362,7 +362,9 @@ SIGNATURES = {
         "stochastic_rounding=False, decay_mask=matrices)"
     ),
     "optim.lamb": "(lr, *, b1=0.9, b2=0.999, eps=1e-06, weight_decay=0.0, decay_mask=matrices)",
-    "optim.lion": "(lr, *, b1=0.9, b2=0.99, weight_decay=0.0, decay_mask=matrices)",
+    "optim.lion": (
+        "(lr, *, b1=0.9, b2=0.99, weight_decay=0.0, state_dtype=None, stochastic_rounding=None, decay_mask=matrices)"
+    ),
     "optim.muon": (
         "(lr, *, momentum=0.95, nesterov=True, weight_decay=0.1, ns_coefficients=(3.4445, -4.775, 2.0315), "
         "ns_steps=5, eps=1e-07, adjust_lr_fn='original', decay_mask=everything)"
@@ -395,7 +397,8 @@ SIGNATURES = {
     "optim.schedule_free_adamw": "(lr, *, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, decay_mask=matrices)",
     "optim.schedule_free_params": "(params, opt_state)",
     "optim.sgd": (
-        "(lr, *, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.0, maximize=False, decay_mask=everything)"
+        "(lr, *, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.0, maximize=False, state_dtype=None, "
+        "stochastic_rounding=None, decay_mask=everything)"
     ),
     "schedules.constant": "(value)",
     "schedules.linear": "(start, end, steps)",

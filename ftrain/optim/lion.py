@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ftrain.masks import Mask, matrices
 from ftrain.optim.family import Number, Part, average, descend, leafwise, require_ranges
+from ftrain.optim.storage import low_precision
 from ftrain.types import Optimizer, Schedule
 
 
@@ -18,6 +19,8 @@ def lion(
     b1: float = 0.9,
     b2: float = 0.99,
     weight_decay: float = 0.0,
+    state_dtype: str | None = None,
+    stochastic_rounding: bool | None = None,
     decay_mask: Mask = matrices,
 ) -> Optimizer:
     r"""Lion (Chen et al. 2023, arXiv:2302.06675).
@@ -34,6 +37,10 @@ def lion(
         b1: share of the momentum in the step, in [0, 1).
         b2: decay of the momentum, in [0, 1).
         weight_decay: :math:`\lambda`.
+        state_dtype: of the momentum, ``"bf16"`` or ``"fp32"``, and the formula is then in float32; that of the
+            parameters, unless told.
+        stochastic_rounding: round what is stored in bfloat16, momentum and parameters, up or down at random; where
+            `state_dtype` is ``"bf16"``, unless told.
         decay_mask: ``(name, leaf) -> bool``, which parameters decay; those with two axes or more,
             unless told.
 
@@ -59,6 +66,7 @@ def lion(
         rule,
         state={"mu": torch.zeros_like},
         constants=constants,
+        storage=low_precision("lion", state_dtype, stochastic_rounding, ["mu"]),
         decay_mask=decay_mask,
         options={"weight_decay": weight_decay},
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from ftrain.errors import OptionError
 from ftrain.masks import Mask, everything
 from ftrain.optim.family import COUNT, NONE, Number, Part, descend, leafwise, require_ranges
+from ftrain.optim.storage import low_precision
 from ftrain.types import Optimizer, Schedule
 
 
@@ -21,6 +22,8 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     maximize: bool = False,
+    state_dtype: str | None = None,
+    stochastic_rounding: bool | None = None,
     decay_mask: Mask = everything,
 ) -> Optimizer:
     r"""Gradient descent, with momentum and coupled (L2) weight decay as in `torch.optim.SGD`.
@@ -39,6 +42,10 @@ def sgd(
         nesterov: look ahead along the momentum (Sutskever et al. 2013); needs momentum without dampening.
         weight_decay: :math:`\lambda`.
         maximize: go up the gradient.
+        state_dtype: of the momentum, ``"bf16"`` or ``"fp32"``, and the formula is then in float32; that of the
+            parameters, unless told.
+        stochastic_rounding: round what is stored in bfloat16, momentum and parameters, up or down at random; where
+            `state_dtype` is ``"bf16"``, unless told.
         decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
 
     Raises:
@@ -89,6 +96,7 @@ def sgd(
         fused=None if damped else fused,
         # Torch's kernel for the CPU is wrong in 16 bits (2.13).
         half=False,
+        storage=low_precision("sgd", state_dtype, stochastic_rounding, ["momentum"] if momentum else []),
         decay_mask=decay_mask,
         options={
             "momentum": momentum,

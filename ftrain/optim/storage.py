@@ -133,7 +133,7 @@ class Storage:
     @property
     def align(self) -> int:
         """Elements that cannot be parted."""
-        return max(form.align for form in self.formats.values())
+        return max([form.align for form in self.formats.values()], default=1)
 
     def begin(self, state: Mapping[str, Callable[[Tensor], Tensor]], params: PyTree) -> dict[str, PyTree]:
         """Return the trees of the state, from what each moment begins as for a leaf."""

@@ -245,6 +245,33 @@ def test_amsgrad_and_the_rest_of_the_options(make):
     torch.testing.assert_close(found, needed, rtol=0.0, atol=5e-4)
 
 
+OTHERS = [
+    (optim.lion, {}),
+    (optim.sgd, {"momentum": 0.9, "nesterov": True}),
+    (optim.sgd, {"momentum": 0.9, "dampening": 0.5}),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("make", "options"), OTHERS)
+def test_others_with_moments_in_bfloat16(make, options, path, unfused):
+    """The next step from a state in bfloat16 is that of the plain optimizer from the same state in float32."""
+    if path == "unfused":
+        unfused()
+    low, plain = (make(0.01, weight_decay=0.1, **options, **more) for more in ({"state_dtype": "bf16"}, {}))
+    params, state = run(low, make_params())
+    (key,) = [key for key in state if key != "count"]
+    assert {leaf.dtype for leaf in state[key].values()} == {BF16}
+    exact = {**tree.clone(state), key: tree.cast(state[key], F32)}
+    grads = {name: randn(leaf.shape, 50 + i) for i, (name, leaf) in enumerate(params.items())}
+    needed, wanted = plain.update(grads, exact, params, {"lr": 0.01})
+    rate = torch.tensor(0.01, dtype=F64) if path == "graph" else 0.01
+    hyper = {"lr": rate, "rng": random.key(9)}
+    found, state = low.update(grads, state, params, hyper, donate=path == "donated")
+    torch.testing.assert_close(found, needed, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(tree.cast(state[key], F32), wanted[key], rtol=2**-7, atol=1e-30)
+
+
 # Blocks of 8 bits
 
 
@@ -386,6 +413,10 @@ ALL = {
     "nearest": lambda **more: optim.adamw(0.01, state_dtype="bf16", stochastic_rounding=False, **more),
     "stochastic": lambda **more: optim.adamw(0.01, state_dtype="bf16", **more),
     "parameters": lambda **more: optim.adamw(0.01, stochastic_rounding=True, **more),
+    "lion": lambda **more: optim.lion(0.01, state_dtype="bf16", **more),
+    "sgd": lambda **more: optim.sgd(0.01, momentum=0.9, nesterov=True, state_dtype="bf16", **more),
+    "dampened": lambda **more: optim.sgd(0.01, momentum=0.9, dampening=0.5, state_dtype="bf16", **more),
+    "no momentum": lambda **more: optim.sgd(0.01, stochastic_rounding=True, **more),
     "8bit": lambda **more: optim.adamw_8bit(0.01, **more),
     "8bit stochastic": lambda **more: optim.adamw_8bit(0.01, block=100, stochastic_rounding=True, **more),
 }
