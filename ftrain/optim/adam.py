@@ -104,7 +104,7 @@ def adamw(
     in float32 (``stochastic_rounding=True``, any moments). Both round at random, from the key of the step, with the
     value itself as the mean: rounded to the nearest, steps of less than 0.2 % are lost, and with them the decay of
     :math:`v`. Its root was 5.3 times too large 4,500 steps after the gradients had fallen tenfold; rounded at random
-    it was right within 5 %.
+    it was right in the mean, and within 6 % for nine elements in ten.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.

@@ -131,7 +131,6 @@ def leafwise(
     planner = Planner(decays, half=half, align=storage.align if storage else 0)
     names = storage.names if storage else list(state)
     keys = {*first, *names}
-    draws = storage is not None and storage.stochastic
 
     def init(params: PyTree) -> PyTree:
         require_matches(decays, params)
@@ -158,11 +157,6 @@ def leafwise(
         params, _, *trees = tree.unflatten(spec, list(itertools.chain(leaves, gradients, *moments)))
         return params, {**scalars, **dict(zip(names, trees, strict=True))}
 
-    def key(hyper: Hyper) -> Tensor | None:
-        if draws and RNG not in hyper:
-            raise OptionError(f"{name}: stochastic rounding needs a key, hyper[{RNG!r}], as a step gives; found none")
-        return hyper[RNG] if draws else None
-
     def write(
         plan: Plan,
         leaves: list[Tensor],
@@ -179,7 +173,7 @@ def leafwise(
         if eager and not plan.aligned and (storage or kernel):
             grads = like(grads, leaves)
         mine = leaves, grads, moments
-        lifted = _lifted(storage.lifted(plan, *mine, key(hyper), eager=eager)) if storage else None
+        lifted = _lifted(storage.lifted(plan, *mine, _key(name, storage, hyper), eager=eager)) if storage else None
         if kernel is not None:
             for part in map(_listed, lifted) if lifted else _parts(pick, plan.groups, *mine):
                 kernel(part, rate, scalars)
@@ -192,7 +186,7 @@ def leafwise(
 
     shown = [key if value is True else f"{key}={value:g}" for key, value in (options or {}).items() if value]
     text = f"{name}({', '.join([repr(schedule), *shown, *(storage.shown if storage else ())])})"
-    return Optimizer(init, update, {"lr": schedule}, text, needs_rng=draws)
+    return Optimizer(init, update, {"lr": schedule}, text, needs_rng=storage is not None and storage.stochastic)
 
 
 def _require_state(name: str, opt_state: PyTree, keys: set[str]) -> None:
@@ -237,6 +231,12 @@ def _parts(
     for indices, decay in groups:
         moments = {key: make(indices, column) for key, column in state.items()}
         yield Part(make(indices, leaves), make(indices, grads), moments, decay, leaves[indices[0]])
+
+
+def _key(name: str, storage: Storage, hyper: Hyper) -> Tensor | None:
+    if storage.stochastic and RNG not in hyper:
+        raise OptionError(f"{name}: stochastic rounding needs a key, hyper[{RNG!r}], as a step gives; found none")
+    return hyper[RNG] if storage.stochastic else None
 
 
 def _lifted(vectors: Iterator[Lifted]) -> Iterator[Part]:

@@ -20,7 +20,8 @@ class Codes:
     """Stored as codes of 8 bits, of the shape of the leaf, and a float32 scale for each block of elements.
 
     A value is the `dynamic_map` at its code times the largest magnitude in its block. Blocks run through the elements
-    in row-major order, the last one of a leaf being shorter where need be. For moments that begin at zero.
+    in row-major order, the last one of a leaf being shorter where need be: a leaf cut along its first axis where blocks
+    end is the leaf of the cut codes and the cut scales. For moments that begin at zero.
 
     Args:
         signed: whether there are negative values.

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ftrain import tree
+from ftrain import random, tree
 from ftrain.errors import OptionError
 from ftrain.optim.leaves import Plan, Stretch
 from ftrain.optim.rounding import noise, rounded
@@ -189,7 +189,8 @@ class Storage:
             return None
 
         def rounding(values: Tensor) -> Tensor:
-            return rounded(values, noise(key, stretch.place + offset, len(values), eager=eager), eager=eager)
+            here = random.to_device(key, values.device)
+            return rounded(values, noise(here, stretch.place + offset, len(values), eager=eager), eager=eager)
 
         return rounding
 
