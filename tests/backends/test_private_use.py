@@ -45,6 +45,7 @@ def test_a_vendors_package_is_imported_by_name_and_trains_by_its_record(tmp_path
     (tmp_path / "torch_npu").mkdir()
     (tmp_path / "torch_npu" / "__init__.py").write_text(PACKAGE.format(name="npu"))
     found = on_toy("npu", path=tmp_path)
+    assert len(found) == 7
     assert [name for name, agrees in found.items() if agrees is not True] == [], found
 
 
