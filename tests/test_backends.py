@@ -22,6 +22,7 @@ OTHER = "privateuseone"
 def _registry(monkeypatch):
     """Every test has a registry of its own, and no choice in its environment."""
     monkeypatch.setattr(registry, "_records", dict(registry._records))
+    monkeypatch.setattr(registry, "_scanned", False)
     monkeypatch.delenv(registry.CHOICE, raising=False)
 
 
@@ -192,6 +193,14 @@ def test_a_backend_of_another_package_is_found_as_the_default_first(installed, m
     installed.append(Point(OTHER, record()))
     monkeypatch.setenv("FTRAIN_BACKEND", OTHER)
     assert ft.backends.default().name == OTHER
+
+
+def test_other_packages_are_looked_for_once(installed):
+    installed.append(Point(OTHER, ImportError("no driver")))
+    for _ in range(3):
+        ft.backends.names()
+        ft.backends.default()
+    assert installed[0].loads == 1
 
 
 def test_another_package_cannot_replace_ours_by_being_installed(installed):

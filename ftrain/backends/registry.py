@@ -117,6 +117,7 @@ class Backend:
 
 _records: dict[str, Backend] = {}
 _broken: dict[str, str] = {}
+_scanned = False
 
 
 def register(backend: Backend) -> None:
@@ -234,6 +235,11 @@ def _more_about(name: str) -> str:
 
 
 def _load_entry_points() -> None:
+    """Register what other packages bring: once, for it takes milliseconds, and `default` may be asked in every step."""
+    global _scanned
+    if _scanned:
+        return
+    _scanned = True
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         if point.name in _records:
             continue
