@@ -205,7 +205,7 @@ def test_files_of_a_package_do_not_import_each_other(path):
 @files
 def test_imports_are_declared(path):
     needed = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
-    optional = {"progress": {"rich"}, **dict.fromkeys(["figures", "schedules", "anatomy"], {"matplotlib"})}
+    optional = {"progress": {"rich"}, **{drawn: {"matplotlib"} for drawn in ("figures", "schedules", "anatomy")}}
     optional = optional.get(unit(path), set())
     for name in imports(path):
         package = name.split(".")[0]
@@ -238,20 +238,54 @@ def test_no_asserts(path):
     assert not where(path, [node for node in ast.walk(TREES[path]) if isinstance(node, ast.Assert)])
 
 
+def devices_named(tree, forbidden):
+    """The nodes of a file that name a device or what is one platform's own; docstrings may."""
+    text = docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in text:
+            if node.value.split(":")[0].split(".")[0] in forbidden:
+                yield node
+        elif isinstance(node, ast.Attribute):
+            # torch.cuda, torch.backends.cuda, tensor.cuda(), tensor.is_cuda
+            if node.attr.removeprefix("is_") in DEVICES:
+                yield node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            parts = [part for alias in node.names for part in alias.name.split(".")]
+            if {*parts, *(getattr(node, "module", None) or "").split(".")} & DEVICES:
+                yield node
+
+
 @files
 def test_only_backends_name_devices(path):
     if unit(path) == "backends":
         return
-    text, named = docstrings(TREES[path]), []
     forbidden = DEVICES if unit(path) in NAMES_THE_HOST else DEVICES | {"cpu"}
-    for node in ast.walk(TREES[path]):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in text:
-            named += [node] * (node.value.split(":")[0] in forbidden)
-        elif isinstance(node, ast.Attribute):
-            # torch.cuda, torch.backends.cuda, tensor.cuda(), tensor.is_cuda
-            named += [node] * (node.attr.removeprefix("is_") in DEVICES)
-    assert not where(path, named)
-    assert not [name for name in imports(path) if set(name.split(".")) & DEVICES]
+    assert not where(path, devices_named(TREES[path], forbidden))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "torch.cuda.synchronize()",
+        "tensor.cuda()",
+        "tensor.is_mps",
+        "torch.backends.cudnn.benchmark = True",
+        "device.type == 'npu'",
+        "torch.device('cuda:1')",
+        "f'cuda:{rank}'",
+        "torch.empty(1, device='cpu')",
+        "getattr(torch, 'xpu')",
+        "import torch_npu",
+        "from torch.cuda import graphs",
+        "from torch import cuda",
+        "importlib.import_module('habana_frameworks.torch')",
+        "torch.compile(f, backend='openxla')",
+        "dist.init_process_group('nccl')",
+    ],
+)
+def test_the_search_for_names_of_devices_finds_them(code):
+    assert list(devices_named(ast.parse(code), DEVICES | {"cpu"}))
+    assert not list(devices_named(ast.parse(f'def f():\n    """{code}"""'), DEVICES | {"cpu"}))
 
 
 @files
