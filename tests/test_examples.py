@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import re
@@ -66,3 +67,26 @@ def test_train_lm_lists_its_options() -> None:
     printed = run("train_lm.py", "--help")
     for option in ("--steps", "--batch", "--amp", "--accumulate", "--remat", "--no-compile", "--device", "--out"):
         assert option in printed
+
+
+TINY_LORA = (
+    "--base-steps 12 --steps 12 --batch 4 --length 32 --width 32 --layers 2 --sample 20 --rank 2 --dora --dropout 0.1"
+)
+
+
+def test_finetune_lora_trains_few_parameters_and_saves_them(tmp_path: Path) -> None:
+    printed = run("finetune_lora.py", *TINY_LORA.split(), "--out", str(tmp_path))
+    share = re.search(r"trained parameters.* (\d+\.\d)%", printed)
+    assert share, printed
+    assert float(share[1]) < 15
+    before, after, merged = (float(found) for found in re.findall(r"(\d\.\d{3})(?= bits|\n)", printed)[:3])
+    assert after < before
+    assert merged == pytest.approx(after, abs=1e-3)
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert weights["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].shape == (2, 32)
+    differs = re.search(r"its logits differ by (\S+) at most", printed)
+    if importlib.util.find_spec("peft") is None:
+        assert "pip install peft" in printed
+    else:
+        assert differs, printed
+        assert float(differs[1]) < 1e-4

@@ -1,0 +1,236 @@
+"""Fine-tune a language model of transformers with low-rank adapters, and hand the adapters to peft.
+
+The base is a small Llama made from a config and trained here for a moment on the source code of Python's standard
+library. Adapters of a few percent of its size then turn it to English: the text of Python's own help pages. They are
+saved in the format of peft and, where peft is installed, loaded by it and compared. Needs no download.
+
+    python examples/finetune_lora.py            # about a minute and a half on two CPU cores
+    python examples/finetune_lora.py --dora --rank 4
+    python examples/finetune_lora.py --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import math
+import sysconfig
+import tempfile
+import time
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ftrain as ft
+
+VOCABULARY = 256
+"""A token is a byte."""
+
+TARGETS = ["*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.gate_proj", "*.up_proj", "*.down_proj"]
+
+
+# The model and its loss ----------------------------------------------------------------------------------------------
+
+
+def llama(width: int, layers: int, length: int) -> nn.Module:
+    """A Llama with fresh weights; attention heads of 32 features."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, width // 32),
+        max_position_embeddings=length,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def predict_bytes(model: nn.Module, batch: dict[str, Tensor]) -> tuple[ft.Mean, dict[str, ft.Mean]]:
+    """Return the cross-entropy of every byte given those before it, in nats, and in bits as `bpb`."""
+    windows = batch["bytes"]  # batch, time + 1
+    loss = ft.losses.cross_entropy(model(input_ids=windows[:, :-1]).logits, windows[:, 1:])
+    return loss, {"bpb": ft.Mean(loss.total / math.log(2), loss.weight)}
+
+
+@torch.no_grad()
+def sample(model: nn.Module, prompt: str, count: int, length: int, temperature: float = 0.6) -> str:
+    """Let the model continue a prompt by so many bytes."""
+    tokens, key = torch.tensor(list(prompt.encode())), ft.random.key(0)
+    for k in range(count):
+        logits = model(input_ids=tokens[None, -length:]).logits[0, -1]
+        # The smallest of exponential times over probabilities is a draw from them.
+        times = ft.random.exponential(ft.random.fold_in(key, k), logits.shape)
+        tokens = torch.cat([tokens, (logits / temperature - times.log()).argmax(keepdim=True)])
+    text = bytes(tokens.tolist()).decode(errors="replace")
+    lines = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text).splitlines()
+    return "\n".join(line[:100].rstrip() for line in lines)
+
+
+# The texts -----------------------------------------------------------------------------------------------------------
+
+
+def source_code() -> Tensor:
+    """The modules of the standard library that are single files, one after the other, as uint8."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return as_tensor([path.read_bytes() for path in files])
+
+
+def help_pages() -> tuple[Tensor, Tensor]:
+    """What Python's `help` says about its keywords and topics; one page in ten is held out."""
+    pages: tuple[list[bytes], list[bytes]] = [], []
+    for name, text in sorted(topics.items()):
+        pages[zlib.crc32(name.encode()) % 10 == 0].append(text.encode())
+    return as_tensor(pages[0]), as_tensor(pages[1])
+
+
+def as_tensor(parts: list[bytes]) -> Tensor:
+    """Return the parts one after the other as uint8."""
+    return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)
+
+
+def windows(text: Tensor, batch: int, length: int, seed: int = 0) -> Iterator[dict[str, Tensor]]:
+    """Endless batches of windows of a text."""
+    every, key, k = text.unfold(0, length + 1, 1), ft.random.key(seed), 0
+    while True:
+        drawn = ft.random.randint(ft.random.fold_in(key, k), (batch,), 0, len(every))
+        yield {"bytes": every[drawn].long()}
+        k += 1
+
+
+def spread(text: Tensor, batch: int, length: int, batches: int = 20) -> list[dict[str, Tensor]]:
+    """At most so many batches of windows that do not overlap, spread evenly over a text."""
+    every = text.unfold(0, length + 1, length)
+    chosen = torch.linspace(0, len(every) - 1, min(batch * batches, len(every))).long()
+    return [{"bytes": part} for part in every[chosen].long().split(batch)]
+
+
+# The run -------------------------------------------------------------------------------------------------------------
+
+
+def options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+
+    def add(name: str, default: Any, text: str) -> None:
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+
+    add("rank", 8, "of the adapters")
+    add("alpha", 16.0, "their scale, times the rank")
+    add("dropout", 0.0, "rate at which inputs of the adapters are dropped")
+    parser.add_argument("--dora", action="store_true", help="give each output a magnitude of its own")
+    parser.add_argument("--rslora", action="store_true", help="scale by the root of the rank")
+    add("base-steps", 500, "steps of the base, on source code")
+    add("steps", 400, "steps of the adapters, on help pages")
+    add("batch", 16, "windows in a batch")
+    add("length", 64, "bytes in a window")
+    add("width", 128, "features of a byte; a multiple of 32")
+    add("layers", 3, "of the model")
+    add("sample", 240, "bytes to sample before and after")
+    parser.add_argument("--out", type=Path, help="directory to save the adapters in; a temporary one, unless told")
+    return parser.parse_args()
+
+
+def tell(name: str, text: str) -> None:
+    """Print a line of the report."""
+    print(f"{name:<10}{text}", flush=True)
+
+
+def size(tree: Any) -> int:
+    """Bytes of the tensors of a tree."""
+    return sum(leaf.nbytes for leaf in ft.tree.leaves(tree))
+
+
+def compare(base: ft.TrainState, state: ft.TrainState) -> None:
+    """Print what training takes, of all parameters and of adapters only."""
+    print(f"\n{'':<28}{'all parameters':>16}{'adapters':>14}")
+    counts = [sum(leaf.numel() for leaf in ft.tree.leaves(each.params)) for each in (base, state)]
+    print(f"{'trained parameters':<28}{counts[0]:>16,}{counts[1]:>14,}   {counts[1] / counts[0]:.1%}")
+    for name, bytes_of in (
+        ("gradients, MB", lambda each: size(each.params)),
+        ("optimizer state, MB", lambda each: size(each.opt_state)),
+    ):
+        full, small = bytes_of(base), bytes_of(state)
+        print(f"{name:<28}{full / 1e6:>16.2f}{small / 1e6:>14.2f}   {small / full:.1%}")
+    print(flush=True)
+
+
+def reload_with_peft(base: nn.Module, directory: Path, batch: Tensor, ours: Tensor) -> None:
+    """Load the adapters with peft and compare its logits with ours."""
+    if importlib.util.find_spec("peft") is None:
+        tell("peft", "is not installed; pip install peft, to see it load these adapters")
+        return
+    from peft import PeftModel
+
+    with warnings.catch_warnings():  # What peft asks of transformers may be deprecated there.
+        warnings.simplefilter("ignore")
+        theirs = PeftModel.from_pretrained(copy.deepcopy(base), directory).eval()
+    with torch.no_grad():
+        difference = (theirs(input_ids=batch).logits - ours).abs().max()
+    tell(
+        "peft",
+        f"loads them; its logits differ by {float(difference):.1e} at most, of up to {float(ours.abs().max()):.0f}",
+    )
+
+
+def main() -> None:
+    """Train a base, fine-tune it with adapters, save these and hand them to peft."""
+    o = options()
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    model = llama(o.width, o.layers, o.length)
+    loss_fn = ft.from_module(model, predict_bytes)
+    code, (prose, held_out) = source_code(), help_pages()
+    held = spread(held_out, o.batch, o.length)
+    tell("base", f"Llama, {sum(p.numel() for p in model.parameters()):,} parameters")
+    tell("texts", f"{len(code) / 1e6:.1f} MB of source code, then {len(prose) / 1e6:.2f} MB of help pages\n")
+
+    # A base, as others would download one.
+    schedule = ft.schedules.warmup_cosine(6e-3, warmup=o.base_steps // 10, total=o.base_steps)
+    pretrain = ft.compose(ft.train_step(loss_fn, ft.optim.adamw(schedule, b2=0.95, weight_decay=0.1)), ft.clip(1.0))
+    base, _ = ft.fit(pretrain, pretrain.init(), windows(code, o.batch, o.length), steps=o.base_steps)
+    ft.to_module(model, base)
+    before = ft.evaluate(ft.eval_step(loss_fn), base, held)["bpb"]
+
+    schedule = ft.schedules.warmup_cosine(5e-3, warmup=o.steps // 10, total=o.steps)
+    step = ft.compose(
+        ft.train_step(loss_fn, ft.optim.adamw(schedule, b2=0.95)),
+        ft.lora(o.rank, o.alpha, targets=TARGETS, dropout=o.dropout, dora=o.dora, rslora=o.rslora),
+        ft.clip(1.0),
+    )
+    print(f"\n{step}\n", flush=True)
+    state, _ = ft.fit(step, step.init(), windows(prose, o.batch, o.length), steps=o.steps)
+    after = ft.evaluate(ft.eval_step(step.loss), state, held)["bpb"]
+    compare(base, state)
+
+    merged = ft.adapters.merge(step, state)
+    tuned = ft.to_module(copy.deepcopy(model), merged).eval()
+    model.eval()
+    for name, each in (("the base", model), ("with adapters", tuned)):
+        print(f"--- {name} {'-' * (60 - len(name))}\n{sample(each, 'The ', o.sample, o.length)}\n", flush=True)
+
+    directory = (o.out or Path(tempfile.mkdtemp())) / "adapter"
+    ft.adapters.save(directory, step, state, task_type="CAUSAL_LM")
+    with torch.no_grad():
+        ours = tuned(input_ids=held[0]["bytes"]).logits
+    whole = size(model.state_dict())
+    saved = sum(file.stat().st_size for file in directory.iterdir())
+    tell("result", f"{before:.3f} bits a byte of held-out help pages, with adapters {after:.3f}")
+    tell("merged", f"{ft.evaluate(ft.eval_step(loss_fn), merged, held)['bpb']:.3f} bits a byte, without adapters")
+    tell("saved", f"{directory}, {saved / 1e3:.0f} kB; the base has {whole / 1e3:,.0f}")
+    reload_with_peft(model, directory, held[0]["bytes"], ours)
+    tell("time", f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
