@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ftrain.optim.storage import Rounding, Window, vector
+from ftrain.optim.storage import Rounding, Window, join, part
 
 DECADES = 7
 
@@ -50,48 +50,59 @@ class Codes:
     def window(self, stored: Window, start: int, stop: int) -> Window:
         """Return what is stored of the elements from `start` to `stop` of a leaf."""
         codes, scale = stored
-        if codes.is_contiguous():
-            codes = codes.view(-1)[start:stop]
-        return codes, scale[start // self.block : -(-stop // self.block)]
+        if stop - start == codes.numel():
+            return stored
+        return codes.view(-1)[start:stop], scale[start // self.block : -(-stop // self.block)]
 
     def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
         """Return the values, of shape (elements,), in the dtype to compute in."""
-        found = [self._read(codes, scale, dtype) for codes, scale in windows]
+        found = [self._read(join(codes), join(scale), dtype) for codes, scale in self._runs(windows)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _read(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         if codes.dtype != torch.uint8:
-            return vector(codes).to(dtype)
-        values = _map_on(self.signed, codes.device).index_select(0, codes.reshape(-1).to(torch.int32)).to(dtype)
+            return codes.to(dtype)
+        values = _map_on(self.signed, codes.device).index_select(0, codes.to(torch.int32)).to(dtype)
         for blocks, each in self._blocks(values, scale.to(dtype)):
             blocks.mul_(each.unsqueeze(-1))
         return values
 
     def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
         """Store values."""
-        pieces = values.split_with_sizes([codes.numel() for codes, _ in windows])
-        for (codes, scale), piece in zip(windows, pieces, strict=True):
-            if codes.dtype != torch.uint8:
-                codes.copy_(piece.view(codes.shape))
+        runs = list(self._runs(windows))
+        pieces = values.split_with_sizes([sum(leaf.numel() for leaf in codes) for codes, _ in runs])
+        for (codes, scale), piece in zip(runs, pieces, strict=True):
+            if codes[0].dtype != torch.uint8:
+                part(piece, codes)
                 continue
-            coded = []
-            for blocks, each in self._blocks(piece, scale):
-                largest = blocks.abs().amax(-1)
-                # A block of zeros has the scale 0, and stays so whatever its codes are.
-                shares = blocks / largest.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
-                cells = shares.to(torch.float16).view(torch.int16).view(-1).to(torch.int32) & 0xFFFF
-                coded.append(_codes_on(self.signed, codes.device).index_select(0, cells))
-                each.copy_(largest)
-            codes.copy_((coded[0] if len(coded) == 1 else torch.cat(coded)).view(codes.shape))
+            largest = torch.cat([blocks.abs().amax(-1) for (blocks,) in self._blocks(piece)])
+            coded = [self._codes(blocks, each) for blocks, each in self._blocks(piece, largest)]
+            part(coded[0] if len(coded) == 1 else torch.cat(coded), codes)
+            part(largest, scale)
 
-    def _blocks(self, values: Tensor, scale: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The whole blocks and their scales, and the shorter one that may be left."""
+    def _codes(self, blocks: Tensor, largest: Tensor) -> Tensor:
+        # A block of zeros has the scale 0, and stays so whatever its codes are.
+        shares = blocks / largest.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        cells = shares.to(torch.float16).view(torch.int16).view(-1).to(torch.int32) & 0xFFFF
+        return _codes_on(self.signed, blocks.device).index_select(0, cells)
+
+    def _runs(self, windows: Sequence[Window]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Codes and scales of leaves that can be joined to one: all small, or all of whole blocks; else one by one."""
+        small = {codes.dtype != torch.uint8 for codes, _ in windows}
+        if small == {True} or (small == {False} and not any(codes.numel() % self.block for codes, _ in windows)):
+            yield [codes for codes, _ in windows], [scale for _, scale in windows]
+            return
+        for codes, scale in windows:
+            yield [codes], [scale]
+
+    def _blocks(self, values: Tensor, *beside: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The whole blocks and what there is beside each, and the shorter one that may be left."""
         # Apart and not padded, for Inductor (2.13) reads a wrong scale for the end of what was padded and cut.
         whole, rest = divmod(len(values), self.block)
         if whole:
-            yield values[: whole * self.block].view(whole, self.block), scale[:whole]
+            yield values[: whole * self.block].view(whole, self.block), *(each[:whole] for each in beside)
         if rest:
-            yield values[whole * self.block :].view(1, rest), scale[whole:]
+            yield values[whole * self.block :].view(1, rest), *(each[whole:] for each in beside)
 
 
 def dynamic_map(*, signed: bool) -> Tensor:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ftrain import random, tree
 from ftrain.errors import OptionError
@@ -74,12 +75,11 @@ class Floats:
     def window(self, stored: Window, start: int, stop: int) -> Window:
         """Return what is stored of the elements from `start` to `stop` of a leaf."""
         (leaf,) = stored
-        return (leaf.view(-1)[start:stop] if leaf.is_contiguous() else leaf,)
+        return (leaf if stop - start == leaf.numel() else leaf.view(-1)[start:stop],)
 
     def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
         """Return the values, of shape (elements,), in the dtype to compute in; the memory of one that has it."""
-        flat = [vector(leaf) for (leaf,) in windows]
-        return (flat[0] if len(flat) == 1 else torch.cat(flat)).to(dtype)
+        return join([leaf for (leaf,) in windows]).to(dtype)
 
     def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
         """Store values."""
@@ -89,17 +89,23 @@ class Floats:
             return  # These are the values.
         if rounding and first.dtype == torch.bfloat16:
             values = rounding(values.to(torch.float32))
-        if len(leaves) == 1:
-            first.copy_(values.view(first.shape))
-            return
-        pieces = values.split_with_sizes([leaf.numel() for leaf in leaves])
-        torch._foreach_copy_(leaves, [piece.view(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)])
+        part(values, leaves)
 
 
-def vector(leaf: Tensor) -> Tensor:
-    """Return the elements in row-major order, densely; the memory of a contiguous leaf."""
-    # Not reshape, which finds strides for some leaves that are not dense.
-    return leaf.contiguous().view(-1)
+def join(leaves: list[Tensor]) -> Tensor:
+    """Return the elements of all leaves, each in row-major order, as one vector; the memory of a contiguous leaf."""
+    if len(leaves) == 1:
+        # Not reshape, which finds strides for some leaves that are not dense.
+        return leaves[0].contiguous().view(-1)
+    return _flatten_dense_tensors(leaves)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def part(values: Tensor, leaves: list[Tensor]) -> None:
+    """Write the elements of one vector to the leaves they were joined from."""
+    if len(leaves) == 1:
+        leaves[0].copy_(values.view(leaves[0].shape))
+    else:
+        torch._foreach_copy_(leaves, _unflatten_dense_tensors(values, leaves))  # type: ignore[no-untyped-call]
 
 
 class Lifted(NamedTuple):
