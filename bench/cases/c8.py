@@ -43,12 +43,14 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _race(name: str, count: int, settings: Settings) -> list[Row]:
-    question, kind = f"C8 {name}, {count:,} leaves", KINDS[name]
+    question, entrants = f"C8 {name}, {count:,} leaves", _entrants(name, count, settings)
+    if len(entrants) < 2:
+        return []
     task = settings.task(f"update {count}").with_options(optimizer=name)
     print(question, flush=True)
-    contest = Race(question, task, settings, checked=CHECKED, tolerance=kind.tolerance)
+    contest = Race(question, task, settings, checked=CHECKED, tolerance=KINDS[name].tolerance)
     try:
-        contest.enter(_entrants(name, count, settings))
+        contest.enter(entrants)
         contest.time(rounds=settings.share(0.3))
     finally:
         contest.close()
