@@ -1,8 +1,11 @@
 """Intel Gaudi, by `habana_frameworks.torch`, which puts `torch.hpu` there.
 
 From its support matrix (https://docs.habana.ai/en/latest/PyTorch/Reference/PyTorch_Support_Matrix.html): no float64;
-``hpu_backend`` compiles, Inductor does not; its graphs are for lazy mode only. First-generation Gaudi has no float16.
-There is no empty_cache. In lazy mode (``PT_HPU_LAZY_MODE=1``; no longer the default, see
+``hpu_backend`` compiles, Inductor does not; its graphs are for lazy mode only. On the first Gaudi nothing but bfloat16
+is relied on. Torch lists it among the devices of its fused kernels (https://github.com/pytorch/pytorch/pull/148666).
+There is no empty_cache.
+
+In lazy mode (``PT_HPU_LAZY_MODE=1``; no longer the default, see
 https://docs.habana.ai/en/latest/PyTorch/PyTorch_Gaudi_Theory_of_Operations.html) operations are collected until
 `mark_step` (https://docs.habana.ai/en/latest/PyTorch/Reference/mark_step.html), here at the end of every step.
 
@@ -64,5 +67,6 @@ BACKEND = Backend(
     memory=DEVICE.memory,
     distributed="hccl",
     compile_backend="hpu_backend",
+    fused_optimizers=True,
     float64=False,
 )

@@ -2,7 +2,8 @@
 
 There is one device and no float64 (https://docs.pytorch.org/docs/stable/notes/mps.html). The peak of memory is not
 counted; what the driver has given to the process, cache included, is the most there can have been since the cache was
-emptied. No graphs and no TF32. `torch.distributed` runs over gloo.
+emptied. Fused kernels are those of https://github.com/pytorch/pytorch/pull/127242. No graphs and no TF32;
+`torch.distributed` runs over gloo.
 
 Source: https://docs.pytorch.org/docs/stable/mps.html. Not run on hardware.
 """
