@@ -102,12 +102,12 @@ class ByHand(nn.Module):
     def forward(self, x):
         table = isinstance(self.base, nn.Embedding)
         if table:
-            added = F.embedding(x, self.lora_embedding_A.T) @ self.lora_embedding_B.T
+            added = (F.embedding(x, self.lora_embedding_A.T) * self.scale) @ self.lora_embedding_B.T
         else:
             dropped = self.dropout(x)
-            added = self.lora_B(self.lora_A(dropped))
+            added = self.lora_B(self.lora_A(dropped) * self.scale)
         if self.lora_magnitude_vector is None:
-            return self.base(x) + added * self.scale
+            return self.base(x) + added
         weight = self.base.weight.T if table else self.base.weight
         a, b = (self.lora_embedding_A, self.lora_embedding_B) if table else (self.lora_A.weight, self.lora_B.weight)
         whole = weight + self.scale * b @ a

@@ -108,7 +108,9 @@ def test_compiled_is_eager(lowering, backend):
 CAPTURED = ft.compiled(lowering="whole", backend="eager")
 
 
-@pytest.mark.parametrize(("policy", "around"), [("full", []), ("dots", []), ("full", [CAPTURED])], ids=str)
+@pytest.mark.parametrize(
+    ("policy", "around"), [("full", []), ("dots", []), ("full", [CAPTURED])], ids=["full", "dots", "captured"]
+)
 def test_rematerialised_blocks_see_the_same_adapters_and_masks(policy, around):
     plain, _ = train(build((), 0, *around, **KINDS["dora"])[1])
     again, _ = train(build((), 0, ft.remat(policy), *around, **KINDS["dora"])[1])
