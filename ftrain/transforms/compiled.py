@@ -29,6 +29,7 @@ from ftrain.types import (
     Gradients,
     Hyper,
     LossFn,
+    LossOutput,
     Metrics,
     PyTree,
     Runner,
@@ -149,10 +150,18 @@ class Compiler:
         return compile
 
     def compile_loss(self, loss: LossFn) -> LossFn:
-        """Hand a loss to `torch.compile`."""
-        backend = self.backend or graph.INDUCTOR
-        options = dict(self.options) or None
-        return torch.compile(loss, dynamic=self.dynamic, fullgraph=self.fullgraph, backend=backend, options=options)
+        """Hand a loss to `torch.compile`, with the backend of the device that it is first called on."""
+        settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
+        settings["options"] = dict(self.options) or None
+        found: dict[str, LossFn] = {}
+
+        def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            backend = self.backend_for(tree.device_of(params))
+            if backend not in found:
+                found[backend] = torch.compile(loss, backend=backend, **settings)
+            return found[backend](params, batch, rng=rng, buffers=buffers)
+
+        return compiled
 
     def backend_for(self, device: torch.device) -> str:
         """The backend that was asked for, or the one that suits the device."""
