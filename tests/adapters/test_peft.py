@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import warnings
 
 import pytest
@@ -282,12 +281,9 @@ def test_what_peft_has_no_form_for(tmp_path):
 
 @pytest.fixture(scope="module")
 def peft():
-    before = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = pytest.importorskip("peft", reason="peft computes what ftrain is compared with")
-    logging.disable(before)
-    return found
+        return pytest.importorskip("peft", reason="peft computes what ftrain is compared with")
 
 
 def gpt2():
