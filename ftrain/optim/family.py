@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ftrain import tree
+from ftrain import backends, tree
 from ftrain.checks import require_range
 from ftrain.errors import OptionError, StructureError
 from ftrain.masks import Mask, as_select, require_matches
@@ -285,7 +285,23 @@ def average_squares(mean: Some, grad: Some, decay: float) -> Some:
 
 def descend(leaf: Some, step: Some, rate: Number) -> Some:
     """``leaf <- leaf - rate step``, in place; the rate may be a tensor."""
-    return leaf.sub_(step.mul(rate)) if isinstance(rate, Tensor) else leaf.add_(step, alpha=-rate)
+    if not isinstance(rate, Tensor):
+        return leaf.add_(step, alpha=-rate)
+    return leaf.addcmul_(step, each, value=-1) if (each := _each(leaf, rate)) else leaf.sub_(step.mul(rate))
+
+
+def approach(leaf: Some, other: Some, share: Number) -> Some:
+    """``leaf <- leaf + share (other - leaf)``, in place; the share may be a tensor."""
+    if not isinstance(share, Tensor):
+        return leaf.lerp_(other, share)
+    return leaf.lerp_(other, each) if (each := _each(leaf, share)) else leaf.add_(other.sub(leaf).mul_(share))
+
+
+def _each(column: Some, value: Tensor) -> Column | None:
+    """A tensor for each of many, where torch takes these one after another anyway: one pass for two or three."""
+    if not isinstance(column, Column) or backends.of(column.tensors[0].device).empty_cache is not None:
+        return None
+    return Column([value] * len(column.tensors))
 
 
 def descend_quotient(leaf: Some, step: Some, denominator: Some, rate: Number) -> Some:

@@ -11,7 +11,7 @@ from ftrain import tree
 from ftrain.checks import require_range
 from ftrain.errors import StructureError
 from ftrain.masks import Mask, matrices
-from ftrain.optim.family import COUNT, NONE, Number, Part, average_squares, descend, leafwise, require_ranges
+from ftrain.optim.family import COUNT, NONE, Number, Part, approach, average_squares, descend, leafwise, require_ranges
 from ftrain.types import Optimizer, PyTree, Schedule
 
 KEYS = COUNT, "weights", "peak", "b1", "z", "nu"
@@ -74,7 +74,7 @@ def schedule_free_adamw(
         if weight_decay and part.decay:
             u.add_(y, alpha=weight_decay)
         # y after the step, from y, z and u before it, without x.
-        y.add_(z.sub(y).mul_(share))
+        approach(y, z, share)
         descend(y, u, step)
         descend(z, u, rate)
 
