@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias, TypeVar
@@ -15,7 +15,11 @@ from ftrain.slots import Slot, slots_of
 from ftrain.types import Adapters
 
 Region: TypeAlias = Callable[..., Any]
-"""``region(function, slots, *args, **kwargs)``: runs a block in a special way, rematerialised say."""
+"""``region(function, slots, choice, *args, **kwargs)``: runs a block in a special way, rematerialised say."""
+
+Wanted: TypeAlias = Sequence[type[nn.Module] | str] | Mapping[type[nn.Module] | str, Any] | Callable[..., Any]
+"""Which modules are blocks: types and dotted names, or these with a choice for each, or ``(name, module) -> choice``,
+None for what is no block."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,21 +35,21 @@ def block(function: F) -> F:
 
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return _through_region(function, (), *args, **kwargs)
+        return _through_region(function, (), None, *args, **kwargs)
 
     return marked  # type: ignore[return-value]
 
 
-def _through_region(function: Callable[..., Any], slots: Sequence[Slot], *args: Any, **kwargs: Any) -> Any:
+def _through_region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
     region = _region.get()
     if region is None:
         return function(*args, **kwargs)
-    return region(functools.partial(_as_one, function), slots, *args, **kwargs)
+    return region(function, slots, choice, *args, **kwargs)
 
 
-def _as_one(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block, in which further blocks belong to it, each time that it runs."""
-    token = _region.set(None)
+def within(region: Region | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function whose blocks go through a region, or with None as they are, in whatever thread it runs."""
+    token = _region.set(region)
     try:
         return function(*args, **kwargs)
     finally:
@@ -55,12 +59,12 @@ def _as_one(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class Blocks:
     """The blocks of a module, with the adapters in them, ready to be run through a region."""
 
-    def __init__(self, parts: Sequence[nn.Module], adapters: Adapters | None = None) -> None:
+    def __init__(self, parts: Mapping[nn.Module, Any], adapters: Adapters | None = None) -> None:
         self._forwards: list[tuple[dict[str, Any], Any]] = []
-        for part in parts:
+        for part, choice in parts.items():
             forward = part.forward if adapters is None else adapters.forward(part)
             slots = slots_of(part) if adapters is None else [*slots_of(part), *adapters.slots(part)]
-            self._forwards.append((part.__dict__, functools.partial(_through_region, forward, slots)))
+            self._forwards.append((part.__dict__, functools.partial(_through_region, forward, slots, choice)))
 
     @contextmanager
     def through(self, region: Region) -> Iterator[None]:
@@ -81,38 +85,45 @@ class Blocks:
                     place["forward"] = forward
 
 
-def find_blocks(module: nn.Module, wanted: Sequence[type[nn.Module] | str] | None) -> list[nn.Module]:
-    """Return the blocks of a module: the given types or names, else the repeated children.
+def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any]:
+    """Return the blocks of a module and what was chosen for each: those wanted, else the repeated children.
 
     Repeated children are the members of a `ModuleList` or `Sequential` that has at least two of one
-    type with children of their own; the outermost ones where such lists nest.
+    type with children of their own; the outermost ones where such lists nest. Of a name and a type, the name counts.
 
     Raises:
         OptionError: when nothing matches; the message lists what there is.
     """
     named = dict(module.named_modules())
     if wanted is None:
-        found = _repeated_children(module)
+        found = dict.fromkeys(_repeated_children(module))
+    elif isinstance(wanted, Sequence | Mapping):
+        choices = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
+        _require_blocks(module, named, choices)
+        types = [each for each in choices if isinstance(each, type)]
+        keys = {part: [name, *(each for each in types if isinstance(part, each))] for name, part in named.items()}
+        matched = {part: next((key for key in known if key in choices), None) for part, known in keys.items()}
+        found = {part: choices[key] for part, key in matched.items() if key is not None}
     else:
-        types, names = (
-            tuple(w for w in wanted if isinstance(w, type)),
-            {w for w in wanted if isinstance(w, str)},
-        )
-        found = [part for name, part in named.items() if name in names or isinstance(part, types)]
-        missing = [f"{w!r}" for w in names if w not in named]
-        missing += [w.__name__ for w in types if not any(isinstance(part, w) for part in named.values())]
-        if missing:
-            known = ", ".join(sorted({type(part).__name__ for part in named.values()}))
-            raise OptionError(
-                f"remat: {type(module).__name__} has no block {', '.join(missing)}; types in it are {known}"
-            )
+        chosen = {part: wanted(name, part) for name, part in named.items()}
+        found = {part: choice for part, choice in chosen.items() if choice is not None}
     if not found:
         lists = [name for name, part in named.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
+        none = "has no repeated children in a ModuleList or Sequential" if wanted is None else "has none of the blocks"
         raise OptionError(
-            f"remat: {type(module).__name__} has no repeated children in a ModuleList or Sequential (lists in it: "
+            f"remat: {type(module).__name__} {none} (lists in it: "
             f"{', '.join(lists) or 'none'}); name the blocks with blocks=[...], types or dotted names"
         )
     return found
+
+
+def _require_blocks(module: nn.Module, named: Mapping[str, nn.Module], wanted: Mapping[Any, Any]) -> None:
+    missing = [f"{each!r}" for each in wanted if not isinstance(each, type) and each not in named]
+    types = [each for each in wanted if isinstance(each, type)]
+    missing += [each.__name__ for each in types if not any(isinstance(part, each) for part in named.values())]
+    if missing:
+        known = ", ".join(sorted({type(part).__name__ for part in named.values()}))
+        raise OptionError(f"remat: {type(module).__name__} has no block {', '.join(missing)}; types in it are {known}")
 
 
 def _repeated_children(module: nn.Module) -> list[nn.Module]:

@@ -109,6 +109,11 @@ def current() -> Keyed | None:
     return next((mode for mode in _get_current_dispatch_mode_stack()[::-1] if isinstance(mode, Keyed)), None)
 
 
+def is_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of an operation draws random numbers."""
+    return _is_random(func) and not _is_inert(_bind(func, args, kwargs))
+
+
 @functools.cache
 def _is_composite(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload):

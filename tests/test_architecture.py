@@ -26,6 +26,7 @@ STAIRCASE = [
     "purity",
     "random",
     "keyed",
+    "policies",
     "inductor_random",
     "backends",
     "schedules",

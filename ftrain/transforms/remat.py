@@ -3,70 +3,60 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ftrain import keyed
-from ftrain.blocks import Blocks, find_blocks
+from ftrain.blocks import Blocks, Region, Wanted, find_blocks, within
 from ftrain.errors import ComposeError, OptionError
-from ftrain.grad import detach
+from ftrain.policies import FULL, NONE, Kept, Policy, keeps_of, name_of, require_policy
 from ftrain.slots import Slot, bound
 from ftrain.types import Loss, LossOutput, PyTree
 from ftrain.wrapper import Wrapper, wrapper
 
-POLICIES = ("full", "dots")
-
-_aten = torch.ops.aten
-DOTS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten.convolution.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
-)
-"""Products, convolutions and attention: dear to compute, and small beside what lies between them."""
-
 
 @wrapper
-def remat(policy: str = "full", blocks: Sequence[type[nn.Module] | str] | None = None) -> Wrapper:
+def remat(policy: Policy = FULL, blocks: Wanted | None = None) -> Wrapper:
     """Keep only the inputs of each block for the backward pass, and compute its inside again there.
 
     Gradients are the same to the bit, dropout included, and buffers advance once (Chen et al. 2016,
     arXiv:1604.06174). Blocks are the given ones, else the repeated children of the module's
-    `ModuleList` and `Sequential`; in a pure function, those marked by `ft.block`.
+    `ModuleList` and `Sequential`; in a pure function, those marked by `ft.block`. Blocks within a block are
+    recomputed one by one while it is: less memory at once, and one more forward pass for them.
 
     Args:
-        policy: ``"full"`` recomputes everything, ``"dots"`` keeps matrix products, convolutions and
-            attention and recomputes the rest.
-        blocks: types of modules or their dotted names.
+        policy: what to keep of the inside. ``"full"`` recomputes everything, ``"dots"`` keeps matrix products,
+            convolutions and attention, ``"attention"`` keeps attention where it is one operation (a fused
+            kernel of `scaled_dot_product_attention`), ``"none"`` recomputes nothing. A function
+            ``(op, *args, **kwargs) -> bool`` decides for each call of an operation of aten, such as
+            ``torch.ops.aten.mm.default``, whether to keep what it returns; views, casts, random numbers and what
+            writes in place are made again whatever it says.
+        blocks: types of modules or their dotted names, or a mapping from these to policies, or a function
+            ``(name, module)`` that returns a policy, and for what is no block None.
 
     Raises:
         OptionError: for an unknown policy, or when there is no such block.
         ComposeError: when a pure loss ran without meeting a function marked by `ft.block`.
     """
-    if policy not in POLICIES:
-        raise OptionError(f"remat: policy is {policy!r}; choices are {', '.join(POLICIES)}")
-    if blocks is not None and not isinstance(blocks, list | tuple):
-        raise OptionError(f"remat: blocks is {blocks!r}, needs a list of types and dotted names")
+    require_policy("remat", policy)
+    _require_wanted(blocks)
 
     def wrap(loss: Loss) -> Loss:
         if loss.module is None and blocks:
             raise OptionError(
                 f"remat: {loss.text} has no module in which to find blocks={blocks!r}; mark functions with ft.block"
             )
-        parts = find_blocks(loss.module, blocks) if loss.module is not None else []
+        parts = find_blocks(loss.module, blocks) if loss.module is not None else {}
+        parts = {part: policy if choice is None else choice for part, choice in parts.items()}
+        for choice in parts.values():
+            require_policy("remat", choice)
         prepared = Blocks(parts, loss.adapters)
         met = [0]
         region = _region(policy, met)
@@ -88,71 +78,68 @@ def remat(policy: str = "full", blocks: Sequence[type[nn.Module] | str] | None =
                 )
             return returned
 
-        text = f"remat({', '.join([policy] * (policy != 'full') + [f'blocks={len(parts)}'] * bool(parts))})"
+        text = f"remat({_text(policy, list(parts.values()))})"
         return dataclasses.replace(loss, fn=counted, scope=scope, text=f"{loss.text} <- {text}")
 
     return Wrapper("remat", "remat", "loss", loss=wrap)
 
 
-def _region(policy: str, met: list[int]) -> Callable[..., Any]:
-    def region(function: Callable[..., Any], slots: Sequence[Slot], *args: Any, **kwargs: Any) -> Any:
+def _require_wanted(blocks: Any) -> None:
+    if isinstance(blocks, Mapping):
+        for choice in blocks.values():
+            require_policy("remat", choice)
+    elif isinstance(blocks, type) or not (blocks is None or callable(blocks) or isinstance(blocks, list | tuple)):
+        raise OptionError(
+            f"remat: blocks is {blocks!r}, needs a list of types and dotted names, a mapping from these to policies, "
+            "or a function (name, module) -> policy"
+        )
+
+
+def _text(policy: Policy, chosen: Sequence[Policy]) -> str:
+    counts = Counter(map(name_of, chosen))
+    if len(counts) > 1:
+        return ", ".join(f"{name}={count}" for name, count in counts.items())
+    (name,) = counts or [name_of(policy)]
+    return ", ".join([name] * (name != FULL) + [f"blocks={len(chosen)}"] * bool(chosen))
+
+
+def _region(policy: Policy, met: list[int]) -> Region:
+    def region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
         met[0] += 1
-        return checkpoint(_Repeatable(function, slots, policy), *args, use_reentrant=False, **kwargs)
+        chosen = policy if choice is None else choice
+        inside = partial(within, again, function)
+        if chosen == NONE:
+            return inside(*args, **kwargs)
+        return checkpoint(_Repeatable(inside, slots, chosen), *args, use_reentrant=False, **kwargs)
 
     # Dynamo may compile the inside of a block, but not this: its own checkpoint would not run `_Repeatable` again.
-    return torch.compiler.disable(region, recursive=False)  # type: ignore[no-untyped-call,no-any-return]
+    again: Region = torch.compiler.disable(region, recursive=False)  # type: ignore[no-untyped-call]
+    return again
 
 
 class _Repeatable:
     """A block whose later runs see what the first one saw: parameters, buffers and random numbers."""
 
-    def __init__(self, function: Callable[..., Any], slots: Sequence[Slot], policy: str) -> None:
+    def __init__(self, function: Callable[..., Any], slots: Sequence[Slot], policy: Policy) -> None:
         self._function, self._slots = function, list(slots)
         # What a block does to its buffers must happen once: recomputation works on copies.
         self._values = [s.place[s.key].clone() if s.is_buffer else s.place[s.key] for s in slots]
         self._stream = keyed.current()
         self._offset = self._stream.offset if self._stream is not None else 0
-        self._kept: list[Any] | None = [] if policy == "dots" else None
+        keeps = keeps_of(policy)
+        self._kept = None if keeps is None else Kept(keeps)
         self._ran = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, the first time as it is, and afterwards as it was."""
         if not self._ran:
             self._ran = True
-            with nullcontext() if self._kept is None else _Keep(self._kept):
+            with nullcontext() if self._kept is None else self._kept.keeping():
                 return self._function(*args, **kwargs)
         again = nullcontext() if self._stream is None else self._stream.replay(self._offset)
         with (
             bound(self._slots, self._values),
             again,
-            nullcontext() if self._kept is None else _Reuse(self._kept),
+            nullcontext() if self._kept is None else self._kept.reusing(),
         ):
             return self._function(*args, **kwargs)
-
-
-class _Keep(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keep what the operations in `DOTS` return."""
-
-    def __init__(self, kept: list[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation."""
-        returned = func(*args, **(kwargs or {}))
-        if func in DOTS:
-            # Detached: autograd attaches the graph to what is returned, which must not be kept alive.
-            self._kept.append(detach(returned))
-        return returned
-
-
-class _Reuse(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Return what `_Keep` has kept, in the same order, instead of computing it."""
-
-    def __init__(self, kept: list[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = iter(kept)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, unless its result is there."""
-        return detach(next(self._kept)) if func in DOTS else func(*args, **(kwargs or {}))

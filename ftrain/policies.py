@@ -1,0 +1,178 @@
+"""What a rematerialised block keeps for its backward pass, operation by operation."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ftrain import tree
+from ftrain.errors import OptionError
+from ftrain.keyed import is_draw
+from ftrain.types import PyTree
+
+Keeps: TypeAlias = Callable[..., bool]
+"""``(op, *args, **kwargs) -> bool``: whether to keep what this call of an operation returns, in place of calling it
+again. ``op`` is a `torch._ops.OpOverload`, such as ``torch.ops.aten.mm.default``."""
+
+Policy: TypeAlias = str | Keeps
+
+_aten = torch.ops.aten
+ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,
+        _aten._flash_attention_forward.default,
+        _aten._efficient_attention_forward.default,
+    }
+)
+"""Attention in one operation: the dearest of all for long sequences, and its result is as small as its input."""
+
+DOTS = ATTENTION | {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.linear.default,
+    _aten.convolution.default,
+    _aten._scaled_mm.default,
+    _aten._grouped_mm.default,
+}
+"""Products, convolutions and attention: dear to compute, and small beside what lies between them."""
+
+FULL, NONE = "full", "none"
+KEPT = {"dots": DOTS, "attention": ATTENTION}
+POLICIES = (FULL, *KEPT, NONE)
+
+
+def require_policy(function: str, policy: Any) -> None:
+    """Check for a policy: one of `POLICIES`, or a function that decides for each operation.
+
+    Raises:
+        OptionError: for another name, or for a function that cannot be called as `Keeps`.
+    """
+    if isinstance(policy, str) and policy in POLICIES:
+        return
+    choices = f"choices are {', '.join(POLICIES)}, and a function (op, *args, **kwargs) -> bool"
+    if not callable(policy) or isinstance(policy, type):
+        raise OptionError(f"{function}: policy is {policy!r}; {choices}")
+    try:
+        inspect.signature(policy).bind("op", "tensor", "tensor", "more", dim=0)
+    except TypeError:
+        raise OptionError(
+            f"{function}: policy is {name_of(policy)}{inspect.signature(policy)}; it must take any operation and its "
+            "arguments: (op, *args, **kwargs) -> bool"
+        ) from None
+    except ValueError:  # builtins
+        return
+
+
+def name_of(policy: Policy) -> str:
+    """Return how a policy prints."""
+    return policy if isinstance(policy, str) else getattr(policy, "__name__", type(policy).__name__)
+
+
+def keeps_of(policy: Policy) -> Keeps | None:
+    """Return a policy as a function; None for ``"full"``, which keeps nothing."""
+    if callable(policy):
+        return policy
+    kept = KEPT.get(policy)
+    return None if kept is None else lambda op, *args, **kwargs: op in kept
+
+
+class _Result(NamedTuple):
+    """What an operation returned, cut off the graph, and which versions of its tensors that was."""
+
+    value: PyTree
+    versions: list[int]
+
+
+class Kept:
+    """What the operations of one run have returned, as far as they are to be kept, for one other run of the same.
+
+    Views, casts and what writes in place are always made again, and random numbers are always drawn again: each
+    costs little, and to leave one out would change what comes after it.
+    """
+
+    def __init__(self, keeps: Keeps) -> None:
+        self._keeps = keeps
+        # By operation, since casts are cached in one run and not in the other.
+        self._results: dict[Any, list[_Result | None]] = defaultdict(list)
+
+    def keeping(self) -> TorchDispatchMode:
+        """Return the context of the first run."""
+        return _Keeping(self._keeps, self._results)
+
+    def reusing(self) -> TorchDispatchMode:
+        """Return the context of the second run."""
+        return _Reusing(self._results)
+
+
+class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keep what is to be kept."""
+
+    def __init__(self, keeps: Keeps, results: dict[Any, list[_Result | None]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeps, self._results = keeps, results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation."""
+        kwargs = kwargs or {}
+        returned = func(*args, **kwargs)
+        if not _is_made_again(func, args, kwargs):
+            wanted: Any = self._keeps(func, *args, **kwargs)
+            if not isinstance(wanted, bool):
+                name = name_of(self._keeps)
+                raise OptionError(
+                    f"remat: the policy {name} returned {tree.describe(wanted)} for {func}; needs True or False"
+                )
+            self._results[func].append(_result(returned) if wanted else None)
+        return returned
+
+
+class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Return what was kept, in the order of the first run, instead of computing it."""
+
+    def __init__(self, results: dict[Any, list[_Result | None]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results = {func: iter(found) for func, found in results.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, unless its result is there."""
+        kwargs = kwargs or {}
+        if func in self._results and not _is_made_again(func, args, kwargs):
+            result = next(self._results[func], None)
+            # What was written over since is no longer what the operation returned.
+            if result is not None and result.versions == _versions(result.value):
+                return tree.map(lambda leaf: _cut(leaf) if isinstance(leaf, Tensor) else leaf, result.value)
+        return func(*args, **kwargs)
+
+
+def _is_made_again(func: Any, args: Any, kwargs: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload):
+        return True
+    return func.is_view or func._schema.is_mutable or func is _aten._to_copy.default or is_draw(func, args, kwargs)
+
+
+def _result(returned: Any) -> _Result:
+    # Cut off: autograd attaches the graph to what is returned, which must not be kept alive.
+    value = tree.map(lambda leaf: _cut(leaf) if isinstance(leaf, Tensor) else leaf, returned)
+    return _Result(value, _versions(value))
+
+
+def _versions(value: PyTree) -> list[int]:
+    return [leaf._version for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    """Detach a tensor below autograd so that it still counts who writes over it."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()

@@ -1,0 +1,253 @@
+"""Rematerialisation changes no bit whatever it keeps, and keeps what its policy says."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import OptionError
+from tests.laws.test_pipelines import assert_equal
+
+WIDTH, LENGTH, BATCH, BYTES = 8, 6, 4, 4
+aten = torch.ops.aten
+
+
+class Block(nn.Module):
+    """Everything that a recomputation can get wrong: draws, statistics, and products that are written over."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.p, self.norm = p, nn.BatchNorm1d(WIDTH)
+        self.qkv, self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x.flatten(0, 1)).view_as(x)).unflatten(-1, (6, -1)).transpose(1, 2).chunk(3, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p, is_causal=True)
+        hidden = self.up(mixed.transpose(1, 2).flatten(2))
+        hidden += 1.0
+        hidden = F.dropout(hidden.mul(2.0), self.p, inplace=True)
+        noise = torch.rand_like(hidden) * self.p
+        out = self.down(torch.tanh(hidden + noise))
+        out.view(-1).mul_(0.5)
+        return x + F.dropout(out, self.p)
+
+
+class Stages(nn.Module):
+    def __init__(self, p, stages=2, blocks=2):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.stages = nn.ModuleList(nn.Sequential(*(Block(p) for _ in range(blocks))) for _ in range(stages))
+        # Autocast casts a tied weight once, and in a recomputation again.
+        self.stages[1][0].down.weight = self.stages[0][0].down.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x)
+
+
+def criterion(model, batch):
+    return ft.losses.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def make_batch(index=0, batch=BATCH):
+    draw = torch.Generator().manual_seed(index)
+    return {name: torch.randint(11, (batch, LENGTH), generator=draw) for name in ("x", "y")}
+
+
+def build(*wrappers, p=0.3, dtype=torch.float64, **sizes):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Stages(p, **sizes).to(dtype)
+    return ft.compose(ft.train_step(ft.from_module(model, criterion), ft.optim.sgd(0.1)), *wrappers)
+
+
+def train(step, steps=1):
+    state = step.init(seed=3)
+    for index in range(steps):
+        state, _ = step(state, make_batch(index))
+    return state
+
+
+def everything(op, *args, **kwargs):
+    return True
+
+
+def nothing(op, *args, **kwargs):
+    return False
+
+
+def products(op, *args, **kwargs):
+    return op in (aten.mm.default, aten.addmm.default)
+
+
+def some():
+    """Every third operation, to show that what is kept is found again by its place and not by its kind."""
+    count = itertools.count()
+    return lambda op, *args, **kwargs: next(count) % 3 == 0
+
+
+def by_place(name, module):
+    return {"stages.0.0": "dots", "stages.0.1": "none", "stages.1": everything}.get(name)
+
+
+NESTED = ["stages.0", "stages.0.0", "stages.0.1", "stages.1", "stages.1.1"]
+MODES = {
+    **{policy: lambda policy=policy: ft.remat(policy) for policy in ("full", "dots", "attention", "none")},
+    **{policy.__name__: lambda policy=policy: ft.remat(policy=policy) for policy in (everything, nothing, products)},
+    "some": lambda: ft.remat(some(), blocks=[Block]),
+    "mapping": lambda: ft.remat(blocks={Block: "dots", "stages.0.1": "full", "stages.1.0": "attention"}),
+    "function": lambda: ft.remat(blocks=by_place),
+    "nested": lambda: ft.remat(blocks=NESTED),
+    "nested-dots": lambda: ft.remat("dots", blocks=NESTED),
+    "nested-mixed": lambda: ft.remat(blocks={nn.Sequential: "full", Block: "dots", nn.Linear: "full"}),
+    "nested-kept": lambda: ft.remat(blocks={nn.Sequential: everything, Block: "full", nn.Linear: "none"}),
+}
+modes = pytest.mark.parametrize("mode", list(MODES))
+AROUND = {
+    "eager": (),
+    "bf16": (ft.with_amp("bf16"), ft.accumulate(2)),
+    "captured": (ft.compiled(lowering="whole", backend="eager"),),
+    "split": (ft.compiled(lowering="split", backend="eager"),),
+    "lora": (ft.lora(2, targets=["*.up", "*.qkv"], dropout=0.3),),
+}
+plain = {}
+
+
+def unwrapped(around):
+    if around not in plain:
+        plain[around] = train(build(*AROUND[around], dtype=dtype_of(around)))
+    return plain[around]
+
+
+def dtype_of(around):
+    return torch.float32 if around == "bf16" else torch.float64
+
+
+# Dynamo looks at the .grad of every tensor it traces, and torch warns of that.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@modes
+@pytest.mark.parametrize("around", list(AROUND))
+def test_no_bit_changes(mode, around):
+    assert_equal(train(build(MODES[mode](), *AROUND[around], dtype=dtype_of(around))), unwrapped(around))
+
+
+def anatomy(*wrappers, batch=BATCH, **sizes):
+    step = build(*wrappers, p=0.0, dtype=torch.float32, **sizes)
+    return ft.anatomy(step, None, make_batch(batch=batch))
+
+
+def test_each_policy_keeps_what_it_says():
+    found = {mode: anatomy(MODES[mode]()) for mode in ("full", "dots", "attention", "none", "products", "everything")}
+    kept = {mode: each.most["activations"] for mode, each in found.items()}
+    work = {mode: each.flops["tensor contractions"] for mode, each in found.items()}
+    tokens, blocks = BATCH * LENGTH, 4
+    # Of attention, what it returns and a logarithm for each head and token.
+    attention = blocks * tokens * (WIDTH + 2) * BYTES
+    assert kept["attention"] - kept["full"] == attention
+    assert kept["products"] - kept["full"] == blocks * tokens * 5 * WIDTH * BYTES
+    assert kept["dots"] - kept["full"] == kept["products"] - kept["full"] + attention
+    assert kept["none"] == anatomy().most["activations"] > kept["dots"]
+    product = blocks * 2 * tokens * WIDTH * WIDTH
+    assert work["full"] - work["attention"] == blocks * 2 * 2 * tokens * LENGTH * WIDTH
+    assert work["full"] - work["products"] == 3 * product
+    # What the last two products returned is written over, so they are made again; at the end of a stage one of them.
+    assert work["dots"] == work["everything"] == work["none"] + product + product // 2
+    assert work["none"] == anatomy().flops["tensor contractions"]
+
+
+def test_blocks_with_policies_of_their_own():
+    found = anatomy(ft.remat(blocks={Block: "full", "stages.1.1": "none"}))
+    plain, full = anatomy(), anatomy(ft.remat())
+    assert full.most["activations"] < found.most["activations"] < plain.most["activations"]
+    mixed = build(ft.remat(blocks=by_place))
+    assert "remat(dots=1, none=1, everything=1)" in repr(mixed)
+    assert "remat(dots, blocks=4)" in repr(
+        build(ft.remat(blocks=lambda name, part: "dots" if name[7:] in PLACES else None))
+    )
+
+
+PLACES = ("0.0", "0.1", "1.0", "1.1")
+
+
+def test_blocks_within_blocks_are_computed_again_one_by_one():
+    stages = {"stages": 4, "blocks": 4, "batch": 64}
+    outer, inner = (anatomy(ft.remat(blocks=[kind]), **stages) for kind in (nn.Sequential, Block))
+    both = anatomy(ft.remat(blocks=[nn.Sequential, Block]), **stages)
+    assert both.peak < 0.9 * min(outer.peak, inner.peak)
+    forward = 16 * 2 * 64 * LENGTH * (5 * WIDTH * WIDTH + 2 * LENGTH * WIDTH)
+    work = [each.flops["tensor contractions"] for each in (anatomy(**stages), outer, both)]
+    assert work[0] < work[1] <= work[0] + forward < work[2] <= work[0] + 2 * forward
+
+
+def test_functions_within_a_block_are_blocks():
+    @ft.block
+    def inner(w, x):
+        return torch.tanh(x @ w).sin()
+
+    @ft.block
+    def outer(w, x):
+        for _ in range(8):
+            x = inner(w, x)
+        return x
+
+    def flat(w, x):
+        for _ in range(8):
+            x = torch.tanh(x @ w).sin()
+        return x
+
+    def loss(function):
+        return lambda params, batch: function(params["w"], batch).square().sum()
+
+    params, batch = {"w": torch.randn(16, 16, dtype=torch.float64)}, torch.randn(64, 16, dtype=torch.float64)
+    states, peaks = [], []
+    for function, *wrappers in ((flat,), (ft.block(flat), ft.remat()), (outer, ft.remat())):
+        step = ft.compose(ft.train_step(loss(function), ft.optim.sgd(0.1)), *wrappers)
+        states.append(step(step.init(params), batch)[0].params)
+        peaks.append(ft.anatomy(step, step.init(params), batch, measure=False).peak)
+    assert_equal(states[1], states[0])
+    assert_equal(states[2], states[0])
+    assert peaks[2] < peaks[1]
+
+
+def test_twelve_blocks_keep_two_fifths_for_a_third_more_work():
+    found, plain = (anatomy(*each, stages=12, blocks=1) for each in ((ft.remat(),), ()))
+    assert found.most["activations"] < 0.4 * plain.most["activations"]
+    assert sum(found.flops.values()) < 4 / 3 * sum(plain.flops.values())
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("most", "'most'; choices are full, dots, attention, none, and a function"),
+        (None, "None"),
+        (nn.Linear, "<class"),
+        (lambda op: True, r"<lambda>\(op\); it must take any operation and its arguments"),
+    ],
+)
+def test_what_is_no_policy(policy, message):
+    with pytest.raises(OptionError, match=f"remat: policy is {message}"):
+        ft.remat(policy=policy)
+    if policy is not None:
+        with pytest.raises(OptionError, match=f"remat: policy is {message}"):
+            ft.remat(blocks={Block: policy})
+        with pytest.raises(OptionError, match=f"remat: policy is {message}"):
+            build(ft.remat(blocks=lambda name, module: policy))
+
+
+def test_a_policy_that_decides_nothing():
+    step = build(ft.remat(policy=lambda op, *args, **kwargs: torch.ones(())))
+    with pytest.raises(OptionError, match=r"remat: the policy <lambda> returned .* for aten.*; needs True or False"):
+        step(step.init(), make_batch())
+
+
+def test_blocks_that_are_not_there():
+    with pytest.raises(OptionError, match=r"Stages has no block 'stages\.7'"):
+        build(ft.remat(blocks={"stages.7": "dots"}))
+    with pytest.raises(OptionError, match="Stages has none of the blocks"):
+        build(ft.remat(blocks=lambda name, module: None))
