@@ -325,7 +325,7 @@ SIGNATURES = {
     "evaluate": "(step, state, data, *, dtype=None)",
     "iterate": "(step, state, data, *, steps=None, epochs=None, position=None)",
     "with_amp": "(dtype='bf16')",
-    "remat": "(policy='full', blocks=None)",
+    "remat": "(policy='full', blocks=None, *, budget=None)",
     "accumulate": "(n)",
     # The norm is 1.0 where nothing is given; None tells `clip(value=...)` from both at once, which is refused.
     "clip": "(max_norm=None, *, value=None)",

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ftrain import backends, tree
-from ftrain.anatomy.groups import MOVEMENT, group_of
+from ftrain.operations import MOVEMENT, group_of
 from ftrain.step import Step
 from ftrain.types import PyTree, TrainState
 

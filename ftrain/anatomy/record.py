@@ -9,9 +9,9 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from ftrain.anatomy.drawing import draw
-from ftrain.anatomy.groups import GROUPS
 from ftrain.anatomy.predicted import ACTIVATIONS, COPIES, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from ftrain.anatomy.timeline import Timeline
+from ftrain.operations import GROUPS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

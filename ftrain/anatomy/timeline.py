@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import tree
-from ftrain.anatomy.groups import flops, group_of, is_view
+from ftrain.operations import flops, group_of, is_view
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 

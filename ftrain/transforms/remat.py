@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ftrain import keyed
 from ftrain.blocks import Blocks, Region, Wanted, find_blocks, within
+from ftrain.budget import Budget
 from ftrain.errors import ComposeError, OptionError
 from ftrain.policies import FULL, NONE, Kept, Policy, keeps_of, name_of, require_policy
 from ftrain.slots import Slot, bound
@@ -23,7 +24,7 @@ from ftrain.wrapper import Wrapper, wrapper
 
 
 @wrapper
-def remat(policy: Policy = FULL, blocks: Wanted | None = None) -> Wrapper:
+def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float | None = None) -> Wrapper:
     """Keep only the inputs of each block for the backward pass, and compute its inside again there.
 
     Gradients are the same to the bit, dropout included, and buffers advance once (Chen et al. 2016,
@@ -40,13 +41,22 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None) -> Wrapper:
             writes in place are made again whatever it says.
         blocks: types of modules or their dotted names, or a mapping from these to policies, or a function
             ``(name, module)`` that returns a policy, and for what is no block None.
+        budget: a share in [0, 1] of what the blocks keep beside their inputs without this wrapper: each block gets
+            the policy ``"full"``, ``"dots"`` or ``"none"``, so that what is kept lies within the share and the
+            fewest floating-point operations are done again. Blocks are sized when the loss first meets a batch of
+            a shape, on tensors without memory; blocks within a block belong to it. Split-compiled steps keep to the
+            same choice: the partitioner of `torch.compile` with a budget of its own draws dropout anew.
 
     Raises:
-        OptionError: for an unknown policy, or when there is no such block.
+        OptionError: for an unknown policy, a budget outside of [0, 1] or beside policies, or when there is no
+            such block.
         ComposeError: when a pure loss ran without meeting a function marked by `ft.block`.
+        TraceError: from the step, when with a budget the loss asks for the value of a tensor.
     """
     require_policy("remat", policy)
     _require_wanted(blocks)
+    if budget is not None:
+        _require_budget(budget, policy, blocks)
 
     def wrap(loss: Loss) -> Loss:
         if loss.module is None and blocks:
@@ -59,7 +69,9 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None) -> Wrapper:
             require_policy("remat", choice)
         prepared = Blocks(parts, loss.adapters)
         met = [0]
-        region = _region(policy, met)
+        plan = None if budget is None else Budget(loss, budget)
+        region = _region(policy, met, plan)
+        begin = None if plan is None else torch.compiler.disable(plan.begin)  # type: ignore[no-untyped-call]
 
         @contextmanager
         def scope(training: bool) -> Iterator[None]:
@@ -67,6 +79,8 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None) -> Wrapper:
                 yield
 
         def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            if begin is not None:
+                begin(params, batch, rng, buffers)
             if torch.compiler.is_dynamo_compiling():  # Counting would be a guard of its graph.
                 return loss.fn(params, batch, rng=rng, buffers=buffers)
             before = met[0]
@@ -78,7 +92,7 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None) -> Wrapper:
                 )
             return returned
 
-        text = f"remat({_text(policy, list(parts.values()))})"
+        text = f"remat({_text(policy, list(parts.values()), budget)})"
         return dataclasses.replace(loss, fn=counted, scope=scope, text=f"{loss.text} <- {text}")
 
     return Wrapper("remat", "remat", "loss", loss=wrap)
@@ -95,7 +109,19 @@ def _require_wanted(blocks: Any) -> None:
         )
 
 
-def _text(policy: Policy, chosen: Sequence[Policy]) -> str:
+def _require_budget(budget: Any, policy: Policy, blocks: Wanted | None) -> None:
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
+        raise OptionError(f"remat: budget is {budget!r}, needs a number in [0, 1]: a share of what blocks keep")
+    if policy != FULL or isinstance(blocks, Mapping) or callable(blocks):
+        raise OptionError(
+            f"remat: budget={budget} chooses the policies of the blocks; leave out policy={name_of(policy)}, and give "
+            "blocks as a list, or leave out the budget"
+        )
+
+
+def _text(policy: Policy, chosen: Sequence[Policy], budget: float | None) -> str:
+    if budget is not None:
+        return ", ".join([f"budget={budget:g}"] + [f"blocks={len(chosen)}"] * bool(chosen))
     counts = Counter(map(name_of, chosen))
     if len(counts) > 1:
         return ", ".join(f"{name}={count}" for name, count in counts.items())
@@ -103,11 +129,11 @@ def _text(policy: Policy, chosen: Sequence[Policy]) -> str:
     return ", ".join([name] * (name != FULL) + [f"blocks={len(chosen)}"] * bool(chosen))
 
 
-def _region(policy: Policy, met: list[int]) -> Region:
+def _region(policy: Policy, met: list[int], plan: Budget | None) -> Region:
     def region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
         met[0] += 1
-        chosen = policy if choice is None else choice
-        inside = partial(within, again, function)
+        chosen = plan.turn() if plan is not None else policy if choice is None else choice
+        inside = partial(within, again if plan is None else None, function)
         if chosen == NONE:
             return inside(*args, **kwargs)
         return checkpoint(_Repeatable(inside, slots, chosen), *args, use_reentrant=False, **kwargs)

@@ -106,6 +106,8 @@ MODES = {
     "nested": lambda: ft.remat(blocks=NESTED),
     "nested-dots": lambda: ft.remat("dots", blocks=NESTED),
     "nested-mixed": lambda: ft.remat(blocks={nn.Sequential: "full", Block: "dots", nn.Linear: "full"}),
+    "budget": lambda: ft.remat(budget=0.6, blocks=[Block]),
+    "budget-stages": lambda: ft.remat(budget=0.3),
     "nested-kept": lambda: ft.remat(blocks={nn.Sequential: everything, Block: "full", nn.Linear: "none"}),
 }
 modes = pytest.mark.parametrize("mode", list(MODES))

@@ -1,0 +1,133 @@
+"""A budget: what is kept lies within it, and no choice of policies within it computes less again."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain import budget
+from ftrain.budget import Price, choose
+from ftrain.errors import ComposeError, OptionError, TraceError
+from tests.laws.test_pipelines import assert_equal
+from tests.laws.test_remat import Block, anatomy, build, criterion, make_batch
+
+LAYERS = {"stages": 12, "blocks": 1}
+
+
+def sized(share, **sizes):
+    found = anatomy(ft.remat(blocks=[Block], budget=share), **(sizes or LAYERS))
+    return found.most["activations"], sum(found.flops.values())
+
+
+def test_a_budget_is_a_share_of_what_the_blocks_keep_beside_their_inputs():
+    most, least = (anatomy(*each, **LAYERS) for each in ((), (ft.remat(blocks=[Block]),)))
+    whole = most.most["activations"] - least.most["activations"]
+    assert sized(1.0) == (most.most["activations"], sum(most.flops.values()))
+    assert sized(0) == (least.most["activations"], sum(least.flops.values()))
+    again = sum(least.flops.values()) - sum(most.flops.values())
+    for share, blocks in ((0.5, 6), (0.75, 9)):
+        kept, work = sized(share)
+        assert kept == least.most["activations"] + share * whole
+        assert work == sum(most.flops.values()) + again * (12 - blocks) // 12
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.45, 0.6, 0.9])
+def test_what_is_kept_is_within_the_budget(share):
+    sizes = {"stages": 2, "blocks": 3}
+    most, least = sized(1, **sizes), sized(0, **sizes)
+    kept, work = sized(share, **sizes)
+    assert least[0] <= kept <= least[0] + share * (most[0] - least[0])
+    assert most[1] < work <= least[1]
+
+
+def menus(draw, blocks):
+    for _ in range(blocks):
+        size, work, dots = (int(torch.randint(1, 60, (), generator=draw)) for _ in range(3))
+        yield [Price("full", 0, work + dots), Price("dots", size // 2, work), Price("none", size, 0)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_choice_within_the_budget_is_better(seed, monkeypatch):
+    given = list(menus(torch.Generator().manual_seed(seed), 6))
+    largest = sum(menu[-1].size for menu in given)
+    for share in (0, 0.2, 0.5, 0.8, 1):
+        chosen = choose(given, share)
+        prices = [next(p for p in menu if p.policy == name) for menu, name in zip(given, chosen, strict=True)]
+        assert sum(price.size for price in prices) <= share * largest
+        allowed = [c for c in itertools.product(*given) if sum(price.size for price in c) <= share * largest]
+        assert sum(p.flops for p in prices) == min(sum(price.flops for price in each) for each in allowed)
+    # Where there are too many sums to keep them all, it is still within the budget, and near.
+    monkeypatch.setattr(budget, "MOST_STATES", 30)
+    prices = [next(p for p in menu if p.policy == name) for menu, name in zip(given, choose(given, 0.5), strict=True)]
+    assert sum(price.size for price in prices) <= 0.5 * largest
+    allowed = [c for c in itertools.product(*given) if sum(price.size for price in c) <= 0.45 * largest]
+    assert sum(p.flops for p in prices) <= min(sum(price.flops for price in each) for each in allowed)
+
+
+def test_each_shape_of_a_batch_is_sized_once(monkeypatch):
+    shares = []
+    monkeypatch.setattr(budget, "choose", lambda menus, share: shares.append(len(menus)) or choose(menus, share))
+    step = build(ft.remat(budget=0.5, blocks=[Block]))
+    state = step.init()
+    ft.evaluate(ft.eval_step(step.loss), state, [make_batch()])
+    assert not shares
+    for batch in (4, 4, 2, 4, 2):
+        state, _ = step(state, make_batch(batch=batch))
+    assert shares == [4, 4]
+
+
+def test_functions_that_are_blocks():
+    @ft.block
+    def inner(w, x):
+        return torch.tanh(x @ w).sin()
+
+    def loss(params, batch):
+        x = batch
+        for _ in range(4):
+            x = inner(params["w"], x)
+        return x.square().sum()
+
+    params, batch = {"w": torch.randn(16, 16, dtype=torch.float64)}, torch.randn(8, 16, dtype=torch.float64)
+    plain, half, full = (
+        ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
+        for wrappers in ((), (ft.remat(budget=0.5),), (ft.remat(),))
+    )
+    assert_equal(half(half.init(params), batch)[0].params, plain(plain.init(params), batch)[0].params)
+    work = [
+        ft.anatomy(step, step.init(params), batch, measure=False).flops["tensor contractions"]
+        for step in (plain, half, full)
+    ]
+    assert work[1] - work[0] == (work[2] - work[0]) / 2
+    bare = ft.remat(budget=0.5)(ft.train_step(lambda params, batch: params["w"].sum(), ft.optim.sgd(0.1)))
+    with pytest.raises(ComposeError, match="ran no block"):
+        bare(bare.init(params), batch)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.01, float("nan"), True, "half"])
+def test_what_is_no_budget(share):
+    with pytest.raises(OptionError, match=r"remat: budget is .*, needs a number in \[0, 1\]"):
+        ft.remat(budget=share)
+
+
+@pytest.mark.parametrize(
+    "other", [{"policy": "dots"}, {"blocks": {Block: "full"}}, {"blocks": lambda name, part: None}]
+)
+def test_a_budget_beside_policies(other):
+    with pytest.raises(OptionError, match=r"remat: budget=0\.5 chooses the policies of the blocks"):
+        ft.remat(budget=0.5, **other)
+
+
+def test_a_loss_that_asks_for_a_value():
+    def asking(model, batch):
+        return criterion(model, batch) if bool(model(batch["x"]).sum() < 1e9) else None
+
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 11)))
+    step = ft.remat(budget=0.5)(ft.train_step(ft.from_module(model, asking), ft.optim.sgd(0.1)))
+    with pytest.raises(TraceError, match=r"remat: a budget needs the sizes of blocks.*asking.*asks for a value"):
+        step(step.init(), make_batch())
+
+
+def test_how_it_prints():
+    assert "remat(budget=0.5, blocks=4)" in repr(build(ft.remat(budget=0.5, blocks=[Block])))
