@@ -12,6 +12,7 @@ import torch
 from ftrain import backends, purity, tree
 from ftrain.errors import ComposeError, DataError, OptionError
 from ftrain.grad import adapt, detach
+from ftrain.pieces import RAISE, cut, is_out_of_memory, most_pieces, release, require_on_oom
 from ftrain.purity import as_tree
 from ftrain.transforms.amp import DTYPES, NAMES, autocast, require_dtype
 from ftrain.types import Loss, Mean, PyTree, TrainState
@@ -61,7 +62,12 @@ def eval_step(loss_fn: Callable[..., Any] | Loss) -> EvalStep:
 
 
 def evaluate(
-    step: EvalStep, state: TrainState, data: Iterable[PyTree], *, dtype: str | torch.dtype | None = None
+    step: EvalStep,
+    state: TrainState,
+    data: Iterable[PyTree],
+    *,
+    dtype: str | torch.dtype | None = None,
+    on_oom: str = RAISE,
 ) -> dict[str, float]:
     """Return the mean of the loss and of every metric over all of `data`.
 
@@ -72,15 +78,18 @@ def evaluate(
         state: whose parameters are evaluated; `ftrain.averaged(state)` for those of `ema`.
         data: any iterable of batches.
         dtype: compute under autocast in ``"bf16"`` or ``"fp16"``; as the parameters are, unless told.
+        on_oom: ``"split"`` evaluates a batch for which there is no memory in twice as many pieces, and those after
+            it too; the means stay exact.
 
     Raises:
         DataError: when there is no batch.
-        OptionError: for another dtype.
+        OptionError: for another dtype, or another `on_oom`.
         DeviceError: for a dtype that the device cannot compute in.
         ComposeError: when `step` is no evaluation step.
     """
     if not isinstance(step, EvalStep):
         raise ComposeError(f"evaluate: the step is a {type(step).__name__}; needs one of ft.eval_step(loss_fn)")
+    require_on_oom("evaluate", on_oom)
     device = tree.device_of(state.params)
     if dtype is not None:
         name = NAMES.get(dtype, dtype)
@@ -89,12 +98,34 @@ def evaluate(
         require_dtype("evaluate", str(name), backends.of(device))
         step = EvalStep(_cast(step.loss, DTYPES[str(name)]))
     totals: dict[str, Mean] = {}
-    for batch in data:
-        for name, mean in step(state, tree.to(as_tree(batch), device)).items():
-            totals[name] = totals[name] + mean if name in totals else mean
+    pieces = 1
+    for given in data:
+        batch = tree.to(as_tree(given), device)
+        found = None
+        while found is None:
+            try:
+                found = _in_pieces(step, state, batch, pieces)
+            except RuntimeError as error:
+                if on_oom == RAISE or not is_out_of_memory(error) or pieces >= most_pieces(batch):
+                    raise
+                release(error, device)
+                pieces *= 2
+        _add(totals, found)
     if not totals:
         raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
     return {name: float(mean) for name, mean in totals.items()}
+
+
+def _in_pieces(step: EvalStep, state: TrainState, batch: PyTree, pieces: int) -> dict[str, Mean]:
+    totals: dict[str, Mean] = {}
+    for piece in cut(batch, pieces):
+        _add(totals, step(state, piece))
+    return totals
+
+
+def _add(totals: dict[str, Mean], found: dict[str, Mean]) -> None:
+    for name, mean in found.items():
+        totals[name] = totals[name] + mean if name in totals else mean
 
 
 def _cast(loss: Loss, dtype: torch.dtype) -> Loss:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 from ftrain.checkpoint import Checkpoints
 from ftrain.checks import require_positive
-from ftrain.errors import ComposeError, Interrupted
+from ftrain.errors import ComposeError, ConsumedError, Interrupted
 from ftrain.feedback import Adapt, Stop
 from ftrain.history import History
 from ftrain.interrupts import EXIT, interruptible
 from ftrain.loggers import Logger
 from ftrain.loop import StepRecord, iterate
+from ftrain.pieces import RAISE, SPLIT, require_on_oom
 from ftrain.progress import show
 from ftrain.recorder import Count, Evaluate, Recorder
 from ftrain.saved import Saved
+from ftrain.splitting import Splitting, splitting
 from ftrain.step import Step
 from ftrain.types import PyTree
 
@@ -47,6 +50,7 @@ def fit(
     throughput: Mapping[str, Count] | None = None,
     progress: bool = True,
     donate: bool = True,
+    on_oom: str = RAISE,
 ) -> FitResult:
     """Train: run `step` over `data`, record, show, evaluate and save; return ``(state, history)``.
 
@@ -81,10 +85,16 @@ def fit(
         throughput: name -> how many of that a batch holds, shown per second.
         progress: show a bar, or lines where there is no terminal.
         donate: let each state take the memory of the one before; `Step` only.
+        on_oom: ``"split"`` tries a step that runs out of memory again, with the same batch in twice as many pieces,
+            and keeps to that: the same update, but that dropout and batch statistics are of each piece. The record
+            of that step says so, as ``split``, and a run that goes on from a checkpoint goes on with it. If the state
+            had begun to be overwritten, the run goes on from the newest checkpoint. `Step` only.
 
     Raises:
-        ComposeError: when `step` cannot be called.
-        OptionError: for numbers that are not positive, or another `resume`.
+        ComposeError: when `step` cannot be called, or is to be split and no `Step`.
+        OptionError: for numbers that are not positive, or another `resume` or `on_oom`.
+        DeviceError: when steps are split and not even one example fits, with the `anatomy` of the step; or when a
+            state was overwritten, and there is no checkpoint.
         DataError: when there is no batch, or the data ends before `steps` is reached.
         NonFiniteError: when `skip_nonfinite` has reached its limit.
         CheckpointError: when nothing can be read or written, or `resume` demands what is not there.
@@ -95,6 +105,9 @@ def fit(
     """
     if not callable(step):
         raise ComposeError(f"fit: the step is {type(step).__name__}; needs a Step or a function (state, batch)")
+    require_on_oom("fit", on_oom)
+    if on_oom == SPLIT and not isinstance(step, Step):
+        raise ComposeError(f"fit: on_oom='split' needs a Step, whose gradient can be split; found {step!r}")
     for name, value in (("log_every", log_every), ("evaluate_every", evaluate_every)):
         if value is not None:
             require_positive("fit", name, value)
@@ -109,7 +122,11 @@ def fit(
         latest, stopped = state, stop(run.history) if stop and run.history and asked else ""
         try:
             made = None
-            records = iterate(stepping, state, data, steps=steps, epochs=epochs, position=position)
+            loop = functools.partial(iterate, data=data, steps=steps, epochs=epochs)
+            if on_oom == SPLIT and isinstance(stepping, Step):
+                records = splitting(loop, Splitting(stepping, run, display.say), state, position, saved)
+            else:
+                records = loop(stepping, state, position=position)
             for made in () if stopped else records:
                 latest = made.state
                 run.add(made)
@@ -134,7 +151,8 @@ def fit(
         except BaseException as error:
             # Of any error, so that nothing that was trained is lost.
             error.result = FitResult(latest, run.history)  # type: ignore[attr-defined]
-            run.read(latest, display, check=False)
+            with suppress(ConsumedError):
+                run.read(latest, display, check=False)
             raise
     ended = "data" if steps is None or run.step < steps else "steps"
     run.history.stopped = "interrupt" if interrupted() else stopped or ended

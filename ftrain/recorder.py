@@ -76,8 +76,9 @@ class Recorder:
         self.history = unpack(packed["history"])
         self._names, self._streak = set(packed["names"]), packed["streak"]
         self.step, self.last_evaluation = step, packed["last_evaluation"]
+        self._pending = []
         # The clock goes on, too.
-        self._start -= max(self.history["seconds"], default=0.0)
+        self._start = time.perf_counter() - max(self.history["seconds"], default=0.0)
         rewind(self._loggers, step, sum(record["step"] == step for record in self.history))
 
     def forget(self) -> None:

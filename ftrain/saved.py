@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ftrain import tree
 from ftrain.checkpoint import Checkpoints
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.run import Found
-from ftrain.errors import CheckpointError, OptionError
+from ftrain.errors import CheckpointError, DeviceError, OptionError
 from ftrain.loop import Position, StepRecord, device_of, position_of
 from ftrain.recorder import Recorder
 from ftrain.types import PyTree, TrainState, consume, is_own, own
@@ -61,6 +61,32 @@ class Saved:
                 self._run.forget()
             return state, None
         require_alike(found, device_of(state))
+        return self._taken_up(found, state, refill=refill)
+
+    def reload(self, state: TrainState) -> tuple[Any, Position]:
+        """Return the newest state that was saved, in the memory of one that is spoilt, and where in the data it was.
+
+        Raises:
+            DeviceError: when nothing was saved, or the data passes but once; nobody else can use the state then.
+            CheckpointError: when nothing that is there can be read.
+        """
+        found, step = None, self._run.step + 1
+        try:
+            if self._checkpoints is not None and not _passes_once(self._data):
+                self._checkpoints.wait()
+                found = self._checkpoints.latest({"state": state}, on_host=True)
+        finally:
+            if found is None:
+                consume(state)
+        if found is None:
+            raise DeviceError(
+                f"fit: step {step} ran out of memory when it had begun to overwrite its state, which is lost, and "
+                "there is no checkpoint to go back to, or the data passes but once; pass checkpoints= and data that "
+                "can be gone through again, or keep the old state with donate=False"
+            )
+        return self._taken_up(found, state, refill=True)
+
+    def _taken_up(self, found: Found, state: Any, *, refill: bool) -> tuple[Any, Position]:
         run = found.run
         self._last, self._began = found.step, run["began"]
         self._run.restore(run["record"], found.step)
@@ -83,6 +109,10 @@ class Saved:
             made.step, {"state": made.state, "run": run}, metrics=self._run.at(made.step), wait=not every
         )
         self._last = made.step
+
+
+def _passes_once(data: Iterable[PyTree]) -> bool:
+    return isinstance(data, Iterator) and sources.position(data) is None
 
 
 def _refilled(state: TrainState, loaded: TrainState) -> TrainState:

@@ -322,7 +322,7 @@ SIGNATURES = {
     "Step.init": "(self, params=None, *, buffers=None, seed=0, device=None, donate=False)",
     "Step.__call__": "(self, state, batch)",
     "EvalStep.__call__": "(self, state, batch)",
-    "evaluate": "(step, state, data, *, dtype=None)",
+    "evaluate": "(step, state, data, *, dtype=None, on_oom='raise')",
     "iterate": "(step, state, data, *, steps=None, epochs=None, position=None)",
     "with_amp": "(dtype='bf16')",
     "remat": "(policy='full', blocks=None, *, budget=None)",

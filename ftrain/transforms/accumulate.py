@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,17 +41,22 @@ def accumulate(n: int) -> Wrapper:
 
     def wrap(grad: GradFn) -> GradFn:
         def accumulating(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-            pieces = split_batch(batch, n)
-            keys = random.split(rng, n) if rng is not None else [None] * n
-            total = _weighed(grad(state, pieces[0], keys[0]))
-            for piece, key in zip(pieces[1:], keys[1:], strict=True):
-                here = replace(state, buffers=total.buffers)
-                total = _added(total, grad(here, piece, key))
-            return _divided(total, n)
+            return in_turn(grad, state, split_batch(batch, n), rng)
 
         return accumulating
 
     return Wrapper("accumulate", f"accumulate({n})", "grad", grad=wrap)
+
+
+def in_turn(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], rng: Tensor | None) -> Gradients:
+    """Return the gradient of a batch that was cut into pieces, which are taken one after the other."""
+    n = len(pieces)
+    keys = random.split(rng, n) if rng is not None else [None] * n
+    total = _weighed(grad(state, pieces[0], keys[0]))
+    for piece, key in zip(pieces[1:], keys[1:], strict=True):
+        here = replace(state, buffers=total.buffers)
+        total = _added(total, grad(here, piece, key))
+    return _divided(total, n)
 
 
 def split_batch(batch: PyTree, n: int) -> list[PyTree]:

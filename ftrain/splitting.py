@@ -1,0 +1,256 @@
+"""A step that runs out of memory, and goes on with the same update in smaller pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.anatomy import Anatomy, anatomy
+from ftrain.errors import DeviceError, FtrainError
+from ftrain.grad import report
+from ftrain.loop import Position, StepRecord, device_of
+from ftrain.pieces import cut, is_out_of_memory, most_pieces, release
+from ftrain.recorder import Recorder
+from ftrain.saved import Saved
+from ftrain.step import Step, compose
+from ftrain.traced import kind_of
+from ftrain.transforms.accumulate import in_turn
+from ftrain.transforms.amp import with_amp
+from ftrain.transforms.remat import remat
+from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, consume, is_own, replace
+from ftrain.wrapper import Wrapper
+
+COUNT = "split"
+"""The metric of the step from which on there were so many pieces."""
+
+Loop = Callable[..., Generator[StepRecord, Any, None]]
+
+
+class _SpoiltError(DeviceError):
+    """A step has failed that may have overwritten its state."""
+
+    def __init__(self, text: str, state: TrainState) -> None:
+        super().__init__(text)
+        self.state = state
+
+
+class Splitting:
+    """A step that is tried again in twice as many pieces when memory runs out, and keeps to that.
+
+    What is split is what the innermost gradient is taken of, so that it is the same update whatever is around it:
+    with ``accumulate(4)`` each of the four microbatches, and ``clip`` clips what it did.
+
+    A state that the step did not donate is intact when it fails, and so is one whose gradient was not finished. Of a
+    compiled step nobody can say: there the state is kept on the host until a batch of that kind has been through.
+
+    Args:
+        step: the step.
+        run: what is recorded; the number of pieces is a metric of the step from which on there were so many.
+        say: tells people.
+    """
+
+    def __init__(self, step: Step, run: Recorder, say: Callable[[str], None]) -> None:
+        self._whole, self._run, self._say = step, run, say
+        self._compiled = any(wrapper.step for wrapper in step.wrappers)
+        self._phase = _Phase()
+        self._pieces = 1
+        self.resume()
+
+    def resume(self) -> None:
+        """Go on with at least as many pieces as the history says there were."""
+        self._told = max((1, *self._run.history[COUNT]))
+        self._use(max(self._told, self._pieces))
+
+    def _use(self, pieces: int) -> None:
+        self._pieces = pieces
+        self._known: set[Hashable] = set()
+        self._step = in_pieces(self._whole, pieces, self._phase)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Make a step, in more pieces if need be.
+
+        Raises:
+            DeviceError: when not even a single example fits; the message has the anatomy of the step.
+        """
+        donates = self._whole.donate and isinstance(state, TrainState) and is_own(state)
+        while True:
+            kind = kind_of(batch) if donates and self._compiled else None
+            copy, self._phase.may_write = None, False
+            try:
+                if kind is not None and kind not in self._known:
+                    copy = _on_host(state)
+                self._phase.may_write = self._compiled
+                new, metrics = self._step(state, batch)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                why = error
+            else:
+                self._known.add(kind)
+                return new, self._reported(metrics)
+            spoilt = donates and self._phase.may_write and not _restored(state, copy)
+            larger = self._pieces < most_pieces(batch)
+            if larger:
+                self._use(2 * self._pieces)
+            # And of what was compiled for fewer pieces.
+            release(why, device_of(state))
+            if not larger:
+                raise _too_large(self._whole, state, batch, spoilt=spoilt) from why
+            if spoilt:
+                raise _spoilt(state) from why
+
+    def _reported(self, metrics: Metrics) -> Metrics:
+        if self._pieces == self._told:
+            return metrics
+        self._told = self._pieces
+        self._say(
+            f"step {self._run.step + 1}  out of memory: from now on in {self._pieces} pieces, one after the other"
+        )
+        return report(metrics, "fit", **{COUNT: self._pieces})
+
+
+def splitting(
+    loop: Loop, step: Splitting, state: Any, position: Position | None, saved: Saved
+) -> Generator[StepRecord, Any, None]:
+    """Run a loop, and go back to what was saved whenever a step has spoilt its state.
+
+    Args:
+        loop: ``(step, state, position=) -> generator``, such as `ftrain.iterate`.
+        step: what it runs.
+        state: where it starts.
+        position: where in the data.
+        saved: what there is to go back to.
+
+    Raises:
+        DeviceError: when there is nothing to go back to, or not even a single example fits.
+    """
+    while True:
+        try:
+            yield from loop(step, state, position=position)
+        except _SpoiltError as error:
+            state, position = saved.reload(error.state)
+            step.resume()
+        else:
+            return
+
+
+def in_pieces(step: Step, pieces: int, phase: _Phase | None = None) -> Step:
+    """Return a step that takes its gradient in pieces: the same update, with the same state.
+
+    Dropout and batch statistics are of each piece. Each loss that is a `Mean` counts by its weight, and one that is a
+    plain number by its examples. Where the pieces are equal, the bits are those of ``accumulate(pieces)``.
+
+    Args:
+        step: the step.
+        pieces: how many, as long as a batch has so many examples.
+        phase: is told where the step is.
+    """
+    inner = [Wrapper(COUNT, f"split({pieces})", "grad", grad=lambda grad: _split(grad, pieces))] * (pieces > 1)
+    outer = [Wrapper("watched", "watched", "grad", grad=phase.watch)] if phase is not None else []
+    return dataclasses.replace(step, wrappers=(*inner, *step.wrappers, *outer))
+
+
+class _Phase:
+    """Whether a step may have begun to overwrite its state: it has not before its gradient is there."""
+
+    may_write = False
+
+    def watch(self, grad: GradFn) -> GradFn:
+        def watched(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+            self.may_write = False
+            found = grad(state, batch, rng)
+            self.may_write = True
+            return found
+
+        return watched
+
+
+def _split(grad: GradFn, pieces: int) -> GradFn:
+    def splitting(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        parts = cut(batch, pieces)
+        if len(parts) == 1:
+            return grad(state, batch, rng)
+        lengths = {tree.batch_length(part) for part in parts}
+        return in_turn(grad if len(lengths) == 1 else _by_length(grad), state, parts, rng)
+
+    return splitting
+
+
+def _by_length(grad: GradFn) -> GradFn:
+    """Let numbers of which nobody knows of how many examples they are count by the length of the batch."""
+
+    def weighed(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        found, length = grad(state, batch, rng), tree.batch_length(batch) or 1
+        loss, metrics = found.loss, {}
+        if loss.plain:
+            loss = Mean(loss.total * length, loss.weight * length, plain=True)
+        for name, metric in found.metrics.items():
+            weight = torch.full_like(found.loss.weight, length)
+            metrics[name] = metric if isinstance(metric, Mean) else Mean(metric * weight, weight)
+        return replace(found, loss=loss, metrics=metrics)
+
+    return weighed
+
+
+def _on_host(state: TrainState) -> list[Any]:
+    return [leaf.to(tree.HOST, copy=True) if tree.is_tensor(leaf) else leaf for leaf in tree.leaves(state)]
+
+
+def _restored(state: TrainState, copy: list[Any] | None) -> bool:
+    """Write a copy back, if there is one."""
+    if copy is None:
+        return False
+    with torch.no_grad():
+        for place, value in zip(tree.leaves(state), copy, strict=True):
+            if tree.is_tensor(place):
+                place.copy_(value)
+    return True
+
+
+def _spoilt(state: TrainState) -> DeviceError:
+    return _SpoiltError("fit: memory ran out when the step had begun to overwrite its state", state)
+
+
+def _too_large(step: Step, state: TrainState, batch: PyTree, *, spoilt: bool) -> DeviceError:
+    """The error of a step for which there is no memory even in the smallest pieces."""
+    count = most_pieces(batch)
+    one = cut(batch, count)[0]
+    lines = ["fit: the step runs out of memory with one example at a time"]
+    if count == 1:
+        lines = [f"fit: the step runs out of memory, and its batch cannot be cut: {tree.signature(batch)}"]
+    if (found := _peak(step, state, one)) is not None:
+        lines += ["", str(found), "", "What would need less, by prediction:"]
+        lines += [f"  {name:<34} {size / found.peak - 1:+.0%}" for name, size in _smaller(step, state, one).items()]
+    lines += [
+        "  shorter sequences, fewer parameters that train (trainable=, ft.lora), an optimizer with a smaller state",
+        "  (state_dtype='bf16', adamw_8bit), ft.losses.linear_cross_entropy for large vocabularies",
+    ]
+    if spoilt:
+        lines.append("The state had begun to be overwritten, and is lost; what was saved is not.")
+        consume(state)
+    return DeviceError("\n".join(lines))
+
+
+def _smaller(step: Step, state: TrainState, batch: PyTree) -> dict[str, int]:
+    """Predicted peaks of a step with wrappers that it does not have."""
+    peaks = {}
+    for wrappers in ((remat(),), (with_amp("bf16"),), (remat(), with_amp("bf16"))):
+        try:
+            other = compose(step, *wrappers)
+        except FtrainError:
+            continue
+        if (found := _peak(other, state, batch)) is not None:
+            peaks[" and ".join(f"ft.{wrapper.text}" for wrapper in wrappers)] = found.peak
+    return peaks
+
+
+def _peak(step: Step, state: TrainState, batch: PyTree) -> Anatomy | None:
+    try:
+        return anatomy(step, state, batch, measure=False)
+    except Exception:  # Of whatever kind: the error that is being told of matters more.
+        return None

@@ -1,0 +1,494 @@
+"""Running out of memory: at whatever operation, the update is that of the same batch in pieces."""
+
+import math
+import re
+import types
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import ftrain as ft
+from ftrain import graph
+from ftrain.errors import CheckpointError, ComposeError, ConsumedError, DeviceError, OptionError
+from ftrain.pieces import cut, is_out_of_memory, most_pieces, release
+from ftrain.splitting import in_pieces
+from ftrain.step import Step
+
+F64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch):
+    """Which takes longer than all of a run here."""
+    monkeypatch.setattr("ftrain.pieces.gc", types.SimpleNamespace(collect=int))
+
+
+class Scarce(TorchDispatchMode):
+    """Runs out of memory at one operation of one step: before it, or when it has written."""
+
+    def __init__(self, step, at, *, after=False, times=1):
+        super().__init__()
+        self.step, self.at, self.after, self.left = step, at, after, times
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        here = self.seen == self.at and self.left > 0
+        self.seen += 1
+        if here and not self.after:
+            self._run_out()
+        result = func(*args, **(kwargs or {}))
+        if here:
+            self._run_out()
+        return result
+
+    def _run_out(self):
+        self.left -= 1
+        raise torch.OutOfMemoryError("out of memory, on purpose")
+
+
+@contextmanager
+def scarce(step, at, **options):
+    """Let the calls of steps run out of memory."""
+    mode, call = Scarce(step, at, **options), Step.__call__
+
+    def scarcely(self, state, batch):
+        if int(state.step) != mode.step:
+            return call(self, state, batch)
+        mode.seen = 0
+        with mode:
+            return call(self, state, batch)
+
+    def spared(function):
+        def without(*args, **kwargs):
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return without
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Step, "__call__", scarcely)
+        # What is captured takes no memory.
+        patch.setattr(graph, "capture", spared(graph.capture))
+        patch.setattr(graph, "compile_graph", spared(graph.compile_graph))
+        yield mode
+
+
+def loss(params, batch, rng):
+    x, y, kept = batch["x"], batch["y"], batch["kept"]
+    hidden = torch.tanh(x @ params["w1"])
+    if rng is not None:
+        hidden = ft.random.dropout(rng, hidden, 0.2)
+    errors = (hidden @ params["w2"] - y).square() * kept
+    return ft.Mean(errors.sum(), kept.sum()), {"worst": errors.detach().max()}
+
+
+def still(params, batch):
+    return loss(params, batch, None)
+
+
+def plain(params, batch):
+    return (batch["x"] @ params["w1"]).square().mean(), {"mean": batch["y"].mean()}
+
+
+def params(dtype=F64):
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"w1": (3, 4), "w2": (4,)}
+    return {name: torch.randn(shape, generator=draw, dtype=dtype) for name, shape in shapes.items()}
+
+
+def batches(count=3, length=6, dtype=F64):
+    draw = torch.Generator().manual_seed(1)
+    return [
+        {
+            "x": torch.randn(length, 3, generator=draw, dtype=dtype),
+            "y": torch.randn(length, generator=draw, dtype=dtype),
+            "kept": torch.randint(1, 4, (length,), generator=draw).to(dtype),
+            "scale": torch.tensor(1.0),
+        }
+        for _ in range(count)
+    ]
+
+
+def make(*wrappers, loss=loss):
+    return ft.compose(ft.train_step(loss, ft.optim.adamw(0.1)), *wrappers)
+
+
+def fit(step, data, **options):
+    options = {"progress": False, "on_oom": "split", "log_every": 1, **options}
+    return ft.fit(step, options.pop("state", None) or step.init(params()), data, **options)
+
+
+def by_hand(step, data, split_at, pieces=2):
+    state, split = step.init(params()), in_pieces(step, pieces)
+    for index, batch in enumerate(data):
+        state, _ = (split if index >= split_at else step)(state, batch)
+    return state
+
+
+def assert_bitwise(found, needed):
+    assert ft.tree.leaf_names(found) == ft.tree.leaf_names(needed)
+    for a, b in zip(ft.tree.leaves(found), ft.tree.leaves(needed), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def assert_close(found, needed, tolerance=1e-12):
+    for a, b in zip(ft.tree.leaves(found), ft.tree.leaves(needed), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def splits(history):
+    """At which steps the run was split, and into how many pieces."""
+    return {record["step"]: record["split"] for record in history if "split" in record}
+
+
+def operations(step, index, **options):
+    """How many operations a step is."""
+    with scarce(index, -1) as mode:
+        fit(step, batches(index + 1), **options)
+    return mode.seen
+
+
+FULL = ft.accumulate(2), ft.clip(1.0), ft.ema(0.9)
+
+
+@pytest.mark.parametrize(
+    ("stack", "after"),
+    [((), False), ((), True), ((ft.skip_nonfinite(3),), True), (FULL, True)],
+    ids=["before", "after", "guarded", "full"],
+)
+def test_out_of_memory_at_every_operation(stack, after):
+    step, data = make(*stack), batches(2)
+    needed = by_hand(step, data, 1)
+    # Of a full stack every third: what is between was seen alone.
+    for at in range(0, operations(step, 1, donate=False), max(1, len(stack))):
+        with scarce(1, at, after=after) as mode:
+            state, history = fit(step, data, donate=False)
+        assert mode.left == 0
+        assert_bitwise(state, needed)
+        assert splits(history) == {2: 2}
+        assert history["step"] == [1, 2]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_donated_state_is_kept_or_taken_from_the_checkpoint(after, tmp_path):
+    step, data = make(ft.clip(1.0)), batches(2)
+    needed = by_hand(step, data, 1)
+    spoilt = []
+    for at in range(operations(step, 1)):
+        with scarce(1, at, after=after):
+            try:
+                assert_bitwise(fit(step, data).state, needed)
+            except DeviceError as caught:
+                error = caught
+                spoilt.append(at)
+                continue
+        assert not spoilt, "nothing overwrites but the end of a step"
+    assert re.search(r"(?s)overwrite.*checkpoints=", str(error))
+    with pytest.raises(ConsumedError):
+        _ = error.result.state.params
+    for at in spoilt:
+        with scarce(1, at, after=after):
+            checkpoints = ft.Checkpoints(tmp_path / str(at), every=1, async_=False)
+            state, history = fit(step, data, checkpoints=checkpoints)
+        assert_bitwise(state, needed)
+        assert splits(history) == {2: 2}
+        assert history["step"] == [1, 2]
+
+
+def test_without_the_checkpoint_it_would_go_on_wrong(monkeypatch):
+    """The test above proves something: most states that are refused are no longer what they were."""
+    monkeypatch.setattr("ftrain.splitting._Phase.may_write", property(lambda self: False, lambda self, value: None))
+    step, data = make(), batches(2)
+    needed, wrong = by_hand(step, data, 1), 0
+    for at in range(operations(step, 1)):
+        with scarce(1, at, after=True):
+            state, _ = fit(step, data)
+        wrong += any(not torch.equal(a, b) for a, b in zip(*map(ft.tree.leaves, (state, needed)), strict=True))
+    assert wrong
+
+
+@pytest.mark.parametrize("lowering", ["whole", "split"])
+def test_compiled(lowering, tmp_path):
+    step, data = make(ft.compiled(backend="aot_eager", lowering=lowering)), batches(2)
+    first, second = by_hand(step, data, 0), by_hand(step, data, 1)
+    # To compile for every operation would take minutes: the last one of a first step, when its state is written, and
+    # one in the middle of a second, of which there is no copy any more.
+    count = operations(step, 0)
+    with scarce(0, count - 1, after=True) as mode:
+        state, history = fit(step, data)
+    assert mode.left == 0
+    assert_bitwise(state, first)
+    assert splits(history) == {1: 2}
+    with scarce(1, count // 2, after=True) as mode:
+        state, _ = fit(step, data, checkpoints=ft.Checkpoints(tmp_path, every=1))
+    assert mode.left == 0
+    assert_bitwise(state, second)
+
+
+# The law of the split
+
+
+@pytest.mark.parametrize("pieces", [2, 4, 6, 100])
+@pytest.mark.parametrize("length", [1, 5, 6])
+@pytest.mark.parametrize("loss", [still, plain])
+@pytest.mark.parametrize(
+    "wrappers", [(), (ft.clip(0.1),), (ft.clip(0.1), ft.accumulate(1)), (ft.accumulate(1), ft.ema(0.9))]
+)
+def test_a_split_is_the_same_update(pieces, length, loss, wrappers):
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True), *wrappers)
+    state, (batch,) = step.init(params()), batches(1, length)
+    (found, metrics), (needed, whole) = in_pieces(step, pieces)(state, batch), step(state, batch)
+    assert_close(found, needed)
+    assert metrics.keys() == whole.keys()
+    names = [name for name in metrics if name != "worst"]
+    assert [float(metrics[name]) for name in names] == pytest.approx([float(whole[name]) for name in names], abs=1e-12)
+
+
+def test_clip_clips_what_it_did():
+    """Clipped microbatches stay those that the user has cut, however small the pieces of each."""
+    step = ft.compose(ft.train_step(still, ft.optim.sgd(0.1)), ft.clip(0.1), ft.accumulate(2))
+    state, (batch,) = step.init(params()), batches(1)
+    assert_close(in_pieces(step, 3)(state, batch)[0], step(state, batch)[0])
+    finer = ft.compose(ft.train_step(still, ft.optim.sgd(0.1)), ft.clip(0.1), ft.accumulate(6))
+    assert not torch.allclose(finer(state, batch)[0].params["w1"], step(state, batch)[0].params["w1"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [loss, plain])
+def test_equal_pieces_are_accumulate_to_the_bit(loss):
+    make = lambda *wrappers: ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True), *wrappers)  # noqa: E731
+    state, (batch,) = make().init(params()), batches(1)
+    assert_bitwise(in_pieces(make(), 3)(state, batch)[0], make(ft.accumulate(3))(state, batch)[0])
+
+
+def test_cut_loses_nothing():
+    (batch,) = batches(1, 7)
+    for pieces in range(1, 9):
+        parts = cut(batch, pieces)
+        assert len(parts) == min(pieces, 7)
+        for name in ("x", "y", "kept"):
+            assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
+        assert all(part["scale"] is batch["scale"] for part in parts)
+    assert most_pieces({"x": torch.zeros(3), "y": torch.zeros(4)}) == most_pieces({"n": 3}) == 1
+    assert most_pieces(torch.zeros(0, 2)) == 1
+
+
+# The run
+
+
+def limited(examples):
+    """A loss that has no memory for more examples at a time."""
+
+    def loss(params, batch):
+        if len(batch["x"]) > examples:
+            raise torch.OutOfMemoryError("out of memory: too many examples")
+        return still(params, batch)
+
+    return loss
+
+
+def test_it_splits_as_often_as_it_must_and_says_so_once(capsys):
+    step, data = make(loss=limited(2)), [*batches(), *batches(1, 1)]
+    state, history = fit(step, data, progress=True)
+    assert_close(state, by_hand(make(loss=still), data, 100))
+    assert splits(history) == {1: 4}
+    told = capsys.readouterr()
+    assert (told.out + told.err).count("out of memory") == 1
+
+
+def test_a_later_batch_that_is_larger_splits_further():
+    step, data = make(loss=limited(3)), [*batches(2, 4), *batches(2, 12), *batches(1, 5)]
+    state, history = fit(step, data)
+    assert splits(history) == {1: 2, 3: 4}
+    assert_close(state, by_hand(make(loss=still), data, 100))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_goes_on_with_its_split(tmp_path, every):
+    tried = []
+
+    def counted(params, batch):
+        tried.append(len(batch["x"]))
+        return limited(3)(params, batch)
+
+    step, data = make(loss=counted), batches(4)
+    needed, _ = fit(step, data, steps=4)
+    fit(step, data, steps=2, checkpoints=ft.Checkpoints(tmp_path, every=every))
+    tried.clear()
+    state, history = fit(step, data, steps=4, checkpoints=ft.Checkpoints(tmp_path, every=every))
+    assert_bitwise(state, needed)
+    assert tried == [3] * 4, "nothing that did not fit was tried again"
+    assert splits(history) == {1: 2}
+    assert history["step"] == [1, 2, 3, 4]
+
+
+def test_a_reload_takes_back_history_log_and_position(tmp_path):
+    step, data = make(), ft.data.loader(ft.data.arrays(batches(1, 24)[0] | {"scale": torch.ones(24)}), 6, seed=3)
+    needed = fit(step, data, steps=7, checkpoints=ft.Checkpoints(tmp_path / "a", every=2), on_oom="raise")[0]
+    with scarce(5, operations(step, 1) - 1) as mode:
+        found, history = fit(
+            step,
+            data,
+            steps=7,
+            log_every=3,
+            checkpoints=ft.Checkpoints(tmp_path / "b", every=2),
+            loggers=[ft.loggers.jsonl(tmp_path / "log")],
+        )
+    assert mode.left == 0
+    # Made again from step 4 on.
+    assert splits(history) == {5: 2}
+    assert history["step"] == [1, 2, 3, 4, 5, 6, 7]
+    assert history["seconds"] == sorted(history["seconds"])
+    assert len((tmp_path / "log").read_text().splitlines()) == 7
+    assert found.step == needed.step
+
+
+def test_data_that_passes_once_is_not_gone_on_with(tmp_path):
+    step = make()
+    with (
+        scarce(1, operations(step, 1) - 1),
+        pytest.raises(DeviceError, match="passes but once"),
+    ):
+        fit(step, iter(batches()), checkpoints=ft.Checkpoints(tmp_path, every=1))
+
+
+def test_a_spoilt_state_is_of_no_use_when_the_checkpoints_are_damaged(tmp_path):
+    class Damaging:
+        def __iter__(self):
+            for index, batch in enumerate(batches()):
+                for file in tmp_path.rglob("*.safetensors") if index else ():
+                    file.write_bytes(b"")
+                yield batch
+
+    step = make()
+    checkpoints = ft.Checkpoints(tmp_path, every=1, async_=False)
+    with scarce(1, operations(step, 1) - 1) as mode, pytest.raises(CheckpointError) as caught:
+        fit(step, Damaging(), checkpoints=checkpoints)
+    assert mode.left == 0
+    with pytest.raises(ConsumedError):
+        _ = caught.value.result.state.params
+
+
+def test_one_example_that_does_not_fit():
+    with pytest.raises(DeviceError, match="one example at a time") as caught:
+        fit(make(loss=limited(0)), batches())
+    assert is_out_of_memory(caught.value.__cause__)
+    text = r"(?s)optimizer state.*What would need less.*ft\.with_amp"
+    with scarce(0, 3, times=100), pytest.raises(DeviceError, match=text) as caught:
+        fit(make(loss=still), batches())
+    assert int(caught.value.result.state.step) == 0
+
+
+def test_a_batch_that_cannot_be_cut():
+    def uneven(params, batch):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(DeviceError, match="cannot be cut"):
+        fit(make(loss=uneven), [{"x": torch.zeros(3), "y": torch.zeros(4)}])
+
+
+def test_other_errors_pass():
+    def wrong(params, batch):
+        raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="multiplied"):
+        fit(make(loss=wrong), batches())
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(make(loss=limited(2)), batches(), on_oom="raise")
+    with pytest.raises(OptionError, match="on_oom"):
+        fit(make(), batches(), on_oom="skip")
+    with pytest.raises(ComposeError, match="needs a Step"):
+        fit(lambda state, batch: (state, {}), batches(), state=make().init(params()))
+
+
+def test_what_the_allocator_of_the_host_says():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("index out of range"))
+
+
+def test_nothing_hangs_on_the_error():
+    held = []
+
+    def failing():
+        activation = torch.zeros(10)
+        held.append(weakref.ref(activation))
+        try:
+            raise torch.OutOfMemoryError("out of memory")
+        except RuntimeError as error:
+            raise RuntimeError("wrapped: out of memory") from error
+
+    try:
+        failing()
+    except RuntimeError as error:
+        release(error, torch.device("cpu"))
+        assert held[0]() is None
+
+
+def test_nothing_of_an_attempt_is_left_when_the_next_one_begins():
+    made, alive = [], []
+
+    def loss(params, batch):
+        alive.append(sum(each() is not None for each in made))
+        big = torch.zeros(1234) + params["w1"].sum()
+        made.append(weakref.ref(big))
+        if len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return still(params, batch)[0].value + 0 * big.sum()
+
+    fit(make(loss=loss), batches(1, 4))
+    assert alive == [0] * len(alive)
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("examples", [1, 2, 3, 6])
+@pytest.mark.parametrize("kind", ["mean", "plain"])
+def test_an_evaluation_in_pieces_is_exact(examples, kind):
+    tried = []
+
+    def limited_loss(params, batch):
+        tried.append(len(batch["x"]))
+        if tried[-1] > examples:
+            raise torch.OutOfMemoryError("out of memory")
+        return still(params, batch)[0] if kind == "mean" else plain(params, batch)
+
+    unlimited = (lambda *args: still(*args)[0]) if kind == "mean" else plain
+    state, data = make().init(params()), [*batches(2, 6), *batches(1, 1), *batches(1, 5)]
+    needed = ft.evaluate(ft.eval_step(unlimited), state, data)
+    found = ft.evaluate(ft.eval_step(limited_loss), state, data, on_oom="split")
+    assert found == pytest.approx(needed, rel=1e-12)
+    failed = [length for length in tried if length > examples]
+    assert len(failed) <= math.ceil(math.log2(6)), "what does not fit is not tried again"
+
+
+def test_an_evaluation_raises_what_cannot_be_helped():
+    state = make().init(params())
+    for on_oom, examples in (("raise", 3), ("split", 0)):
+        with pytest.raises(torch.OutOfMemoryError):
+            ft.evaluate(ft.eval_step(limited(examples)), state, batches(), on_oom=on_oom)
+    with pytest.raises(OptionError, match="on_oom"):
+        ft.evaluate(ft.eval_step(still), state, batches(), on_oom="skip")
+
+
+def test_an_evaluation_shrinks_nothing_but_itself():
+    training = []
+
+    def loss(params, batch):
+        training.append(len(batch["x"]))
+        return still(params, batch)
+
+    step = make(loss=loss)
+    evaluating = ft.eval_step(limited(2))
+    _, history = fit(
+        step,
+        batches(),
+        evaluate_every=1,
+        evaluate=lambda state: ft.evaluate(evaluating, state, batches(), on_oom="split"),
+    )
+    assert training == [6, 6, 6]
+    assert not splits(history)
