@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -133,7 +134,8 @@ def answered(loader: DataLoader[Fetched], timeout: float, awaited: Callable[[], 
 def _stop(answers: Any) -> None:
     # Torch has no public name for it. Left to the garbage collector, which comes by when the error is forgotten, it
     # takes five seconds a worker: the collector closes the queues before it lets the loader say that it is over.
-    getattr(answers, "_shutdown_workers", lambda: None)()
+    with suppress(RuntimeError):  # Of another worker, whose death torch signals meanwhile.
+        getattr(answers, "_shutdown_workers", lambda: None)()
 
 
 class _Asked:

