@@ -103,14 +103,7 @@ def fit(
         Exception: whatever a step, the data or a logger raises; any error holds what was trained until
             then, as `fit` returns it, in its ``result``.
     """
-    if not callable(step):
-        raise ComposeError(f"fit: the step is {type(step).__name__}; needs a Step or a function (state, batch)")
-    require_on_oom("fit", on_oom)
-    if on_oom == SPLIT and not isinstance(step, Step):
-        raise ComposeError(f"fit: on_oom='split' needs a Step, whose gradient can be split; found {step!r}")
-    for name, value in (("log_every", log_every), ("evaluate_every", evaluate_every)):
-        if value is not None:
-            require_positive("fit", name, value)
+    _require(step, on_oom, log_every=log_every, evaluate_every=evaluate_every)
     signals = [signal.SIGINT] + [signal.SIGTERM] * (checkpoints is not None)
     run = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)))
     saved = Saved(checkpoints, data, run, resume)
@@ -123,7 +116,7 @@ def fit(
         try:
             made = None
             loop = functools.partial(iterate, data=data, steps=steps, epochs=epochs)
-            if on_oom == SPLIT and isinstance(stepping, Step):
+            if on_oom == SPLIT:
                 records = splitting(loop, Splitting(stepping, run, display.say), state, position, saved)
             else:
                 records = loop(stepping, state, position=position)
@@ -162,6 +155,17 @@ def fit(
         leaving.result = result
         raise leaving
     return result
+
+
+def _require(step: Any, on_oom: str, **every: int | None) -> None:
+    if not callable(step):
+        raise ComposeError(f"fit: the step is {type(step).__name__}; needs a Step or a function (state, batch)")
+    require_on_oom("fit", on_oom)
+    if on_oom == SPLIT and not isinstance(step, Step):
+        raise ComposeError(f"fit: on_oom='split' needs a Step, whose gradient can be split; found {step!r}")
+    for name, value in every.items():
+        if value is not None:
+            require_positive("fit", name, value)
 
 
 def _adapted(
