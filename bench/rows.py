@@ -101,7 +101,9 @@ def _processor() -> str:
 
 
 def write(rows: Sequence[Row], path: Path) -> None:
-    """Write rows to a CSV file."""
+    """Write rows to a CSV file; those that it has of other questions, which only a full run asks, stay."""
+    asked = {row.question for row in rows}
+    rows = [*rows, *(row for row in (_read(path) if path.exists() else []) if row.question not in asked)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
@@ -111,11 +113,12 @@ def write(rows: Sequence[Row], path: Path) -> None:
 
 def read(folder: Path) -> list[Row]:
     """Read every CSV file of a folder back into rows, by name of the file."""
-    rows = []
-    for path in sorted(folder.glob("*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            rows += [Row(**{name: _value(name, text) for name, text in line.items()}) for line in csv.DictReader(file)]
-    return rows
+    return [row for path in sorted(folder.glob("*.csv")) for row in _read(path)]
+
+
+def _read(path: Path) -> list[Row]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return [Row(**{name: _value(name, text) for name, text in line.items()}) for line in csv.DictReader(file)]
 
 
 def _text(value: object) -> str:

@@ -205,6 +205,14 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     assert read[1].note == "no such thing"
 
 
+def test_a_quick_run_replaces_what_it_asks_and_keeps_what_only_a_full_one_asked(tmp_path):
+    quick, full = (rows.measured(name, "a", rows.TIME, "us", [1.0], sure=True) for name in ("C1 test", "C1 long"))
+    rows.write([quick, full, dataclasses.replace(quick, variant="gone")], tmp_path / "C1.csv")
+    again = dataclasses.replace(quick, median=2.0)
+    rows.write([again], tmp_path / "C1.csv")
+    assert rows.read(tmp_path) == [again, full]
+
+
 def test_the_worst_row_decides_a_claim_and_what_is_missing_does_not_count():
     found = [
         ratio("C1 MLP", OURS_COMPILED.name, JAX[0].name, 0.90),

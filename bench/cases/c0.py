@@ -25,7 +25,7 @@ MOST_CALLED = 1_000
 def run(settings: Settings) -> list[Row]:
     """Race on the null model, then sweep the number of leaves."""
     entrants = (*field.everyone(settings, smoke=False), field.OURS_KEEPING, field.HAND_APART)
-    rows = race(NULL, settings.task("null"), entrants, settings)
+    rows = race(NULL, settings.task("null"), entrants, settings, part=0.7)
     if settings.full or settings.smoke:
         rows += compile_rows(NULL, field.OURS_COMPILED, settings.task("null"))
     swept = {count: _sweep(count, settings) for count in COUNTS}
@@ -50,7 +50,7 @@ def _sweep(count: int, settings: Settings) -> list[Row]:
             entrants.append(dataclasses.replace(entrant, apart=True, patience=PATIENCE))
         else:
             entrants.append(entrant)
-    part = 0.5 if count <= 100 else 0.2
+    part = 0.4 if count <= 100 else 0.2
     return race(question, settings.task(f"leaves {count}"), entrants, settings, part=part) + left_out
 
 

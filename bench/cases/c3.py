@@ -21,7 +21,7 @@ def run(settings: Settings) -> list[Row]:
             settings.task("gpt384", precision),
             entrants,
             settings,
-            part=0.3 if precision == "fp32" else 0.2,
+            part=0.2,
         )
     if not settings.full:
         return rows

@@ -51,7 +51,7 @@ def _wrappers(question: str, settings: Settings, problem: str, names: tuple[str,
     contest = Race(question, settings.task(problem, "fp32"), settings, checked=1, tolerance="bf16")
     try:
         contest.enter([PLAIN, *alone, *stacked])
-        times = contest.time(rounds=settings.share(1.0 if problem == "null" else 0.5))
+        times = contest.time(rounds=settings.share(0.7 if problem == "null" else 0.3))
         for entrant in [*alone, *stacked]:
             contest.added(times, entrant.name, PLAIN.name)
     finally:
@@ -66,7 +66,7 @@ def _remat(settings: Settings) -> list[Row]:
             options = {"blocks": options["blocks"][:1]}
         entrants.append(Entrant(name, "ours", "bench.ours:rematerialised", options=tuple(options.items())))
     task = settings.task("gpt128")
-    rows = race(REMAT, task, entrants, settings, part=0.5)
+    rows = race(REMAT, task, entrants, settings, part=0.4)
     return rows + memory_rows(REMAT, task, entrants[:2] if settings.smoke else entrants, settings)
 
 

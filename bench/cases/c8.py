@@ -30,7 +30,7 @@ COUNTS = (10, 148, 1_000)
 CHECKED = 8
 """Updates that are compared: RAdam changes its formula at the sixth."""
 MANY = ("adamw", "sgd, momentum")
-"""Who is timed on few and on very many leaves, too; everyone in a full run, which takes half an hour."""
+"""Who is timed on few and on very many leaves, too, and compiled on few; everyone in a full run, of half an hour."""
 
 
 def run(settings: Settings) -> list[Row]:
@@ -38,12 +38,20 @@ def run(settings: Settings) -> list[Row]:
     rows = []
     for name in (name for name, kind in KINDS.items() if kind.there):
         for count in COUNTS if settings.full or name in MANY else (148,):
-            rows += _race(name, count, settings)
+            question = title(name, count)
+            rows += _race(question, name, count, settings, _eager(name, settings))
+            # Graphs of 148 leaves take half a minute to compile, and of a thousand some minutes.
+            if settings.full or (name in MANY and count == 10):
+                rows += _race(f"{question}, compiled", name, count, settings, _compiled(name))
     return rows + _scale(settings) + _states(settings) + _adapters(settings)
 
 
-def _race(name: str, count: int, settings: Settings) -> list[Row]:
-    question, entrants = f"C8 {name}, {count:,} leaves", _entrants(name, count, settings)
+def title(name: str, count: int) -> str:
+    """The name of the question about an optimizer on so many leaves."""
+    return f"C8 {name}, {count:,} leaves"
+
+
+def _race(question: str, name: str, count: int, settings: Settings, entrants: list[Entrant]) -> list[Row]:
     if len(entrants) < 2:
         return []
     task = settings.task(f"update {count}").with_options(optimizer=name)
@@ -57,23 +65,25 @@ def _race(name: str, count: int, settings: Settings) -> list[Row]:
     return contest.rows
 
 
-def _entrants(name: str, count: int, settings: Settings) -> list[Entrant]:
-    kind, found = KINDS[name], []
+def _eager(name: str, settings: Settings) -> list[Entrant]:
+    kind = KINDS[name]
     if kind.torchs:
         # Where it is fused, or knows one way only, its default is slower or the same.
-        found += [field.TORCH, *[field.TORCH_DEFAULT] * (not kind.fused and not kind.matrices)]
-    elif kind.peer and settings.peers and (settings.full or not kind.slow):
-        found.append(field.OPTIMIZERS[kind.peer.split(":")[0].split(".")[0]])
-    found.append(field.OURS_UPDATE)
-    # Graphs of 148 leaves take half a minute to compile, and of a thousand some minutes.
-    if (name in MANY and count == 10) or (settings.full and (name in MANY or count < 1_000)):
-        found += [*[field.TORCH_COMPILED] * bool(kind.torchs), field.OURS_UPDATE_COMPILED]
-    return found
+        return [field.TORCH, *[field.TORCH_DEFAULT] * (not kind.fused and not kind.matrices), field.OURS_UPDATE]
+    if kind.peer and settings.peers and (settings.full or not kind.slow):
+        return [field.OPTIMIZERS[kind.peer.split(":")[0].split(".")[0]], field.OURS_UPDATE]
+    return []
+
+
+def _compiled(name: str) -> list[Entrant]:
+    """Torch's compiled beside ours, or ours eager where torch has no such optimizer."""
+    other = field.TORCH_COMPILED if KINDS[name].torchs else field.OURS_UPDATE
+    return [other, field.OURS_UPDATE_COMPILED]
 
 
 def _scale(settings: Settings) -> list[Row]:
     """Time those that torch does not have beside its AdamW; their maths is another, so none is compared."""
-    question, task = "C8 others, 148 leaves", settings.task("update 148")
+    question, task = title("others", 148), settings.task("update 148")
     print(question, flush=True)
     racers = {field.ADAMW.name: racer(field.ADAMW, task)}
     for name in (name for name, kind in KINDS.items() if not kind.torchs and kind.there):
