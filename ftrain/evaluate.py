@@ -15,7 +15,7 @@ from ftrain.grad import adapt, detach
 from ftrain.pieces import RAISE, cut, is_out_of_memory, most_pieces, release, require_on_oom
 from ftrain.purity import as_tree
 from ftrain.transforms.amp import DTYPES, NAMES, autocast, require_dtype
-from ftrain.types import Loss, Mean, PyTree, TrainState
+from ftrain.types import Loss, Mean, PyTree, TrainState, replace
 from ftrain.wrapper import Wrapper
 
 
@@ -77,7 +77,9 @@ def evaluate(
         step: from `eval_step`.
         state: whose parameters are evaluated; `ftrain.averaged(state)` for those of `ema`.
         data: any iterable of batches.
-        dtype: compute under autocast in ``"bf16"`` or ``"fp16"``; as the parameters are, unless told.
+        dtype: evaluate in ``"bf16"`` or ``"fp16"``: parameters and buffers are cast once, into a copy, and the loss
+            runs under autocast. Without it both stay as they are. The batch does so always, and with it labels and
+            weights; where a norm reads float32 data directly, cast these in the loss.
         on_oom: ``"split"`` evaluates a batch for which there is no memory in twice as many pieces, and those after
             it too; the means stay exact.
 
@@ -85,18 +87,14 @@ def evaluate(
         DataError: when there is no batch.
         OptionError: for another dtype, or another `on_oom`.
         DeviceError: for a dtype that the device cannot compute in.
-        ComposeError: when `step` is no evaluation step.
+        ComposeError: when `step` is no evaluation step, or its loss computes in another narrow dtype by `with_amp`.
     """
     if not isinstance(step, EvalStep):
         raise ComposeError(f"evaluate: the step is a {type(step).__name__}; needs one of ft.eval_step(loss_fn)")
     require_on_oom("evaluate", on_oom)
     device = tree.device_of(state.params)
     if dtype is not None:
-        name = NAMES.get(dtype, dtype)
-        if name not in DTYPES:
-            raise OptionError(f"evaluate: dtype is {dtype!r}; choices are {', '.join(DTYPES)} and None")
-        require_dtype("evaluate", str(name), backends.of(device))
-        step = EvalStep(_cast(step.loss, DTYPES[str(name)]))
+        step, state = _narrowed(step, state, dtype)
     totals: dict[str, Mean] = {}
     pieces = 1
     for given in data:
@@ -128,8 +126,20 @@ def _add(totals: dict[str, Mean], found: dict[str, Mean]) -> None:
         totals[name] = totals[name] + mean if name in totals else mean
 
 
-def _cast(loss: Loss, dtype: torch.dtype) -> Loss:
-    return dataclasses.replace(loss, fn=autocast(loss.fn, dtype))
+def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tuple[EvalStep, TrainState]:
+    """The step and the state that compute in a narrow dtype."""
+    name = str(NAMES.get(dtype, dtype))
+    if name not in DTYPES:
+        raise OptionError(f"evaluate: dtype is {dtype!r}; choices are {', '.join(DTYPES)} and None")
+    require_dtype("evaluate", name, backends.of(tree.device_of(state.params)))
+    loss, wanted = step.loss, DTYPES[name]
+    if loss.narrow not in ("", name):
+        raise ComposeError(
+            f"evaluate: dtype is {dtype!r}, and the loss computes in {loss.narrow}: {loss.text}; leave dtype out, or "
+            "evaluate the loss without with_amp"
+        )
+    parts = {part: tree.cast(getattr(state, part), wanted) for part in ("params", "frozen", "buffers")}
+    return EvalStep(dataclasses.replace(loss, fn=autocast(loss.fn, wanted))), replace(state, **parts)
 
 
 def _mean(metric: Any, length: int) -> Mean:

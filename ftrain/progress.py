@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-HIDDEN = frozenset({"step", "seconds", "lr", "skipped", "grad_norm"})
+HIDDEN = frozenset({"step", "seconds", "lr", "skipped", "grad_norm", "loss_scale"})
 MOST_SHOWN = 3
 LINE_SECONDS, BAR_SECONDS = 30.0, 0.1
 GIB = 2**30

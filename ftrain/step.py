@@ -348,7 +348,7 @@ class Step:
         backend = backends.of(tree.device_of(params))
         for wrapper in self.wrappers:
             if wrapper.require:
-                wrapper.require(backend)
+                wrapper.require(backend, params)
 
     @property
     def _ran(self) -> Step:

@@ -226,6 +226,8 @@ class Loss:
         module: the `torch.nn.Module` that `fn` binds, if any.
         needs_rng: whether `fn` takes a key.
         adapters: what a wrapper has added to its parameters, if any has.
+        narrow: the narrow dtype in which a wrapper lets it compute, by the name that `with_amp` has for it.
+        products: the wrapper that sets the precision of its float32 products.
     """
 
     fn: LossFn
@@ -234,6 +236,8 @@ class Loss:
     module: nn.Module | None = None
     needs_rng: bool = False
     adapters: Adapters | None = None
+    narrow: str = ""
+    products: str = ""
 
 
 @tree_class

@@ -36,7 +36,7 @@ class Wrapper:
         account: ``(slot, finite) -> slot``. With one, a step whose loss or gradients are not finite
             changes nothing but the slots of the wrappers that account for it.
         check: ``(slot, bad steps in a row) -> None``, raises on the host what they show to be wrong.
-        require: ``Backend -> None``, raises when the device cannot do this.
+        require: ``(Backend, params) -> None``, raises when the device or the trained parameters cannot do this.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Wrapper:
     scale: Callable[[TrainState], Tensor] | None = None
     account: Callable[[PyTree, Tensor], PyTree] | None = None
     check: Callable[[PyTree, int], None] | None = None
-    require: Callable[[Backend], None] | None = None
+    require: Callable[[Backend, PyTree], None] | None = None
 
     def __call__(self, step: Any) -> Any:
         """Return the step with this wrapper applied.

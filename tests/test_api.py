@@ -38,6 +38,7 @@ NAMES = [
     "from_module",
     "iterate",
     "lora",
+    "matmul_precision",
     "patience",
     "plateau",
     "remat",
@@ -221,6 +222,7 @@ INNER = {
         "donated",
         "ema",
         "remat",
+        "matmul_precision",
         "skip_nonfinite",
         "swa",
         "with_amp",
@@ -326,6 +328,7 @@ SIGNATURES = {
     "iterate": "(step, state, data, *, steps=None, epochs=None, position=None)",
     "with_amp": "(dtype='bf16')",
     "remat": "(policy='full', blocks=None, *, budget=None)",
+    "matmul_precision": "(precision)",
     "accumulate": "(n)",
     # The norm is 1.0 where nothing is given; None tells `clip(value=...)` from both at once, which is refused.
     "clip": "(max_norm=None, *, value=None)",

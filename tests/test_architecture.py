@@ -35,6 +35,7 @@ STAIRCASE = [
     "losses",
     "grad",
     "slots",
+    "products",
     "blocks",
     "budget",
     "module",

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from ftrain.backends.device_module import NARROW, DeviceModule, high_precision
+from ftrain.backends.device_module import NARROW, DeviceModule, float32_products
 from ftrain.backends.registry import Backend
 
 AMPERE = (8, 0)
@@ -41,7 +41,7 @@ def _autocast_dtypes() -> tuple[torch.dtype, ...]:
 
 
 def _tf32() -> AbstractContextManager[None] | None:
-    return high_precision() if _is_ampere() else None
+    return float32_products("high") if _is_ampere() else None
 
 
 BACKEND = Backend(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ftrain.backends.registry import Memory, Recorder
-from ftrain.errors import DeviceError
+from ftrain.errors import DeviceError, OptionError
 
 NARROW = torch.bfloat16, torch.float16
 
@@ -105,10 +105,20 @@ def switched(owner: Any, attribute: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def high_precision() -> Iterator[None]:
-    """Let float32 products use TF32, where torch's own switch for that decides."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+def float32_products(precision: str) -> Iterator[None]:
+    """Compute float32 products in this precision of `torch.set_float32_matmul_precision`; TF32 is ``"high"``.
+
+    Raises:
+        OptionError: when somebody has set the precisions of single devices, so that there is none to put back.
+    """
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError as error:
+        raise OptionError(
+            "torch.backends has an fp32_precision that was set for one device; torch then refuses to say what the "
+            "precision of float32 products is. Leave that alone, or leave out with_amp('tf32') and matmul_precision"
+        ) from error
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from ftrain.backends.device_module import NARROW, DeviceModule, high_precision, switched
+from ftrain.backends.device_module import NARROW, DeviceModule, float32_products, switched
 from ftrain.backends.registry import Backend
 
 DEVICE = DeviceModule("xpu")
@@ -30,7 +30,7 @@ def _tf32() -> AbstractContextManager[None] | None:
 
 @contextmanager
 def _switches() -> Iterator[None]:
-    with switched(torch.backends.mkldnn, "allow_tf32", True), high_precision():
+    with switched(torch.backends.mkldnn, "allow_tf32", True), float32_products("high"):
         yield
 
 

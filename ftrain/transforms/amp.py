@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
 from ftrain import backends, tree
-from ftrain.errors import DeviceError, OptionError
-from ftrain.types import Loss, LossFn, LossOutput, PyTree, TrainState
+from ftrain.errors import DeviceError, OptionError, StructureError
+from ftrain.grad import report
+from ftrain.products import claim
+from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, PyTree, TrainState, replace
 from ftrain.wrapper import Wrapper, wrapper
 
 NAME = "with_amp"
@@ -32,14 +34,18 @@ def with_amp(dtype: str | torch.dtype = "bf16") -> Wrapper:
     Parameters, gradients and optimizer state keep their dtype. With ``"bf16"`` and ``"fp16"`` the loss
     runs under `torch.autocast`. With ``"fp16"`` the gradient is taken with a cotangent that adapts, as in
     `torch.amp.GradScaler`: a step that overflows changes nothing but this wrapper's `scale` and `good`
-    (steps since the last change) and the step count. ``"tf32"`` lets float32 products run in TF32.
+    (steps since the last change) and the step count, and the metric `loss_scale` is the scale that the step used.
+    ``"tf32"`` lets float32 products run in TF32, on every device here that has it.
 
     Args:
         dtype: ``"bf16"``, ``"fp16"`` or ``"tf32"``, or the `torch.dtype`.
 
     Raises:
         OptionError: for another dtype.
+        ComposeError: for ``"tf32"`` beside `ftrain.matmul_precision`.
         DeviceError: from `Step.init`, when the device cannot compute in it.
+        StructureError: from `Step.init`, for float16 parameters that are to train, and under ``"fp16"`` for bfloat16
+            ones: their gradients would be as narrow, and vanish when they are scaled back. What is frozen may be.
     """
     name = NAMES.get(dtype, dtype)
     if name not in CHOICES:
@@ -49,12 +55,14 @@ def with_amp(dtype: str | torch.dtype = "bf16") -> Wrapper:
         return Wrapper(NAME, text, "loss", loss=_with_tf32, require=_require_tf32)
 
     def wrap(loss: Loss) -> Loss:
-        return dataclasses.replace(loss, fn=autocast(loss.fn, DTYPES[name]), text=f"{loss.text} <- {text}")
+        fn = autocast(loss.fn, DTYPES[name])
+        return dataclasses.replace(loss, fn=fn, text=f"{loss.text} <- {text}", narrow=name)
 
-    def require(backend: backends.Backend) -> None:
+    def require(backend: backends.Backend, params: PyTree) -> None:
         require_dtype(NAME, name, backend)
+        _require_wide(name, params)
 
-    scaling = {"slot": _slot, "scale": _scale, "account": _account} if name == "fp16" else {}
+    scaling = {"slot": _slot, "scale": _scale, "account": _account, "grad": _reporting} if name == "fp16" else {}
     return Wrapper(NAME, text, "loss", loss=wrap, require=require, **scaling)  # type: ignore[arg-type]
 
 
@@ -70,6 +78,17 @@ def require_dtype(function: str, name: str, backend: backends.Backend) -> None:
         raise DeviceError(f"{function}: {backend.describe()} cannot compute in {name}; it has {other}")
 
 
+def _require_wide(name: str, params: PyTree) -> None:
+    refused = {torch.float16, torch.bfloat16} if name == "fp16" else {torch.float16}
+    for path, leaf in zip(tree.leaf_names(params), tree.leaves(params), strict=True):
+        if leaf.dtype in refused:
+            raise StructureError(
+                f"with_amp({name}): {tree.path('params', path)} is {tree.describe(leaf)}, and so would its gradient "
+                "be; mixed precision trains float32 parameters: convert them (module.float()), or freeze them with "
+                "trainable=. To train in bfloat16 as a whole, take bfloat16 parameters and leave with_amp out"
+            )
+
+
 def autocast(loss: LossFn, dtype: torch.dtype) -> LossFn:
     """Run a loss under `torch.autocast` on the device of its parameters."""
 
@@ -81,18 +100,32 @@ def autocast(loss: LossFn, dtype: torch.dtype) -> LossFn:
 
 
 def _with_tf32(loss: Loss) -> Loss:
-    def scope(training: bool) -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        stack.enter_context(loss.scope(training))
-        stack.enter_context(backends.default().tf32() or ExitStack())
-        return stack
-
-    return dataclasses.replace(loss, scope=scope, text=f"{loss.text} <- with_amp(tf32)")
+    return claim(loss, "with_amp(tf32)", _tf32)
 
 
-def _require_tf32(backend: backends.Backend) -> None:
+@contextmanager
+def _tf32() -> Iterator[None]:
+    # A scope does not know where the state is. Where there is TF32 and no part of the step, it changes nothing.
+    with ExitStack() as stack:
+        for name in backends.names():
+            backend = backends.of(name)
+            if backend.present and (switch := backend.tf32()) is not None:
+                stack.enter_context(switch)
+        yield
+
+
+def _require_tf32(backend: backends.Backend, params: PyTree) -> None:
     if backend.tf32() is None:
         raise DeviceError(f"with_amp: {backend.describe()} has no TF32; use bf16, or leave with_amp out for float32")
+
+
+def _reporting(grad: GradFn) -> GradFn:
+    def reporting(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        found = grad(state, batch, rng)
+        # A copy, for the slot belongs to whoever the state is donated to.
+        return replace(found, metrics=report(found.metrics, NAME, loss_scale=_scale(state).clone()))
+
+    return reporting
 
 
 def _slot(params: PyTree) -> PyTree:

@@ -1,0 +1,38 @@
+"""The precision of float32 matrix products, for one step and not for the process."""
+
+from __future__ import annotations
+
+from ftrain.backends.device_module import float32_products
+from ftrain.errors import OptionError
+from ftrain.products import claim
+from ftrain.types import Loss
+from ftrain.wrapper import Wrapper, wrapper
+
+CHOICES = ("highest", "high", "medium")
+
+
+@wrapper
+def matmul_precision(precision: str) -> Wrapper:
+    """Compute float32 matrix products of the whole step in this precision.
+
+    As `torch.set_float32_matmul_precision`, which says what each device makes of it: ``"highest"`` is float32,
+    ``"high"`` may use TF32 (10 bits of mantissa) or three products in bfloat16, ``"medium"`` one in bfloat16. Where a
+    device has none of these, all three are float32. Set while the step runs, or is compiled, and put back: steps of
+    different precision keep theirs, as long as they do not run in several threads at once. `with_amp("bf16")` has no
+    float32 products but those outside of autocast, of the optimizer, say.
+
+    Args:
+        precision: ``"highest"``, ``"high"`` or ``"medium"``.
+
+    Raises:
+        OptionError: for another precision.
+        ComposeError: beside ``with_amp("tf32")``, which sets the same.
+    """
+    if precision not in CHOICES:
+        raise OptionError(f"matmul_precision: precision is {precision!r}; choices are {', '.join(CHOICES)}")
+    text = f"matmul_precision({precision})"
+
+    def wrap(loss: Loss) -> Loss:
+        return claim(loss, text, lambda: float32_products(precision))
+
+    return Wrapper("matmul_precision", text, "loss", loss=wrap)
