@@ -74,7 +74,7 @@ class _Walk:
             return {"tensor": self.number(path, tree, owner)}
         if type(tree) in (dict, OrderedDict):
             # In the order of insertion, which optree's own walk would sort away.
-            return self.container(path, type(tree).__name__, list(tree), list(tree.values()), (), owner)
+            return self.container(path, type(tree).__name__, list(tree), list(tree.values()), owner)
         if optree.tree_is_leaf(tree, namespace=NAMESPACE):
             self.contents[path] = tree
             return self.scalar(path, tree)
@@ -96,18 +96,25 @@ class _Walk:
         children, static, entries, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
         kind = type(tree)
         if kind in (list, tuple):
-            return self.container(path, kind.__name__, range(len(tree)), children, (), owner)
+            return self.container(path, kind.__name__, range(len(tree)), children, owner)
         name = class_name(kind)
         if name in TREE_CLASSES:
             owner = path if kind is TrainState else owner
-            return self.container(path, name, entries, children, static, owner)
+            return self.container(path, name, entries, children, owner, static=static)
         if optree.is_namedtuple(tree):
-            return self.container(path, name, entries, children, (), owner)
+            return self.container(path, name, entries, children, owner)
         self.problems.append(f"{dotted(path)}: a {name}; needs dicts, lists, tuples and ftrain's own classes")
         return None
 
     def container(
-        self, path: Path, kind: str, keys: Sequence[Any], children: Sequence[Any], static: Any, owner: Path | None
+        self,
+        path: Path,
+        kind: str,
+        keys: Sequence[Any],
+        children: Sequence[Any],
+        owner: Path | None,
+        *,
+        static: Any = (),
     ) -> Json:
         self.contents[path] = Container(kind)
         bad = [key for key in keys if type(key) not in KEYS]

@@ -93,7 +93,7 @@ def loader(
     >>> [batch["x"].tolist() for batch in data]
     [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
     """
-    _require(batch_size, num_workers, rank, num_ranks, timeout, on_error, prefetch_factor)
+    _require(batch_size, timeout, on_error, rank, num_ranks, num_workers=num_workers, prefetch_factor=prefetch_factor)
     collate = collate or (default_collate if pack is None else packed(pack, rows=batch_size))
     if type(dataset) is TensorDataset:
         # The same samples, which can be taken by the batch.
@@ -103,8 +103,9 @@ def loader(
         _require_plain_stream(dataset, shuffle, num_workers, num_ranks, planned, on_error)
         stream = Stream(dataset, batch_size or 1, collate, seed, drop_last)
         return Loader(Streamed(stream, num_workers, timeout, prefetch_factor, context))
-    cut = _cut(len(dataset), batch_size, rank, num_ranks, lengths, max_tokens, pack, window)
-    plan = Plan(len(dataset), cut, seed, shuffle, drop_last)
+    size = len(dataset)
+    cut = _cut(size, batch_size, rank, num_ranks, lengths=lengths, max_tokens=max_tokens, pack=pack, window=window)
+    plan = Plan(size, cut, seed, shuffle, drop_last)
     _require_batches(plan)
     refill = pack is None
     batches = Batches(dataset, collate, seed=seed, skip=on_error == "skip", refill=refill)
@@ -112,7 +113,7 @@ def loader(
     chosen = {"batch_size": batch_size, "max_tokens": max_tokens, "pack": pack}
     facts = {
         "seed": seed,
-        "samples": len(dataset),
+        "samples": size,
         "shuffle": shuffle,
         "drop_last": drop_last,
         "num_ranks": num_ranks,
@@ -127,6 +128,7 @@ def _cut(
     batch_size: int | None,
     rank: int,
     num_ranks: int,
+    *,
     lengths: Sequence[int] | Callable[[int], int] | None,
     max_tokens: int | None,
     pack: int | None,
@@ -170,11 +172,12 @@ def _is_map(dataset: Any) -> bool:
 
 def _require(
     batch_size: int | None,
-    num_workers: int,
-    rank: int,
-    num_ranks: int,
     timeout: float,
     on_error: str,
+    rank: int,
+    num_ranks: int,
+    *,
+    num_workers: int,
     prefetch_factor: int,
 ) -> None:
     for name, value in (("num_ranks", num_ranks), ("prefetch_factor", prefetch_factor)):

@@ -67,7 +67,7 @@ def losses_and_gradients(
         dtype: what matrix products are computed in.
         needs: which gradients are wanted.
     """
-    targets = _Targets.of(labels, class_weight, ignore_index, label_smoothing, len(weight), _wide(dtype))
+    targets = _Targets.of(labels, class_weight, ignore_index, label_smoothing, classes=len(weight), dtype=_wide(dtype))
     grads = _gradients(hidden, weight, dtype, needs)
     total = hidden.new_zeros((), dtype=_wide(dtype))
     chunk = min(chunk or auto_chunk(weight, dtype), max(len(hidden), 1))
@@ -125,7 +125,7 @@ class _Targets:
 
     @classmethod
     def of(
-        cls, labels: Tensor, weight: Tensor | None, ignored: int, smoothing: float, classes: int, dtype: torch.dtype
+        cls, labels: Tensor, weight: Tensor | None, ignored: int, smoothing: float, *, classes: int, dtype: torch.dtype
     ) -> _Targets:
         """Work them out from labels and class weights; `spread` is None without smoothing."""
         kept = labels != ignored

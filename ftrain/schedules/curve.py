@@ -62,6 +62,7 @@ def decay(
     warmup: int,
     total: int,
     end: float,
+    *,
     blend: Blend = share_of_peak,
     **options: float,
 ) -> Schedule:

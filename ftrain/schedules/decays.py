@@ -81,7 +81,7 @@ def warmup_linear(peak: float, warmup: int, total: int, end: float = 0.0) -> Sch
     >>> [warmup_linear(1.0, 2, 4)(k) for k in range(6)]
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
     """
-    return decay(warmup_linear, _line, peak, warmup, total, end, _line_to)
+    return decay(warmup_linear, _line, peak, warmup, total, end, blend=_line_to)
 
 
 def polynomial(peak: float, total: int, end: float = 0.0, power: float = 1.0) -> Schedule:
@@ -95,7 +95,7 @@ def polynomial(peak: float, total: int, end: float = 0.0, power: float = 1.0) ->
     [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
     """
     power = positive("polynomial", "power", power)
-    return decay(polynomial, _Power(power), peak, 0, total, end, _power_to, power=power)
+    return decay(polynomial, _Power(power), peak, 0, total, end, blend=_power_to, power=power)
 
 
 def warmup_polynomial(peak: float, warmup: int, total: int, end: float = 0.0, power: float = 1.0) -> Schedule:
@@ -109,4 +109,4 @@ def warmup_polynomial(peak: float, warmup: int, total: int, end: float = 0.0, po
     [0.0, 0.5, 1.0, 0.25, 0.0, 0.0]
     """
     power = positive("warmup_polynomial", "power", power)
-    return decay(warmup_polynomial, _Power(power), peak, warmup, total, end, _power_to, power=power)
+    return decay(warmup_polynomial, _Power(power), peak, warmup, total, end, blend=_power_to, power=power)
