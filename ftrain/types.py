@@ -209,10 +209,6 @@ class Adapters(Protocol):
         """Return the places of the adapters in a part of the module: more `ftrain.slots.Slot`."""
         ...
 
-    def forward(self, part: nn.Module) -> Callable[..., Any]:
-        """Return the forward of a part of the module, with its adapter if it has one."""
-        ...
-
 
 @dataclass(frozen=True)
 class Loss:
@@ -294,6 +290,10 @@ class Optimizer:
         needs_rng: whether `update` draws, from the key ``hyper["rng"]``.
         factors: ``opt_state -> {name: 0-d tensor on the CPU}``, by which the scheduled values of these names are
             multiplied on the host.
+        apart: ``(params, parts) -> optimizers``: for each part, indices of some of the leaves, the optimizer of
+            these alone. It is given them as a dict by their names, and computes what this one does for them among
+            all, to the bit; its state holds leaves of the names that they have in the whole one. None where a leaf
+            cannot be updated without the others.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -302,6 +302,7 @@ class Optimizer:
     text: str
     needs_rng: bool = False
     factors: Callable[[PyTree], Mapping[str, Tensor]] | None = None
+    apart: Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]] | None = None
 
 
 class Runner(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -36,20 +36,45 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
     0.05
     """
     optimizer = require_optimizer("adjustable", "the optimizer", optimizer)
+    inner = _within(optimizer)
 
     def init(params: PyTree) -> PyTree:
         factors = {name: torch.ones((), dtype=torch.float64) for name in optimizer.schedules}
-        return {FACTORS: factors, STATE: optimizer.init(params)}
+        return {FACTORS: factors, **inner.init(params)}
+
+    def update(
+        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        params, state = inner.update(grads, opt_state, params, hyper, donate=donate)
+        return params, {FACTORS: opt_state[FACTORS], **state}
+
+    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
+        # The factors are the host's, and of no leaf.
+        return [_within(each) for each in optimizer.apart(params, parts)] if optimizer.apart else []
+
+    return dataclasses.replace(
+        optimizer,
+        init=init,
+        update=update,
+        factors=_factors,
+        text=f"adjustable({optimizer.text})",
+        apart=apart if optimizer.apart else None,
+    )
+
+
+def _within(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer whose state is a part of another one."""
+
+    def init(params: PyTree) -> PyTree:
+        return {STATE: optimizer.init(params)}
 
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
         params, state = optimizer.update(grads, opt_state[STATE], params, hyper, donate=donate)
-        return params, {FACTORS: opt_state[FACTORS], STATE: state}
+        return params, {STATE: state}
 
-    return dataclasses.replace(
-        optimizer, init=init, update=update, factors=_factors, text=f"adjustable({optimizer.text})"
-    )
+    return dataclasses.replace(optimizer, init=init, update=update)
 
 
 def _factors(opt_state: PyTree) -> Mapping[str, Tensor]:

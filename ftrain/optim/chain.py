@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import optree
 import torch
@@ -149,32 +149,43 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
                 raise ComposeError(f"chain: two parts have a scheduled value called {name}; merge them into one")
             schedules[name] = schedule
 
-    apply = _Apply(transforms)
-
     def init(params: PyTree) -> PyTree:
         for transform in transforms:
             require_matches(transform.select, params)
         return optimizer.init(params)
 
-    def update(
-        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
-    ) -> tuple[PyTree, PyTree]:
-        transformed = apply(grads, params, hyper)
-        return optimizer.update(transformed, opt_state, params, hyper, donate=donate)
+    def chained(optimizer: Optimizer, places: Mapping[str, int] | None = None) -> Optimizer:
+        apply = _Apply(transforms, places)
+
+        def update(
+            grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+        ) -> tuple[PyTree, PyTree]:
+            transformed = apply(grads, params, hyper)
+            return optimizer.update(transformed, opt_state, params, hyper, donate=donate)
+
+        return Optimizer(optimizer.init, update, schedules, f"chain({text})", needs_rng=draws)
+
+    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
+        places = {name: place for place, name in enumerate(tree.leaf_names(params))}
+        return [chained(each, places) for each in optimizer.apart(params, parts)] if optimizer.apart else []
 
     text = ", ".join([*(transform.text for transform in transforms), optimizer.text])
     draws = optimizer.needs_rng or any(transform.needs_rng for transform in transforms)
-    return Optimizer(init, update, schedules, f"chain({text})", needs_rng=draws)
+    return replace(chained(optimizer), init=init, apart=apart if optimizer.apart else None)
 
 
 class _Apply:
-    """Applies transformations to gradients, and remembers to which, since the next tree is most often like the last."""
+    """Applies transformations to gradients, and remembers to which, since the next tree is most often like the last.
 
-    def __init__(self, transforms: Sequence[GradientTransform]) -> None:
-        self._transforms = transforms
+    With `places`, those of leaves among others that are updated apart, by their names.
+    """
+
+    def __init__(self, transforms: Sequence[GradientTransform], places: Mapping[str, int] | None = None) -> None:
+        self._transforms, self._known = transforms, places
         self._flatten = Flattener()
         self._last: tuple[optree.PyTreeSpec, Guard] | None = None
         self._places: list[list[int]] = []
+        self._origins: Sequence[int] = ()
 
     def __call__(self, grads: PyTree, params: PyTree, hyper: Hyper) -> PyTree:
         """Return the transformed gradients."""
@@ -185,12 +196,14 @@ class _Apply:
                 [place for place, (name, leaf) in enumerate(named) if transform.select(name, leaf)]
                 for transform in self._transforms
             ]
+            known = self._known
+            self._origins = range(len(named)) if known is None else [known[name] for name, _ in named]
             self._last = spec, Guard(leaves)
         gradients = list(gradients)
         for number, (transform, places) in enumerate(zip(self._transforms, self._places, strict=True)):
             value = next((hyper[name] for name in transform.schedules), None)
             key = random.fold_in(hyper[RNG], number) if transform.needs_rng else None
             for place in places:
-                own = random.fold_in(key, place) if key is not None else None
+                own = random.fold_in(key, self._origins[place]) if key is not None else None
                 gradients[place] = transform.apply(gradients[place], leaves[place], value, own)
         return tree.unflatten(require_alike(spec), gradients)

@@ -8,8 +8,9 @@ it writes is always its own: the old state where that was donated, else a copy.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -133,15 +134,18 @@ def leafwise(
     keys = {*first, *names}
 
     def init(params: PyTree) -> PyTree:
-        require_matches(decays, params)
         device = next((leaf.device for leaf in tree.leaves(params)), NONE.device)
         scalars = {key: value.to(device, copy=True) for key, value in first.items()}
         if storage:
             return {**scalars, **storage.begin(state, params)}
         return {**scalars, **{key: tree.map(begin, params) for key, begin in state.items()}}
 
+    def checked(params: PyTree) -> PyTree:
+        require_matches(decays, params)
+        return init(params)
+
     def update(
-        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+        planner: Planner, grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
         _require_state(name, opt_state, keys)
         (leaves, gradients, *moments), spec = planner.columns(params, grads, *[opt_state[key] for key in names])
@@ -173,20 +177,29 @@ def leafwise(
         if eager and not plan.aligned and (storage or kernel):
             grads = like(grads, leaves)
         mine = leaves, grads, moments
-        lifted = _lifted(storage.lifted(plan, *mine, _key(name, storage, hyper), eager=eager)) if storage else None
+        vectors = storage.lifted(plan, *mine, _key(name, storage, hyper), eager=eager) if storage else None
         if kernel is not None:
-            for part in map(_listed, lifted) if lifted else _parts(pick, plan.groups, *mine):
+            for part in _lifted(list, vectors) if vectors else _parts(pick, plan.groups, *mine):
                 kernel(part, rate, scalars)
             return
         cast = _caster((rate,) if constants is None else _settle(constants(rate, scalars), rate))
         together = foreach and eager
-        parts = lifted or (_parts(_column, plan.blocks, *mine) if together else _singles(plan.decays, *mine))
+        parts = _parts(_column, plan.blocks, *mine) if together else _singles(plan.decays, *mine)
+        if vectors:
+            parts = _lifted(Column if together else _single, vectors)
         for part in parts:
             rule(part, *cast(part.like))
 
     shown = [key if value is True else f"{key}={value:g}" for key, value in (options or {}).items() if value]
     text = f"{name}({', '.join([repr(schedule), *shown, *(storage.shown if storage else ())])})"
-    return Optimizer(init, update, {"lr": schedule}, text, needs_rng=storage is not None and storage.stochastic)
+    draws = storage is not None and storage.stochastic
+    whole = Optimizer(checked, partial(update, planner), {"lr": schedule}, text, needs_rng=draws)
+
+    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
+        planners = planner.among(params, len(parts))
+        return [replace(whole, init=init, update=partial(update, each)) for each in planners]
+
+    return replace(whole, apart=apart)
 
 
 def _require_state(name: str, opt_state: PyTree, keys: set[str]) -> None:
@@ -239,14 +252,17 @@ def _key(name: str, storage: Storage, hyper: Hyper) -> Tensor | None:
     return hyper[RNG] if storage.stochastic else None
 
 
-def _lifted(vectors: Iterator[Lifted]) -> Iterator[Part]:
-    for leaf, grad, moments, decay in vectors:
-        yield Part(leaf, grad, moments, decay, leaf)
+def _lifted(make: Callable[[list[Tensor]], Some], vectors: Iterator[Lifted]) -> Iterator[Part]:
+    """Parts of vectors, leaf by leaf: kernels may round the last elements of a vector otherwise than those before."""
+    for leaf, grad, moments, sizes, decay in vectors:
+        state = {key: make(list(moment.split_with_sizes(sizes))) for key, moment in moments.items()}
+        pieces = [make(list(vector.split_with_sizes(sizes))) for vector in (leaf, grad)]
+        yield Part(pieces[0], pieces[1], state, decay, leaf)
 
 
-def _listed(part: Part) -> Part:
-    state = {key: [moment] for key, moment in part.state.items()}
-    return Part([part.leaf], [part.grad], state, part.decay, part.like)
+def _single(leaves: list[Tensor]) -> Tensor:
+    (leaf,) = leaves
+    return leaf
 
 
 def _column(indices: list[int], leaves: list[Tensor]) -> Column:
@@ -299,7 +315,7 @@ def approach(leaf: Some, other: Some, share: Number) -> Some:
 
 def _each(column: Some, value: Tensor) -> Column | None:
     """A tensor for each of many, where torch takes these one after another anyway: one pass for two or three."""
-    if not isinstance(column, Column) or backends.of(column.tensors[0].device).empty_cache is not None:
+    if not isinstance(column, Column) or backends.of(column.tensors[0].device).caches_memory:
         return None
     return Column([value] * len(column.tensors))
 

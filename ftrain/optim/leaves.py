@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -70,6 +70,20 @@ class Plan:
     size: int
 
 
+class Among(NamedTuple):
+    """Where leaves lie among others.
+
+    Args:
+        places: name of a leaf -> place of its first element among those of all leaves, as stretches count them.
+        size: elements of all leaves.
+        fusible: whether torch's fused kernels run on all of them.
+    """
+
+    places: Mapping[str, int]
+    size: int
+    fusible: bool
+
+
 class Planner:
     """Makes plans, and keeps the last one, since the next tree is most often like it.
 
@@ -77,12 +91,21 @@ class Planner:
         mask: which leaves decay.
         half: whether the fused kernels are right in 16 bits.
         align: make stretches of leaves, parted at multiples of so many elements; none, when it is 0.
+        among: where the leaves lie among others, when these are updated apart.
     """
 
-    def __init__(self, mask: Select, *, half: bool = True, align: int = 0) -> None:
-        self._mask, self._half, self._align = mask, half, align
+    def __init__(self, mask: Select, *, half: bool = True, align: int = 0, among: Among | None = None) -> None:
+        self._mask, self._half, self._align, self._among = mask, half, align, among
         self._flatten = Flattener()
         self._last: tuple[optree.PyTreeSpec, Guard, Plan] | None = None
+
+    def among(self, params: PyTree, parts: int) -> list[Planner]:
+        """Return planners for parts of a tree, whose plans do with a leaf what that for the whole tree does."""
+        names, leaves = tree.leaf_names(params), tree.leaves(params)
+        decays = [bool(self._mask(name, leaf)) for name, leaf in zip(names, leaves, strict=True)]
+        places, size = _places(_groups(decays, leaves), leaves), sum(leaf.numel() for leaf in leaves)
+        found = Among(dict(zip(names, places, strict=True)), size, self._is_fusible(leaves))
+        return [Planner(self._mask, half=self._half, align=self._align, among=found) for _ in range(parts)]
 
     def columns(self, *trees: PyTree) -> tuple[list[list[Tensor]], optree.PyTreeSpec]:
         """`columns` of trees that mostly have the structure of those before."""
@@ -101,22 +124,27 @@ class Planner:
     ) -> Plan:
         params = tree.unflatten(require_alike(spec), leaves)
         decays = tree.leaves(tree.map_named(lambda name, leaf: bool(self._mask(name, leaf)), params))
-        devices, dtypes = {leaf.device for leaf in leaves}, {leaf.dtype for leaf in leaves}
-        # Stretches are float32 vectors of their own.
-        fusible = all(backends.of(device).fused_optimizers for device in devices) and (
-            self._align > 0
-            or ((self._half or all(dtype.itemsize >= 4 for dtype in dtypes)) and same_layout(leaves, *moments))
-        )
+        fusible = self._is_fusible(leaves, *moments)
         writable = not any(map(_is_expanded, itertools.chain(leaves, *moments)))
         groups = _groups(decays, leaves)
         blocks = [(block, decay) for indices, decay in groups for block in _blocks(indices, leaves)]
+        places, size = _places(groups, leaves), sum(leaf.numel() for leaf in leaves)
+        if self._among is not None:
+            places, size = [self._among.places[name] for name in tree.leaf_names(params)], self._among.size
+            fusible = fusible and self._among.fusible
         stretches = wholes = list[Stretch]()
         if self._align:
             rigid = {i for i, beside in enumerate(zip(leaves, *moments, strict=True)) if not all(map(_is_flat, beside))}
-            stretches = list(_stretches(groups, leaves, rigid, self._align))
-            wholes = list(_stretches(groups, leaves, rigid, 0))
-        size = sum(leaf.numel() for leaf in leaves)
+            stretches = list(_stretches(groups, leaves, places, rigid, self._align))
+            wholes = list(_stretches(groups, leaves, places, rigid, 0))
         return Plan(decays, groups, blocks, fusible, _aligned(leaves, grads), writable, stretches, wholes, size)
+
+    def _is_fusible(self, leaves: list[Tensor], *moments: list[Tensor]) -> bool:
+        if not all(backends.of(device).fused_optimizers for device in {leaf.device for leaf in leaves}):
+            return False
+        # Stretches are float32 vectors of their own.
+        wide = self._half or all(leaf.dtype.itemsize >= 4 for leaf in leaves)
+        return self._align > 0 or (wide and same_layout(leaves, *moments))
 
 
 def columns(
@@ -152,7 +180,7 @@ def _groups(decays: list[bool], leaves: list[Tensor]) -> list[Group]:
 
 def _blocks(indices: list[int], leaves: list[Tensor]) -> Iterator[list[int]]:
     """Cut a group of at least one leaf; without these, a step of 148 x 256 x 256 took up to 1.6 times as long."""
-    if backends.of(leaves[indices[0]].device).empty_cache is not None:
+    if backends.of(leaves[indices[0]].device).caches_memory:
         yield indices
         return
     block: list[int] = []
@@ -166,27 +194,36 @@ def _blocks(indices: list[int], leaves: list[Tensor]) -> Iterator[list[int]]:
     yield block
 
 
-def _stretches(groups: list[Group], leaves: list[Tensor], rigid: set[int], align: int) -> Iterator[Stretch]:
+def _places(groups: list[Group], leaves: list[Tensor]) -> list[int]:
+    """Place of the first element of each leaf, when those of one group follow those of another."""
+    order = [index for indices, _ in groups for index in indices]
+    starts = itertools.accumulate((leaves[index].numel() for index in order), initial=0)
+    found = dict(zip(order, starts, strict=False))
+    return [found[index] for index in range(len(leaves))]
+
+
+def _stretches(
+    groups: list[Group], leaves: list[Tensor], places: list[int], rigid: set[int], align: int
+) -> Iterator[Stretch]:
     """Join and cut the leaves of each group, those in `rigid` not cut; neither join nor cut, when `align` is 0."""
-    place = 0
     for indices, decay in groups:
-        cached = backends.of(leaves[indices[0]].device).empty_cache is not None
+        cached = backends.of(leaves[indices[0]].device).caches_memory
         most = max(align, (BLOCK << 6 if cached else BLOCK) // align * align) if align else 0
         windows: list[tuple[int, int, int]] = []
-        size = 0
+        place = size = 0
         for index in indices:
             count = leaves[index].numel()
             step = most if most and index not in rigid else max(count, 1)
             for start in range(0, count, step):
-                stop = min(start + step, count)
-                if windows and size + stop - start > most:
+                stop, here = min(start + step, count), places[index] + start
+                if windows and (size + stop - start > most or here != place + size):
                     yield Stretch(windows, decay, place)
-                    place, windows, size = place + size, [], 0
+                    windows, size = [], 0
+                place = place if windows else here
                 windows.append((index, start, stop))
                 size += stop - start
         if windows:
             yield Stretch(windows, decay, place)
-            place += size
 
 
 def _is_flat(leaf: Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -60,9 +62,14 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
         spec = require_alike(spec)
         return tree.unflatten(spec, leaves), {SLOW: tree.unflatten(spec, slow), FAST: fast}
 
+    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
+        return [lookahead(each, k, alpha) for each in optimizer.apart(params, parts)] if optimizer.apart else []
+
     schedules: dict[str, Schedule] = {**optimizer.schedules, NAME: due}
     text = f"lookahead({optimizer.text}, {k}, {alpha:g})"
-    return Optimizer(init, update, schedules, text, needs_rng=optimizer.needs_rng)
+    return Optimizer(
+        init, update, schedules, text, needs_rng=optimizer.needs_rng, apart=apart if optimizer.apart else None
+    )
 
 
 def _called_back(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
 from torch import Tensor
@@ -65,16 +66,80 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
         moved: dict[str, Tensor] = {}
         state = {}
         for index, (label, (leaves, gradients)) in enumerate(split(params, grads).items()):
-            own = {name: hyper[f"{label}{SEPARATOR}{name}"] for name in optimizers[label].schedules}
-            if optimizers[label].needs_rng:
-                own[RNG] = random.fold_in(hyper[RNG], index)
+            own = _hyper_of(label, index, optimizers[label], hyper)
             new, state[label] = optimizers[label].update(gradients, opt_state[label], leaves, own, donate=donate)
             moved.update(new)
         return split.join(moved), state
 
+    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
+        leaves = {label: found for label, (found,) in split(params).items()}
+        some = _apart(optimizers, leaves, tree.leaf_names(params), parts)
+        return [dataclasses.replace(whole, init=each.init, update=each.update) for each in some]
+
     text = ", ".join(f"{label}: {optimizer.text}" for label, optimizer in optimizers.items())
     needs_rng = any(optimizer.needs_rng for optimizer in optimizers.values())
-    return Optimizer(init, update, schedules, f"partition({text})", needs_rng)
+    whole = Optimizer(init, update, schedules, f"partition({text})", needs_rng)
+    able = all(optimizer.apart is not None for optimizer in optimizers.values())
+    return dataclasses.replace(whole, apart=apart if able else None)
+
+
+def _hyper_of(label: str, index: int, optimizer: Optimizer, hyper: Hyper) -> dict[str, Any]:
+    """What the optimizer of a label gets, `index` being the place of the label among all."""
+    own = {name: hyper[f"{label}{SEPARATOR}{name}"] for name in optimizer.schedules}
+    return {**own, RNG: random.fold_in(hyper[RNG], index)} if optimizer.needs_rng else own
+
+
+class _Some(NamedTuple):
+    """Of one label, some leaves."""
+
+    label: str
+    rank: int
+    names: list[str]
+    optimizer: Optimizer
+
+    def of(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: leaves[name] for name in self.names}
+
+
+class _Labels:
+    """The optimizers of some leaves of some labels."""
+
+    def __init__(self) -> None:
+        self.found: list[_Some] = []
+
+    def init(self, params: PyTree) -> PyTree:
+        return {some.label: some.optimizer.init(some.of(params)) for some in self.found}
+
+    def update(
+        self, grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        moved: dict[str, Tensor] = {}
+        state = {}
+        for some in self.found:
+            own = _hyper_of(some.label, some.rank, some.optimizer, hyper)
+            given = some.of(grads), opt_state[some.label], some.of(params), own
+            new, state[some.label] = some.optimizer.update(*given, donate=donate)
+            moved.update(new)
+        return moved, state
+
+
+def _apart(
+    optimizers: Mapping[str, Optimizer],
+    leaves: Mapping[str, dict[str, Tensor]],
+    names: list[str],
+    parts: Sequence[Sequence[int]],
+) -> list[_Labels]:
+    """Return for each part the optimizers of its leaves, with the names that these have in the whole tree."""
+    made = [_Labels() for _ in parts]
+    for index, (label, own) in enumerate(leaves.items()):
+        places = {name: place for place, name in enumerate(tree.leaf_names(own))}
+        inside = [[names[place] for place in part if names[place] in own] for part in parts]
+        wanted = [number for number, found in enumerate(inside) if found]
+        split = optimizers[label].apart
+        cut = split(own, [[places[name] for name in inside[number]] for number in wanted]) if split else []
+        for number, optimizer in zip(wanted, cut, strict=True):
+            made[number].found.append(_Some(label, index, inside[number], optimizer))
+    return made
 
 
 class _Masks:

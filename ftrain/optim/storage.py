@@ -109,11 +109,12 @@ def part(values: Tensor, leaves: list[Tensor]) -> None:
 
 
 class Lifted(NamedTuple):
-    """Vectors to compute on, what they are of, and whether these decay."""
+    """Vectors to compute on, of how many elements of each leaf they are, and whether these decay."""
 
     leaf: Tensor
     grad: Tensor
     moments: dict[str, Tensor]
+    sizes: list[int]
     decay: bool
 
 
@@ -185,7 +186,8 @@ class Storage:
             leaf = plain.read(windows, dtype)
             grad = plain.read([plain.window((grads[index],), *cut) for index, *cut in stretch.windows], dtype)
             values = {name: self.formats[name].read(found, dtype) for name, found in moments.items()}
-            yield Lifted(leaf, grad, values, stretch.decay)
+            sizes = [stop - start for _, start, stop in stretch.windows]
+            yield Lifted(leaf, grad, values, sizes, stretch.decay)
             plain.write(windows, leaf, self._rounding(key, stretch, 0, eager))
             for number, (name, form) in enumerate(self.formats.items(), 1):
                 form.write(moments[name], values[name], self._rounding(key, stretch, number * plan.size, eager))

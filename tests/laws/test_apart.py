@@ -1,0 +1,155 @@
+"""An update a few leaves at a time is the update of all of them, to the bit, whatever the optimizer and the cut."""
+
+import itertools
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain import optim, tree
+from ftrain.errors import ComposeError
+from ftrain.optim.apart import Apart, by_size, require_apart
+from ftrain.types import RNG, Optimizer
+from tests.laws.optimizers import COMBINED, OPTIMIZERS
+from tests.laws.test_optimizers import make, make_params
+from tests.laws.test_pipelines import assert_equal
+
+each = pytest.mark.parametrize("name", OPTIMIZERS | COMBINED)
+CUTS = {
+    "leaf by leaf": lambda leaves: [[index] for index in range(len(leaves))],
+    "in halves": lambda leaves: [list(range(len(leaves)))[::2], list(range(len(leaves)))[1::2]],
+    "backwards": lambda leaves: [[index] for index in reversed(range(len(leaves)))],
+    "at once": lambda leaves: [list(range(len(leaves)))],
+    "by size": lambda leaves: by_size(leaves, 64),
+}
+
+
+def make_nested(dtype):
+    """Leaves of odd sizes, more than a kernel takes at a time, deep in containers."""
+    found = make_params(dtype)
+    draw = torch.Generator().manual_seed(7)
+    more = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in ((37, 5), (61,), (3, 33))]
+    return {**found, "blocks": [{"weight": more[0], "bias": more[1]}, (more[2],)], "none": None}
+
+
+def run(optimizer, cut, dtype, *, donate, steps=3):
+    params = make_nested(dtype)
+    state = optimizer.init(params)
+    apart = None if cut is None else Apart("test", optimizer, CUTS[cut])
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(step)
+        grads = tree.map(
+            lambda leaf, draw=draw: torch.randn(leaf.shape, generator=draw, dtype=torch.float64).to(dtype), params
+        )
+        hyper = {name: schedule(step) for name, schedule in optimizer.schedules.items()}
+        hyper[RNG] = ft.random.key(step)
+        if apart is None:
+            params, state = optimizer.update(grads, state, params, hyper, donate=donate)
+            continue
+        before = tree.clone((params, state))
+        update = apart.begin(params, state, hyper, donate=donate)
+        leaves = tree.leaves(grads)
+        for share in update.shares:
+            update.make(share, [leaves[place] for place in share.places])
+        new = update.finish()
+        if not donate:
+            assert_equal((params, state), before)
+        params, state = new
+    return params, state
+
+
+@each
+@pytest.mark.parametrize("cut", CUTS)
+def test_no_bit_changes(name, cut):
+    for dtype, donate in itertools.product((torch.float32, torch.bfloat16), (True, False)):
+        whole = run(make(name, weight_decay=0.1), None, dtype, donate=donate)
+        assert_equal(run(make(name, weight_decay=0.1), cut, dtype, donate=donate), whole)
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "stochastic", "nearest", "nested"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_leaves_that_are_longer_than_what_is_taken_together(name, cut, monkeypatch):
+    monkeypatch.setattr("ftrain.optim.leaves.BLOCK", 16)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = run(make(name, weight_decay=0.1), None, dtype, donate=True)
+        assert_equal(run(make(name, weight_decay=0.1), cut, dtype, donate=True), whole)
+
+
+def test_one_leaf_that_fused_kernels_do_not_take_decides_for_all():
+    def params():
+        return {"dense": torch.linspace(-1, 1, 99), "strided": torch.linspace(-1, 1, 64)[::2]}
+
+    found = []
+    for apart in (False, True):
+        optimizer, here = optim.adamw(0.1), params()
+        state, grads = optimizer.init(here), tree.map(torch.sin, here)
+        if apart:
+            update = Apart("test", optimizer, CUTS["leaf by leaf"]).begin(here, state, {"lr": 0.1}, donate=False)
+            for share in update.shares:
+                update.make(share, [tree.leaves(grads)[place] for place in share.places])
+            found.append(update.finish())
+        else:
+            found.append(optimizer.update(grads, state, here, {"lr": 0.1}))
+    assert_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "nested", "lookahead"])
+def test_plans_are_made_once(name, monkeypatch):
+    made = []
+    make_plan = optim.leaves.Planner._make
+    monkeypatch.setattr(optim.leaves.Planner, "_make", lambda *args: made.append(1) or make_plan(*args))
+    run(make(name), "leaf by leaf", torch.float32, donate=True, steps=1)
+    once = len(made)
+    made.clear()
+    run(make(name), "leaf by leaf", torch.float32, donate=True, steps=4)
+    assert len(made) == once
+
+
+def test_names_and_masks_are_those_of_the_whole_tree():
+    seen = set()
+
+    def mask(name, leaf):
+        seen.add(name)
+        return name == "blocks.0.weight"
+
+    params = {"blocks": [{"weight": torch.ones(2), "bias": torch.ones(2)}], "w": torch.ones(2)}
+    optimizer = optim.sgd(1.0, weight_decay=0.5, decay_mask=mask)
+    update = Apart("test", optimizer, CUTS["leaf by leaf"]).begin(
+        params, optimizer.init(params), {"lr": 1.0}, donate=False
+    )
+    for share in update.shares:
+        update.make(share, [torch.zeros(2)])
+    new, _ = update.finish()
+    assert seen == {"blocks.0.bias", "blocks.0.weight", "w"}
+    assert new["blocks"][0]["weight"].tolist() == [0.5, 0.5]
+    assert new["w"].tolist() == [1.0, 1.0]
+
+
+def own():
+    return Optimizer(
+        lambda params: (), lambda grads, state, params, hyper, donate=False: (params, state), {}, "homemade"
+    )
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        own(),
+        optim.lookahead(own()),
+        optim.chain(optim.sign(), own()),
+        optim.adjustable(own()),
+        optim.partition({"a": own(), "b": optim.sgd(0.1)}, {"a": ["w"]}),
+    ],
+    ids=["alone", "lookahead", "chain", "adjustable", "partition"],
+)
+def test_an_optimizer_that_cannot_be_taken_apart(optimizer):
+    assert optimizer.apart is None
+    with pytest.raises(ComposeError, match=r"test: .*homemade.* cannot update some parameters without the others"):
+        require_apart("test", optimizer)
+
+
+def test_two_parameters_of_one_name():
+    params = {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}
+    optimizer = optim.adamw(0.1)
+    with pytest.raises(ComposeError, match=r"test: two parameters are called a\.b; rename one"):
+        Apart("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {"lr": 0.1}, donate=False)
