@@ -128,40 +128,66 @@ def leafwise(
     """
     if isinstance(lr, int | float) and lr < 0:
         require_range(name, "lr", lr, 0.0)
-    schedule, first, decays = as_schedule(lr), shared or {}, as_select(f"{name}: decay_mask", decay_mask)
+    schedule, decays = as_schedule(lr), as_select(f"{name}: decay_mask", decay_mask)
+    family = _Family(name, rule, state, shared or {}, constants, fused, foreach, storage)
     planner = Planner(decays, half=half, align=storage.align if storage else 0)
-    names = storage.names if storage else list(state)
-    keys = {*first, *names}
 
     def init(params: PyTree) -> PyTree:
-        device = next((leaf.device for leaf in tree.leaves(params)), NONE.device)
-        scalars = {key: value.to(device, copy=True) for key, value in first.items()}
-        if storage:
-            return {**scalars, **storage.begin(state, params)}
-        return {**scalars, **{key: tree.map(begin, params) for key, begin in state.items()}}
-
-    def checked(params: PyTree) -> PyTree:
         require_matches(decays, params)
-        return init(params)
+        return family.init(params)
+
+    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
+        planners = planner.among(params, len(parts))
+        return [replace(whole, init=family.init, update=partial(family.update, each)) for each in planners]
+
+    shown = [key if value is True else f"{key}={value:g}" for key, value in (options or {}).items() if value]
+    text = f"{name}({', '.join([repr(schedule), *shown, *(storage.shown if storage else ())])})"
+    draws = storage is not None and storage.stochastic
+    update = partial(family.update, planner)
+    whole = Optimizer(init, update, {"lr": schedule}, text, needs_rng=draws, apart=apart)
+    return whole
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What `leafwise` was told of a formula, and how it is applied."""
+
+    name: str
+    rule: Rule
+    state: Mapping[str, Callable[[Tensor], Tensor]]
+    shared: Mapping[str, Tensor]
+    constants: Constants | None
+    fused: Fused | None
+    foreach: bool
+    storage: Storage | None
+
+    def init(self, params: PyTree) -> PyTree:
+        device = next((leaf.device for leaf in tree.leaves(params)), NONE.device)
+        scalars = {key: value.to(device, copy=True) for key, value in self.shared.items()}
+        if self.storage:
+            return {**scalars, **self.storage.begin(self.state, params)}
+        return {**scalars, **{key: tree.map(begin, params) for key, begin in self.state.items()}}
 
     def update(
-        planner: Planner, grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+        self, planner: Planner, grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
-        _require_state(name, opt_state, keys)
+        names = self.storage.names if self.storage else [*self.state]
+        _require_state(self.name, opt_state, {*self.shared, *names})
         (leaves, gradients, *moments), spec = planner.columns(params, grads, *[opt_state[key] for key in names])
         plan = planner.of(spec, leaves, gradients, *moments)
-        scalars = {key: opt_state[key] for key in first}
+        scalars = {key: opt_state[key] for key in self.shared}
         donate = donate and plan.writable
         if not donate:
             leaves, *moments = [copies(column) for column in (leaves, *moments)]
             scalars = {key: value.clone() for key, value in scalars.items()}
-        write(plan, leaves, gradients, dict(zip(names, moments, strict=True)), scalars, hyper)
+        self._write(plan, leaves, gradients, dict(zip(names, moments, strict=True)), scalars, hyper)
         if donate:
             return params, opt_state
         params, _, *trees = tree.unflatten(spec, list(itertools.chain(leaves, gradients, *moments)))
         return params, {**scalars, **dict(zip(names, trees, strict=True))}
 
-    def write(
+    def _write(
+        self,
         plan: Plan,
         leaves: list[Tensor],
         grads: list[Tensor],
@@ -173,33 +199,24 @@ def leafwise(
         eager = not isinstance(rate, Tensor)
         if COUNT in scalars:
             scalars[COUNT].add_(1)
-        kernel = fused if eager and plan.fusible else None
-        if eager and not plan.aligned and (storage or kernel):
+        kernel = self.fused if eager and plan.fusible else None
+        if eager and not plan.aligned and (self.storage or kernel):
             grads = like(grads, leaves)
         mine = leaves, grads, moments
-        vectors = storage.lifted(plan, *mine, _key(name, storage, hyper), eager=eager) if storage else None
+        vectors = None
+        if self.storage:
+            vectors = self.storage.lifted(plan, *mine, _key(self.name, self.storage, hyper), eager=eager)
         if kernel is not None:
             for part in _lifted(list, vectors) if vectors else _parts(pick, plan.groups, *mine):
                 kernel(part, rate, scalars)
             return
-        cast = _caster((rate,) if constants is None else _settle(constants(rate, scalars), rate))
-        together = foreach and eager
+        constants = (rate,) if self.constants is None else _settle(self.constants(rate, scalars), rate)
+        cast, together = _caster(constants), self.foreach and eager
         parts = _parts(_column, plan.blocks, *mine) if together else _singles(plan.decays, *mine)
         if vectors:
             parts = _lifted(Column if together else _single, vectors)
         for part in parts:
-            rule(part, *cast(part.like))
-
-    shown = [key if value is True else f"{key}={value:g}" for key, value in (options or {}).items() if value]
-    text = f"{name}({', '.join([repr(schedule), *shown, *(storage.shown if storage else ())])})"
-    draws = storage is not None and storage.stochastic
-    whole = Optimizer(checked, partial(update, planner), {"lr": schedule}, text, needs_rng=draws)
-
-    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
-        planners = planner.among(params, len(parts))
-        return [replace(whole, init=init, update=partial(update, each)) for each in planners]
-
-    return replace(whole, apart=apart)
+            self.rule(part, *cast(part.like))
 
 
 def _require_state(name: str, opt_state: PyTree, keys: set[str]) -> None:
