@@ -30,6 +30,8 @@ from ftrain.fit import fit as fit
 from ftrain.loop import iterate as iterate
 from ftrain.module import from_module as from_module
 from ftrain.module import to_module as to_module
+from ftrain.precision import PrecisionReport as PrecisionReport
+from ftrain.precision import precision_report as precision_report
 from ftrain.replay import replay as replay
 from ftrain.step import Step as Step
 from ftrain.step import compose as compose

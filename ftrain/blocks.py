@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias, TypeVar
@@ -23,7 +23,11 @@ None for what is no block."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+Watcher: TypeAlias = Callable[..., Any]
+"""``watcher(name, run, *args, **kwargs)``: calls a marked function by `run`, and looks on."""
+
 _region: ContextVar[Region | None] = ContextVar("ftrain_region", default=None)
+_watcher: ContextVar[Watcher | None] = ContextVar("ftrain_watcher", default=None)
 
 
 def block(function: F) -> F:
@@ -35,7 +39,11 @@ def block(function: F) -> F:
 
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return _through_region(function, (), None, *args, **kwargs)
+        watcher = _watcher.get()
+        if watcher is None:
+            return _through_region(function, (), None, *args, **kwargs)
+        run = functools.partial(_through_region, function, (), None)
+        return watcher(function.__name__, run, *args, **kwargs)
 
     return marked  # type: ignore[return-value]
 
@@ -56,33 +64,53 @@ def within(region: Region | None, function: Callable[..., Any], *args: Any, **kw
         _region.reset(token)
 
 
+@contextmanager
+def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Let modules run by other functions than their `forward`."""
+    # An attribute of the instance hides the method of the class until it is deleted again.
+    places = [(part.__dict__, part.__dict__.get("forward"), forward) for part, forward in forwards]
+    try:
+        for place, _, forward in places:
+            place["forward"] = forward
+        yield
+    finally:
+        for place, before, _ in places:
+            if before is None:
+                del place["forward"]
+            else:
+                place["forward"] = before
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Let a watcher look on whenever a function runs that is marked by `block`."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
 class Blocks:
     """The blocks of a module, with the adapters in them, ready to be run through a region."""
 
     def __init__(self, parts: Mapping[nn.Module, Any], adapters: Adapters | None = None) -> None:
-        self._forwards: list[tuple[dict[str, Any], Any]] = []
-        for part, choice in parts.items():
-            forward = part.forward if adapters is None else adapters.forward(part)
-            slots = slots_of(part) if adapters is None else [*slots_of(part), *adapters.slots(part)]
-            self._forwards.append((part.__dict__, functools.partial(_through_region, forward, slots, choice)))
+        self._blocks = [
+            (part, slots_of(part) if adapters is None else [*slots_of(part), *adapters.slots(part)], choice)
+            for part, choice in parts.items()
+        ]
 
     @contextmanager
     def through(self, region: Region) -> Iterator[None]:
         """Run the forward of every block, and every function marked by `block`, through `region`."""
         token = _region.set(region)
-        before = [place.get("forward") for place, _ in self._forwards]
+        # What runs there now may be that of an adapter.
+        forwards = [functools.partial(_through_region, part.forward, *rest) for part, *rest in self._blocks]
         try:
-            # An attribute of the instance hides the method of the class until it is deleted again.
-            for place, forward in self._forwards:
-                place["forward"] = forward
-            yield
+            with forwarding(zip((part for part, _, _ in self._blocks), forwards, strict=True)):
+                yield
         finally:
             _region.reset(token)
-            for (place, _), forward in zip(self._forwards, before, strict=True):
-                if forward is None:
-                    del place["forward"]
-                else:
-                    place["forward"] = forward
 
 
 def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any]:

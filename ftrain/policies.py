@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -116,6 +118,19 @@ class Kept:
         return _Reusing(self._results)
 
 
+_aside: ContextVar[bool] = ContextVar("ftrain_aside", default=False)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Let a run compute what is not part of it, and what no other run will do again."""
+    token = _aside.set(True)
+    try:
+        yield
+    finally:
+        _aside.reset(token)
+
+
 class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keep what is to be kept."""
 
@@ -127,7 +142,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
-        if not _is_made_again(func, args, kwargs):
+        if not (_aside.get() or _is_made_again(func, args, kwargs)):
             wanted: Any = self._keeps(func, *args, **kwargs)
             if not isinstance(wanted, bool):
                 name = name_of(self._keeps)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from ftrain.watch import is_share
+
 HIDDEN = frozenset({"step", "seconds", "lr", "skipped", "grad_norm", "loss_scale"})
 MOST_SHOWN = 3
 LINE_SECONDS, BAR_SECONDS = 30.0, 0.1
@@ -131,7 +133,8 @@ def describe(status: Status) -> str:
     >>> describe(Status(5, 10, 2.0, 2.0, {"tokens": 1234.5}, 2**30, {"loss": 0.5, "lr": 1e-3}))
     'loss 0.5000  1,234 tokens/s  0:02 left  1.0 GiB'
     """
-    shown = {name: value for name, value in status.metrics.items() if name not in HIDDEN and isinstance(value, float)}
+    metrics = {name: value for name, value in status.metrics.items() if not (name in HIDDEN or is_share(name))}
+    shown = {name: value for name, value in metrics.items() if isinstance(value, float)}
     parts = [f"{name} {value:.4f}" for name, value in list(shown.items())[:MOST_SHOWN]]
     parts += [f"{rate:,.0f} {name}/s" for name, rate in status.rates.items()]
     parts += [f"{clock(status.left)} left"] if status.left is not None else []

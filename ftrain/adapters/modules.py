@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,10 +42,6 @@ class ModuleAdapters:
     def slots(self, part: nn.Module) -> list[Slot]:
         """Return the places of the adapters in a part of the module."""
         return [slot for inner in part.modules() for slot in self._slots.get(id(inner), ())]
-
-    def forward(self, part: nn.Module) -> Callable[..., Any]:
-        """Return the forward of a part of the module, with its adapter if it has one."""
-        return self._forwards.get(id(part), part.forward)
 
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
         """Return the parameters with new adapters among the trainable ones, drawn from a key.

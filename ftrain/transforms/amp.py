@@ -14,6 +14,7 @@ from ftrain.errors import DeviceError, OptionError, StructureError
 from ftrain.grad import report
 from ftrain.products import claim
 from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, PyTree, TrainState, replace
+from ftrain.watch import watched, watched_gradients
 from ftrain.wrapper import Wrapper, wrapper
 
 NAME = "with_amp"
@@ -28,7 +29,7 @@ GROWTH_INTERVAL = 2000
 
 
 @wrapper
-def with_amp(dtype: str | torch.dtype = "bf16") -> Wrapper:
+def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapper:
     """Run the loss in mixed precision (Micikevicius et al. 2018, arXiv:1710.03740).
 
     Parameters, gradients and optimizer state keep their dtype. With ``"bf16"`` and ``"fp16"`` the loss
@@ -37,12 +38,32 @@ def with_amp(dtype: str | torch.dtype = "bf16") -> Wrapper:
     (steps since the last change) and the step count, and the metric `loss_scale` is the scale that the step used.
     ``"tf32"`` lets float32 products run in TF32, on every device here that has it.
 
+    With `watch` the metrics say what each part of the model loses to the dtype: each of its modules, and in a pure
+    function what is marked by `ft.block`. `ftrain.precision_report` makes a table of them. With the smallest normal
+    number 2**-14 of float16 (2**-126 of bfloat16), they are shares of elements, in [0, 1]:
+
+    * ``overflow/<part>``: of what the part returns in the dtype, what is infinite or NaN, and is finite when the part
+      runs in float32 on the same inputs, parameters and random numbers. So it is where an overflow begins that has it,
+      and what it is a part of, but not what comes after.
+    * ``underflow/<part>``: likewise, what is zero or below the smallest normal number, and is not zero in float32.
+    * ``grad_overflow/<part>``: of the gradient that arrives at what the part returns, scaled as it is, what is infinite
+      or NaN.
+    * ``grad_underflow/<part>``: of that gradient's elements that are not zero, those below the smallest normal number,
+      which Micikevicius et al. scale the loss for (section 3.2); 1 where all are zero.
+
+    What is computed stays the same to the bit. Each part runs once more, so that a step takes some times as long. A
+    split-compiled step runs a watched loss uncompiled. A part that is given other things than tensors and numbers (the
+    caches of transformers) is not watched, and those in it are.
+
     Args:
         dtype: ``"bf16"``, ``"fp16"`` or ``"tf32"``, or the `torch.dtype`.
+        watch: report what overflows and underflows, part by part.
 
     Raises:
-        OptionError: for another dtype.
-        ComposeError: for ``"tf32"`` beside `ftrain.matmul_precision`.
+        OptionError: for another dtype, or for ``"tf32"`` with `watch`: its numbers have the range of float32.
+        ComposeError: for ``"tf32"`` beside `ftrain.matmul_precision`; from the step, when it is watched and a pure loss
+            has met no function that is marked by `ft.block`.
+        LossError: from the step, when it is watched and a part does not run in float32.
         DeviceError: from `Step.init`, when the device cannot compute in it.
         StructureError: from `Step.init`, for float16 parameters that are to train, and under ``"fp16"`` for bfloat16
             ones: their gradients would be as narrow, and vanish when they are scaled back. What is frozen may be.
@@ -50,20 +71,26 @@ def with_amp(dtype: str | torch.dtype = "bf16") -> Wrapper:
     name = NAMES.get(dtype, dtype)
     if name not in CHOICES:
         raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
-    text = f"with_amp({name})"
+    text = f"with_amp({name}{', watch' * watch})"
     if name == "tf32":
+        if watch:
+            raise OptionError("with_amp: watch=True with tf32, which has the range of float32; nothing overflows in it")
         return Wrapper(NAME, text, "loss", loss=_with_tf32, require=_require_tf32)
 
     def wrap(loss: Loss) -> Loss:
-        fn = autocast(loss.fn, DTYPES[name])
-        return dataclasses.replace(loss, fn=fn, text=f"{loss.text} <- {text}", narrow=name)
+        made = dataclasses.replace(loss, fn=autocast(loss.fn, DTYPES[name]), text=f"{loss.text} <- {text}", narrow=name)
+        return watched(made, DTYPES[name]) if watch else made
+
+    def grad(inner: GradFn) -> GradFn:
+        inner = _reporting(inner) if name == "fp16" else inner
+        return watched_gradients(inner) if watch else inner
 
     def require(backend: backends.Backend, params: PyTree) -> None:
         require_dtype(NAME, name, backend)
         _require_wide(name, params)
 
-    scaling = {"slot": _slot, "scale": _scale, "account": _account, "grad": _reporting} if name == "fp16" else {}
-    return Wrapper(NAME, text, "loss", loss=wrap, require=require, **scaling)  # type: ignore[arg-type]
+    scaling = {"slot": _slot, "scale": _scale, "account": _account} if name == "fp16" else {}
+    return Wrapper(NAME, text, "loss", loss=wrap, grad=grad if watch or scaling else None, require=require, **scaling)  # type: ignore[arg-type]
 
 
 def require_dtype(function: str, name: str, backend: backends.Backend) -> None:

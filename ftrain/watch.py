@@ -1,0 +1,230 @@
+"""Where a narrow dtype breaks: what overflows and what vanishes in each part of a model, counted on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import keyed, tree
+from ftrain.blocks import forwarding, watched_by, within
+from ftrain.errors import ComposeError, LossError
+from ftrain.grad import report
+from ftrain.policies import aside
+from ftrain.slots import Slot, bound, slots_of
+from ftrain.types import GradFn, Gradients, Loss, LossOutput, Mean, Metrics, PyTree, TrainState, replace
+
+NAME = "with_amp"
+MODEL = "(model)"
+"""What a module itself is called among its parts."""
+
+OVERFLOW, UNDERFLOW = "overflow", "underflow"
+GRAD_OVERFLOW, GRAD_UNDERFLOW = "grad_overflow", "grad_underflow"
+KINDS = OVERFLOW, UNDERFLOW, GRAD_OVERFLOW, GRAD_UNDERFLOW
+"""The metrics, ``<kind>/<part>``."""
+
+
+def is_share(name: str) -> bool:
+    """Whether a metric is one of these: there is one for each part of a model."""
+    kind, _, part = name.partition("/")
+    return bool(part) and kind in KINDS
+
+
+HARMLESS = Tensor, int, float, complex, bool, str, bytes, torch.dtype, torch.device, type(None)
+"""What a part may be given if it is to run twice; what else there is (caches, say) it may write."""
+
+_forward: ContextVar[_Shares | None] = ContextVar("ftrain_watch_forward", default=None)
+_backward: ContextVar[_Shares | None] = ContextVar("ftrain_watch_backward", default=None)
+
+
+class _Shares:
+    """Counts of elements by metric, and of how many."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self.calls: Counter[str] = Counter()
+
+    def add(self, kind: str, part: str, count: Tensor, of: Tensor) -> None:
+        self._counts.setdefault(f"{kind}/{part}", []).append((count, of))
+
+    def metrics(self) -> Metrics:
+        """Return them as means, which add up over microbatches and batches."""
+        # In float32, as every device has it: from 2 ** 24 elements on to seven digits.
+        sums = {
+            name: [torch.stack(column).sum().to(torch.float32) for column in zip(*counts, strict=True)]
+            for name, counts in self._counts.items()
+        }
+        return {name: Mean(count, of) for name, (count, of) in sums.items()}
+
+
+def watched(loss: Loss, dtype: torch.dtype) -> Loss:
+    """Return a loss, which runs under autocast, that also reports what each part of its model lost to the dtype.
+
+    What it returns raises a ComposeError when it has met no part, and a LossError when one does not run in float32.
+    """
+    parts = {} if loss.module is None else {name or MODEL: part for name, part in loss.module.named_modules()}
+    slots = {name: slots_of(part) for name, part in parts.items()}
+
+    @contextmanager
+    def scope(training: bool) -> Iterator[None]:
+        with loss.scope(training):
+            # What runs there now may be that of an adapter, or a block that is rematerialised.
+            forwards = [functools.partial(_run, dtype, name, slots[name], part.forward) for name, part in parts.items()]
+            marked = functools.partial(_run_marked, dtype)
+            with forwarding(zip(parts.values(), forwards, strict=True)), watched_by(marked):
+                yield
+
+    def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+        shares = _Shares()
+        with _set(_forward, shares):
+            mean, metrics, new = loss.fn(params, batch, rng=rng, buffers=buffers)
+        if not shares.calls:
+            raise ComposeError(
+                f"with_amp: watch=True: {loss.text} ran no part that could be watched; mark the functions it is made "
+                "of with ft.block(function)"
+            )
+        return mean, report(metrics, NAME, **shares.metrics()), new
+
+    # Dynamo would compile what is counted as well, once for each part.
+    uncompiled: Any = torch.compiler.disable(counted)  # type: ignore[no-untyped-call]
+
+    def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+        return uncompiled(params, batch, rng=rng, buffers=buffers)  # type: ignore[no-any-return]
+
+    return dataclasses.replace(loss, fn=fn, scope=scope)
+
+
+def watched_gradients(grad: GradFn) -> GradFn:
+    """Return a gradient that also reports the gradients which arrived at the parts of a watched loss."""
+
+    def watching(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        shares = _Shares()
+        with _set(_backward, shares):
+            found = grad(state, batch, rng)
+        return replace(found, metrics=report(found.metrics, NAME, **shares.metrics()))
+
+    return watching
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def _run_marked(dtype: torch.dtype, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function that is marked as a block, of which there may be many by one name."""
+    shares = _forward.get()
+    if shares is None:
+        return run(*args, **kwargs)
+    shares.calls[name] += 1
+    return _run(dtype, f"{name}.{shares.calls[name] - 1}", (), run, *args, **kwargs)
+
+
+def _run(
+    dtype: torch.dtype, name: str, slots: Sequence[Slot], run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a part, and count what it lost."""
+    shares, given = _forward.get(), (args, kwargs)
+    # A part that is recomputed in the backward pass was counted.
+    if shares is None or not all(isinstance(leaf, HARMLESS) for leaf in tree.leaves(given)):
+        return run(*args, **kwargs)
+    shares.calls[name] += 1
+    with aside():
+        wide = _in_float32(name, slots, run, given)
+    returned = run(*args, **kwargs)
+    with aside():
+        for narrow, exact in zip(_tensors(returned), wide, strict=False):
+            _count(shares, name, dtype, narrow, exact)
+    return returned
+
+
+def _count(shares: _Shares, name: str, dtype: torch.dtype, narrow: Tensor, exact: Tensor) -> None:
+    if narrow.shape != exact.shape or not narrow.numel():
+        return
+    found, size = narrow.detach(), _full(narrow, narrow.numel())
+    if narrow.dtype != dtype:
+        for kind in (OVERFLOW, UNDERFLOW):
+            shares.add(kind, name, torch.zeros_like(size), size)
+        return
+    shares.add(OVERFLOW, name, (~found.isfinite() & exact.isfinite()).sum(), size)
+    shares.add(UNDERFLOW, name, (_is_tiny(found) & (exact != 0)).sum(), size)
+    gradients = _backward.get()
+    if gradients is not None and narrow.requires_grad:
+        narrow.register_hook(functools.partial(_count_gradient, gradients, name))  # type: ignore[no-untyped-call]
+
+
+def _count_gradient(shares: _Shares, name: str, gradient: Tensor) -> None:
+    gradient = gradient.detach()
+    size = _full(gradient, gradient.numel())
+    shares.add(GRAD_OVERFLOW, name, (~gradient.isfinite()).sum(), size)
+    some = gradient != 0
+    held = some.sum()
+    # Zeros may be meant: those of ReLU and dropout. Where there is nothing else, all has vanished.
+    tiny = torch.where(held == 0, size, (_is_tiny(gradient) & some).sum())
+    shares.add(GRAD_UNDERFLOW, name, tiny, torch.where(held == 0, size, held))
+
+
+def _is_tiny(found: Tensor) -> Tensor:
+    return found.abs() < torch.finfo(found.dtype).smallest_normal
+
+
+def _full(like: Tensor, value: int) -> Tensor:
+    return torch.full((), value, dtype=torch.int64, device=like.device)
+
+
+def _in_float32(name: str, slots: Sequence[Slot], run: Callable[..., Any], given: Any) -> list[Tensor]:
+    """What a part returns in float32 for the same inputs, parameters and random numbers; it leaves no trace."""
+    tensors = [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
+    tensors += [slot.place[slot.key] for slot in slots]
+    device = tensors[0].device if tensors else tree.HOST
+    # Copies of all, for a part may write what it is given.
+    args, kwargs = tree.map(lambda leaf: _widened(leaf, copy=True) if isinstance(leaf, Tensor) else leaf, given)
+    values = [_widened(slot.place[slot.key], copy=slot.is_buffer) for slot in slots]
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        _drawing_again(device),
+        bound(slots, values),
+        _set(_forward, None),
+    ):
+        try:
+            return _tensors(within(None, run, *args, **kwargs))
+        except RuntimeError as error:
+            raise LossError(
+                f"with_amp: watch=True runs each part of the model a second time in float32, and {name} fails there: "
+                f"{error}"
+            ) from error
+
+
+def _widened(tensor: Tensor, *, copy: bool) -> Tensor:
+    wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(wide, copy=copy)
+
+
+def _drawing_again(device: torch.device) -> AbstractContextManager[Any]:
+    """Context after which torch's random operations draw what they would have drawn without it."""
+    stream = keyed.current()
+    if stream is not None:
+        return stream.replay(stream.offset)
+    devices = [] if device == tree.HOST else [device.index or 0]
+    return torch.random.fork_rng(devices, device_type=device.type)
+
+
+def _tensors(returned: Any) -> list[Tensor]:
+    """The floating-point tensors in what a part returns, models' own kinds of mappings included."""
+    if isinstance(returned, Tensor):
+        return [returned] if returned.is_floating_point() else []
+    if isinstance(returned, Mapping):
+        returned = list(returned.values())
+    return [each for part in returned for each in _tensors(part)] if isinstance(returned, list | tuple) else []
