@@ -51,14 +51,8 @@ def sgd(
     Raises:
         OptionError: for a constant out of its range, or Nesterov without momentum or with dampening.
     """
-    require_ranges("sgd", 1.0, momentum=momentum)
-    require_ranges("sgd", weight_decay=weight_decay, dampening=dampening)
-    if dampening > 1:
-        raise OptionError(f"sgd: dampening is {dampening!r}, needs a number in [0, 1]")
-    if nesterov and not momentum:
-        raise OptionError("sgd: nesterov=True needs momentum > 0, found momentum=0.0")
-    if nesterov and dampening:
-        raise OptionError(f"sgd: nesterov=True needs dampening=0.0, found dampening={dampening!r}")
+    _require(momentum, dampening, nesterov)
+    require_ranges("sgd", weight_decay=weight_decay)
     damped = bool(momentum and dampening)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
@@ -106,3 +100,14 @@ def sgd(
             "weight_decay": weight_decay,
         },
     )
+
+
+def _require(momentum: float, dampening: float, nesterov: bool) -> None:
+    require_ranges("sgd", 1.0, momentum=momentum)
+    require_ranges("sgd", dampening=dampening)
+    if dampening > 1:
+        raise OptionError(f"sgd: dampening is {dampening!r}, needs a number in [0, 1]")
+    if nesterov and not momentum:
+        raise OptionError("sgd: nesterov=True needs momentum > 0, found momentum=0.0")
+    if nesterov and dampening:
+        raise OptionError(f"sgd: nesterov=True needs dampening=0.0, found dampening={dampening!r}")
