@@ -46,6 +46,7 @@ from ftrain.transforms import matmul_precision as matmul_precision
 from ftrain.transforms import remat as remat
 from ftrain.transforms import skip_nonfinite as skip_nonfinite
 from ftrain.transforms import swa as swa
+from ftrain.transforms import update_in_backward as update_in_backward
 from ftrain.transforms import with_amp as with_amp
 from ftrain.types import Gradients as Gradients
 from ftrain.types import Mean as Mean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ def value_and_grad(
     allow_unused: bool = False,
     scale: Callable[[TrainState], Tensor] | None = None,
     watch: bool = False,
+    late: bool = False,
 ) -> GradFn:
     """Return the function that computes the gradient of a mean loss with respect to ``state.params``.
 
@@ -119,10 +121,11 @@ def value_and_grad(
         scale: ``state -> 0-d tensor``, the cotangent of the mean loss; divided out again. Keeps small
             float16 gradients from vanishing (Micikevicius et al. 2018, arXiv:1710.03740).
         watch: also report whether loss and gradients are finite.
+        late: leave the backward pass to `Gradients.pull`; excludes `scale` and `watch`.
 
     Raises:
-        LossError: from the returned function, when the loss changes its inputs in place, does not
-            depend on the parameters, or leaves some of them unused.
+        LossError: from the returned function (or when gradients are pulled), when the loss changes its inputs in
+            place, does not depend on the parameters, or leaves some of them unused.
     """
     flatten = Flattener()
 
@@ -138,19 +141,17 @@ def value_and_grad(
         weight = mean.weight
         if not mean.plain:
             weight = weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
+        loss_value = Mean(mean.total.detach(), weight, mean.plain)
+        if late:
+            pull = _puller(mean.total, params, _cotangent(mean, weight, None), state.params, name, allow_unused)
+            return Gradients(None, loss_value, detach(metrics), detach(buffers), pull=pull)
         factor = scale(state).to(mean.total.dtype) if scale else None
         found = _engine_grads(mean.total, params, _cotangent(mean, weight, factor))
         grads = _filled(found, params, state.params, name, allow_unused)
         finite = _finite(mean.total, grads) if watch else None
         if factor is not None:
             grads = tree.scale_leaves(grads, 1.0 / factor)
-        return Gradients(
-            tree.unflatten(params_spec, grads),
-            Mean(mean.total.detach(), weight, mean.plain),
-            detach(metrics),
-            detach(buffers),
-            finite,
-        )
+        return Gradients(tree.unflatten(params_spec, grads), loss_value, detach(metrics), detach(buffers), finite)
 
     return grad
 
@@ -186,6 +187,33 @@ def _require_differentiable(mean: Mean, name: str) -> None:
 def _engine_grads(total: Tensor, leaves: list[Tensor], cotangent: Tensor) -> tuple[Tensor | None, ...]:
     # What torch.autograd.grad calls in the end; its checks take a quarter of a small step's time.
     return _engine_run_backward((total,), (cotangent,), False, False, tuple(leaves), True, accumulate_grad=False)
+
+
+def _puller(
+    total: Tensor, leaves: list[Tensor], cotangent: Tensor, params: PyTree, name: str, allow_unused: bool
+) -> Callable[[Callable[[int, Tensor], None]], None]:
+    def pull(take: Callable[[int, Tensor], None]) -> None:
+        def taking(index: int, grad: Tensor) -> Tensor:
+            take(index, grad)
+            # What the engine keeps in its place is a single number.
+            return grad.new_zeros(()).expand_as(grad)
+
+        handles = [
+            leaf.register_hook(partial(taking, index))  # type: ignore[no-untyped-call]
+            for index, leaf in enumerate(leaves)
+        ]
+        try:
+            found = _engine_grads(total, leaves, cotangent)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for index, (given, grad) in enumerate(
+            zip(found, _filled(found, leaves, params, name, allow_unused), strict=True)
+        ):
+            if given is None:
+                take(index, grad)
+
+    return pull
 
 
 def _filled(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, random, tree
+from ftrain.eager import Eager
 from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.grad import adapt, report, value_and_grad
 from ftrain.lowered import Lowered
@@ -22,7 +23,6 @@ from ftrain.purity import as_tree
 from ftrain.slots import hollow
 from ftrain.trainable import chooser, require_params
 from ftrain.types import (
-    RNG,
     Core,
     GradFn,
     Hyper,
@@ -103,15 +103,21 @@ class Step:
     allow_unused: bool = False
     wrappers: tuple[Wrapper, ...] = ()
 
+    def __post_init__(self) -> None:
+        for wrapper in self.wrappers:
+            if wrapper.suits:
+                wrapper.suits(self)
+
     def wrapped(self, wrapper: Wrapper) -> Step:
         """Return this step with one more wrapper around it.
 
         Raises:
-            ComposeError: when it has a wrapper of that name already.
+            ComposeError: when it has a wrapper of that name already, or one with which that does not go.
         """
         if any(other.name == wrapper.name for other in self.wrappers):
             raise ComposeError(f"{wrapper.text}: the step has a {wrapper.name} already:\n{self}")
-        step = dataclasses.replace(self, wrappers=(*self.wrappers, wrapper))
+        optimizer = wrapper.optimizer(self.optimizer) if wrapper.optimizer else self.optimizer
+        step = dataclasses.replace(self, optimizer=optimizer, wrappers=(*self.wrappers, wrapper))
         # Built at once, so that whatever does not fit is an error where it is written.
         _ = step.loss
         return step
@@ -130,6 +136,11 @@ class Step:
     def donate(self) -> bool:
         """Whether a call reuses the memory of its state, which is then consumed."""
         return any(wrapper.donate for wrapper in self.wrappers)
+
+    @functools.cached_property
+    def pulls(self) -> bool:
+        """Whether the update is made within the backward pass, from gradients that never all exist."""
+        return any(wrapper.optimize for wrapper in self.wrappers)
 
     @functools.cached_property
     def loss(self) -> Loss:
@@ -170,13 +181,15 @@ class Step:
             allow_unused=self.allow_unused,
             scale=scales[0] if scales else None,
             watch=bool(self._guards),
+            late=self.pulls,
         )
         for wrapper in self.wrappers:
             grad = wrapper.grad(grad) if wrapper.grad else grad
         return grad
 
     def _update(self) -> UpdateFn:
-        update = optimize(self.optimizer)
+        makers = [wrapper.optimize for wrapper in self.wrappers if wrapper.optimize]
+        update = (makers[-1] if makers else optimize)(self.optimizer)
         for wrapper in self.wrappers:
             update = wrapper.update(update) if wrapper.update else update
         return guarded(update, self._guards) if self._guards else update
@@ -189,7 +202,7 @@ class Step:
     def runner(self) -> Runner:
         """What executes the step: eagerly, unless a wrapper brings something else."""
         makers = [wrapper.step for wrapper in self.wrappers if wrapper.step]
-        return makers[-1](self) if makers else _Eager(self)
+        return makers[-1](self) if makers else Eager(self)
 
     def init(
         self,
@@ -365,25 +378,6 @@ class Step:
             "step": self._ran.runner.text,
         }
         return "\n".join(f"{arrow:<7} {line}" for arrow, line in lines.items())
-
-
-class _Eager:
-    """Runs a step operation by operation."""
-
-    def __init__(self, step: Step) -> None:
-        self._core = step.assemble(donate=step.donate)
-        self._needs_rng, self._draws = step.base.needs_rng, step.optimizer.needs_rng
-        self.text = "eager(donate)" if step.donate else "eager"
-
-    def __call__(
-        self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
-    ) -> tuple[TrainState, Metrics]:
-        device = tree.device_of(state.params)
-        rng = random.to_device(random.from_words(words), device) if self._needs_rng else None
-        if self._draws:
-            hyper = {**hyper, RNG: random.to_device(random.from_words(random.update_words(words)), device)}
-        with torch.no_grad(), backends.of(device).seeded(random.seed_of(words)):
-            return self._core(state, batch, hyper, rng)
 
 
 def _apart(buffers: PyTree, params: PyTree) -> PyTree:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftrain.backends import Backend
 from ftrain.errors import ComposeError
-from ftrain.types import GradFn, Loss, PyTree, Runner, TrainState, UpdateFn
+from ftrain.types import GradFn, Loss, Optimizer, PyTree, Runner, TrainState, UpdateFn
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,11 @@ class Wrapper:
         loss: ``Loss -> Loss``; appends its own text.
         grad: ``GradFn -> GradFn``.
         update: ``UpdateFn -> UpdateFn``.
+        optimizer: ``Optimizer -> Optimizer``, of the same `text`; what the step has as its optimizer from then on.
+        optimize: ``Optimizer -> UpdateFn``, the innermost update, which then gets `Gradients` to be pulled.
+        reads_gradients: whether its `grad` or `update` looks at gradients, and needs all of them at once.
+        suits: ``Step -> None``, raises a ComposeError when the step has what this wrapper does not go with, whichever
+            of them was first.
         step: ``Step -> Runner``, which replaces eager execution.
         function: ``StepFn -> StepFn``, for plain functions that are no `Step`.
         donate: whether the step reuses the memory of its state.
@@ -46,6 +51,10 @@ class Wrapper:
     loss: Callable[[Loss], Loss] | None = None
     grad: Callable[[GradFn], GradFn] | None = None
     update: Callable[[UpdateFn], UpdateFn] | None = None
+    optimizer: Callable[[Optimizer], Optimizer] | None = None
+    optimize: Callable[[Optimizer], UpdateFn] | None = None
+    reads_gradients: bool = True
+    suits: Callable[[Any], None] | None = None
     step: Callable[[Any], Runner] | None = None
     function: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     donate: bool = False

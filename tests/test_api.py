@@ -49,6 +49,7 @@ NAMES = [
     "swa",
     "to_module",
     "train_step",
+    "update_in_backward",
     "with_amp",
     "wrapper",
 ]
@@ -227,6 +228,7 @@ INNER = {
         "remat",
         "skip_nonfinite",
         "swa",
+        "update_in_backward",
         "with_amp",
     ],
     "types": [
@@ -346,6 +348,7 @@ SIGNATURES = {
     "adapters.load": "(directory, step, state, *, any_base=False)",
     "adapters.like": "(directory)",
     "donated": "()",
+    "update_in_backward": "()",
     "block": "(function)",
     "optim.adafactor": (
         "(lr=0.01, *, beta2_decay=-0.8, eps=(None, 0.001), d=1.0, weight_decay=0.0, maximize=False, "

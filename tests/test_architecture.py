@@ -47,6 +47,7 @@ STAIRCASE = [
     "trainable",
     "wrapper",
     "update",
+    "eager",
     "step",
     "transforms",
     "pieces",

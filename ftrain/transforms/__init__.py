@@ -11,3 +11,4 @@ from ftrain.transforms.matmul_precision import matmul_precision as matmul_precis
 from ftrain.transforms.remat import remat as remat
 from ftrain.transforms.skip import skip_nonfinite as skip_nonfinite
 from ftrain.transforms.swa import swa as swa
+from ftrain.transforms.update_in_backward import update_in_backward as update_in_backward

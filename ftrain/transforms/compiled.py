@@ -18,7 +18,7 @@ from ftrain import backends, graph, purity, random, tree
 from ftrain.backends import Recorder
 from ftrain.checks import require_positive
 from ftrain.devicegraph import Replayed
-from ftrain.errors import OptionError, TraceError
+from ftrain.errors import ComposeError, OptionError, TraceError
 from ftrain.inductor_random import Fused
 from ftrain.keyed import Keyed
 from ftrain.lowered import Lowered, count_nodes, explain, peak_bytes
@@ -41,6 +41,9 @@ from ftrain.wrapper import Wrapper, wrapper
 
 LOWERINGS = ("auto", "whole", "split")
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+SPLIT_PULLS = (
+    "a split step cannot be updated within its backward pass, which is one operation there and makes all gradients"
+)
 log = logging.getLogger("ftrain")
 
 
@@ -107,7 +110,11 @@ def compiled(
     def function(plain: Callable[..., Any]) -> Callable[..., Any]:
         return CompiledFunction(plain, compiler, donate=donate)
 
-    return Wrapper("compiled", "compiled", "step", step=run, function=function, donate=donate)
+    def suits(step: Step) -> None:
+        if step.pulls and (dynamic or lowering == "split"):
+            raise ComposeError(f"compiled: {SPLIT_PULLS}; leave out lowering='split' and dynamic=True")
+
+    return Wrapper("compiled", "compiled", "step", step=run, function=function, donate=donate, suits=suits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +202,7 @@ class _Compiled:
         self._step, self._lowering, self._compiler = step, lowering, compiler
         self._names = list(step.optimizer.schedules)
         self._kinds = Kinds(compiler.max_graphs)
-        self._may_split = lowering == "auto"
+        self._may_split = lowering == "auto" and not step.pulls
         self._why = ""
         self._core: Callable[..., Any] = self._whole() if lowering != "split" else self._split()
 
@@ -267,12 +274,15 @@ class _Compiled:
     def _pack(self, words: tuple[int, int], hyper: Mapping[str, float], device: torch.device) -> Tensor:
         """Bring all that the host knows of a step to the device as one int64 tensor."""
         keys = *words, *random.stock_words(words), *random.update_words(words)
-        packed = bytearray(struct.pack(f"{len(keys)}q{len(hyper)}d", *keys, *hyper.values()))
+        # Without float64, numbers lie in pairs; "0q" fills up the last one.
+        kind = "d" if backends.widest(device) == torch.float64 else "f"
+        packed = bytearray(struct.pack(f"{len(keys)}q{len(hyper)}{kind}0q", *keys, *hyper.values()))
         return random.to_device(torch.frombuffer(packed, dtype=torch.int64), device)
 
     def _unpack(self, packed: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the keys of the loss and of stock modules, shape (2, 2), and what the optimizer gets."""
-        hyper = dict(zip(self._names, packed[6:].view(torch.float64).unbind(), strict=True))
+        values = packed[6:].view(backends.widest(packed.device))[: len(self._names)]
+        hyper = dict(zip(self._names, values.unbind(), strict=True))
         if self._step.optimizer.needs_rng:
             hyper[RNG] = packed[4:6]
         return packed[:4].reshape(2, 2), hyper
@@ -300,7 +310,8 @@ class _Compiled:
 
     def _fall_back(self, error: TraceError) -> None:
         if not self._may_split:
-            raise TraceError(f"compiled: the step cannot be captured as one graph: {error}") from error
+            more = f"; {SPLIT_PULLS}: leave out update_in_backward or compiled" if self._step.pulls else ""
+            raise TraceError(f"compiled: the step cannot be captured as one graph: {error}{more}") from error
         log.warning("compiled: split into loss and update, since the whole step cannot be captured: %s", error)
         self._may_split, self._lowering, self._core, self._why = False, "split", self._split(), str(error)
 

@@ -41,7 +41,7 @@ def ema(decay: float = 0.999) -> Wrapper:
 
         return averaging
 
-    return Wrapper(NAME, f"ema({decay:g})", "update", update=wrap, slot=_slot)
+    return Wrapper(NAME, f"ema({decay:g})", "update", update=wrap, slot=_slot, reads_gradients=False)
 
 
 def _slot(params: PyTree) -> PyTree:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ftrain import keyed
 from ftrain.blocks import Blocks, Region, Wanted, find_blocks, within
 from ftrain.budget import Budget
-from ftrain.errors import ComposeError, OptionError
+from ftrain.errors import ComposeError, LossError, OptionError
 from ftrain.policies import FULL, NONE, Kept, Policy, keeps_of, name_of, require_policy
 from ftrain.slots import Slot, bound
 from ftrain.types import Loss, LossOutput, PyTree
@@ -150,6 +150,7 @@ class _Repeatable:
         self._function, self._slots = function, list(slots)
         # What a block does to its buffers must happen once: recomputation works on copies.
         self._values = [s.place[s.key].clone() if s.is_buffer else s.place[s.key] for s in slots]
+        self._versions = self._read_versions()
         self._stream = keyed.current()
         self._offset = self._stream.offset if self._stream is not None else 0
         keeps = keeps_of(policy)
@@ -162,6 +163,12 @@ class _Repeatable:
             self._ran = True
             with nullcontext() if self._kept is None else self._kept.keeping():
                 return self._function(*args, **kwargs)
+        if self._read_versions() != self._versions:
+            raise LossError(
+                "remat: a parameter of a block was overwritten before the block was computed again: a block that uses "
+                "it detached is nothing that update_in_backward waits for. Do not donate the state, or leave out one "
+                "of the two"
+            )
         again = nullcontext() if self._stream is None else self._stream.replay(self._offset)
         with (
             bound(self._slots, self._values),
@@ -169,3 +176,8 @@ class _Repeatable:
             nullcontext() if self._kept is None else self._kept.reusing(),
         ):
             return self._function(*args, **kwargs)
+
+    def _read_versions(self) -> list[int]:
+        """How often each parameter has been written; buffers are copies of its own."""
+        pairs = zip(self._slots, self._values, strict=True)
+        return [leaf._version for slot, leaf in pairs if not slot.is_buffer and not leaf.is_inference()]

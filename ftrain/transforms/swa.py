@@ -53,7 +53,7 @@ def swa(start: int = 0, every: int = 1) -> Wrapper:
 
         return averaging
 
-    return Wrapper(NAME, f"swa({start}, {every})", "update", update=wrap, slot=_slot)
+    return Wrapper(NAME, f"swa({start}, {every})", "update", update=wrap, slot=_slot, reads_gradients=False)
 
 
 def _weight(done: Tensor, start: int, every: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,30 @@
+"""A step as it is, operation by operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ftrain import backends, random, tree
+from ftrain.types import RNG, Core, Hyper, Metrics, PyTree, TrainState
+
+
+class Eager:
+    """Runs a step operation by operation."""
+
+    def __init__(self, step: Any) -> None:
+        self._core: Core = step.assemble(donate=step.donate)
+        self._needs_rng, self._draws = step.base.needs_rng, step.optimizer.needs_rng
+        self.text = "eager(donate)" if step.donate else "eager"
+
+    def __call__(
+        self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
+    ) -> tuple[TrainState, Metrics]:
+        """Return the next state and the metrics."""
+        device = tree.device_of(state.params)
+        rng = random.to_device(random.from_words(words), device) if self._needs_rng else None
+        if self._draws:
+            hyper = {**hyper, RNG: random.to_device(random.from_words(random.update_words(words)), device)}
+        with torch.no_grad(), backends.of(device).seeded(random.seed_of(words)):
+            return self._core(state, batch, hyper, rng)

@@ -1,0 +1,88 @@
+"""The update of each parameter as soon as its gradient is there, so that gradients never all exist at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ftrain import tree
+from ftrain.errors import ComposeError
+from ftrain.optim.apart import Apart, by_size, require_apart
+from ftrain.types import Gradients, Hyper, Optimizer, TrainState, UpdateFn, consume, replace
+from ftrain.wrapper import Wrapper, wrapper
+
+NAME = "update_in_backward"
+TOGETHER = 1 << 18
+"""Bytes of gradients that wait for each other, so that the many small ones do not cost an update each."""
+
+
+@wrapper
+def update_in_backward() -> Wrapper:
+    """Update each parameter within the backward pass, when its gradient is complete (Lv et al. 2023, arXiv:2306.09782).
+
+    The gradient is then given back before the next one is made: of four bytes a parameter remains the largest one.
+    The result is the same to the bit. What needs all gradients at once cannot be beside it, in either order: `clip`,
+    `accumulate`, `skip_nonfinite`, fp16, and `fit(on_oom="split")`. `ema` and `swa` can.
+
+    Without donation the old state stays as it is, and a second one beside it. With it, a step that fails in its
+    backward pass has consumed its state, for parts of it are those of the next one. A whole compiled step is one graph,
+    whose compiler decides what is alive when; a split one cannot be had, for there the backward pass of the loss is one
+    operation, which makes all gradients.
+
+    Raises:
+        ComposeError: beside what needs all gradients, or for an optimizer that cannot update parameters one by one
+            (its `apart` is None).
+    """
+    return Wrapper(NAME, f"{NAME}()", "update", optimize=_optimize, suits=_require_alone)
+
+
+def _require_alone(step: Any) -> None:
+    require_apart(NAME, step.optimizer)
+    for other in step.wrappers:
+        looks = other.reads_gradients and (other.grad or other.update)
+        if looks or other.scale or other.account:
+            raise ComposeError(
+                f"{NAME}: {other.text} needs all gradients at once, and each is gone before the next one is there; "
+                f"leave out one of the two{', or take bf16, which needs no scale' if other.scale else ''}"
+            )
+
+
+def _optimize(optimizer: Optimizer) -> UpdateFn:
+    apart = Apart(NAME, optimizer, _together)
+
+    def update(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+        if gradients.pull is None:
+            raise ComposeError(f"{NAME}: a grad wrapper dropped Gradients.pull; use dataclasses.replace")
+        made = apart.begin(state.params, state.opt_state, hyper, donate=donate)
+        owners = {place: share for share in made.shares for place in share.places}
+        leaves = tree.leaves(state.params)
+        waiting: dict[int, dict[int, Tensor]] = {}
+
+        def take(index: int, grad: Tensor) -> None:
+            share = owners[index]
+            here = waiting.setdefault(id(share), {})
+            here[index] = grad
+            if len(here) == len(share.places):
+                del waiting[id(share)]
+                made.make(share, [here[place] for place in share.places])
+                if donate:
+                    # Fused kernels do not count what they write, and a parameter may be read again, detached.
+                    increment_version([leaves[place] for place in share.places])
+
+        try:
+            gradients.pull(take)
+        except BaseException:
+            if donate:
+                consume(state)
+            raise
+        params, opt_state = made.finish()
+        return replace(state, params=params, opt_state=opt_state, buffers=gradients.buffers)
+
+    return update
+
+
+def _together(leaves: Sequence[Tensor]) -> list[list[int]]:
+    return by_size(leaves, TOGETHER)

@@ -1,0 +1,285 @@
+"""An update within the backward pass is the update after it, to the bit; and gradients never all exist."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ftrain as ft
+from ftrain import optim, tree
+from ftrain.errors import ComposeError, ConsumedError, LossError, TraceError
+from ftrain.optim.apart import by_size
+from ftrain.types import Optimizer
+from tests.laws.models import make_batch
+from tests.laws.optimizers import COMBINED, OPTIMIZERS
+from tests.laws.test_optimizers import build as build_optimizer
+from tests.laws.test_optimizers import train as train_optimizer
+from tests.laws.test_pipelines import ALONE, assert_equal, build, train
+
+module = importlib.import_module("ftrain.transforms.update_in_backward")
+SUITS = ("bf16", "remat", "remat_dots", "ema", "swa")
+STACK = ("remat", "bf16", "ema", "swa")
+
+
+@pytest.fixture(autouse=True)
+def leaf_by_leaf(monkeypatch, request):
+    """The models are so small that all of their leaves would wait for each other."""
+    if "together" not in request.fixturenames:
+        monkeypatch.setattr(module, "_together", lambda leaves: [[index] for index in range(len(leaves))])
+
+
+@pytest.fixture
+def together():
+    """The leaves as they are grouped."""
+
+
+names = pytest.mark.parametrize(
+    "names", [(), *((name,) for name in SUITS), STACK], ids=lambda n: "+".join(n) or "plain"
+)
+
+
+@names
+@pytest.mark.parametrize("more", [(), (ft.donated(),)], ids=["", "donated"])
+def test_no_bit_changes(names, more):
+    _, plain = build(names, *more)
+    _, step = build(names, ft.update_in_backward(), *more)
+    assert_equal(train(step)[0], train(plain)[0])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS | COMBINED)
+@pytest.mark.parametrize("more", [(), (ft.donated(),)], ids=["", "donated"])
+def test_no_bit_changes_with_any_optimizer(name, more):
+    for dtype in (torch.float64, torch.float32):
+        found = train_optimizer(build_optimizer(name, ft.update_in_backward(), *more), dtype)
+        assert_equal(found, train_optimizer(build_optimizer(name, *more), dtype))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_whole_graph_computes_the_same(donate, backend):
+    compiled = ft.compiled(lowering="whole", backend=backend, donate=donate)
+    for names in ((), ("remat",), ("bf16", "ema")):
+        _, plain = build(names, compiled)
+        _, step = build(names, ft.update_in_backward(), compiled)
+        assert_equal(train(step)[0], train(plain)[0])
+
+
+def test_it_is_pure():
+    _, step = build(("remat",), ft.update_in_backward())
+    state, _ = train(step, 1)
+    kept, batch = tree.clone(state), make_batch(7)
+    assert_equal(step(state, batch), step(state, batch))
+    assert_equal(state, kept)
+
+
+def test_a_loss_without_weight_moves_nothing_but_decay():
+    results = []
+    for more in ((), (ft.update_in_backward(),)):
+        _, step = build((), *more)
+        batch = make_batch(0)
+        batch["labels"] = torch.full_like(batch["labels"], -100)
+        results.append(step(step.init(), batch)[0])
+    assert_equal(results[0], results[1])
+
+
+def unused(params, batch):
+    return (params["a"] * batch).sum(), {"seen": params["a"].detach()[0]}
+
+
+@pytest.mark.parametrize("more", [(), (ft.donated(),)], ids=["", "donated"])
+def test_parameters_that_the_loss_does_not_use(more):
+    params = {"a": torch.ones(3), "b": torch.ones(2)}
+    steps = [
+        ft.compose(ft.train_step(unused, optim.adamw(0.1, weight_decay=0.1), allow_unused=True), *wrappers, *more)
+        for wrappers in ((), (ft.update_in_backward(),))
+    ]
+    found = [step(step.init(params), torch.ones(3)) for step in steps]
+    assert_equal(found[0], found[1])
+    refusing = ft.compose(ft.train_step(unused, optim.adamw(0.1)), ft.update_in_backward(), *more)
+    state = refusing.init(params)
+    with pytest.raises(LossError, match="does not use 1 of 2 parameters: b"):
+        refusing(state, torch.ones(3))
+    if more:
+        with pytest.raises(ConsumedError):
+            _ = state.params
+    else:
+        assert_equal(state.params, params)
+
+
+def test_a_step_that_fails_before_its_backward_pass_has_consumed_nothing():
+    def loss(params, batch):
+        return (params["w"] @ batch).sum()
+
+    step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.update_in_backward(), ft.donated())
+    state = step.init({"w": torch.ones(3)})
+    with pytest.raises(RuntimeError):
+        step(state, torch.ones(2))
+    assert_equal(state.params, {"w": torch.ones(3)})
+
+
+# What a detached use of a parameter can do to it
+
+
+class Inside(nn.Module):
+    """A block that reads the parameter of another one without a gradient."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.own, self.other = nn.Linear(4, 4, bias=False), other
+
+    def forward(self, x, final=False):
+        return F.linear(torch.sin(self.own(x)), self.other.weight if final else self.other.weight.detach())
+
+
+class Detached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(4, 4, bias=False)
+        self.blocks = nn.ModuleList(Inside(shared) for _ in range(3))
+
+    def forward(self, x):
+        for index, block in enumerate(self.blocks):
+            x = block(x, index == 2)
+        return x
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.remat(),), (ft.remat("dots"),)], ids=["", "remat", "dots"])
+def test_a_parameter_that_is_read_after_its_update_is_no_silent_error(wrappers):
+    torch.manual_seed(0)
+    loss = ft.from_module(Detached(), lambda model, batch: model(batch).square().sum())
+    plain = ft.compose(ft.train_step(loss, optim.sgd(0.1)), *wrappers)
+    batch = torch.randn(2, 4)
+    needed = plain(plain.init(), batch)[0].params
+    step = ft.update_in_backward()(plain)
+    assert_equal(step(step.init(), batch)[0].params, needed)
+    donated = ft.donated()(step)
+    state = donated.init()
+    with pytest.raises((LossError, RuntimeError), match=r"modified by an inplace operation|was overwritten before"):
+        donated(state, batch)
+    with pytest.raises(ConsumedError):
+        _ = state.params
+
+
+# Memory
+
+
+def gpt(width=64, layers=6):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+            x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            return x + self.down(F.gelu(self.up(x)))
+
+    class GPT(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.blocks = nn.Embedding(128, width), nn.ModuleList(Block() for _ in range(layers))
+            self.head = nn.Linear(width, 128, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, x):
+            x = self.words(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    return ft.from_module(GPT(), lambda model, batch: F.cross_entropy(model(batch).flatten(0, 1), batch.flatten()))
+
+
+@pytest.mark.usefixtures("together")
+@pytest.mark.parametrize(
+    # Copies in bfloat16 are half as large as the gradients, and there when these are not yet.
+    ("wrappers", "share"),
+    [((), 0.8), ((ft.with_amp("bf16"),), 0.4), ((ft.remat(), ft.ema()), 0.8)],
+    ids=["", "bf16", "remat"],
+)
+def test_gradients_never_all_exist(wrappers, share):
+    batch = torch.randint(128, (1, 8))
+    found = []
+    for more in ((), (ft.update_in_backward(),)):
+        step = ft.compose(ft.train_step(gpt(width=128), optim.adamw(1e-3)), *wrappers, *more, ft.donated())
+        found.append(ft.anatomy(step, step.init(), batch))
+    plain, fused = found
+    weights = 4 * plain.params
+    for each in found:
+        assert abs(each.measured / each.peak - 1) < 0.05
+    assert plain.most["gradients"] > 0.99 * weights
+    assert fused.most["gradients"] < 0.01 * weights
+    # What waits at a time is a leaf, or a few small ones.
+    assert plain.peak - fused.peak > share * weights
+    assert plain.measured - fused.measured > share * weights
+
+
+def test_small_leaves_wait_for_each_other():
+    leaves = [torch.empty(size) for size in (10, 10, module.TOGETHER, 5)]
+    assert by_size(leaves, module.TOGETHER) == [[0, 1], [2], [3]]
+
+
+# What does not go with it
+
+NEED_ALL = {
+    "clip": ft.clip(1.0),
+    "accumulate": ft.accumulate(2),
+    "skip_nonfinite": ft.skip_nonfinite(),
+    "fp16": ft.with_amp("fp16"),
+    "of others": ft.Wrapper("own", "own()", "update", update=lambda update: update),
+}
+
+
+@pytest.mark.parametrize(("name", "first"), list(itertools.product(NEED_ALL, (True, False))))
+def test_what_needs_all_gradients_is_refused(name, first):
+    wrappers = (ft.update_in_backward(), NEED_ALL[name])
+    message = rf"update_in_backward: {NEED_ALL[name].text.split('(')[0]}.* needs all gradients at once.*leave out one"
+    with pytest.raises(ComposeError, match=message):
+        ft.compose(build(())[1], *wrappers[:: 1 if first else -1])
+    with pytest.raises(ComposeError, match="take bf16"):
+        ft.compose(build(())[1], ft.with_amp("fp16"), ft.update_in_backward())
+
+
+def test_fit_that_splits_is_refused_before_it_begins():
+    _, step = build((), ft.update_in_backward())
+    state = step.init()
+    with pytest.raises(ComposeError, match=r"update_in_backward: .* needs all gradients at once"):
+        ft.fit(step, state, [make_batch(0)], on_oom="split", progress=False)
+    assert int(state.step) == 0
+    found, history = ft.fit(step, state, [make_batch(0)], progress=False)
+    assert len(history["loss"]) == int(found.step) == 1
+
+
+def test_a_split_step_is_refused():
+    for options in ({"lowering": "split"}, {"dynamic": True}):
+        for order in (1, -1):
+            wrappers = (ft.update_in_backward(), ft.compiled(backend="eager", **options))
+            with pytest.raises(ComposeError, match="a split step cannot be updated within its backward pass"):
+                ft.compose(build(())[1], *wrappers[::order])
+
+    def reads(params, batch):
+        return (params["w"] * batch).sum() * float(batch.sum())
+
+    step = ft.compose(ft.train_step(reads, optim.sgd(0.1)), ft.update_in_backward(), ft.compiled(backend="eager"))
+    with pytest.raises(TraceError, match=r"cannot be captured as one graph.*leave out update_in_backward or compiled"):
+        step(step.init({"w": torch.ones(2)}), torch.ones(2))
+
+
+def test_an_optimizer_that_needs_all_leaves_is_refused():
+    own = Optimizer(lambda params: (), lambda *args, **kwargs: None, {}, "homemade")
+    with pytest.raises(ComposeError, match="update_in_backward: homemade cannot update some parameters without"):
+        ft.update_in_backward()(ft.train_step(unused, own))
+
+
+def test_it_prints():
+    _, step = build(("ema",), ft.update_in_backward())
+    assert "update  adamw(constant(0.05), weight_decay=0.1) <- ema(0.8) <- update_in_backward()" in repr(step)
+
+
+def test_the_laws_know_every_wrapper_that_suits():
+    assert {name for (name,) in ALONE[1:]} - set(SUITS) == {"fp16", "accumulate", "clip", "clip_value", "skip"}
