@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,7 +13,31 @@ from torch import Tensor
 from ftrain import random
 from ftrain.keyed import Keyed
 
-_Draw: TypeAlias = Callable[[Tensor, dict[str, Any]], Any]
+
+class _Source(NamedTuple):
+    """A seed, a 0-d int64 tensor, and for which examples of a batch it serves: the first one, and how many."""
+
+    seed: Tensor
+    examples: tuple[int, int] | None
+
+    def draw(self, shape: Any, kind: str) -> Tensor:
+        # Imported where it is used: Inductor takes seconds.
+        from torch._inductor import inductor_prims
+
+        shape, offset = list(shape), self._offset(shape)
+        if offset:
+            return _drawn_from()(shape, self.seed, kind, offset)
+        return inductor_prims.random(shape, self.seed, kind)  # type: ignore[no-any-return]
+
+    def _offset(self, shape: Any) -> int:
+        """Where a draw begins in that for the whole batch, as in `random.for_examples`."""
+        size: int = math.prod(shape)
+        if self.examples is None or not shape or size % self.examples[1]:
+            return 0
+        return self.examples[0] * (size // self.examples[1])
+
+
+_Draw: TypeAlias = Callable[[_Source, dict[str, Any]], Any]
 
 _aten = torch.ops.aten
 
@@ -31,16 +57,28 @@ class Fused(Keyed):  # type: ignore[no-untyped-call]
         target: Any = arguments.get("self", arguments.get("input"))
         device = arguments.get("device") or (torch.get_default_device() if target is None else target.device)
         words = random.to_device(self.key, device)
-        drawn = draw((words[1] << 32) + words[0] + self.offset, arguments)
+        source = _Source((words[1] << 32) + words[0] + self.offset, self.examples)
+        drawn = draw(source, arguments)
         self.offset += 1
         return target.copy_(drawn) if func._schema.is_mutable else drawn
 
 
-def _draw(shape: Any, seed: Tensor, kind: str) -> Tensor:
-    # Imported where it is used: Inductor takes seconds.
-    from torch._inductor import inductor_prims
+@functools.cache
+def _drawn_from() -> Callable[..., Tensor]:
+    """Inductor's operation with an offset, which its lowering takes and the operation itself does not."""
+    from torch._inductor import inductor_prims, lowering
 
-    return inductor_prims.random(list(shape), seed, kind)  # type: ignore[no-any-return]
+    made: Callable[..., Tensor] = inductor_prims.make_prim(
+        "ftrain_random(SymInt[] size, Tensor seed, str mode, int offset) -> Tensor",
+        lambda size, seed, mode, offset: getattr(torch, mode)(size, device=seed.device, dtype=torch.float32),
+        doc="what inductor_random draws, from element `offset` on",
+    )
+
+    @lowering.register_lowering(made, type_promotion_kind=None)
+    def lowered(size: Any, seed: Any, mode: str, offset: int) -> Any:
+        return lowering.inductor_random(size, seed, mode, offset=offset)
+
+    return made
 
 
 def _shape(a: dict[str, Any]) -> Any:
@@ -54,22 +92,22 @@ def _dtype(a: dict[str, Any]) -> torch.dtype:
     return a["self"].dtype if "self" in a else torch.get_default_dtype()
 
 
-def _uniform(seed: Tensor, a: dict[str, Any]) -> Tensor:
-    return _draw(_shape(a), seed, "rand").to(_dtype(a))
+def _uniform(source: _Source, a: dict[str, Any]) -> Tensor:
+    return source.draw(_shape(a), "rand").to(_dtype(a))
 
 
-def _normal(seed: Tensor, a: dict[str, Any]) -> Tensor:
-    return _draw(_shape(a), seed, "randn").to(_dtype(a))
+def _normal(source: _Source, a: dict[str, Any]) -> Tensor:
+    return source.draw(_shape(a), "randn").to(_dtype(a))
 
 
-def _bernoulli(seed: Tensor, a: dict[str, Any]) -> Tensor:
+def _bernoulli(source: _Source, a: dict[str, Any]) -> Tensor:
     like: Tensor = a["self"]
     p: Tensor | float = a.get("p", like)
-    return (_draw(like.shape, seed, "rand") < p).to(like.dtype)
+    return (source.draw(like.shape, "rand") < p).to(like.dtype)
 
 
-def _native_dropout(seed: Tensor, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    keep = _draw(a["input"].shape, seed, "rand") < 1.0 - a["p"]
+def _native_dropout(source: _Source, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    keep = source.draw(a["input"].shape, "rand") < 1.0 - a["p"]
     return torch.where(keep, a["input"] * random.keep_scale(a["p"]), 0.0), keep
 
 

@@ -52,7 +52,25 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.key = key
         self.offset = 0
         """Draws so far."""
+        self.examples: tuple[int, int] | None = None
+        """In a piece of a batch, the number of its first example, and how many it has."""
         self._chunks: dict[tuple[int, torch.device], Tensor] = {}
+
+    @contextmanager
+    def for_examples(self, start: int, length: int, offset: int) -> Iterator[None]:
+        """Draw for some examples of a batch, or of a piece of one, as `random.for_examples` describes it.
+
+        Args:
+            start: number of the first example.
+            length: how many there are.
+            offset: of the draw with which every piece begins.
+        """
+        before, self.offset = self.examples, offset
+        self.examples = start + (before[0] if before is not None else 0), length
+        try:
+            yield
+        finally:
+            self.examples = before
 
     @contextmanager
     def replay(self, offset: int) -> Iterator[None]:
@@ -100,7 +118,8 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             draws = torch.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK, device=self.key.device)
             self._chunks[chunk, device] = random.to_device(random.fold_in_each(self.key, draws), device)
         self.offset += 1
-        return self._chunks[chunk, device][index]
+        key = self._chunks[chunk, device][index]
+        return key if self.examples is None else random.for_examples(key, *self.examples)
 
 
 def current() -> Keyed | None:

@@ -8,23 +8,17 @@ once: `split` it or `fold_in` something before the next draw, for the same key g
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from ftrain.backends import widest
 from ftrain.errors import OptionError
-
-Words: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-
-_MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+from ftrain.philox import MASK, full, philox, philox_host
+from ftrain.philox import Words as Words
 
 # The third counter word: draws, splits and folds of one key never evaluate the same block.
 _BITS, _SPLIT, _FOLD = 0, 1, 2
@@ -55,10 +49,11 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 
     >>> first, second = split(key(0))
     """
-    _check("split", key)
+    key, examples = _parted("split", key)
     if num < 0:
         raise OptionError(f"split: num = {num}; needed a number of keys that is not negative.")
-    return torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1)
+    made = torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1)
+    return made if examples is None else _joined(made, examples)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -70,13 +65,14 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
     Returns a key on the parent's device. Raises `OptionError` for other data.
     """
-    _check("fold_in", key)
     if isinstance(data, Tensor):
         if data.ndim:
             raise OptionError(f"fold_in: data has shape {tuple(data.shape)}; needed a 0-d integer tensor.")
         return fold_in_each(key, data)
+    key, examples = _parted("fold_in", key)
     low, high = _halves("fold_in", "data", data)
-    return _fold(key, _full(key, low), _full(key, high))
+    made = _fold(key, full(key, low), full(key, high))
+    return made if examples is None else _joined(made, examples)
 
 
 def fold_in_each(key: Tensor, data: Tensor) -> Tensor:
@@ -84,11 +80,41 @@ def fold_in_each(key: Tensor, data: Tensor) -> Tensor:
 
     Raises `OptionError` for data of another dtype.
     """
-    _check("fold_in_each", key)
+    key, examples = _parted("fold_in_each", key)
     if data.is_floating_point() or data.is_complex():
         raise OptionError(f"fold_in: data has dtype {data.dtype}; needed an integer tensor.")
     data = to_device(data, key.device).to(torch.int64)
-    return _fold(key, data & _MASK, (data >> 32) & _MASK)
+    made = _fold(key, data & MASK, (data >> 32) & MASK)
+    return made if examples is None else _joined(made, examples)
+
+
+def for_examples(key: Tensor, start: int, length: int) -> Tensor:
+    """Make the key of a piece of a batch, from that of the batch: int64 of shape (4,), on the same device.
+
+    A draw of n numbers for each of the `length` examples of the piece, in row-major order, is then the part that these
+    examples have in the same draw for the whole batch. A draw is taken for one when it has an axis and `length` divides
+    its size; any other is the same in every piece. Keys that are made of this one (`split`, `fold_in`) have the same
+    words in every piece, and remember the examples. Under `vmap` over keys of examples, the numbers of different pieces
+    are independent, but other ones than in the whole batch: there, fold in a number of the example that is its own.
+
+    Args:
+        key: of the batch, or of a piece, of which this is a piece then.
+        start: number of the first example of the piece.
+        length: how many examples it has.
+
+    Raises `OptionError` for a negative start, or no example.
+
+    >>> whole = bits(key(0), (5, 3))
+    >>> torch.equal(bits(for_examples(key(0), 2, 2), (2, 3)), whole[2:4])
+    True
+    """
+    words, examples = _parted("for_examples", key)
+    if start < 0 or length < 1:
+        raise OptionError(
+            f"for_examples: start = {start}, length = {length}; needed a start from 0 on, and an example."
+        )
+    first = full(key, start) if examples is None else examples[0] + start
+    return torch.cat([words, torch.stack([first, full(key, length)])])
 
 
 def fold_in_words(words: tuple[int, int], data: int) -> tuple[int, int]:
@@ -98,14 +124,13 @@ def fold_in_words(words: tuple[int, int], data: int) -> tuple[int, int]:
     True
     """
     low, high = _halves("fold_in_words", "data", data)
-    first, second, _, _ = _philox_host(words, (low, high, _FOLD, 0))
+    first, second, _, _ = philox_host(words, (low, high, _FOLD, 0))
     return first, second
 
 
 def words(key: Tensor) -> tuple[int, int]:
     """Read a key's two words on the host; waits for the device if the key is on one."""
-    _check("words", key)
-    first, second = key.tolist()
+    first, second = _parted("words", key)[0].tolist()
     return first, second
 
 
@@ -152,7 +177,8 @@ def uniform(
 
     A unit draw is a multiple of 2**-24 in float32, 2**-53 in float64, 2**-11 in float16 and 2**-8 in
     bfloat16. A range other than [0, 1) is mapped in float64 and then rounded to a value inside it; in
-    float64 the last bit may then depend on whether a device fuses the multiplication and the addition.
+    float64 the last bit may then depend on whether a device fuses the multiplication and the addition. A device
+    without float64 (`ftrain.backends.widest`) takes float32, in which other last bits come out.
 
     Raises `OptionError` for other dtypes, and where `dtype` has no value in [low, high).
     """
@@ -163,7 +189,8 @@ def uniform(
     # 29 bits times a unit draw of 24 is exact in float64, so fusing it with the sum changes nothing.
     mantissa, exponent = math.frexp(high - low)
     span = math.ldexp(round(math.ldexp(mantissa, 29)), exponent - 29) if digits < 53 else high - low
-    unit = _draw("uniform", key, shape, _columns(dtype), lambda block: _unit(block, digits, torch.float64))
+    wide = torch.float64 if digits == 53 else widest(key.device)
+    unit = _draw("uniform", key, shape, _columns(dtype), lambda block: _unit(block, digits, wide))
     return (unit * span + low).to(dtype).clamp(smallest, largest)
 
 
@@ -173,7 +200,8 @@ def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.floa
     From 32 bits for each of radius and angle, 53 for float64. It is evaluated in float64 and rounded to
     `dtype`: the last bits of log and cos differ between devices and compilers, but float32 results then
     differ only where the float64 value lies next to a tie, about once in 10**8 draws. float64 draws may
-    differ in their last bits. Raises `OptionError` for a dtype that `uniform` does not draw.
+    differ in their last bits, as do all on a device without float64, which evaluates it in float32. Raises
+    `OptionError` for a dtype that `uniform` does not draw.
     """
     digits = _digits("normal", dtype)
 
@@ -263,60 +291,39 @@ def _draw(
     columns: Callable[[Words], tuple[Tensor, ...]],
 ) -> Tensor:
     """Turn block j into elements num * j .. num * j + num - 1, `columns` giving one tensor for each."""
-    _check(function, key)
+    key, examples = _parted(function, key)
     if any(size < 0 for size in shape):
         raise OptionError(f"{function}: shape = {tuple(shape)}; needed sizes that are not negative.")
     size = math.prod(shape)
-    block = _blocks(key, torch.arange((size + num - 1) // num, device=key.device), _BITS)
-    # Interleaved last: the narrow results move, not the int64 words.
-    return torch.stack(columns(block), -1).reshape(-1)[:size].reshape(tuple(shape))
+    index = torch.arange((size + num - 1) // num + (examples is not None), device=key.device)
+    if examples is None:
+        # Interleaved last: the narrow results move, not the int64 words.
+        drawn = torch.stack(columns(_blocks(key, index, _BITS)), -1)
+    else:
+        first = _first_of(key, examples, shape)
+        rows = torch.stack(columns(_blocks(key, index + first // num, _BITS)))
+        # Column j holds elements j, j + num, ...: from another element on, the columns are others, or the next rows of
+        # those. Which ones is known on the device only, so that one graph serves all pieces.
+        rows = torch.cat([rows[:, :-1], rows[:, 1:]])
+        drawn = rows[first % num + torch.arange(num, device=key.device)].mT
+    return drawn.reshape(-1)[:size].reshape(tuple(shape))
+
+
+def _first_of(key: Tensor, examples: Tensor, shape: Sequence[int]) -> Tensor:
+    """Where a draw for some examples begins in that for the whole batch, as a 0-d tensor."""
+    start, length = examples.unbind()
+    size = full(key, math.prod(shape))
+    # Under vmap a draw may be for one example, which must not begin where that of another piece does.
+    other = start * size if torch._C._functorch.is_batchedtensor(key) else full(key, 0)
+    return torch.where(size % length == 0, start * (size // length), other) if shape else other
 
 
 def _blocks(key: Tensor, index: Tensor, domain: int) -> Words:
-    return _philox(key, (index & _MASK, index >> 32, _full(key, domain), _full(key, 0)))
+    return philox(key, (index & MASK, index >> 32, full(key, domain), full(key, 0)))
 
 
 def _fold(key: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    return torch.stack(_philox(key, (low, high, _full(key, _FOLD), _full(key, 0)))[:2], -1)
-
-
-def _philox(key: Tensor, counter: Words) -> Words:
-    """Philox-4x32-10 of counter words that broadcast.
-
-    Only the low 64 bits of a product count, so it may wrap; words kept for later carry the product's
-    upper half along until the mask after the next xor, which saves a third of the masking. Not stacked
-    in pairs, although that is fewer calls: exchanging rows keeps a compiler from fusing the rounds.
-    """
-    # As 0-d tensors on the device: cheaper in eager mode than numbers, and no copy from the host.
-    mask, shift, m0, m1 = (_full(key, value) for value in (_MASK, 32, *_MULTIPLIERS))
-    weyl = torch.arange(_WEYL[0], _WEYL[1] + 1, _WEYL[1] - _WEYL[0], device=key.device)
-    rounds = torch.arange(_ROUNDS, device=key.device).unsqueeze(-1)
-    keys = (key + rounds * weyl).reshape(-1).unbind()
-    c0, c1, c2, c3 = counter
-    for k0, k1 in zip(keys[::2], keys[1::2], strict=True):
-        p0, p1 = c0 * m0, c2 * m1
-        c0, c2 = ((p1 >> shift) ^ (c1 ^ k0)) & mask, ((p0 >> shift) ^ (c3 ^ k1)) & mask
-        c1, c3 = p1, p0
-    return c0, c1 & mask, c2, c3 & mask
-
-
-def _philox_host(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    (m0, m1), mask = _MULTIPLIERS, _MASK
-    c0, c1, c2, c3 = counter
-    for k0, k1 in _key_schedule(key):
-        p0, p1 = c0 * m0, c2 * m1
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & mask, (p0 >> 32) ^ c3 ^ k1, p0 & mask
-    return c0, c1, c2, c3
-
-
-@functools.lru_cache(maxsize=64)
-def _key_schedule(key: tuple[int, int]) -> list[tuple[int, int]]:
-    """The keys of all rounds; of a run's own key they are wanted in every step."""
-    return [((key[0] + i * _WEYL[0]) & _MASK, (key[1] + i * _WEYL[1]) & _MASK) for i in range(_ROUNDS)]
-
-
-def _full(key: Tensor, value: int) -> Tensor:
-    return torch.full((), value, dtype=torch.int64, device=key.device)
+    return torch.stack(philox(key, (low, high, full(key, _FOLD), full(key, 0)))[:2], -1)
 
 
 def _columns(dtype: torch.dtype) -> int:
@@ -336,10 +343,13 @@ def _unit(block: Words, digits: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _open_unit(block: Words, digits: int) -> tuple[Tensor, ...]:
-    """float64 in (0, 1): odd multiples of 2**-33, or of 2**-53 when 53 digits are wanted."""
+    """float64 in (0, 1): odd multiples of 2**-33, or of 2**-53 when 53 digits are wanted.
+
+    In float32, where a device has no float64, those next to 1 are 1.
+    """
     if digits == 53:
         return tuple((value | 1).double() * 2.0**-53 for value in _join(block, 53))
-    return tuple(((word << 1) | 1).double() * 2.0**-33 for word in block)
+    return tuple(((word << 1) | 1).to(widest(word.device)) * 2.0**-33 for word in block)
 
 
 def _range(function: str, low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
@@ -364,7 +374,7 @@ def _halves(function: str, name: str, value: int) -> tuple[int, int]:
     value = operator.index(value)
     if not -(1 << 63) <= value < 1 << 64:
         raise OptionError(f"{function}: {name} = {value} does not fit in 64 bits; needed -2**63 <= {name} < 2**64.")
-    return value & _MASK, (value >> 32) & _MASK
+    return value & MASK, (value >> 32) & MASK
 
 
 def _digits(function: str, dtype: torch.dtype) -> int:
@@ -373,12 +383,21 @@ def _digits(function: str, dtype: torch.dtype) -> int:
     return _DIGITS[dtype]
 
 
-def _check(function: str, key: Tensor) -> None:
-    if key.shape != (2,) or key.dtype != torch.int64:
-        raise OptionError(
-            f"{function}: the key has shape {tuple(key.shape)} and dtype {key.dtype}; needed int64 of shape "
-            "(2,), as ftrain.random.key, split or fold_in make."
-        )
+def _parted(function: str, key: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The two words of a key, and those that say which examples it is for, if it is for some."""
+    if key.dtype == torch.int64:
+        if key.shape == (2,):
+            return key, None
+        if key.shape == (4,):
+            return key[:2], key[2:]
+    raise OptionError(
+        f"{function}: the key has shape {tuple(key.shape)} and dtype {key.dtype}; needed int64 of shape "
+        "(2,), as ftrain.random.key, split or fold_in make."
+    )
+
+
+def _joined(keys: Tensor, examples: Tensor) -> Tensor:
+    return torch.cat([keys, examples.expand(*keys.shape[:-1], 2)], -1)
 
 
 def _check_p(function: str, p: float) -> None:

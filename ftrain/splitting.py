@@ -142,8 +142,9 @@ def splitting(
 def in_pieces(step: Step, pieces: int, phase: _Phase | None = None) -> Step:
     """Return a step that takes its gradient in pieces: the same update, with the same state.
 
-    Dropout and batch statistics are of each piece. Each loss that is a `Mean` counts by its weight, and one that is a
-    plain number by its examples. Where the pieces are equal, the bits are those of ``accumulate(pieces)``.
+    Batch statistics are of each piece, and dropout only where it is not counter-based, as `accumulate` says. Each loss
+    that is a `Mean` counts by its weight, and one that is a plain number by its examples. Where the pieces are equal,
+    the bits are those of ``accumulate(pieces)``.
 
     Args:
         step: the step.

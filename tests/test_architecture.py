@@ -24,6 +24,7 @@ STAIRCASE = [
     "masks",
     "reader",
     "purity",
+    "philox",
     "random",
     "keyed",
     "policies",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from ftrain import keyed, random
+from ftrain import keyed, philox, random
 from ftrain.errors import OptionError, TraceError
 from ftrain.keyed import Keyed
 
@@ -69,16 +69,16 @@ def everything(key, x):
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
 def test_philox_known_answers(counter, key, result):
     counter, key, result = hexes(counter), hexes(key), hexes(result)
-    words = random._philox(torch.tensor(key), torch.tensor(counter).unbind())
+    words = philox.philox(torch.tensor(key), torch.tensor(counter).unbind())
     assert [int(word) for word in words] == result
-    assert list(random._philox_host(tuple(key), tuple(counter))) == result
+    assert list(philox.philox_host(tuple(key), tuple(counter))) == result
 
 
 @FEW
 @given(key=st.tuples(WORD, WORD), counter=st.tuples(WORD, WORD, WORD, WORD))
 def test_philox_on_tensors_equals_plain_integers(key, counter):
-    words = random._philox(torch.tensor(key), torch.tensor(counter).unbind())
-    assert tuple(map(int, words)) == random._philox_host(key, counter)
+    words = philox.philox(torch.tensor(key), torch.tensor(counter).unbind())
+    assert tuple(map(int, words)) == philox.philox_host(key, counter)
 
 
 @FEW
@@ -106,7 +106,7 @@ def test_counters_beyond_32_bits():
     index = torch.tensor([0, 2**32 - 1, 2**32, 2**32 + 3, 2**40 + 5])
     words = torch.stack(random._blocks(random.key(5), index, 0), -1).tolist()
     for i, block in zip(index.tolist(), words, strict=True):
-        assert tuple(block) == random._philox_host((5, 0), (i % 2**32, i >> 32, 0, 0))
+        assert tuple(block) == philox.philox_host((5, 0), (i % 2**32, i >> 32, 0, 0))
     assert len({tuple(block) for block in words}) == 5
 
 
@@ -264,6 +264,111 @@ def test_a_small_draw_begins_a_large_one(small, large):
         same(draw(key, (small,)), draw(key, (large,))[:small])
 
 
+# -- for some examples of a batch ----------------------------------------------------------------------------
+
+
+@FEW
+@given(
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    shape=st.lists(st.integers(0, 4), max_size=3),
+    folds=st.integers(0, 2),
+)
+def test_pieces_draw_what_their_examples_have_in_the_whole(lengths, shape, folds):
+    total, key = sum(lengths), random.key(21)
+    draws = [random.bits, random.exponential, random.normal, random.uniform]
+    draws += [lambda key, shape, f=f: f(key, shape, dtype=torch.float64) for f in draws[1:]]
+    draws += [
+        lambda key, shape: random.randint(key, shape, 0, 99),
+        lambda key, shape: random.bernoulli(key, 0.5, shape),
+    ]
+    made = [lambda key: key, lambda key: random.fold_in(key, 3), lambda key: random.split(key, 5)[4]][folds]
+    for draw in draws:
+        whole, start = draw(made(key), (total, *shape)), 0
+        for length in lengths:
+            found = draw(made(random.for_examples(key, start, length)), (length, *shape))
+            same(found, whole[start : start + length])
+            start += length
+
+
+def test_pieces_of_pieces():
+    key = random.key(22)
+    whole = random.bits(key, (10, 3))
+    piece = random.for_examples(random.for_examples(key, 3, 6), 2, 4)
+    same(random.bits(piece, (4, 3)), whole[5:9])
+    same(random.dropout(piece, torch.ones(4, 3), 0.5), random.dropout(key, torch.ones(10, 3), 0.5)[5:9])
+
+
+def test_what_is_not_by_example_is_the_same_in_every_piece():
+    key, pieces = random.key(23), [random.for_examples(random.key(23), start, 4) for start in (0, 4, 8)]
+    for shape in ((), (5,), (3, 7)):
+        for piece in pieces:
+            same(random.normal(piece, shape), random.normal(key, shape))
+    for made in (lambda key: random.split(key, 3), lambda key: random.fold_in(key, 1)):
+        assert all(torch.equal(made(piece)[..., :2], made(key)) for piece in pieces)
+    assert {random.words(piece) for piece in pieces} == {random.words(key)}
+    with pytest.raises(OptionError, match=r"for_examples: start = -1, length = 2"):
+        random.for_examples(key, -1, 2)
+    with pytest.raises(OptionError, match=r"for_examples: start = 0, length = 0"):
+        random.for_examples(key, 0, 0)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 6])
+def test_keys_of_examples_under_vmap_draw_apart_in_every_piece(size):
+    drawn = []
+    for start in (0, 3):
+        keys = random.split(random.for_examples(random.key(24), start, 3), 3)
+        drawn += torch.func.vmap(lambda key: random.bits(key, (size,)))(keys).reshape(-1).tolist()
+        drawn += torch.func.vmap(lambda key: random.bits(random.fold_in(key, 1), ()))(keys).tolist()
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_pieces_traced_compiled_and_under_vmap():
+    """One graph for every piece: where it begins is an input."""
+
+    def draws(key):
+        return random.normal(key, (4, 3)), random.bernoulli(random.fold_in(key, 1), 0.5, (8, 3)), random.bits(key, ())
+
+    keys = torch.stack([random.for_examples(random.key(25), start, 4) for start in (0, 4, 9)])
+    needed = [draws(key) for key in keys]
+    traced = make_fx(draws, tracing_mode="fake")(keys[0])
+    assert not [node for node in traced.graph.nodes if node.op == "get_attr"]
+    compiled = torch.compile(draws, backend="aot_eager", fullgraph=True)
+    for key, drawn in zip(keys, needed, strict=True):
+        same(traced(key), drawn)
+        same(compiled(key), drawn)
+    same(
+        torch.func.vmap(lambda key: draws(key)[:2])(keys),
+        tuple(torch.stack(each) for each in list(zip(*needed, strict=True))[:2]),
+    )
+
+
+def test_stock_operations_for_some_examples():
+    key, x = random.key(26), torch.linspace(-1, 1, 40).reshape(8, 5)
+
+    def draw(x):
+        return F.dropout(x, 0.5), F.dropout1d(x, 0.5), torch.rand_like(x), torch.randn(len(x), 3, dtype=torch.float64)
+
+    with Keyed(key) as stream:
+        before, whole = torch.rand(2), draw(x)
+    ends = stream.offset
+    with Keyed(key) as stream:
+        same(torch.rand(2), before)
+        begins = stream.offset
+        with stream.for_examples(0, 3, begins):
+            same(draw(x[:3]), tuple(each[:3] for each in whole))
+        with stream.for_examples(3, 5, begins):
+            with stream.for_examples(1, 4, stream.offset):
+                same(draw(x[4:]), tuple(each[4:] for each in whole))
+            with stream.replay(begins):
+                F.dropout(x[3:], 0.5)
+        assert stream.offset == ends
+        assert stream.examples is None
+        after = torch.rand(3)
+    with Keyed(key) as stream:
+        stream.offset = ends
+        same(torch.rand(3), after)
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3, 5)])
 def test_shapes(shape):
     key = random.key(9)
@@ -366,7 +471,7 @@ def test_randint_and_permutation():
 
 def extreme(word):
     """Make every word of every block `word`."""
-    return mock.patch.object(random, "_philox", lambda key, counter: (torch.full_like(counter[0], word),) * 4)
+    return mock.patch.object(random, "philox", lambda key, counter: (torch.full_like(counter[0], word),) * 4)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

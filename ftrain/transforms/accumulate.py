@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ftrain import random, tree
+from ftrain import keyed, random, tree
 from ftrain.checks import require_positive
 from ftrain.errors import BatchError, LossError
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
@@ -28,7 +29,12 @@ def accumulate(n: int) -> Wrapper:
 
     which is the gradient of the full batch for any weights. Every tensor of the batch is cut along
     its first axis; 0-d tensors and other leaves go to every piece. Buffers are handed from piece to
-    piece, and each piece has a key of its own.
+    piece, so that batch statistics are of each piece.
+
+    Dropout is that of the full batch too where it is counter-based: what a loss draws by its own key, with
+    `ftrain.random`, and what stock modules draw in a step that is compiled whole. Each example then has the same
+    random numbers however the batch is cut; `ftrain.random.for_examples` says which draws are by example. Eagerly
+    and in a split-compiled step stock modules draw from torch's generators, each piece after the one before.
 
     Args:
         n: number of microbatches; divides the first axis of every tensor in the batch.
@@ -50,13 +56,21 @@ def accumulate(n: int) -> Wrapper:
 
 def in_turn(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], rng: Tensor | None) -> Gradients:
     """Return the gradient of a batch that was cut into pieces, which are taken one after the other."""
-    n = len(pieces)
-    keys = random.split(rng, n) if rng is not None else [None] * n
-    total = _weighed(grad(state, pieces[0], keys[0]))
-    for piece, key in zip(pieces[1:], keys[1:], strict=True):
-        here = replace(state, buffers=total.buffers)
-        total = _added(total, grad(here, piece, key))
-    return _divided(total, n)
+    stream, start = keyed.current(), 0
+    offset = stream.offset if stream is not None else 0
+
+    def of(state: TrainState, piece: PyTree) -> Gradients:
+        nonlocal start
+        first, length = start, tree.batch_length(piece) or 1
+        start += length
+        key = random.for_examples(rng, first, length) if rng is not None else None
+        with stream.for_examples(first, length, offset) if stream is not None else nullcontext():
+            return grad(state, piece, key)
+
+    total = _weighed(of(state, pieces[0]))
+    for piece in pieces[1:]:
+        total = _added(total, of(replace(state, buffers=total.buffers), piece))
+    return _divided(total, len(pieces))
 
 
 def split_batch(batch: PyTree, n: int) -> list[PyTree]:
