@@ -52,8 +52,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
     key, examples = _parted("split", key)
     if num < 0:
         raise OptionError(f"split: num = {num}; needed a number of keys that is not negative.")
-    made = torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1)
-    return made if examples is None else _joined(made, examples)
+    return _joined(torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1), examples)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -71,8 +70,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         return fold_in_each(key, data)
     key, examples = _parted("fold_in", key)
     low, high = _halves("fold_in", "data", data)
-    made = _fold(key, full(key, low), full(key, high))
-    return made if examples is None else _joined(made, examples)
+    return _joined(_fold(key, full(key, low), full(key, high)), examples)
 
 
 def fold_in_each(key: Tensor, data: Tensor) -> Tensor:
@@ -84,8 +82,7 @@ def fold_in_each(key: Tensor, data: Tensor) -> Tensor:
     if data.is_floating_point() or data.is_complex():
         raise OptionError(f"fold_in: data has dtype {data.dtype}; needed an integer tensor.")
     data = to_device(data, key.device).to(torch.int64)
-    made = _fold(key, data & MASK, (data >> 32) & MASK)
-    return made if examples is None else _joined(made, examples)
+    return _joined(_fold(key, data & MASK, (data >> 32) & MASK), examples)
 
 
 def for_examples(key: Tensor, start: int, length: int) -> Tensor:
@@ -110,9 +107,7 @@ def for_examples(key: Tensor, start: int, length: int) -> Tensor:
     """
     words, examples = _parted("for_examples", key)
     if start < 0 or length < 1:
-        raise OptionError(
-            f"for_examples: start = {start}, length = {length}; needed a start from 0 on, and an example."
-        )
+        raise OptionError(f"for_examples: start = {start}, length = {length}; needed at least 0 and 1.")
     first = full(key, start) if examples is None else examples[0] + start
     return torch.cat([words, torch.stack([first, full(key, length)])])
 
@@ -385,19 +380,18 @@ def _digits(function: str, dtype: torch.dtype) -> int:
 
 def _parted(function: str, key: Tensor) -> tuple[Tensor, Tensor | None]:
     """The two words of a key, and those that say which examples it is for, if it is for some."""
-    if key.dtype == torch.int64:
-        if key.shape == (2,):
-            return key, None
-        if key.shape == (4,):
-            return key[:2], key[2:]
+    if key.shape == (2,) and key.dtype == torch.int64:
+        return key, None
+    if key.shape == (4,) and key.dtype == torch.int64:
+        return key[:2], key[2:]
     raise OptionError(
         f"{function}: the key has shape {tuple(key.shape)} and dtype {key.dtype}; needed int64 of shape "
         "(2,), as ftrain.random.key, split or fold_in make."
     )
 
 
-def _joined(keys: Tensor, examples: Tensor) -> Tensor:
-    return torch.cat([keys, examples.expand(*keys.shape[:-1], 2)], -1)
+def _joined(keys: Tensor, examples: Tensor | None) -> Tensor:
+    return keys if examples is None else torch.cat([keys, examples.expand(*keys.shape[:-1], 2)], -1)
 
 
 def _check_p(function: str, p: float) -> None:

@@ -67,6 +67,7 @@ MODULES = {
         "private_use",
         "register",
         "resolve",
+        "widest",
     ],
     "checkpoint": ["Checkpoints", "load", "save", "verify"],
     "data": [

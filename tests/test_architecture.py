@@ -16,6 +16,7 @@ PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf
 # Each line may import only lines above it.
 STAIRCASE = [
     "errors",
+    "backends",
     "checks",
     "figures",
     "types",
@@ -30,7 +31,6 @@ STAIRCASE = [
     "policies",
     "operations",
     "inductor_random",
-    "backends",
     "schedules",
     "optim",
     "losses",

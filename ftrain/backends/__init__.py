@@ -18,6 +18,7 @@ from ftrain.backends.registry import names as names
 from ftrain.backends.registry import of as of
 from ftrain.backends.registry import register as register
 from ftrain.backends.registry import resolve as resolve
+from ftrain.backends.registry import widest as widest
 
 # One name for two makers: a build of torch is for one of them.
 for _module in (cpu, rocm if _torch.version.hip else cuda, xpu, mps, hpu, npu, mlu, musa, xla):

@@ -14,6 +14,8 @@ import torch
 from ftrain.backends.registry import Backend, Memory
 
 STATM = Path("/proc/self/statm")
+MEMINFO = Path("/proc/meminfo")
+LIMIT, USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
 @contextmanager
@@ -36,6 +38,17 @@ def _memory() -> Memory:
     return Memory(current=current, peak=max(current, peak))
 
 
+def _free() -> int | None:
+    """What the kernel would give without swapping, within the limit of a container (cgroup v2)."""
+    if not MEMINFO.exists():
+        return None
+    lines = (line.split() for line in MEMINFO.read_text().splitlines())
+    free = next((int(kib) * 1024 for name, kib, *_ in lines if name == "MemAvailable:"), None)
+    if free is not None and LIMIT.exists() and (limit := LIMIT.read_text().strip()).isdigit():
+        free = max(0, min(free, int(limit) - int(USED.read_text())))
+    return free
+
+
 BACKEND = Backend(
     name="cpu",
     available=lambda: True,
@@ -44,6 +57,7 @@ BACKEND = Backend(
     seeded=_seeded,
     synchronize=lambda: None,
     memory=_memory,
+    free=_free,
     distributed="gloo",
     fused_optimizers=True,
 )

@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule, float32_products
-from ftrain.backends.registry import Backend
 
-AMPERE = (8, 0)
+VOLTA, AMPERE = (7, 0), (8, 0)
 DEVICE = DeviceModule("cuda")
 
 
@@ -44,18 +43,24 @@ def _tf32() -> AbstractContextManager[None] | None:
     return float32_products("high") if _is_ampere() else None
 
 
-BACKEND = Backend(
-    name="cuda",
+def _multiple(dtype: torch.dtype) -> int:
+    """Tensor cores take axes of whole multiples of 16 bytes at full speed, and from 8.0 on of 128; 7.0 has the first.
+
+    https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc
+    """
+    capability = torch.cuda.get_device_capability()
+    if capability < VOLTA or (dtype.itemsize > 2 and capability < AMPERE):
+        return 1
+    return (128 if capability >= AMPERE else 16) // dtype.itemsize
+
+
+BACKEND = DEVICE.record(
     platform="NVIDIA GPU",
-    available=DEVICE.available,
-    describe=DEVICE.describe,
     autocast_dtypes=_autocast_dtypes,
     seeded=seeded,
-    synchronize=DEVICE.synchronize,
-    memory=DEVICE.memory,
     distributed="nccl",
     tf32=_tf32,
-    empty_cache=DEVICE.empty_cache,
+    multiple=_multiple,
     pinned_memory=True,
     fused_optimizers=True,
     recorder=DEVICE.recorder,

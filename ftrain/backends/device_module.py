@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftrain.backends.registry import Memory, Recorder
+from ftrain.backends.registry import Backend, Memory, Recorder
 from ftrain.errors import DeviceError, OptionError
 
 NARROW = torch.bfloat16, torch.float16
@@ -29,6 +29,29 @@ class DeviceModule:
 
     def __init__(self, name: str) -> None:
         self._name = name
+
+    def record(self, **fields: Any) -> Backend:
+        """Make the record of the device from its module.
+
+        Args:
+            fields: of `Backend`: those that its module does not tell, `distributed` above all, and those in which it
+                is another than that of `torch.cuda`.
+
+        Raises:
+            OptionError: naming what is not given, or is of the wrong kind.
+        """
+        told: dict[str, Any] = {
+            "name": self._name,
+            "available": self.available,
+            "describe": self.describe,
+            "autocast_dtypes": self.autocast_dtypes,
+            "seeded": self.seeded,
+            "synchronize": self.synchronize,
+            "memory": self.memory,
+            "free": self.free,
+            "empty_cache": self.empty_cache,
+        }
+        return Backend(**{**told, **fields})
 
     @property
     def module(self) -> Any:
@@ -68,6 +91,13 @@ class DeviceModule:
     def memory(self) -> Memory:
         """Bytes of tensors, now and at most."""
         return Memory(current=int(self.module.memory_allocated()), peak=int(self.module.max_memory_allocated()))
+
+    def free(self) -> int | None:
+        """Bytes that are free, and those of the cache that no tensor has; None where the module does not say."""
+        if not (hasattr(self.module, "mem_get_info") and hasattr(self.module, "memory_reserved")):
+            return None
+        cached = int(self.module.memory_reserved()) - int(self.module.memory_allocated())
+        return int(self.module.mem_get_info()[0]) + cached
 
     def empty_cache(self) -> None:
         """Give cached memory back to the device."""

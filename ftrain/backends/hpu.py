@@ -3,7 +3,8 @@
 From its support matrix (https://docs.habana.ai/en/latest/PyTorch/Reference/PyTorch_Support_Matrix.html): no float64;
 ``hpu_backend`` compiles, Inductor does not; its graphs are for lazy mode only. On the first Gaudi nothing but bfloat16
 is relied on. Torch lists it among the devices of its fused kernels (https://github.com/pytorch/pytorch/pull/148666).
-There is no empty_cache.
+There is no empty_cache; memory is from a pool all the same (`PT_HPU_POOL_STRATEGY`, `PT_HPU_POOL_MEM_ACQUIRE_PERC`,
+https://github.com/HabanaAI/gaudi-pytorch-bridge).
 
 In lazy mode (``PT_HPU_LAZY_MODE=1``; no longer the default, see
 https://docs.habana.ai/en/latest/PyTorch/PyTorch_Gaudi_Theory_of_Operations.html) operations are collected until
@@ -23,7 +24,6 @@ from typing import Any
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule
-from ftrain.backends.registry import Backend
 
 FIRST = "GAUDI"
 
@@ -54,18 +54,13 @@ def _mark_step() -> None:
 
 DEVICE = _Gaudi("hpu")
 
-BACKEND = Backend(
-    name="hpu",
+BACKEND = DEVICE.record(
     platform="Intel Gaudi",
     package="habana_frameworks.torch",
     install="Intel's image or installer, https://docs.habana.ai/en/latest/Installation_Guide/index.html",
-    available=DEVICE.available,
-    describe=DEVICE.describe,
-    autocast_dtypes=DEVICE.autocast_dtypes,
-    seeded=DEVICE.seeded,
-    synchronize=DEVICE.synchronize,
-    memory=DEVICE.memory,
     distributed="hccl",
+    empty_cache=None,
+    caches_memory=True,
     compile_backend="hpu_backend",
     fused_optimizers=True,
     float64=False,

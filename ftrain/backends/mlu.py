@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule, switched
-from ftrain.backends.registry import Backend
 
 DEVICE = DeviceModule("mlu")
 
@@ -29,19 +28,12 @@ def _tf32() -> AbstractContextManager[None]:
     return switched(backends.mlu.matmul, "allow_tf32", True)
 
 
-BACKEND = Backend(
-    name="mlu",
+BACKEND = DEVICE.record(
     platform="Cambricon MLU",
     package="torch_mlu",
     install="Cambricon's image, https://github.com/Cambricon/torch_mlu",
-    available=DEVICE.available,
-    describe=DEVICE.describe,
     autocast_dtypes=_autocast_dtypes,
-    seeded=DEVICE.seeded,
-    synchronize=DEVICE.synchronize,
-    memory=DEVICE.memory,
     distributed="cncl",
     tf32=_tf32,
-    empty_cache=DEVICE.empty_cache,
     recorder=DEVICE.recorder,
 )

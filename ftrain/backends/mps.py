@@ -15,7 +15,7 @@ import platform
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule
-from ftrain.backends.registry import Backend, Memory
+from ftrain.backends.registry import Memory
 
 DEVICE = DeviceModule("mps")
 
@@ -24,17 +24,12 @@ def _memory() -> Memory:
     return Memory(current=torch.mps.current_allocated_memory(), peak=torch.mps.driver_allocated_memory())
 
 
-BACKEND = Backend(
-    name="mps",
+BACKEND = DEVICE.record(
     platform="Apple GPU",
-    available=DEVICE.available,
     describe=lambda: f"Apple {platform.machine()} GPU",
     autocast_dtypes=lambda: NARROW,
-    seeded=DEVICE.seeded,
-    synchronize=DEVICE.synchronize,
     memory=_memory,
     distributed="gloo",
-    empty_cache=DEVICE.empty_cache,
     fused_optimizers=True,
     float64=False,
 )

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ftrain.backends.device_module import DeviceModule, switched
-from ftrain.backends.registry import Backend
 
 DEVICE = DeviceModule("musa")
 
@@ -25,19 +24,11 @@ def _tf32() -> AbstractContextManager[None]:
     return switched(backends.mudnn, "allow_tf32", True)
 
 
-BACKEND = Backend(
-    name="musa",
+BACKEND = DEVICE.record(
     platform="Moore Threads GPU",
     package="torch_musa",
     install="Moore Threads' wheels or image, https://github.com/MooreThreads/torch_musa",
-    available=DEVICE.available,
-    describe=DEVICE.describe,
-    autocast_dtypes=DEVICE.autocast_dtypes,
-    seeded=DEVICE.seeded,
-    synchronize=DEVICE.synchronize,
-    memory=DEVICE.memory,
     distributed="mccl",
     tf32=_tf32,
-    empty_cache=DEVICE.empty_cache,
     recorder=DEVICE.recorder,
 )

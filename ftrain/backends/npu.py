@@ -11,22 +11,13 @@ https://github.com/Ascend/pytorch/blob/master/torch_npu/npu/__init__.py. Not run
 from __future__ import annotations
 
 from ftrain.backends.device_module import DeviceModule
-from ftrain.backends.registry import Backend
 
 DEVICE = DeviceModule("npu")
 
-BACKEND = Backend(
-    name="npu",
+BACKEND = DEVICE.record(
     platform="Huawei Ascend",
     package="torch_npu",
     install="pip install torch-npu, https://github.com/Ascend/pytorch",
-    available=DEVICE.available,
-    describe=DEVICE.describe,
-    autocast_dtypes=DEVICE.autocast_dtypes,
-    seeded=DEVICE.seeded,
-    synchronize=DEVICE.synchronize,
-    memory=DEVICE.memory,
     distributed="hccl",
-    empty_cache=DEVICE.empty_cache,
     recorder=DEVICE.recorder,
 )

@@ -46,20 +46,18 @@ def private_use(name: str, **fields: Any) -> Backend:
     lacks = [function for function in ASKED if not hasattr(module, function)]
     if lacks:
         raise OptionError(f"backends.private_use: torch.{name} lacks {', '.join(lacks)}, which a step needs")
-    device = DeviceModule(name)
-    made: dict[str, Any] = {
-        "platform": "PrivateUse1",
-        "available": device.available,
-        "describe": device.describe if hasattr(module, "get_device_name") else lambda: name,
-        "autocast_dtypes": device.autocast_dtypes if hasattr(module, "get_amp_supported_dtype") else tuple,
-        "seeded": device.seeded,
-        "synchronize": device.synchronize if hasattr(module, "synchronize") else torch.accelerator.synchronize,
-        "memory": device.memory if hasattr(module, "max_memory_allocated") else _uncounted,
-        "distributed": "gloo",
-        "empty_cache": device.empty_cache if hasattr(module, "empty_cache") else None,
-        "compile_backend": "aot_eager",
+    absent: dict[str, Any] = {
+        "get_device_name": {"describe": lambda: name},
+        "get_amp_supported_dtype": {"autocast_dtypes": tuple},
+        "synchronize": {"synchronize": torch.accelerator.synchronize},
+        "max_memory_allocated": {"memory": _uncounted},
+        "empty_cache": {"empty_cache": None},
     }
-    return Backend(**{"name": name, **made, **fields})
+    made: dict[str, Any] = {"platform": "PrivateUse1", "distributed": "gloo", "compile_backend": "aot_eager"}
+    for function, instead in absent.items():
+        if not hasattr(module, function):
+            made |= instead
+    return DeviceModule(name).record(**{**made, **fields})
 
 
 def _uncounted() -> Memory:

@@ -20,7 +20,7 @@ ENTRY_POINTS = "ftrain.backends"
 CHOICE = "FTRAIN_BACKEND"
 
 TEXTS = "name", "distributed", "compile_backend", "platform", "package", "install"
-CALLS = "available", "describe", "autocast_dtypes", "seeded", "synchronize", "memory", "tf32"
+CALLS = "available", "describe", "autocast_dtypes", "seeded", "synchronize", "memory", "tf32", "free", "multiple"
 
 
 Recorder: TypeAlias = Callable[[Callable[[], Sequence[Tensor]]], tuple[Callable[[], None], Sequence[Tensor]]]
@@ -55,8 +55,12 @@ class Backend:
         synchronize: wait until the device has done all queued work.
         memory: bytes in use.
         distributed: the name of the `torch.distributed` backend.
+        free: bytes that can still be taken, those of the cache included; None where the device cannot tell.
+        multiple: ``dtype -> int``, of what the lengths of axes should be multiples for products at full speed.
         tf32: makes a context in which float32 products may use TF32, or None where there is no TF32.
         empty_cache: give cached memory back to the device; None where there is no such thing.
+        caches_memory: whether memory that a tensor gives back is kept for the next one, so that a new tensor costs
+            nothing but its contents; None where `empty_cache` says it.
         compile_backend: the compiler that suits the device.
         pinned_memory: whether page-locked host memory speeds up copies to the device.
         fused_optimizers: whether torch's fused optimizer kernels run here.
@@ -78,8 +82,11 @@ class Backend:
     synchronize: Callable[[], None] = _NEEDED
     memory: Callable[[], Memory] = _NEEDED
     distributed: str = _NEEDED
+    free: Callable[[], int | None] = lambda: None
+    multiple: Callable[[torch.dtype], int] = lambda dtype: 1
     tf32: Callable[[], AbstractContextManager[None] | None] = lambda: None
     empty_cache: Callable[[], None] | None = None
+    caches_memory: bool | None = None
     compile_backend: str = "inductor"
     pinned_memory: bool = False
     fused_optimizers: bool = False
@@ -103,6 +110,8 @@ class Backend:
         for call in ("empty_cache", "recorder"):
             if getattr(self, call) is not None and not callable(getattr(self, call)):
                 raise OptionError(f"Backend {name}: {call} is {getattr(self, call)!r}; needs a function, or None")
+        if self.caches_memory is None:
+            object.__setattr__(self, "caches_memory", self.empty_cache is not None)
 
     @property
     def present(self) -> bool:
@@ -181,6 +190,12 @@ def resolve(device: torch.device | str) -> torch.device:
     """
     backend = get(str(device).split(":")[0])
     return backend.device if str(device) == backend.name else torch.device(device)
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return the dtype in which a device computes most exactly: float64, or float32 where it has no float64."""
+    record = _records.get(device.type)
+    return torch.float64 if record is None or record.float64 else torch.float32
 
 
 def default() -> Backend:

@@ -18,4 +18,5 @@ BACKEND = dataclasses.replace(
     platform="AMD GPU",
     autocast_dtypes=lambda: NARROW,
     tf32=lambda: None,
+    multiple=lambda dtype: 1,
 )

@@ -3,7 +3,8 @@
 Operations are collected, and `torch_xla.sync` compiles and launches them
 (https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html): here at the end of every step. Autocast is to bfloat16
 (https://docs.pytorch.org/xla/master/perf/amp.html). The state of the generator is its seed, an integer. There are no
-cache to empty, no graphs to record (each step is one) and no TF32; ``openxla`` is what compiles.
+cache to empty (XLA keeps what it has taken and uses it again, https://docs.jax.dev/en/latest/gpu_memory_allocation.html),
+no graphs to record (each step is one) and no TF32; ``openxla`` is what compiles.
 
 Source: https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html. Not run on hardware.
 """
@@ -60,5 +61,6 @@ BACKEND = Backend(
     synchronize=lambda: _xla().sync(wait=True),
     memory=_memory,
     distributed="xla",
+    caches_memory=True,
     compile_backend="openxla",
 )

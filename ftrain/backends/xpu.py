@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule, float32_products, switched
-from ftrain.backends.registry import Backend
 
 DEVICE = DeviceModule("xpu")
 
@@ -34,18 +33,11 @@ def _switches() -> Iterator[None]:
         yield
 
 
-BACKEND = Backend(
-    name="xpu",
+BACKEND = DEVICE.record(
     platform="Intel GPU",
-    available=DEVICE.available,
-    describe=DEVICE.describe,
     autocast_dtypes=_autocast_dtypes,
-    seeded=DEVICE.seeded,
-    synchronize=DEVICE.synchronize,
-    memory=DEVICE.memory,
     distributed="xccl",
     tf32=_tf32,
-    empty_cache=DEVICE.empty_cache,
     pinned_memory=True,
     fused_optimizers=True,
     # Newer than the oldest torch that is supported.

@@ -67,7 +67,7 @@ def platform(request, monkeypatch):
 
 def test_every_field_is_of_its_kind(platform):
     record = platform.record
-    for name in ("pinned_memory", "fused_optimizers", "float64"):
+    for name in ("pinned_memory", "fused_optimizers", "float64", "caches_memory"):
         assert type(getattr(record, name)) is bool
     for name in registry.TEXTS:
         assert isinstance(getattr(record, name), str)
@@ -166,6 +166,11 @@ def test_a_cache_is_emptied_where_there_is_one(platform):
     if platform.record.empty_cache is not None:
         platform.record.empty_cache()
         platform.called("empty_cache")
+
+
+def test_memory_is_kept_for_the_next_tensor_but_on_the_host(platform):
+    """Also where nobody outside can empty that cache."""
+    assert platform.record.caches_memory == (platform.key != "cpu")
 
 
 @pytest.mark.parametrize("fails", [False, True])

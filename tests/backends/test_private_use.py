@@ -78,6 +78,7 @@ def test_what_a_module_does_not_offer_is_left_out(bare):
     assert made.autocast_dtypes() == ()
     assert made.memory() == ft.backends.Memory(0, 0)
     assert made.empty_cache is made.recorder is None
+    assert made.caches_memory is False
     assert made.tf32() is None
     assert not made.fused_optimizers
     assert not made.pinned_memory
