@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from ftrain import backends, purity, tree
 from ftrain.errors import ComposeError, DataError, OptionError
@@ -71,7 +72,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of the loss and of every metric over all of `data`.
 
-    Exact for uneven batches: totals and weights are summed on the device, which is read once, at the end.
+    Exact for uneven batches: totals and weights are summed on the device in float64, or as exactly in pairs of float32
+    where it has no float64, and read once, at the end.
 
     Args:
         step: from `eval_step`.
@@ -95,7 +97,7 @@ def evaluate(
     device = tree.device_of(state.params)
     if dtype is not None:
         step, state = _narrowed(step, state, dtype)
-    totals: dict[str, Mean] = {}
+    sums = _Sums()
     pieces = 1
     for given in data:
         batch = tree.to(as_tree(given), device)
@@ -108,10 +110,55 @@ def evaluate(
                     raise
                 release(error, device)
                 pieces *= 2
-        _add(totals, found)
-    if not totals:
+        sums.add(found)
+    if not sums.totals:
         raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
-    return {name: float(mean) for name, mean in totals.items()}
+    return sums.read()
+
+
+class _Sums:
+    """Sums of means, on the device. Where it has no float64, each number is the sum of two of float32.
+
+    Dekker, "A floating-point technique for extending the available precision", 1971, https://doi.org/10.1007/BF01397083.
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Mean] = {}
+        self._rest: dict[str, Mean] = {}
+
+    def add(self, found: dict[str, Mean]) -> None:
+        for name, mean in found.items():
+            if name not in self.totals:
+                self.totals[name] = mean
+            elif mean.total.dtype == torch.float64:
+                self.totals[name] = self.totals[name] + mean
+            else:
+                before, zero = self.totals[name], torch.zeros_like(mean.total)
+                rest = self._rest.get(name, Mean(zero, zero))
+                total = _exact_sum(before.total, rest.total, mean.total)
+                weight = _exact_sum(before.weight, rest.weight, mean.weight)
+                self.totals[name], self._rest[name] = Mean(total[0], weight[0]), Mean(total[1], weight[1])
+
+    def read(self) -> dict[str, float]:
+        """Return the means, by waiting for the device."""
+        return {name: float(self._joined(name, mean)) for name, mean in self.totals.items()}
+
+    def _joined(self, name: str, mean: Mean) -> Mean:
+        if name not in self._rest:
+            return mean
+        rest = self._rest[name]
+        parts = [float(part) for part in (mean.total, rest.total, mean.weight, rest.weight)]
+        total, weight = torch.tensor(parts, dtype=torch.float64).view(2, 2).sum(1)
+        return Mean(total, weight)
+
+
+def _exact_sum(high: Tensor, low: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+    """``high + low + more`` as a number of the dtype and what is left over; what is not finite leaves nothing."""
+    total = high + more
+    rest = total - high
+    low = low + (high - (total - rest)) + (more - rest)
+    high = total + low
+    return high, torch.where(high.isfinite(), low - (high - total), 0.0)
 
 
 def _in_pieces(step: EvalStep, state: TrainState, batch: PyTree, pieces: int) -> dict[str, Mean]:
@@ -144,6 +191,10 @@ def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tu
 
 def _mean(metric: Any, length: int) -> Mean:
     if isinstance(metric, Mean) and not metric.plain:
-        return Mean(metric.total.double(), metric.weight.double())
-    value = torch.as_tensor(metric.value if isinstance(metric, Mean) else metric).double()
+        return Mean(_widened(metric.total), _widened(metric.weight))
+    value = _widened(torch.as_tensor(metric.value if isinstance(metric, Mean) else metric))
     return Mean(value * length, torch.full_like(value, length))
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.to(backends.widest(value.device))

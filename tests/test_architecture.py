@@ -79,7 +79,7 @@ INSIDE = {
     # What devices have in common, and the record of NVIDIA's GPUs, of which AMD's is a variant.
     "backends": {"registry", "device_module", "cuda"},
     "schedules": {"text", "inputs", "curve", "decays", "cosines", "roots", "stable", "joined"},
-    "optim": {"leaves", "rounding", "storage", "quantized", "family", "nested"},
+    "optim": {"counting", "leaves", "rounding", "storage", "quantized", "family", "nested"},
     "losses": {"inputs", "chunked"},
     "transforms": set(),
     "anatomy": {"timeline", "drawing", "predicted", "measured", "record"},

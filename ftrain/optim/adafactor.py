@@ -10,6 +10,7 @@ from torch import Tensor
 from ftrain.checks import require_range
 from ftrain.errors import OptionError
 from ftrain.masks import Mask, everything
+from ftrain.optim.counting import counted
 from ftrain.optim.family import COUNT, NONE, Number, Part, leafwise, require_ranges
 from ftrain.types import Optimizer, Schedule
 
@@ -56,7 +57,7 @@ def adafactor(
     first, second = eps
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = shared[COUNT].double()
+        count = counted(shared[COUNT])
         return count**beta2_decay, torch.clamp(count**-0.5, max=rate) * d, 1 - rate * weight_decay
 
     def rule(part: Part, share: Tensor, rate: Tensor, kept: Number) -> None:

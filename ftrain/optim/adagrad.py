@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain.masks import Mask, everything
+from ftrain.optim.counting import counted
 from ftrain.optim.family import COUNT, NONE, Number, Part, descend_quotient, leafwise, require_ranges
 from ftrain.types import Optimizer, Schedule
 
@@ -54,7 +55,7 @@ def adagrad(
     )
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        return (rate / (1 + (shared[COUNT].double() - 1) * lr_decay) if lr_decay else rate,)
+        return (rate / (1 + (counted(shared[COUNT]) - 1) * lr_decay) if lr_decay else rate,)
 
     def rule(part: Part, rate: Number) -> None:
         g = part.descent(maximize=maximize, l2=weight_decay)

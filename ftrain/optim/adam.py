@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ftrain.checks import require_positive
 from ftrain.masks import Mask, everything, matrices
+from ftrain.optim.counting import counted, debias
 from ftrain.optim.family import (
     COUNT,
     NONE,
@@ -188,9 +189,8 @@ def _adam(
     require_ranges(name, weight_decay=weight_decay)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        # In float64 as on the host, so that only the leaves' own dtype rounds.
-        count = shared[COUNT].double()
-        return rate / (1 - b1**count), (1 - b2**count).sqrt(), 1 - rate * weight_decay
+        count = counted(shared[COUNT])
+        return rate / debias(b1, count), debias(b2, count).sqrt(), 1 - rate * weight_decay
 
     def rule(part: Part, size: Number, root: Number, kept: Number) -> None:
         p, mu, nu = part.leaf, part.state["mu"], part.state["nu"]

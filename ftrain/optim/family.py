@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ftrain import backends, tree
 from ftrain.checks import require_range
-from ftrain.errors import OptionError, StructureError
+from ftrain.errors import DeviceError, OptionError, StructureError
 from ftrain.masks import Mask, as_select, require_matches
 from ftrain.optim.leaves import Group, Plan, Planner, copies, like, pick, settled
 from ftrain.optim.storage import Lifted, Storage
@@ -163,6 +163,12 @@ class _Family:
 
     def init(self, params: PyTree) -> PyTree:
         device = next((leaf.device for leaf in tree.leaves(params)), NONE.device)
+        exact = any(value.dtype == torch.float64 for value in self.shared.values())
+        if exact and backends.widest(device) != torch.float64:
+            raise DeviceError(
+                f"{self.name}: sums weights in float64, and {backends.of(device).describe()} has none; take another "
+                "optimizer"
+            )
         scalars = {key: value.to(device, copy=True) for key, value in self.shared.items()}
         if self.storage:
             return {**scalars, **self.storage.begin(self.state, params)}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain.masks import Mask, matrices
+from ftrain.optim.counting import counted, debias
 from ftrain.optim.family import (
     COUNT,
     NONE,
@@ -62,8 +63,8 @@ def lamb(
     require_ranges("lamb", weight_decay=weight_decay)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = shared[COUNT].double()
-        return rate, 1 / (1 - b1**count), (1 - b2**count).sqrt()
+        count = counted(shared[COUNT])
+        return rate, 1 / debias(b1, count), debias(b2, count).sqrt()
 
     def rule(part: Part, rate: Number, correction: Number, root: Number) -> None:
         p, g = part.leaf, part.grad

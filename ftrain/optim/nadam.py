@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain.masks import Mask, everything
+from ftrain.optim.counting import counted, debias, power
 from ftrain.optim.family import (
     COUNT,
     NONE,
@@ -66,13 +67,13 @@ def nadam(
     coupled = 0.0 if decoupled_weight_decay else weight_decay
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = shared[COUNT].double()
-        now, following = (b1 * (1 - 0.5 * 0.96 ** (t * momentum_decay)) for t in (count, count + 1))
-        product = shared["product"].mul_(now.float()).double()
+        count = counted(shared[COUNT])
+        now, following = (b1 * (1 - 0.5 * power(0.96, t * momentum_decay)) for t in (count, count + 1))
+        product = counted(shared["product"].mul_(now.float()))
         # Both summands over the factor of the gradient, which goes to the denominator: one to scale less.
         factor = (1 - now) / (1 - product)
         share = following / (1 - product * following) / factor
-        return rate, share, (1 - b2**count).sqrt() * factor, eps / factor, 1 - rate * weight_decay
+        return rate, share, debias(b2, count).sqrt() * factor, eps / factor, 1 - rate * weight_decay
 
     def rule(part: Part, rate: Number, share: Number, root: Number, least: Number, kept: Number) -> None:
         g = part.descent(maximize=maximize, l2=coupled)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain.masks import Mask, everything
+from ftrain.optim.counting import counted, debias, power
 from ftrain.optim.family import COUNT, NONE, Number, Part, average, average_squares, leafwise, require_ranges
 from ftrain.types import Optimizer, Schedule
 
@@ -57,9 +58,9 @@ def radam(
     limit = 2 / (1 - b2) - 1
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = shared[COUNT].double()
-        size, second = rate / (1 - b1**count), 1 - b2**count
-        length = limit - 2 * count * b2**count / second
+        count = counted(shared[COUNT])
+        size, second = rate / debias(b1, count), debias(b2, count)
+        length = limit - 2 * count * power(b2, count) / second
         rectifier = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
         adaptive = size * (rectifier * second).sqrt()
         # Chosen from and not multiplied, for the root may be NaN where it is not wanted.

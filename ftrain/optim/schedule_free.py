@@ -11,6 +11,7 @@ from ftrain import tree
 from ftrain.checks import require_range
 from ftrain.errors import StructureError
 from ftrain.masks import Mask, matrices
+from ftrain.optim.counting import counted, debias
 from ftrain.optim.family import COUNT, NONE, Number, Part, approach, average_squares, descend, leafwise, require_ranges
 from ftrain.types import Optimizer, PyTree, Schedule
 
@@ -66,7 +67,7 @@ def schedule_free_adamw(
         weights = shared["weights"].add_(weight)
         shared["b1"].fill_(b1)
         share = torch.where(weights > 0, weight / weights, 0.0)
-        return rate, (1 - b2 ** shared[COUNT].double()).sqrt(), share, rate * (1 - b1 * (1 - share))
+        return rate, debias(b2, counted(shared[COUNT])).sqrt(), share, rate * (1 - b1 * (1 - share))
 
     def rule(part: Part, rate: Number, root: Number, share: Number, step: Number) -> None:
         y, z, g = part.leaf, part.state["z"], part.grad

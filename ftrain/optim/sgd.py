@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ftrain.errors import OptionError
 from ftrain.masks import Mask, everything
+from ftrain.optim.counting import counted
 from ftrain.optim.family import COUNT, NONE, Number, Part, descend, leafwise, require_ranges
 from ftrain.optim.storage import low_precision
 from ftrain.types import Optimizer, Schedule
@@ -56,7 +57,7 @@ def sgd(
     damped = bool(momentum and dampening)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        return rate, 1 - dampening * (shared[COUNT] > 1).double()
+        return rate, 1 - dampening * counted(shared[COUNT] > 1)
 
     def rule(part: Part, rate: Number, share: Number = 1.0) -> None:
         g = part.descent(maximize=maximize, l2=weight_decay)

@@ -274,12 +274,15 @@ class _Compiled:
     def _pack(self, words: tuple[int, int], hyper: Mapping[str, float], device: torch.device) -> Tensor:
         """Bring all that the host knows of a step to the device as one int64 tensor."""
         keys = *words, *random.stock_words(words), *random.update_words(words)
-        packed = bytearray(struct.pack(f"{len(keys)}q{len(hyper)}d", *keys, *hyper.values()))
+        # Without float64, numbers lie in pairs; "0q" fills up the last one.
+        kind = "d" if backends.widest(device) == torch.float64 else "f"
+        packed = bytearray(struct.pack(f"{len(keys)}q{len(hyper)}{kind}0q", *keys, *hyper.values()))
         return random.to_device(torch.frombuffer(packed, dtype=torch.int64), device)
 
     def _unpack(self, packed: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the keys of the loss and of stock modules, shape (2, 2), and what the optimizer gets."""
-        hyper = dict(zip(self._names, packed[6:].view(torch.float64).unbind(), strict=True))
+        values = packed[6:].view(backends.widest(packed.device)).unbind()
+        hyper = dict(zip(self._names, values, strict=False))
         if self._step.optimizer.needs_rng:
             hyper[RNG] = packed[4:6]
         return packed[:4].reshape(2, 2), hyper

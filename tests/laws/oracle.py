@@ -15,6 +15,7 @@ def wrappers():
     return {
         "bf16": ft.with_amp("bf16"),
         "fp16": ft.with_amp("fp16"),
+        "precision": ft.matmul_precision("high"),
         "remat": ft.remat(),
         "remat_dots": ft.remat("dots"),
         "accumulate": ft.accumulate(2),
@@ -22,6 +23,7 @@ def wrappers():
         "clip_value": ft.clip(value=MAX_VALUE),
         "ema": ft.ema(EMA),
         "swa": ft.swa(SWA),
+        "empty_cache": ft.empty_cache(2),
         "skip": ft.skip_nonfinite(3),
     }
 
