@@ -43,6 +43,7 @@ from ftrain.transforms import compiled as compiled
 from ftrain.transforms import donated as donated
 from ftrain.transforms import ema as ema
 from ftrain.transforms import matmul_precision as matmul_precision
+from ftrain.transforms import offload as offload
 from ftrain.transforms import remat as remat
 from ftrain.transforms import skip_nonfinite as skip_nonfinite
 from ftrain.transforms import swa as swa

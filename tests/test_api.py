@@ -40,6 +40,7 @@ NAMES = [
     "iterate",
     "lora",
     "matmul_precision",
+    "offload",
     "patience",
     "plateau",
     "precision_report",
@@ -58,6 +59,7 @@ MODULES = {
     "adapters": ["like", "load", "lora", "merge", "save", "unmerge"],
     "backends": [
         "Backend",
+        "Copier",
         "Memory",
         "Recorder",
         "default",
@@ -227,6 +229,7 @@ INNER = {
         "donated",
         "ema",
         "matmul_precision",
+        "offload",
         "remat",
         "skip_nonfinite",
         "swa",
@@ -351,6 +354,7 @@ SIGNATURES = {
     "adapters.like": "(directory)",
     "donated": "()",
     "update_in_backward": "()",
+    "offload": "(what, *, directory=None, min_bytes=65536)",
     "block": "(function)",
     "optim.adafactor": (
         "(lr=0.01, *, beta2_decay=-0.8, eps=(None, 0.001), d=1.0, weight_decay=0.0, maximize=False, "

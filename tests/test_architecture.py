@@ -31,8 +31,10 @@ STAIRCASE = [
     "policies",
     "operations",
     "inductor_random",
+    "transfers",
     "schedules",
     "optim",
+    "away",
     "losses",
     "grad",
     "slots",
@@ -77,7 +79,7 @@ STAIRCASE = [
 INSIDE = {
     "adapters": {"config", "weights", "targets", "layers", "modules", "trees", "lora", "merging"},
     # What devices have in common, and the record of NVIDIA's GPUs, of which AMD's is a variant.
-    "backends": {"registry", "device_module", "cuda"},
+    "backends": {"registry", "copying", "device_module", "cuda"},
     "schedules": {"text", "inputs", "curve", "decays", "cosines", "roots", "stable", "joined"},
     "optim": {"counting", "leaves", "rounding", "storage", "quantized", "family", "nested"},
     "losses": {"inputs", "chunked"},

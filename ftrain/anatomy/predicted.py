@@ -12,6 +12,7 @@ from ftrain import random, tree
 from ftrain.anatomy.timeline import BACKWARD, FORWARD, UPDATE, Piece, Timeline, Tracker
 from ftrain.slots import bound, slots_of
 from ftrain.step import Step
+from ftrain.transfers import is_in_file
 from ftrain.types import RNG, Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 
 KINDS = (
@@ -47,6 +48,7 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hyper, words = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}, (0, 0)
     state = replace(state, step=None, rng=None)
+    elsewhere = _elsewhere(state)
     state, batch = tree.map(lambda leaf: _fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch))
     key = _fake(mode, random.from_words(words)) if step.base.needs_rng else None
     if step.optimizer.needs_rng:
@@ -60,6 +62,8 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
     }
     began: list[int] = []
     tracker = Tracker({kind: _tensors(part) for kind, part in known.items()}, step.base.module)
+
+    tracker.leave_out([leaf for leaf, away in zip(_tensors(state.opt_state), elsewhere, strict=True) if away])
 
     def marking(update: UpdateFn) -> UpdateFn:
         def marked(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
@@ -81,6 +85,12 @@ def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """A tensor of that shape on the CPU: the memory that it would take does not depend on where it is."""
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def _elsewhere(state: TrainState) -> list[bool]:
+    """Of each leaf of the optimizer's state, whether it is kept where the device has no memory for it."""
+    device = tree.device_of(state.params)
+    return [is_in_file(leaf) or (leaf.device != device and leaf.ndim > 0) for leaf in _tensors(state.opt_state)]
 
 
 def _tensors(node: PyTree) -> list[Any]:

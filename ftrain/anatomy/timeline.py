@@ -91,6 +91,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors:
                 self._take(tensor, kind)
 
+    def leave_out(self, tensors: Sequence[Tensor]) -> None:
+        """Say what was there before and is no memory of the device."""
+        for tensor in tensors:
+            self._live[tensor.untyped_storage()._cdata].size = 0
+
     def mark(self, tensors: Sequence[Tensor], kind: str) -> None:
         """Say what memory is for that was taken before."""
         for tensor in tensors:

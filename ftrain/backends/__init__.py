@@ -10,6 +10,7 @@ import torch as _torch
 from ftrain.backends import cpu, cuda, hpu, mlu, mps, musa, npu, rocm, xla, xpu
 from ftrain.backends.private import private_use as private_use
 from ftrain.backends.registry import Backend as Backend
+from ftrain.backends.registry import Copier as Copier
 from ftrain.backends.registry import Memory as Memory
 from ftrain.backends.registry import Recorder as Recorder
 from ftrain.backends.registry import default as default

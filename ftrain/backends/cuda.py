@@ -64,4 +64,5 @@ BACKEND = DEVICE.record(
     pinned_memory=True,
     fused_optimizers=True,
     recorder=DEVICE.recorder,
+    copier=DEVICE.copier,
 )

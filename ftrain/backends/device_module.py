@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftrain.backends.copying import Streams
 from ftrain.backends.registry import Backend, Memory, Recorder
 from ftrain.errors import DeviceError, OptionError
 
@@ -102,6 +103,10 @@ class DeviceModule:
     def empty_cache(self) -> None:
         """Give cached memory back to the device."""
         self.module.empty_cache()
+
+    def copier(self) -> Streams:
+        """Copy on a stream of the device."""
+        return Streams(self.module)
 
     def recorder(self) -> Recorder:
         """Record in the vendor's graph, which has the name and the use of a `torch.cuda.CUDAGraph`.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,27 @@ CALLS = "available", "describe", "autocast_dtypes", "seeded", "synchronize", "me
 
 Recorder: TypeAlias = Callable[[Callable[[], Sequence[Tensor]]], tuple[Callable[[], None], Sequence[Tensor]]]
 """``work -> (replay, outputs)``: records what `work` does on the device; each replay writes the same outputs."""
+
+
+class Copier(Protocol):
+    """Copies between host and device."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether copies go on while the device computes."""
+        ...
+
+    def out(self, source: Tensor, target: Tensor) -> None:
+        """Copy to the host what the work that is queued so far makes; `target` is there after `wait`."""
+        ...
+
+    def back(self, source: Tensor, device: torch.device) -> Callable[[], Tensor]:
+        """Begin to copy to the device; what is returned gives the tensor, to be called before it is used."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all that was copied to the host is there."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,7 @@ class Backend:
         pinned_memory: whether page-locked host memory speeds up copies to the device.
         fused_optimizers: whether torch's fused optimizer kernels run here.
         recorder: makes a `Recorder`, which records work that is then replayed; None where there is no such thing.
+        copier: makes a `Copier` for copies beside other work; None where there is no such thing.
         float64: whether the device computes in float64.
         platform: whose devices these are, where the name does not say it.
         package: of the vendor, which adds the device to torch; imported when the backend is asked for by name.
@@ -91,6 +113,7 @@ class Backend:
     pinned_memory: bool = False
     fused_optimizers: bool = False
     recorder: Callable[[], Recorder] | None = None
+    copier: Callable[[], Copier] | None = None
     float64: bool = True
     platform: str = ""
     package: str = ""
@@ -107,7 +130,7 @@ class Backend:
         for call in CALLS:
             if not callable(getattr(self, call)):
                 raise OptionError(f"Backend {name}: {call} is {getattr(self, call)!r}; needs a function")
-        for call in ("empty_cache", "recorder"):
+        for call in ("empty_cache", "recorder", "copier"):
             if getattr(self, call) is not None and not callable(getattr(self, call)):
                 raise OptionError(f"Backend {name}: {call} is {getattr(self, call)!r}; needs a function, or None")
         if self.caches_memory is None:

@@ -40,6 +40,7 @@ BACKEND = DEVICE.record(
     tf32=_tf32,
     pinned_memory=True,
     fused_optimizers=True,
+    copier=DEVICE.copier,
     # Newer than the oldest torch that is supported.
     recorder=DEVICE.recorder if hasattr(torch.xpu, "XPUGraph") else None,
 )

@@ -8,6 +8,7 @@ from ftrain.transforms.compiled import compiled as compiled
 from ftrain.transforms.donated import donated as donated
 from ftrain.transforms.ema import ema as ema
 from ftrain.transforms.matmul_precision import matmul_precision as matmul_precision
+from ftrain.transforms.offload import offload as offload
 from ftrain.transforms.remat import remat as remat
 from ftrain.transforms.skip import skip_nonfinite as skip_nonfinite
 from ftrain.transforms.swa import swa as swa

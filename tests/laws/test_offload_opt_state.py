@@ -1,0 +1,230 @@
+"""A state of the optimizer that lives in files computes the same, to the bit, and is a state like any other."""
+
+import ctypes
+import errno
+import os
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain import away as module
+from ftrain import optim, transfers, tree
+from ftrain.errors import ComposeError, DeviceError, OptionError, StructureError
+from ftrain.optim.apart import by_size
+from ftrain.transfers import is_in_file
+from ftrain.types import Optimizer
+from tests.laws.models import make_batch
+from tests.laws.optimizers import COMBINED, OPTIMIZERS
+from tests.laws.test_optimizers import build as build_optimizer
+from tests.laws.test_optimizers import train as train_optimizer
+from tests.laws.test_pipelines import assert_equal, build, train
+
+SUITS = ("bf16", "remat", "accumulate", "clip", "ema", "swa")
+
+
+@pytest.fixture(autouse=True)
+def several_parts(monkeypatch):
+    """The models are so small that they would be updated at once."""
+    monkeypatch.setattr(module, "_together", lambda leaves: by_size(leaves, 200))
+
+
+def offloaded(path, **options):
+    return ft.offload("opt_state", directory=path, **{"min_bytes": 0, **options})
+
+
+def in_files(state):
+    return [is_in_file(leaf) for leaf in tree.leaves(state.opt_state) if leaf.ndim]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS | COMBINED)
+def test_no_bit_changes_with_any_optimizer(name, tmp_path):
+    for more in ((), (ft.donated(),)):
+        for dtype in (torch.float64, torch.float32):
+            found = train_optimizer(build_optimizer(name, offloaded(tmp_path), *more), dtype)
+            assert_equal(found, train_optimizer(build_optimizer(name, *more), dtype))
+    assert all(there or not leaf.numel() for there, leaf in zip(in_files(found), vectors(found), strict=True))
+    assert not os.listdir(tmp_path)
+
+
+def vectors(state):
+    return [leaf for leaf in tree.leaves(state.opt_state) if leaf.ndim]
+
+
+@pytest.mark.parametrize(
+    "names", [(), *((name,) for name in SUITS), SUITS], ids=lambda names: "+".join(names) or "plain"
+)
+@pytest.mark.parametrize("more", [(), (ft.donated(),), (ft.update_in_backward(),)], ids=["", "donated", "in backward"])
+def test_no_bit_changes_beside_other_wrappers(names, more, tmp_path):
+    if more and more[0].optimize and {"accumulate", "clip"} & set(names):
+        pytest.skip("these need all gradients")
+    _, plain = build(names, *more)
+    for wrappers in ((*more, offloaded(tmp_path)), (offloaded(tmp_path), *more)):
+        state, _ = train(build(names, *wrappers)[1])
+        assert_equal(state, train(plain)[0])
+        assert all(in_files(state))
+
+
+def test_a_donated_state_is_written_where_it_is(tmp_path):
+    _, step = build((), offloaded(tmp_path), ft.donated())
+    state = step.init()
+    where = [leaf.data_ptr() for leaf in vectors(state)]
+    state, _ = step(state, make_batch(0))
+    assert [leaf.data_ptr() for leaf in vectors(state)] == where
+
+
+def test_a_state_that_is_not_donated_stays_as_it_was(tmp_path):
+    _, step = build((), offloaded(tmp_path))
+    state, _ = train(step, 1)
+    kept = tree.clone(state)
+    new, _ = step(state, make_batch(1))
+    assert_equal(state, kept)
+    assert all(in_files(state))
+    assert all(in_files(new))
+    assert not {leaf.data_ptr() for leaf in vectors(new)} & {leaf.data_ptr() for leaf in vectors(state)}
+    assert_equal(step(state, make_batch(1))[0], new)
+
+
+def test_a_copy_goes_into_files_with_the_next_step(tmp_path):
+    _, step = build((), offloaded(tmp_path), ft.donated())
+    state, _ = train(step, 1)
+    copy = tree.clone(state)
+    assert not any(in_files(copy))
+    assert_equal(copy, state)
+    # What is not the step's own is copied first, and is then in memory for this one step.
+    new, _ = step(copy, make_batch(1))
+    assert all(in_files(new))
+    assert_equal(new, step(state, make_batch(1))[0])
+
+
+def test_small_leaves_stay(tmp_path):
+    _, step = build((), offloaded(tmp_path, min_bytes=8 * 50))
+    found = [(leaf.nbytes >= 400, is_in_file(leaf)) for leaf in vectors(step.init())]
+    assert set(found) == {(True, True), (False, False)}
+    assert not any(in_files(build((), ft.offload("opt_state", directory=tmp_path))[1].init()))
+
+
+def test_it_is_saved_resumed_and_fitted(tmp_path):
+    def make():
+        return build(("clip",), offloaded(tmp_path / "state"))[1]
+
+    data = [make_batch(index) for index in range(4)]
+    whole, _ = ft.fit(make(), make().init(), data, progress=False)
+    for steps in (2, 4):
+        checkpoints = ft.Checkpoints(tmp_path / "run", every=2)
+        state, _ = ft.fit(make(), make().init(), data, steps=steps, checkpoints=checkpoints, progress=False)
+    assert_equal(state, whole)
+    assert all(in_files(state))
+    ft.checkpoint.save(tmp_path / "saved", state)
+    step = make()
+    loaded = ft.checkpoint.load(tmp_path / "saved", like=step.init(seed=1))
+    assert_equal(loaded, state)
+    assert_equal(step(loaded, data[0])[0], step(state, data[0])[0])
+
+
+def test_a_state_of_the_same_step_without_it_is_taken_over(tmp_path):
+    _, plain = build(())
+    _, step = build((), offloaded(tmp_path))
+    state, _ = train(plain, 1)
+    new, _ = step(state, make_batch(1))
+    assert_equal(new, plain(state, make_batch(1))[0])
+    assert all(in_files(new))
+    other = ft.compose(ft.train_step(plain.base, optim.sgd(0.1)), offloaded(tmp_path))
+    with pytest.raises(StructureError, match="opt_state"):
+        other(state, make_batch(0))
+
+
+def test_memory_that_is_not_of_a_file_stays_small(tmp_path):
+    """What the process holds beside files, in bytes, as the system counts it."""
+    if not os.path.exists("/proc/self/status") or not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("this system does not tell what is held")
+
+    def anonymous():
+        # What was given back, and is kept by the allocator, is not held.
+        ctypes.CDLL(None).malloc_trim(0)
+        with open("/proc/self/status", encoding="ascii") as lines:
+            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+    def loss(params, batch):
+        return sum(leaf.sum() for leaf in params.values()) * batch
+
+    params = {str(index): torch.zeros(1 << 22) for index in range(4)}
+    weights = sum(leaf.nbytes for leaf in params.values())
+    for wrappers, sets in (((), 3), ((ft.offload("opt_state", directory=tmp_path),), 1)):
+        before = anonymous()
+        step = ft.compose(ft.train_step(loss, optim.adamw(0.1)), *wrappers, ft.donated())
+        state, _ = step(step.init(params), torch.ones(()))
+        assert anonymous() - before == pytest.approx(sets * weights, abs=0.5 * weights)
+        del state
+
+
+# What it refuses
+
+
+def test_what_is_there_to_offload():
+    with pytest.raises(OptionError, match=r"offload: what is 'params'; choices are .*opt_state"):
+        ft.offload("params")
+    for least in (-1, 0.5, True):
+        with pytest.raises(OptionError, match=r"offload: min_bytes is .*, needs a whole number of at least 0"):
+            ft.offload("opt_state", min_bytes=least)
+    with pytest.raises(ComposeError, match=r"offload\(opt_state.* already"):
+        build((), ft.offload("opt_state"), ft.offload("opt_state"))
+
+
+def test_a_host_without_a_directory():
+    _, step = build((), ft.offload("opt_state"))
+    with pytest.raises(DeviceError, match=r"offload\(opt_state\): the state is on the host already .*directory="):
+        step.init()
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionError, match=r"offload: directory='.*file' cannot be written"):
+        ft.offload("opt_state", directory=tmp_path / "file")
+
+
+@pytest.mark.parametrize("how", ["told", "found"])
+def test_a_disk_that_is_full(how, tmp_path, monkeypatch):
+    step = build((), offloaded(tmp_path))[1]
+    if how == "told":
+        monkeypatch.setattr(
+            transfers.shutil, "disk_usage", lambda path: os.statvfs_result and type("U", (), {"free": 3})
+        )
+    else:
+
+        def full(*args):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(transfers.os, "posix_fallocate", full)
+    with pytest.raises(DeviceError, match=r"offload: .* MiB left, and .* more are needed .*make room"):
+        step.init()
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_does_not_go_with_it(first, tmp_path):
+    for other, message in (
+        (ft.compiled(), "compiled holds the whole state at once"),
+        (ft.skip_nonfinite(), r"skip_nonfinite\(10\) may take an update back"),
+        (ft.with_amp("fp16"), r"with_amp\(fp16\) may take an update back"),
+    ):
+        wrappers = (offloaded(tmp_path), other)
+        with pytest.raises(ComposeError, match=rf"offload\(opt_state, .*\): {message}.*leave out one of the two"):
+            build((), *wrappers[:: 1 if first else -1])
+
+
+def test_an_optimizer_that_needs_all_leaves(tmp_path):
+    own = Optimizer(lambda params: (), lambda *args, **kwargs: None, {}, "homemade")
+    with pytest.raises(ComposeError, match=r"offload\(opt_state.*\): homemade cannot update some parameters without"):
+        offloaded(tmp_path)(ft.train_step(lambda params, batch: params["w"].sum(), own))
+
+
+def test_it_prints_and_is_predicted(tmp_path):
+    step = ft.compose(ft.train_step(lambda p, batch: (p["w"] * batch).sum(), optim.adamw(0.1)), offloaded(tmp_path))
+    assert f"update  adamw(constant(0.1)) <- offload(opt_state, {tmp_path})" in repr(step)
+    state = ft.donated()(step).init({"w": torch.ones(10_000)})
+    for each in (ft.donated()(step), step):
+        found = ft.anatomy(each, state, torch.ones(()), measure=False)
+        assert found.most["parameters"] == 40_000
+        assert found.most["optimizer state"] < 100
+        assert found.most.get("next state", 0) <= (0 if each.donate else 40_100)
