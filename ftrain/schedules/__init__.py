@@ -30,6 +30,7 @@ from ftrain.schedules.decays import warmup_polynomial as warmup_polynomial
 from ftrain.schedules.drawing import plot as plot
 from ftrain.schedules.falls import exponential as exponential
 from ftrain.schedules.falls import step_decay as step_decay
+from ftrain.schedules.joined import ahead as ahead
 from ftrain.schedules.joined import as_schedule as as_schedule
 from ftrain.schedules.joined import chain as chain
 from ftrain.schedules.joined import scale as scale

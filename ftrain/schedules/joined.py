@@ -32,6 +32,15 @@ class _Scaled(Written):
         return self.factor * self.schedule(step)
 
 
+@dataclass(frozen=True, repr=False)
+class _Ahead(Written):
+    schedule: Schedule
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        return self.schedule(step + self.steps)
+
+
 def schedule_of(function: str, argument: str, value: float | Schedule) -> Schedule:
     """What a function was given as a schedule; a number stands for a constant.
 
@@ -86,6 +95,20 @@ def scale(schedule: float | Schedule, factor: float) -> Schedule:
     """
     part, factor = schedule_of("scale", "schedule", schedule), number("scale", "factor", factor)
     return _Scaled(spelled(scale, schedule=part, factor=factor), part, factor)
+
+
+def ahead(schedule: Schedule, steps: int = 1) -> Schedule:
+    """``schedule(k + steps)``: one step ahead, the first update of a warm-up has a rate that is not 0.
+
+    Raises:
+        OptionError: `steps` is not an integer of at least 0, or `schedule` neither a number nor callable.
+
+    >>> from ftrain.schedules import warmup_constant
+    >>> [ahead(warmup_constant(1.0, 4))(k) for k in range(4)]
+    [0.25, 0.5, 0.75, 1.0]
+    """
+    part, steps = schedule_of("ahead", "schedule", schedule), count("ahead", "steps", steps)
+    return _Ahead(spelled(ahead, schedule=part, steps=steps), part, steps)
 
 
 def as_schedule(value: float | Schedule) -> Schedule:

@@ -10,13 +10,18 @@ from typing import Any
 from ftrain.errors import OptionError
 from ftrain.schedules.cosines import warmup_cosine, warmup_cosine_restarts
 from ftrain.schedules.decays import constant, warmup_constant, warmup_linear, warmup_polynomial
-from ftrain.schedules.inputs import choice, count
-from ftrain.schedules.joined import scale
+from ftrain.schedules.inputs import choice, count, number
+from ftrain.schedules.joined import ahead, chain, scale
+from ftrain.schedules.pieces import piecewise
 from ftrain.schedules.roots import warmup_inverse_sqrt
 from ftrain.schedules.stable import warmup_stable_decay
 from ftrain.types import Schedule
 
-PLATEAU = "reduce_lr_on_plateau"
+WATCHING = {
+    "reduce_lr_on_plateau": "schedules.reduce_on_plateau(...), and fit(..., adapt=ft.plateau(metric, it))",
+    "greedy": "schedules.reduce_on_plateau(...), or a function of your own as fit(..., adapt=...)",
+}
+"""Names of what is no function of the step, and what to use."""
 
 
 def named(name: str, peak: float, warmup: int = 0, total: int | None = None, **options: Any) -> Schedule:
@@ -24,11 +29,12 @@ def named(name: str, peak: float, warmup: int = 0, total: int | None = None, **o
 
     Args:
         name: constant, constant_with_warmup, linear, cosine, cosine_with_restarts, cosine_with_min_lr,
-            polynomial, inverse_sqrt or warmup_stable_decay, as a string or a ``SchedulerType``.
+            cosine_warmup_with_min_lr, polynomial, inverse_sqrt or warmup_stable_decay, as a string or a
+            ``SchedulerType``.
         peak: the learning rate that the optimizer is given there.
         warmup: num_warmup_steps; "constant" takes no notice of it, as there.
         total: num_training_steps; the constant ones and inverse_sqrt need none.
-        options: lr_scheduler_kwargs: num_cycles, lr_end and power, min_lr or min_lr_rate, timescale,
+        options: lr_scheduler_kwargs: num_cycles, lr_end and power, min_lr or min_lr_rate, warmup_lr_rate, timescale,
             num_decay_steps, num_stable_steps, warmup_type, decay_type and min_lr_ratio.
 
     Raises:
@@ -39,10 +45,11 @@ def named(name: str, peak: float, warmup: int = 0, total: int | None = None, **o
     >>> named("linear", 5e-5, total=1000)
     warmup_linear(5e-5, 0, 1000)
     """
-    if name == PLATEAU:
+    if name in WATCHING:
+        # A member of transformers' enum is a string of its value.
+        kind = name if type(name) is str else name.value  # type: ignore[attr-defined]
         raise OptionError(
-            f"named: {PLATEAU!r} depends on evaluations and is no function of the step; use "
-            "schedules.reduce_on_plateau(...), and fit(..., adapt=ft.plateau(metric, it))."
+            f"named: {kind!r} depends on evaluations and is no function of the step; use {WATCHING[name]}."
         )
     make = _NAMES[choice("named", "name", name, _NAMES)]
     taken = [key for key, each in inspect.signature(make).parameters.items() if each.kind is each.KEYWORD_ONLY]
@@ -82,11 +89,38 @@ def _cosine_with_min_lr(
     min_lr: float | None = None,
     min_lr_rate: float | None = None,
 ) -> Schedule:
-    if min_lr is not None and min_lr_rate is None:
+    share = _share(peak, min_lr, min_lr_rate)
+    if min_lr is not None:
         return warmup_cosine(peak, warmup, total, end=min_lr, waves=num_cycles)
+    return scale(warmup_cosine(1.0, warmup, total, end=share, waves=num_cycles), peak)
+
+
+def _share(peak: float, min_lr: float | None, min_lr_rate: float | None) -> float:
+    """The least rate as a share of the peak."""
+    if min_lr is not None and min_lr_rate is None:
+        peak = number("named", "peak", peak)
+        return number("named", "min_lr", min_lr) / peak if peak else 0.0
     if min_lr is None and min_lr_rate is not None:
-        return scale(warmup_cosine(1.0, warmup, total, end=min_lr_rate, waves=num_cycles), peak)
+        return min_lr_rate
     raise OptionError(f"named: found min_lr={min_lr!r} and min_lr_rate={min_lr_rate!r}; needs one of them.")
+
+
+def _cosine_warmup_with_min_lr(
+    peak: float,
+    warmup: int,
+    total: int,
+    *,
+    num_cycles: float = 0.5,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+    warmup_lr_rate: float | None = None,
+) -> Schedule:
+    end = _share(peak, min_lr, min_lr_rate)
+    if warmup_lr_rate is None or not warmup:
+        return scale(ahead(warmup_cosine(1.0, warmup, total, end=end, waves=num_cycles)), peak)
+    rise = piecewise({0: warmup_lr_rate, max(warmup - 1, 1): 1.0}, between="linear")
+    fall = ahead(warmup_cosine(1.0, 0, total - warmup, end=end, waves=num_cycles))
+    return scale(chain([rise, fall], [warmup]), peak)
 
 
 def _polynomial(peak: float, warmup: int, total: int, *, lr_end: float = 1e-7, power: float = 1.0) -> Schedule:
@@ -124,6 +158,7 @@ _NAMES: dict[str, Callable[..., Schedule]] = {
     "cosine": _cosine,
     "cosine_with_restarts": _cosine_with_restarts,
     "cosine_with_min_lr": _cosine_with_min_lr,
+    "cosine_warmup_with_min_lr": _cosine_warmup_with_min_lr,
     "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,
     "warmup_stable_decay": _warmup_stable_decay,

@@ -105,6 +105,7 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
         "exponential": lambda: s.exponential(draw(rates), draw(factors), draw(some)),
         "one_cycle": lambda: draw(cycles()),
         "piecewise": lambda: s.piecewise(draw(points()), draw(st.sampled_from(["constant", "linear", "cosine"]))),
+        "ahead": lambda: s.ahead(s.warmup_constant(draw(rates), draw(counts)), draw(counts)),
         "scale": lambda: s.scale(s.cosine(1.0, draw(counts)), draw(rates)),
         "warmup_constant": lambda: s.warmup_constant(draw(rates), draw(counts)),
         "warmup_inverse_sqrt": lambda: s.warmup_inverse_sqrt(

@@ -17,7 +17,17 @@ LEAST = {
 }
 OPTIONAL = {("one_cycle", "start"), ("one_cycle", "end"), ("warmup_inverse_sqrt", "timescale")}
 ARGUMENTS = [(function, argument) for function, (_, good) in FUNCTIONS.items() for argument in good]
-MADE_OTHERWISE = {"as_schedule", "chain", "describe", "named", "piecewise", "plot", "reduce_on_plateau", "scale"}
+MADE_OTHERWISE = {
+    "ahead",
+    "as_schedule",
+    "chain",
+    "describe",
+    "named",
+    "piecewise",
+    "plot",
+    "reduce_on_plateau",
+    "scale",
+}
 
 
 def is_function(name: str) -> bool:
@@ -110,14 +120,22 @@ class TestErrors:
         [
             ({"name": "cosign"}, "name is 'cosign'; choices are constant, constant_with_warmup, linear, cosine, .*"),
             ({"name": "reduce_lr_on_plateau"}, r".reduce_lr_on_plateau. depends on evaluations .*reduce_on_plateau.*"),
-            ({"name": "greedy"}, "name is .greedy.; choices are constant, .*"),
+            ({"name": "greedy"}, ".greedy. depends on evaluations .*"),
             ({"name": None}, "name is None; choices are .*"),
             ({"name": "linear", "power": 2}, "'power' is no option of 'linear', which takes none"),
             ({"name": "polynomial", "end": 2}, "'end' is no option of 'polynomial', which takes lr_end, power"),
+            (
+                {"name": "cosine_with_min_lr", "peak": None, "min_lr": 1.0},
+                "peak is None; it must be a finite number",
+            ),
             ({"name": "cosine_with_min_lr"}, "found min_lr=None and min_lr_rate=None; needs one of them"),
             (
                 {"name": "cosine_with_min_lr", "min_lr": 1.0, "min_lr_rate": 0.1},
                 "found min_lr=1.0 and min_lr_rate=0.1; needs one of them",
+            ),
+            (
+                {"name": "cosine_warmup_with_min_lr", "warmup_lr_rate": 0.1},
+                "found min_lr=None and min_lr_rate=None; needs one of them",
             ),
             ({"name": "warmup_stable_decay"}, "num_decay_steps is None; it must be an integer of at least 0"),
         ],
@@ -155,6 +173,11 @@ class TestErrors:
             schedules.scale(bad, 1.0)  # type: ignore[arg-type]
         with pytest.raises(OptionError, match=rf"^chain: schedules\[1\] is .*{needed}"):
             chain([1.0, bad], [1])  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("bad", [None, "2", 1.5, True, -1])
+    def test_ahead(self, bad: object) -> None:
+        with pytest.raises(OptionError, match=r"^ahead: steps is .*; it must be an integer of at least 0\.$"):
+            schedules.ahead(schedules.constant(1.0), bad)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("bad", [None, "2", math.inf, True])
     def test_scale(self, bad: object) -> None:

@@ -143,6 +143,8 @@ CONFIGURED: list[tuple[str, dict[str, Any]]] = [
     ("cosine_with_min_lr", {"min_lr": 1e-5}),
     ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
     ("cosine_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 0.4}),
+    ("cosine_warmup_with_min_lr", {"min_lr": 1e-5}),
+    ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 0.4}),
     ("polynomial", {}),
     ("polynomial", {"lr_end": 1e-6, "power": 2.0}),
     ("inverse_sqrt", {}),
@@ -173,13 +175,22 @@ class TestNamed:
         assert s.named(SchedulerType(name), PEAK, warmup=warmup, total=TOTAL, **options) == found
         assert eval(repr(found), vars(s).copy()) == found
 
+    @pytest.mark.parametrize("warmup", [0, 1, 2, 20])
+    def test_a_warmup_that_begins_elsewhere_to_the_last_bit_but_one(self, warmup: int) -> None:
+        options = {"min_lr_rate": 0.1, "warmup_lr_rate": 0.03}
+        counts = {"num_warmup_steps": warmup, "num_training_steps": TOTAL}
+        theirs = transformers_values("get_cosine_with_min_lr_schedule_with_warmup_lr_rate", PEAK, **counts, **options)
+        found = s.named("cosine_warmup_with_min_lr", PEAK, warmup, TOTAL, **options)
+        assert ours(found)[:TOTAL] == pytest.approx(theirs[:TOTAL], rel=1e-15, abs=0)
+        assert eval(repr(found), vars(s).copy()) == found
+
     def test_all_names_but_those_that_need_more_than_the_step(self) -> None:
         from transformers.trainer_utils import SchedulerType
 
         with pytest.raises(OptionError) as caught:
             s.named("cosign", PEAK)
         ours = set(str(caught.value).partition("choices are ")[2].rstrip(".").split(", "))
-        others = {"reduce_lr_on_plateau", "greedy", "cosine_warmup_with_min_lr"}
+        others = {"reduce_lr_on_plateau", "greedy"}
         assert ours | others >= {each.value for each in SchedulerType}
         assert ours == {name for name, _ in CONFIGURED}
 
