@@ -42,6 +42,7 @@ from ftrain.transforms import clip as clip
 from ftrain.transforms import compiled as compiled
 from ftrain.transforms import donated as donated
 from ftrain.transforms import ema as ema
+from ftrain.transforms import empty_cache as empty_cache
 from ftrain.transforms import matmul_precision as matmul_precision
 from ftrain.transforms import offload as offload
 from ftrain.transforms import remat as remat

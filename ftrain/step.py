@@ -293,6 +293,8 @@ class Step:
         if self.donate:
             own(new)
             consume(given)
+        for act in self._afterwards:
+            act(backends.of(tree.device_of(new.params)), int(count) + 1)
         return new, report(metrics, self.base.text, **hyper)
 
     def lower(self, state: TrainState, batch: PyTree) -> Lowered:
@@ -320,6 +322,10 @@ class Step:
             if not math.isfinite(value):
                 raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs a finite number")
         return hyper, random.fold_in_words(random.words(state.rng), count)
+
+    @functools.cached_property
+    def _afterwards(self) -> list[Callable[[backends.Backend, int], None]]:
+        return [wrapper.after for wrapper in self.wrappers if wrapper.after]
 
     @functools.cached_property
     def _origin(self) -> object:
@@ -375,7 +381,7 @@ class Step:
             "loss": self.loss.text,
             "grad": " <- ".join(["value_and_grad", *texts["grad"]]),
             "update": " <- ".join([self.optimizer.text, *texts["update"]]),
-            "step": self._ran.runner.text,
+            "step": " <- ".join([self._ran.runner.text, *(w.text for w in self.wrappers if w.after)]),
         }
         return "\n".join(f"{arrow:<7} {line}" for arrow, line in lines.items())
 

@@ -40,6 +40,7 @@ class Wrapper:
         scale: ``state -> 0-d tensor``, the cotangent of the mean loss.
         account: ``(slot, finite) -> slot``. With one, a step whose loss or gradients are not finite
             changes nothing but the slots of the wrappers that account for it.
+        after: ``(Backend, steps) -> None``, called on the host after each step, when the state has made so many.
         check: ``(slot, bad steps in a row) -> None``, raises on the host what they show to be wrong.
         require: ``(Backend, params) -> None``, raises when the device or the trained parameters cannot do this.
     """
@@ -61,6 +62,7 @@ class Wrapper:
     slot: Callable[[PyTree], PyTree] | None = None
     scale: Callable[[TrainState], Tensor] | None = None
     account: Callable[[PyTree, Tensor], PyTree] | None = None
+    after: Callable[[Backend, int], None] | None = None
     check: Callable[[PyTree, int], None] | None = None
     require: Callable[[Backend, PyTree], None] | None = None
 

@@ -33,6 +33,7 @@ NAMES = [
     "compose",
     "donated",
     "ema",
+    "empty_cache",
     "eval_step",
     "evaluate",
     "fit",
@@ -228,6 +229,7 @@ INNER = {
         "compiled",
         "donated",
         "ema",
+        "empty_cache",
         "matmul_precision",
         "offload",
         "remat",
@@ -343,6 +345,7 @@ SIGNATURES = {
     # The norm is 1.0 where nothing is given; None tells `clip(value=...)` from both at once, which is refused.
     "clip": "(max_norm=None, *, value=None)",
     "ema": "(decay=0.999)",
+    "empty_cache": "(every)",
     "averaged": "(state, kind=None)",
     "swa": "(start=0, every=1)",
     "skip_nonfinite": "(limit=10)",

@@ -7,6 +7,7 @@ from ftrain.transforms.clip import clip as clip
 from ftrain.transforms.compiled import compiled as compiled
 from ftrain.transforms.donated import donated as donated
 from ftrain.transforms.ema import ema as ema
+from ftrain.transforms.empty_cache import empty_cache as empty_cache
 from ftrain.transforms.matmul_precision import matmul_precision as matmul_precision
 from ftrain.transforms.offload import offload as offload
 from ftrain.transforms.remat import remat as remat

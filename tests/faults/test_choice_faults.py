@@ -60,6 +60,12 @@ def test_unknown_option_of_inductor():
         ft.compiled(dynamic=True, lowering="whole")
 
 
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "8", None])
+def test_empty_cache_every_so_many_steps(value):
+    with failing(OptionError, "empty_cache", "every", repr(value), "at least 1"):
+        ft.empty_cache(value)
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", None])
 def test_max_graphs_that_is_no_number(value):
     with failing(OptionError, "compiled", "max_graphs", repr(value)):

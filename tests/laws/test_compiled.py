@@ -178,4 +178,14 @@ def test_a_plain_function_is_captured_whole():
 
 def test_oracle_knows_every_wrapper():
     known = {wrapper.name for wrapper in oracle.wrappers().values()}
-    assert known == {"with_amp", "matmul_precision", "remat", "accumulate", "clip", "ema", "swa", "empty_cache", "skip_nonfinite"}
+    assert known == {
+        "with_amp",
+        "matmul_precision",
+        "remat",
+        "accumulate",
+        "clip",
+        "ema",
+        "swa",
+        "empty_cache",
+        "skip_nonfinite",
+    }
