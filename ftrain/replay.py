@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +11,9 @@ from ftrain.checkpoint import Checkpoints
 from ftrain.checkpoint.run import Found
 from ftrain.checks import require_positive
 from ftrain.errors import CheckpointError
+from ftrain.history import unpack
 from ftrain.loop import Position, iterate
+from ftrain.splitting import COUNT, in_pieces
 from ftrain.step import Step
 from ftrain.types import Metrics, PyTree
 
@@ -21,7 +24,8 @@ def replay(
     """Return ``(state, batch)`` as they went into one step of a run that `fit` has saved.
 
     The steps since the checkpoint before are made again, which gives the bits of the original. So a loss
-    that is NaN, or a spike, can be looked at: ``step(*replay(step, state, data, checkpoints, at=1234))``.
+    that is NaN, or a spike, can be looked at: ``step(*replay(step, state, data, checkpoints, at=1234))``. Steps that
+    ``fit(on_oom="split")`` made in pieces are made in as many, if a checkpoint has been written since.
 
     Args:
         step: as `fit` had it, `state` and `data` too.
@@ -40,17 +44,30 @@ def replay(
     start, position = (
         _beginning(state, checkpoints, at) if found is None else (found.parts["state"], _position(found, "position"))
     )
-    stepping, count = step.donating if isinstance(step, Step) else step, position.step
+    stepping, count = _as_then(step, checkpoints, found), position.step
 
     def until(state: Any, batch: PyTree) -> tuple[Any, Metrics]:
         nonlocal count
         count += 1
-        return (state, {}) if count == at else stepping(state, batch)
+        return (state, {}) if count == at else stepping(count)(state, batch)
 
     for made in iterate(until, start, data, steps=at, position=position):
         if made.step == at:
             return made.state, made.batch
     raise CheckpointError(f"replay: the run began at step {position.step}, and {at} is not after it")
+
+
+def _as_then(step: Callable[..., Any], checkpoints: Checkpoints, found: Found | None) -> Callable[[int], Any]:
+    """Return the step by its number: in as many pieces as the newest history says, which knows most."""
+    if not isinstance(step, Step):
+        return lambda number: step
+    if found is None or found.step != checkpoints.steps()[-1]:
+        found = checkpoints.latest()
+    records = unpack(found.run["record"]["history"]) if found is not None else []
+    splits = [(record["step"], record[COUNT]) for record in records if COUNT in record]
+    whole = step.donating
+    of = functools.cache(lambda pieces: in_pieces(whole, pieces) if pieces > 1 else whole)
+    return lambda number: of(max([1, *(pieces for begins, pieces in splits if begins <= number)]))
 
 
 def _beginning(state: Any, checkpoints: Checkpoints, at: int) -> tuple[Any, Position]:

@@ -14,6 +14,7 @@ import ftrain as ft
 from ftrain import graph
 from ftrain.errors import CheckpointError, ComposeError, ConsumedError, DeviceError, OptionError
 from ftrain.pieces import cut, is_out_of_memory, most_pieces, release
+from ftrain.recorder import Recorder
 from ftrain.splitting import in_pieces
 from ftrain.step import Step
 
@@ -322,6 +323,35 @@ def test_a_run_goes_on_with_its_split(tmp_path, every):
     assert tried == [3] * 4, "nothing that did not fit was tried again"
     assert splits(history) == {1: 2}
     assert history["step"] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("every", "keep"), [(2, 9), (3, 1), (7, 1)])
+def test_a_replay_makes_steps_in_as_many_pieces(tmp_path, every, keep):
+    """Also those after a checkpoint that knows nothing of a split, and those from the beginning on."""
+    step, data, states = make(), batches(7), [make().init(params())]
+    checkpoints = ft.Checkpoints(tmp_path, every=every, keep=keep)
+    with scarce(4, 5), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "add", noting(states))
+        _, history = fit(step, data, checkpoints=checkpoints)
+    assert splits(history) == {5: 2}
+    for at in range(1, 8):
+        found, batch = ft.replay(step, states[0], data, checkpoints, at=at)
+        assert_bitwise(found, states[at - 1])
+        assert_bitwise(batch, data[at - 1])
+    # Which shows nothing unless pieces round otherwise.
+    with pytest.raises(AssertionError):
+        assert_bitwise(by_hand(step, data, 7), states[7])
+
+
+def noting(states):
+    """`Recorder.add`, which keeps a copy of each state."""
+    add = Recorder.add
+
+    def noted(self, made):
+        states.append(ft.tree.clone(made.state))
+        return add(self, made)
+
+    return noted
 
 
 def test_a_reload_takes_back_history_log_and_position(tmp_path):
