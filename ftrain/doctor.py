@@ -186,6 +186,7 @@ _FACTS: dict[str, Callable[[Backend], str]] = {
     "autocast": _dtypes,
     "TF32": lambda record: _yes(record.tf32() is not None),
     "float64": lambda record: _yes(record.float64),
+    "float8": lambda record: _yes(record.float8()),
     "compiler": lambda record: record.compile_backend,
     "graphs": lambda record: _yes(record.recorder),
     "fused updates": lambda record: _yes(record.fused_optimizers),

@@ -41,6 +41,7 @@ STAIRCASE = [
     "products",
     "blocks",
     "watch",
+    "float8",
     "budget",
     "module",
     "graph",

@@ -90,3 +90,26 @@ def test_fit_keeps_one_copy_of_the_state():
     addresses = [leaf.data_ptr() for leaf in tree.leaves(state.params)]
     state, _ = ft.fit(step, state, batches(5), progress=False)
     assert [leaf.data_ptr() for leaf in tree.leaves(state.params)] == addresses
+
+
+def wide(*wrappers):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.Linear(256, 16))
+    loss = ft.from_module(model, lambda model, batch: (model(batch).float() ** 2).mean())
+    return ft.compose(ft.train_step(loss, ft.optim.adamw(1e-3)), *wrappers)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or not ft.backends.get("cuda").float8(),
+    reason="needs a GPU that multiplies in float8 (compute capability 8.9 or MI300)",
+)
+@pytest.mark.parametrize("more", [(), (ft.compiled(donate=True),)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("rows", [64, 50])
+def test_float8_trains_as_bf16_does(rows, more):
+    pytest.importorskip("torchao")
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(rows, 256, generator=generator) for _ in range(8)]
+    found, losses = train(wide(ft.with_amp("fp8"), *more), data)
+    needed, wanted = train(wide(ft.with_amp("bf16"), *more), data)
+    torch.testing.assert_close(losses, wanted, rtol=0.1, atol=1e-2)
+    assert not torch.equal(found.params["0.weight"], needed.params["0.weight"])

@@ -13,7 +13,7 @@ import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule, float32_products
 
-VOLTA, AMPERE = (7, 0), (8, 0)
+VOLTA, AMPERE, ADA = (7, 0), (8, 0), (8, 9)
 DEVICE = DeviceModule("cuda")
 
 
@@ -43,6 +43,11 @@ def _tf32() -> AbstractContextManager[None] | None:
     return float32_products("high") if _is_ampere() else None
 
 
+def _float8() -> bool:
+    """From 8.9 (Ada, Hopper) on: https://docs.pytorch.org/ao/stable/workflows/training.html."""
+    return torch.cuda.get_device_capability() >= ADA
+
+
 def _multiple(dtype: torch.dtype) -> int:
     """Tensor cores take axes of whole multiples of 16 bytes at full speed, and from 8.0 on of 128; 7.0 has the first.
 
@@ -61,6 +66,7 @@ BACKEND = DEVICE.record(
     distributed="nccl",
     tf32=_tf32,
     multiple=_multiple,
+    float8=_float8,
     pinned_memory=True,
     fused_optimizers=True,
     recorder=DEVICE.recorder,

@@ -20,7 +20,18 @@ ENTRY_POINTS = "ftrain.backends"
 CHOICE = "FTRAIN_BACKEND"
 
 TEXTS = "name", "distributed", "compile_backend", "platform", "package", "install"
-CALLS = "available", "describe", "autocast_dtypes", "seeded", "synchronize", "memory", "tf32", "free", "multiple"
+CALLS = (
+    "available",
+    "describe",
+    "autocast_dtypes",
+    "seeded",
+    "synchronize",
+    "memory",
+    "tf32",
+    "free",
+    "multiple",
+    "float8",
+)
 
 
 Recorder: TypeAlias = Callable[[Callable[[], Sequence[Tensor]]], tuple[Callable[[], None], Sequence[Tensor]]]
@@ -88,6 +99,7 @@ class Backend:
         recorder: makes a `Recorder`, which records work that is then replayed; None where there is no such thing.
         copier: makes a `Copier` for copies beside other work; None where there is no such thing.
         float64: whether the device computes in float64.
+        float8: whether this machine's device multiplies in float8 (e4m3, e5m2), as `torch._scaled_mm` does.
         platform: whose devices these are, where the name does not say it.
         package: of the vendor, which adds the device to torch; imported when the backend is asked for by name.
         install: how to get that package, for messages.
@@ -115,6 +127,7 @@ class Backend:
     recorder: Callable[[], Recorder] | None = None
     copier: Callable[[], Copier] | None = None
     float64: bool = True
+    float8: Callable[[], bool] = lambda: False
     platform: str = ""
     package: str = ""
     install: str = ""

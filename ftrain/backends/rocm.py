@@ -10,8 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from ftrain.backends import cuda
 from ftrain.backends.device_module import NARROW
+
+FLOAT8 = "gfx94", "gfx95"
+"""MI300 and MI350, for which torchao has float8 (its `Float8TypeConfig`)."""
+
+
+def _float8() -> bool:
+    return str(torch.cuda.get_device_properties().gcnArchName).startswith(FLOAT8)
+
 
 BACKEND = dataclasses.replace(
     cuda.BACKEND,
@@ -19,4 +29,5 @@ BACKEND = dataclasses.replace(
     autocast_dtypes=lambda: NARROW,
     tf32=lambda: None,
     multiple=lambda dtype: 1,
+    float8=_float8,
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ftrain import backends, tree
 from ftrain.errors import DeviceError, OptionError, StructureError
+from ftrain.float8 import in_float8, require_torchao
 from ftrain.grad import report
 from ftrain.products import claim
 from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, PyTree, TrainState, replace
@@ -20,7 +21,12 @@ from ftrain.wrapper import Wrapper, wrapper
 NAME = "with_amp"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", "bfloat16": "bf16", "float16": "fp16"}
-CHOICES = ("bf16", "fp16", "tf32")
+CHOICES = ("bf16", "fp16", "tf32", "fp8")
+
+UNWATCHED = {
+    "tf32": "which has the range of float32, so that nothing overflows",
+    "fp8": "whose products are scaled one by one, and whose results are bf16",
+}
 
 INITIAL_SCALE = 2.0**16
 GROWTH = 2.0
@@ -37,6 +43,10 @@ def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapp
     `torch.amp.GradScaler`: a step that overflows changes nothing but this wrapper's `scale` and `good`
     (steps since the last change) and the step count, and the metric `loss_scale` is the scale that the step used.
     ``"tf32"`` lets float32 products run in TF32, on every device here that has it.
+
+    ``"fp8"`` is ``"bf16"`` in which the linear layers of a module, the last one aside, multiply in float8, forward and
+    backward, by torchao: each tensor is scaled by its largest magnitude (Micikevicius et al. 2022, arXiv:2209.05433).
+    The state is as under ``"bf16"``. Compared with torchao on emulated products; not run on hardware.
 
     With `watch` the metrics say what each part of the model loses to the dtype: each of its modules, and in a pure
     function what is marked by `ft.block`. `ftrain.precision_report` makes a table of them. With the smallest normal
@@ -56,13 +66,15 @@ def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapp
     caches of transformers) is not watched, and those in it are.
 
     Args:
-        dtype: ``"bf16"``, ``"fp16"`` or ``"tf32"``, or the `torch.dtype`.
+        dtype: ``"bf16"``, ``"fp16"``, ``"tf32"`` or ``"fp8"``, or the `torch.dtype` of the first two.
         watch: report what overflows and underflows, part by part.
 
     Raises:
-        OptionError: for another dtype, or for ``"tf32"`` with `watch`: its numbers have the range of float32.
-        ComposeError: for ``"tf32"`` beside `ftrain.matmul_precision`; from the step, when it is watched and a pure loss
-            has met no function that is marked by `ft.block`.
+        OptionError: for another dtype; for `watch` with ``"tf32"``, whose numbers have the range of float32, or with
+            ``"fp8"``, whose products are scaled one by one; for ``"fp8"`` where there is no module with such layers.
+        FtrainError: for ``"fp8"`` without torchao.
+        ComposeError: for ``"fp8"`` with adapters; for ``"tf32"`` beside `ftrain.matmul_precision`; from the step, when
+            it is watched and a pure loss has met no function that is marked by `ft.block`.
         LossError: from the step, when it is watched and a part does not run in float32.
         DeviceError: from `Step.init`, when the device cannot compute in it.
         StructureError: from `Step.init`, for float16 parameters that are to train, and under ``"fp16"`` for bfloat16
@@ -72,9 +84,12 @@ def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapp
     if name not in CHOICES:
         raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
     text = f"with_amp({name}{', watch' * watch})"
+    if watch and name in UNWATCHED:
+        raise OptionError(f"with_amp: watch=True with {name}, {UNWATCHED[name]}; watch bf16 or fp16")
+    if name == "fp8":
+        require_torchao()
+        return Wrapper(NAME, text, "loss", loss=_with_fp8, require=_require_fp8)
     if name == "tf32":
-        if watch:
-            raise OptionError("with_amp: watch=True with tf32, which has the range of float32; nothing overflows in it")
         return Wrapper(NAME, text, "loss", loss=_with_tf32, require=_require_tf32)
 
     def wrap(loss: Loss) -> Loss:
@@ -124,6 +139,20 @@ def autocast(loss: LossFn, dtype: torch.dtype) -> LossFn:
             return loss(params, batch, rng=rng, buffers=buffers)
 
     return cast
+
+
+def _with_fp8(loss: Loss) -> Loss:
+    made = in_float8(loss)
+    fn = autocast(loss.fn, torch.bfloat16)
+    return dataclasses.replace(made, fn=fn, text=f"{loss.text} <- with_amp(fp8)", narrow="fp8")
+
+
+def _require_fp8(backend: backends.Backend, params: PyTree) -> None:
+    if not backend.float8():
+        able = ", ".join([*(NAMES[choice] for choice in backend.autocast_dtypes()), "float32"])
+        raise DeviceError(f"with_amp: {backend.describe()} has no products in fp8; it has {able}")
+    require_dtype(NAME, "bf16", backend)
+    _require_wide("bf16", params)
 
 
 def _with_tf32(loss: Loss) -> Loss:
