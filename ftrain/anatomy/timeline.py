@@ -120,8 +120,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and write down what it takes."""
         kwargs = kwargs or {}
-        returned = func(*args, **kwargs)
         name, phase = func.overloadpacket.__name__, _phase()
+        # They write in place and return nothing; those that torch has no fake of, it would run on memory of their size.
+        returned = None if name.startswith("_fused_") and name.endswith("_") else func(*args, **kwargs)
         for leaf in tree.leaves(returned):
             if isinstance(leaf, Tensor):
                 self._take(leaf, phase=phase, source=args[0] if name == "_to_copy" else None)

@@ -181,6 +181,15 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
     assert found.most["frozen parameters"] > head
 
 
+@pytest.mark.parametrize("optimizer", [optim.sgd(0.1), optim.adam(0.1), optim.adagrad(0.1)], ids=lambda each: each.text)
+def test_fused_updates_take_no_memory_either(optimizer):
+    with torch.device("meta"):
+        model = nn.Linear(100_000, 1_000_000, bias=False)
+    loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
+    found = ft.anatomy(ft.train_step(loss, optimizer), None, torch.empty(4, 100_000, device="meta"))
+    assert found.most["parameters"] == 4 * 10**11
+
+
 def test_a_model_that_no_machine_holds():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(10)))
