@@ -32,6 +32,7 @@ STAIRCASE = [
     "operations",
     "inductor_random",
     "transfers",
+    "stash",
     "schedules",
     "optim",
     "away",

@@ -39,13 +39,17 @@ class Streams:
             target.copy_(source, non_blocking=True)
             done = self._stream.record_event()
         self._leaving.append((source, done))
-        while len(self._leaving) > DEPTH:
-            # Held until now: from here on its memory may be written by what comes later on this stream.
+        self._settle(DEPTH)
+
+    def _settle(self, most: int) -> None:
+        """Let go of what was copied, when the work that is queued from now on may write its memory."""
+        while len(self._leaving) > most:
             _, done = self._leaving.popleft()
-            current.wait_event(done)
+            self._module.current_stream().wait_event(done)
 
     def back(self, source: Tensor, device: torch.device) -> Callable[[], Tensor]:
         """Begin to copy to the device; what is returned gives the tensor, to be called before it is used."""
+        self._settle(0)
         with self._module.stream(self._stream):
             copy = source.to(device, non_blocking=True)
             done = self._stream.record_event()

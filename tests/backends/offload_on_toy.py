@@ -1,0 +1,231 @@
+"""Offloads from the device of `toy.py` to its host, and prints what agrees, as JSON.
+
+Run as ``python -m tests.backends.offload_on_toy``. The device has memory of its own that it counts, and no streams.
+"""
+
+import dataclasses
+import gc
+import json
+import sys
+import tempfile
+import traceback
+
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain import backends
+from ftrain.transfers import is_in_file
+from tests.backends import toy
+from tests.backends.on_toy import differ
+
+CHECKS = {}
+WIDTH, BLOCKS = 64, 6
+ALL = ft.remat(), ft.offload("activations")
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
+
+
+def make(*wrappers):
+    torch.manual_seed(0)
+    loss = ft.from_module(nn.Sequential(*(Block() for _ in range(BLOCKS))), lambda model, x: model(x).square().mean())
+    return ft.compose(ft.train_step(loss, ft.optim.adamw(1e-2, weight_decay=0.1)), *wrappers)
+
+
+def batches(count=3, rows=256):
+    return list(torch.randn(count, rows, WIDTH, generator=torch.Generator().manual_seed(1)).unbind())
+
+
+def train(device, *wrappers, rows=256):
+    step = make(*wrappers)
+    state, history = ft.fit(step, step.init(device=device), batches(rows=rows), progress=False)
+    return state, history["loss"]
+
+
+def most(module, *wrappers, rows=256):
+    """Bytes on the device at most in a step, beyond those before."""
+    step = ft.donated()(make(*wrappers))
+    state = step.init(device="toy")
+    state, _ = step(state, batches(rows=rows)[0].to("toy"))
+    batch = batches(rows=rows)[0].to("toy")
+    gc.collect()
+    before = module.peak = module.current
+    step(state, batch)
+    return module.peak - before
+
+
+@check
+def activations_change_no_bit(module):
+    plain = train("toy")
+    for more in (
+        (),
+        (ft.remat(),),
+        (ft.with_amp("bf16"),),
+        (ft.accumulate(2), ft.clip(1.0)),
+        (ft.update_in_backward(),),
+    ):
+        needed = train("toy", *(each for each in more if each.name != "update_in_backward")) if more else plain
+        found = train("toy", *more, ft.offload("activations", min_bytes=0))
+        assert (found[1], differ(found[0], needed[0])) == (needed[1], []), more
+    return plain[1] == train("cpu")[1]
+
+
+@check
+def activations_leave_the_device(module):
+    offload = ft.offload("activations")
+    plain, some, remat, both = (most(module, *each, rows=1024) for each in ((), (offload,), (ft.remat(),), ALL))
+    block = 1024 * WIDTH * 4
+    # A block keeps four times its input inside, and a mask and what dropout has made; without remat nothing is left.
+    return plain - some > 4 * (BLOCKS - 1) * block and both < remat
+
+
+@check
+def the_state_lives_on_the_host_and_changes_no_bit(module):
+    plain, losses = train("toy")
+    for more in ((), (ft.update_in_backward(),), (ft.ema(0.9), ft.clip(1.0)), (ft.offload("activations"),)):
+        needed = train("toy", *more) if more and more[0].name != "update_in_backward" else (plain, losses)
+        state, found = train("toy", *more, ft.offload("opt_state", min_bytes=0))
+        assert (found, differ(state, needed[0])) == (needed[1], []), more
+        where = {leaf.device.type for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim}
+        assert where == {"cpu"}, where
+        assert {leaf.device.type for leaf in ft.tree.leaves(state.params)} == {"toy"}
+    return True
+
+
+@check
+def the_state_takes_no_memory_of_the_device(module):
+    held = []
+    for wrappers in ((), (ft.offload("opt_state"),)):
+        before = module.current
+        state = make(*wrappers).init(device="toy")
+        held.append(module.current - before)
+        weights = sum(leaf.nbytes for leaf in ft.tree.leaves(state.params))
+        del state
+    return held[0] > 2.9 * weights and held[1] < 1.1 * weights
+
+
+@check
+def the_state_lives_in_files(module):
+    with tempfile.TemporaryDirectory() as directory:
+        plain, losses = train("toy")
+        state, found = train("toy", ft.offload("opt_state", directory=directory, min_bytes=0))
+        assert all(is_in_file(leaf) for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim)
+    return found == losses and not differ(state, plain)
+
+
+@check
+def a_state_that_is_not_donated_stays(module):
+    step = make(ft.offload("opt_state", min_bytes=0))
+    state = step.init(device="toy")
+    kept, batch = ft.tree.clone(state), batches()[0].to("toy")
+    new, _ = step(state, batch)
+    return not differ(state, kept) and not differ(step(state, batch)[0], new) and bool(differ(new, kept))
+
+
+@check
+def it_is_saved_and_resumed(module):
+    with tempfile.TemporaryDirectory() as directory:
+        for steps in (2, 3):
+            step = make(ft.offload("opt_state", min_bytes=0))
+            data = ft.data.loader(ft.data.arrays(torch.cat(batches())), 256, shuffle=False)
+            checkpoints = ft.Checkpoints(directory, every=2)
+            options = {"steps": steps, "checkpoints": checkpoints, "progress": False}
+            state, history = ft.fit(step, step.init(device="toy"), data, **options)
+    needed, losses = train("toy")
+    where = {leaf.device.type for leaf in ft.tree.leaves(state.opt_state) if leaf.ndim}
+    return history["loss"] == losses and not differ(state, needed) and where == {"cpu"}
+
+
+@check
+def it_is_predicted(module):
+    step = ft.donated()(make(ft.offload("opt_state", min_bytes=0), ft.offload("activations", min_bytes=0)))
+    state, batch = step.init(device="toy"), batches()[0].to("toy")
+    found = ft.anatomy(step, state, batch, measure=False)
+    return found.most["optimizer state"] < 0.1 * found.most["parameters"]
+
+
+@check
+def copies_run_beside_what_is_computed_where_there_are_streams(module):
+    """The device has none; a stand-in notes who waits for whom, and copies at once."""
+    streams = Recorded(module)
+    record = backends.get("toy")
+    try:
+        backends.register(dataclasses.replace(record, copier=lambda: backends.copying.Streams(streams)))
+        needed = train("toy")
+        for what in ("activations", "opt_state"):
+            streams.log.clear()
+            found = train("toy", ft.offload(what, min_bytes=0))
+            assert (found[1], differ(found[0], needed[0])) == (needed[1], []), what
+            assert set(streams.log) >= {"copy waits for compute", "compute waits for copy"}, set(streams.log)
+    finally:
+        backends.register(record)
+    return streams.log[-1] == "host waits for copies"
+
+
+class Recorded:
+    """What of the module of a device has to do with streams."""
+
+    def __init__(self, module):
+        self.module, self.log = module, []
+
+    def Stream(self):  # noqa: N802
+        return Stream(self.log)
+
+    def current_stream(self):
+        return Stream(self.log)
+
+    def stream(self, stream):
+        return stream
+
+
+class Stream:
+    def __init__(self, log):
+        self.log = log
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def wait_stream(self, other):
+        self.log.append("copy waits for compute")
+
+    def record_event(self):
+        return object()
+
+    def wait_event(self, event):
+        self.log.append("compute waits for copy")
+
+    def synchronize(self):
+        self.log.append("host waits for copies")
+
+
+def main():
+    module = toy.register()
+    backends.register(backends.private_use("toy", fused_optimizers=True))
+    # The device has no notion of them.
+    torch.Tensor.record_stream = lambda self, stream: None
+    found = {}
+    for label in CHECKS:
+        try:
+            found[label] = CHECKS[label](module)
+        except Exception:  # Told to the test that runs this.
+            found[label] = traceback.format_exc()[-1500:]
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
