@@ -1,5 +1,6 @@
 """Running out of memory: at whatever operation, the update is that of the same batch in pieces."""
 
+import itertools
 import math
 import re
 import types
@@ -152,19 +153,20 @@ def operations(step, index, **options):
     return mode.seen
 
 
+ACCUMULATED = (ft.accumulate(3),)
 FULL = ft.accumulate(2), ft.clip(1.0), ft.ema(0.9)
 
 
 @pytest.mark.parametrize(
     ("stack", "after"),
-    [((), False), ((), True), ((ft.skip_nonfinite(3),), True), (FULL, True)],
-    ids=["before", "after", "guarded", "full"],
+    [((), False), ((), True), ((ft.skip_nonfinite(3),), True), (ACCUMULATED, False), (FULL, True)],
+    ids=["before", "after", "guarded", "accumulate", "full"],
 )
 def test_out_of_memory_at_every_operation(stack, after):
-    step, data = make(*stack), batches(2)
+    # Draws are many operations, which were seen where they are by themselves.
+    step, data = make(*stack, loss=still if stack in (ACCUMULATED, FULL) else loss), batches(2)
     needed = by_hand(step, data, 1)
-    # Of a full stack every third: what is between was seen alone.
-    for at in range(0, operations(step, 1, donate=False), max(1, len(stack))):
+    for at in range(operations(step, 1, donate=False)):
         with scarce(1, at, after=after) as mode:
             state, history = fit(step, data, donate=False)
         assert mode.left == 0
@@ -209,6 +211,27 @@ def test_without_the_checkpoint_it_would_go_on_wrong(monkeypatch):
             state, _ = fit(step, data)
         wrong += any(not torch.equal(a, b) for a, b in zip(*map(ft.tree.leaves, (state, needed)), strict=True))
     assert wrong
+
+
+@pytest.mark.parametrize(
+    ("donate", "after"), [(False, False), (False, True), (True, True)], ids=["before", "after", "donated"]
+)
+def test_out_of_memory_at_every_operation_of_a_compiled_step(donate, after, tmp_path, monkeypatch):
+    """Run operation by operation, so that it can run out between them; captured once in so many pieces."""
+    step, data = make(ft.compiled(lowering="whole", backend="eager"), loss=still), batches(2)
+    # The phase is of no use in a graph, and a new one would be a new step.
+    split = in_pieces(step.donating if donate else step, 2)
+    monkeypatch.setattr("ftrain.splitting.in_pieces", lambda whole, pieces, phase: split if pieces == 2 else whole)
+    needed = [by_hand(step, data, 0), by_hand(step, data, 1)]
+    count = operations(step, 1, donate=donate)
+    # The first one leaves a copy of a state that it may have begun to write over, and the second one does not.
+    for index, at in itertools.product((0, 1), range(count)):
+        there = ft.Checkpoints(tmp_path / f"{index}-{at}", every=1, async_=False) if donate and index else None
+        with scarce(index, at, after=after) as mode:
+            state, history = fit(step, data, donate=donate, checkpoints=there)
+        assert mode.left == 0
+        assert_bitwise(state, needed[index])
+        assert splits(history) == {index + 1: 2}
 
 
 @pytest.mark.parametrize("lowering", ["whole", "split"])

@@ -105,6 +105,25 @@ def test_functions_that_are_blocks():
         bare(bare.init(params), batch)
 
 
+def test_what_was_there_before_a_block_is_not_the_blocks(monkeypatch):
+    """Although it writes over that, and the backward pass needs what it has written."""
+    seen = []
+    monkeypatch.setattr(budget, "choose", lambda menus, share: seen.extend(menus) or choose(menus, share))
+
+    @ft.block
+    def writing(w, x):
+        return torch.relu_(x) * w
+
+    def loss(params, batch):
+        return writing(params["w"], batch * params["w"]).sum()
+
+    params, batch = {"w": torch.ones(16)}, torch.ones(8, 16)
+    step = ft.remat(budget=1.0)(ft.train_step(loss, ft.optim.sgd(0.1)))
+    step(step.init(params), batch)
+    # Of the block's own nothing is kept: its product is summed, and its factors were there before.
+    assert [(price.policy, price.size) for (menu,) in [seen] for price in menu] == [("none", 0)]
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.01, float("nan"), True, "half"])
 def test_what_is_no_budget(share):
     with pytest.raises(OptionError, match=r"remat: budget is .*, needs a number in \[0, 1\]"):
