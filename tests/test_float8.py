@@ -169,6 +169,26 @@ def test_any_number_of_rows(rows, emulated):
 
 @needs_torchao
 @quiet
+@pytest.mark.parametrize(("shape", "padded"), [((32, 32), 0), ((2, 8, 32), 0), ((17, 32), 4), ((3, 5, 32), 4)])
+def test_rows_are_padded_where_they_must_be(shape, padded, emulated, monkeypatch):
+    """Emulated products take any number; those of a GPU do not."""
+    seen = []
+    converted = float8._converted
+
+    def watched(layer, *, padded):
+        made = converted(layer, padded=padded)
+        forward = made.forward
+        made.forward = lambda x: seen.append(padded) or forward(x)
+        return made
+
+    monkeypatch.setattr(float8, "_converted", watched)
+    train(step_of(), [torch.randn(shape)])
+    assert len(seen) == 4
+    assert sum(seen) == padded
+
+
+@needs_torchao
+@quiet
 def test_an_evaluation_of_the_steps_loss_is_in_float8_too(emulated):
     step = step_of()
     state = step.init()

@@ -128,13 +128,14 @@ def test_a_watched_step_is_the_same_to_the_bit(way, dtype):
         assert_equal({name: value for name, value in a.items() if "/" not in name}, b)
 
 
-def test_buffers_ties_and_other_losses_stay_as_they_are():
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_buffers_ties_and_other_losses_stay_as_they_are(policy):
     """BatchNorm advances once, dropout draws what it would, and metrics of the loss's own are there too."""
     for dtype in ("bf16", "fp16"):
         steps = [
             ft.compose(
                 ft.train_step(ft.from_module(make_model(0.3, torch.float32), token_loss), ft.optim.adamw(0.05)),
-                ft.remat(),
+                ft.remat(policy),
                 ft.with_amp(dtype, watch=watch),
                 ft.accumulate(2),
             )
@@ -268,19 +269,30 @@ def test_what_would_be_written_twice_is_not_run_twice():
             cache.calls += 1
             return self.inner(x)
 
+    class Doubles(nn.Module):
+        def forward(self, x):
+            return x.mul_(2.0)
+
     class InPlace(nn.Module):
         def __init__(self):
             super().__init__()
             self.first, self.part, self.act = nn.Linear(8, 8), Remembers(), nn.ReLU(inplace=True)
+            self.twice = Doubles()
 
         def forward(self, x):
-            return self.act(self.part(self.first(x), cache))
+            return self.act(self.part(self.first(self.twice(x + 0.0)), cache))
 
     cache = Cache()
     model = InPlace()
     watched, (metrics,) = run(build(model=model), 1)
     assert cache.calls == 1 + 1  # The whole runs twice.
-    assert {name.split("/")[1] for name in metrics if "/" in name} == {"(model)", "first", "part.inner", "act"}
+    assert {name.split("/")[1] for name in metrics if "/" in name} == {
+        "(model)",
+        "first",
+        "part.inner",
+        "act",
+        "double",
+    }
     assert_bitwise(watched, run(build(model=model, watch=False), 1)[0])
 
 
@@ -358,6 +370,12 @@ def test_nothing_to_report(found):
 def test_tf32_is_not_watched():
     with failing(OptionError, "with_amp", "tf32", "range of float32"):
         ft.with_amp("tf32", watch=True)
+
+
+@pytest.mark.parametrize("watch", ["yes", 1, None, ["blocks.0"]])
+def test_watching_is_a_yes_or_no(watch):
+    with failing(OptionError, "with_amp", repr(watch), "True or False"):
+        ft.with_amp("fp16", watch=watch)
 
 
 def test_it_prints_and_the_display_leaves_it_out():

@@ -70,8 +70,9 @@ def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapp
         watch: report what overflows and underflows, part by part.
 
     Raises:
-        OptionError: for another dtype; for `watch` with ``"tf32"``, whose numbers have the range of float32, or with
-            ``"fp8"``, whose products are scaled one by one; for ``"fp8"`` where there is no module with such layers.
+        OptionError: for another dtype, or a `watch` that is no bool; for `watch` with ``"tf32"``, whose numbers have
+            the range of float32, or with ``"fp8"``, whose products are scaled one by one; for ``"fp8"`` where there is
+            no module with such layers.
         FtrainError: for ``"fp8"`` without torchao.
         ComposeError: for ``"fp8"`` with adapters; for ``"tf32"`` beside `ftrain.matmul_precision`; from the step, when
             it is watched and a pure loss has met no function that is marked by `ft.block`.
@@ -83,6 +84,8 @@ def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapp
     name = NAMES.get(dtype, dtype)
     if name not in CHOICES:
         raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
+    if not isinstance(watch, bool):
+        raise OptionError(f"with_amp: watch is {watch!r}; needs True or False")
     text = f"with_amp({name}{', watch' * watch})"
     if watch and name in UNWATCHED:
         raise OptionError(f"with_amp: watch=True with {name}, {UNWATCHED[name]}; watch bf16 or fp16")
