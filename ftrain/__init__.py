@@ -27,6 +27,11 @@ from ftrain.feedback import patience as patience
 from ftrain.feedback import plateau as plateau
 from ftrain.fit import FitResult as FitResult
 from ftrain.fit import fit as fit
+from ftrain.hints import Hint as Hint
+from ftrain.hints import hints as hints
+from ftrain.ladder import Ladder as Ladder
+from ftrain.ladder import Technique as Technique
+from ftrain.ladder import ladder as ladder
 from ftrain.loop import iterate as iterate
 from ftrain.module import from_module as from_module
 from ftrain.module import to_module as to_module
@@ -50,6 +55,9 @@ from ftrain.transforms import skip_nonfinite as skip_nonfinite
 from ftrain.transforms import swa as swa
 from ftrain.transforms import update_in_backward as update_in_backward
 from ftrain.transforms import with_amp as with_amp
+from ftrain.tuning import Trials as Trials
+from ftrain.tuning import trials as trials
+from ftrain.tuning import tune as tune
 from ftrain.types import Gradients as Gradients
 from ftrain.types import Mean as Mean
 from ftrain.types import TrainState as TrainState

@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.anatomy import Anatomy, anatomy
-from ftrain.errors import DeviceError, FtrainError
+from ftrain.errors import DeviceError
 from ftrain.grad import report
 from ftrain.loop import Position, StepRecord, device_of
 from ftrain.pieces import cut, is_out_of_memory, most_pieces, release
 from ftrain.recorder import Recorder
 from ftrain.saved import Saved
-from ftrain.step import Step, compose
+from ftrain.shortage import shortage
+from ftrain.step import Step
 from ftrain.traced import kind_of
 from ftrain.transforms.accumulate import in_turn
-from ftrain.transforms.amp import with_amp
-from ftrain.transforms.remat import remat
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, consume, is_own, replace
 from ftrain.wrapper import Wrapper
 
@@ -224,34 +222,8 @@ def _too_large(step: Step, state: TrainState, batch: PyTree, *, spoilt: bool) ->
     lines = ["fit: the step runs out of memory with one example at a time"]
     if count == 1:
         lines = [f"fit: the step runs out of memory, and its batch cannot be cut: {tree.signature(batch)}"]
-    if (found := _peak(step, state, one)) is not None:
-        lines += ["", str(found), "", "What would need less, by prediction:"]
-        lines += [f"  {name:<34} {size / found.peak - 1:+.0%}" for name, size in _smaller(step, state, one).items()]
-    lines += [
-        "  shorter sequences, fewer parameters that train (trainable=, ft.lora), an optimizer with a smaller state",
-        "  (state_dtype='bf16', adamw_8bit), ft.losses.linear_cross_entropy for large vocabularies",
-    ]
+    lines += shortage(step, state, one)
     if spoilt:
         lines.append("The state had begun to be overwritten, and is lost; what was saved is not.")
         consume(state)
     return DeviceError("\n".join(lines))
-
-
-def _smaller(step: Step, state: TrainState, batch: PyTree) -> dict[str, int]:
-    """Predicted peaks of a step with wrappers that it does not have."""
-    peaks = {}
-    for wrappers in ((remat(),), (with_amp("bf16"),), (remat(), with_amp("bf16"))):
-        try:
-            other = compose(step, *wrappers)
-        except FtrainError:
-            continue
-        if (found := _peak(other, state, batch)) is not None:
-            peaks[" and ".join(f"ft.{wrapper.text}" for wrapper in wrappers)] = found.peak
-    return peaks
-
-
-def _peak(step: Step, state: TrainState, batch: PyTree) -> Anatomy | None:
-    try:
-        return anatomy(step, state, batch, measure=False)
-    except Exception:  # Of whatever kind: the error that is being told of matters more.
-        return None

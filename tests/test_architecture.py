@@ -58,6 +58,8 @@ STAIRCASE = [
     "pieces",
     "evaluate",
     "anatomy",
+    "variants",
+    "shortage",
     "history",
     "precision",
     "loggers",
@@ -73,6 +75,10 @@ STAIRCASE = [
     "feedback",
     "fit",
     "replay",
+    "timing",
+    "hints",
+    "ladder",
+    "tuning",
     "doctor",
     "__main__",
     "__init__",
@@ -85,6 +91,8 @@ INSIDE = {
     "schedules": {"text", "inputs", "curve", "decays", "cosines", "roots", "stable", "joined"},
     "optim": {"counting", "leaves", "rounding", "storage", "quantized", "family", "nested"},
     "losses": {"inputs", "chunked"},
+    "hints": {"facts", "rules", "calls"},
+    "ladder": {"techniques", "drawing", "record"},
     "transforms": set(),
     "anatomy": {"timeline", "drawing", "predicted", "measured", "record"},
     "data": {
@@ -118,8 +126,8 @@ INSIDE = {
 }
 
 LONGEST_FILE = 400
-# The doctor measures rates.
-TALKERS = {"recorder", "progress", "loggers", "doctor"}
+# The doctor measures rates, and ladders and those who tune how long a step takes.
+TALKERS = {"recorder", "progress", "loggers", "doctor", "timing"}
 CLOCKS = {"time", "datetime"}
 DEVICES = {"cuda", "xpu", "mps", "hpu", "npu", "mlu", "musa", "xla", "mtia", "hip", "ipu", "vulkan", "privateuseone"}
 # And what is one platform's own: packages, libraries, compilers, collectives.
@@ -135,6 +143,7 @@ WAITS = {
     ("history", "_values"),
     ("random", "words"),
     ("recorder", "read_metrics"),
+    ("timing", "seconds"),
 }
 
 # What a file raises that is not our own: errors of the system, to those who make ours of them.
@@ -219,7 +228,8 @@ def test_files_of_a_package_do_not_import_each_other(path):
 @files
 def test_imports_are_declared(path):
     needed = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
-    optional = {"progress": {"rich"}, **{drawn: {"matplotlib"} for drawn in ("figures", "schedules", "anatomy")}}
+    drawing = "figures", "schedules", "anatomy", "ladder"
+    optional = {"progress": {"rich"}, **{drawn: {"matplotlib"} for drawn in drawing}}
     optional = optional.get(unit(path), set())
     for name in imports(path):
         package = name.split(".")[0]
@@ -229,7 +239,8 @@ def test_imports_are_declared(path):
 def test_the_staircase_is_real():
     """An order in which nothing imports anything would prove nothing."""
     used = {parts[0] for path in FILES if unit(path) != "__init__" for parts in own_imports(path)}
-    assert set(STAIRCASE) - used <= {"adapters", "losses", "evaluate", "precision", "fit", "replay", "__main__", "__init__"}
+    top = {"adapters", "losses", "evaluate", "precision", "fit", "replay", "tuning", "ladder", "__main__", "__init__"}
+    assert set(STAIRCASE) - used <= top
 
 
 # House rules

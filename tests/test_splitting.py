@@ -428,7 +428,7 @@ def test_one_example_that_does_not_fit():
     with pytest.raises(DeviceError, match="one example at a time") as caught:
         fit(make(loss=limited(0)), batches())
     assert is_out_of_memory(caught.value.__cause__)
-    text = r"(?s)optimizer state.*What would need less.*ft\.with_amp"
+    text = r"(?s)optimizer state.*What would need less.*ft\.optim\.adamw_8bit"
     with scarce(0, 3, times=100), pytest.raises(DeviceError, match=text) as caught:
         fit(make(loss=still), batches())
     assert int(caught.value.result.state.step) == 0

@@ -1,0 +1,168 @@
+"""The products and attentions of a loss, seen as it runs on tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ftrain import random, tree
+from ftrain.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
+from ftrain.policies import ATTENTION
+from ftrain.step import Step
+from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, UpdateFn, replace
+
+_aten = torch.ops.aten
+FACTORS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
+"""Where the two factors of a product stand among its arguments."""
+
+POSITIONS = {
+    F.scaled_dot_product_attention: {3: "attn_mask", 4: "dropout_p"},
+    F.multi_head_attention_forward: {10: "dropout_p"},
+}
+PLAIN = {"attn_mask": None, "key_padding_mask": None, "dropout_p": 0.0, "need_weights": False}
+"""Arguments of attention that may force a slower kernel, and what does not."""
+
+
+def watch(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], list[Attention]]:
+    """Return the products and attentions of the loss of a step, of all its microbatches."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    state = replace(state, step=None, rng=None)
+    state, batch = tree.map(lambda leaf: _fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch))
+    key = None
+    if step.base.needs_rng:
+        key = random.to_device(random.from_words((0, 0)), tree.device_of(state.params))
+        key = _fake(mode, key)
+    seen = _Seen(step.base.module)
+
+    def watching(loss: LossFn) -> LossFn:
+        def watched(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            with seen, seen.attention, seen.named():
+                return loss(params, batch, rng=rng, buffers=buffers)
+
+        return watched
+
+    def skipping(update: UpdateFn) -> UpdateFn:
+        def skipped(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+            return state
+
+        return skipped
+
+    core = step.assemble(around_loss=watching, around_update=skipping)
+    with mode, torch.no_grad(), step.loss.scope(True):
+        core(state, batch, {}, key)
+    return seen.products, seen.attentions
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    device = tree.HOST if tensor.is_meta else tensor.device
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down products, and which kernels of attention run."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.products: list[Product] = []
+        self.attentions: list[Attention] = []
+        self.attention = _Calls(self)
+        self._names = {id(part): name for name, part in module.named_modules()} if module is not None else {}
+        self._stack: list[str] = []
+        self._kernels: list[int] = []
+        self._silent = False
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Note which module is running."""
+        entered = register_module_forward_pre_hook(lambda part, args: self._stack.append(self._names.get(id(part), "")))
+        left = register_module_forward_hook(lambda part, args, returned: self._leave(), always_call=True)
+        try:
+            yield
+        finally:
+            entered.remove()
+            left.remove()
+
+    def _leave(self) -> None:
+        self._stack.pop()
+
+    @property
+    def module(self) -> str:
+        """The name of the module that is running."""
+        return self._stack[-1] if self._stack else ""
+
+    def rank(self, call: Callable[[], Any], *, silent: bool) -> tuple[Any, int]:
+        """Return what a call returns, and the rank of the kernel of attention that it ran."""
+        before, self._kernels, self._silent = self._kernels, [], silent
+        try:
+            returned = call()
+            return returned, min(self._kernels, default=SLOWEST)
+        finally:
+            self._kernels, self._silent = before, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and write it down."""
+        returned = func(*args, **(kwargs or {}))
+        if func in ATTENTION:
+            self._kernels.append(MIDDLING if "efficient" in func.name() else FASTEST)
+        if func in FACTORS and not self._silent:
+            left, right = args[FACTORS[func] :][:2]
+            *many, rows, inner = left.shape
+            columns, exact = right.shape[-1], _is_exact(left.dtype)
+            flops = 2 * rows * inner * columns * (many[0] if many else 1)
+            self.products.append(Product(self.module, rows, inner, columns, left.dtype, exact, flops))
+        return returned
+
+
+def _is_exact(dtype: torch.dtype) -> bool:
+    return dtype == torch.float64 or (dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest")
+
+
+class _Calls(TorchFunctionMode):
+    """Finds out, of each call of attention, whether one of its arguments forces a slower kernel."""
+
+    def __init__(self, seen: _Seen) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function; attention once more without each argument that may matter."""
+        kwargs = dict(kwargs or {})
+        if func not in POSITIONS:
+            return func(*args, **kwargs)
+        returned, rank = self._seen.rank(lambda: func(*args, **kwargs), silent=False)
+        causes = {}
+        for name, without in _variants(func, args, kwargs):
+            _, other = self._seen.rank(without, silent=True)
+            if other > rank:
+                causes[name] = tree.describe(_given(func, args, kwargs, name))
+        self._seen.attentions.append(Attention(self._seen.module, rank, causes))
+        return returned
+
+
+def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+    place = next((index for index, each in POSITIONS[func].items() if each == name), len(args))
+    return args[place] if place < len(args) else kwargs.get(name, PLAIN[name])
+
+
+def _variants(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The call without each of the arguments that may matter."""
+    places = {name: index for index, name in POSITIONS[func].items() if index < len(args)}
+    for name, plain in PLAIN.items():
+        value = _given(func, args, kwargs, name)
+        if value is plain or (not isinstance(value, Tensor) and value == plain):
+            continue
+        if name in places:
+            yield name, partial(func, *args[: places[name]], plain, *args[places[name] + 1 :], **kwargs)
+        else:
+            yield name, partial(func, *args, **{**kwargs, name: plain})

@@ -1,0 +1,138 @@
+"""What costs speed, rule by rule: nothing is said where nothing is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ftrain.hints.facts import Facts
+
+SHARE = 0.01
+"""Of the work of all products, that one must have to be spoken of."""
+
+MANY = 0.5
+GAIN = 1.5
+"""By how much narrow products must be faster, to be worth their rounding."""
+
+MORE = 1.1
+IDLE = 0.05
+MOST_LISTED = 3
+
+
+class Hint(NamedTuple):
+    """What costs speed.
+
+    Args:
+        name: of what it is.
+        evidence: what was found, with numbers.
+        advice: what to do.
+    """
+
+    name: str
+    evidence: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.evidence}. {self.advice}."
+
+
+def judge(facts: Facts) -> list[Hint]:
+    """Return the hints that facts give rise to."""
+    return [hint for rule in RULES for hint in rule(facts)]
+
+
+def _dimensions(facts: Facts) -> Iterator[Hint]:
+    total = sum(each.flops for each in facts.products)
+    found: dict[str, float] = {}
+    for each in facts.products:
+        multiple = 1 if each.exact else facts.multiple(each.dtype)
+        for axis, length in (("rows", each.rows), ("inputs", each.inner), ("outputs", each.columns)):
+            if length % multiple and each.flops >= SHARE * total:
+                padded = -(-length // multiple) * multiple
+                more = f"{padded:,} would be, {padded / length - 1:+.1%}"
+                text = f"{length:,} {axis} of {each.module or 'a product'} ({more})"
+                found[text] = found.get(text, 0.0) + each.flops / total
+    if found:
+        dtype = next(each.dtype for each in facts.products if not each.exact)
+        listed = sorted(found, key=lambda text: -found[text])
+        more = f", and {len(listed) - MOST_LISTED} more" if len(listed) > MOST_LISTED else ""
+        yield Hint(
+            "dimensions",
+            f"no multiples of {facts.multiple(dtype)}: {', '.join(listed[:MOST_LISTED])}{more}",
+            "Pad the vocabulary, widths and batches; tensor cores work on whole tiles",
+        )
+
+
+def _tf32(facts: Facts) -> Iterator[Hint]:
+    share = _exact(facts)
+    if facts.tf32 and share >= MANY:
+        yield Hint(
+            "TF32 off",
+            f"{share:.0%} of the products are in float32, and the device has TF32",
+            'Use ft.with_amp("tf32")',
+        )
+
+
+def _narrow(facts: Facts) -> Iterator[Hint]:
+    share = _exact(facts)
+    gain = facts.rates.get(torch.bfloat16, 0.0) / facts.rates.get(torch.float32, float("inf"))
+    if not facts.mixed and share >= MANY and gain >= GAIN:
+        yield Hint(
+            "float32",
+            f"{share:.0%} of the products are in float32, and large ones are {gain:.1f} times as fast in bfloat16",
+            'Use ft.with_amp("bf16")',
+        )
+
+
+def _exact(facts: Facts) -> float:
+    """The share of products in float32."""
+    total = sum(each.flops for each in facts.products)
+    return sum(each.flops for each in facts.products if each.exact) / max(total, 1)
+
+
+def _attention(facts: Facts) -> Iterator[Hint]:
+    slow = [each for each in facts.attentions if each.causes]
+    if slow:
+        causes = ", ".join(f"{name}={what}" for name, what in slow[0].causes.items())
+        kernel = "a slower kernel" if slow[0].rank else "no fused kernel"
+        yield Hint(
+            "attention",
+            f"{len(slow)} of {len(facts.attentions)} calls run with {kernel} because of {causes}",
+            "Leave it out: is_causal=True takes the place of a causal mask, and lengths that fit, of padding",
+        )
+
+
+def _launches(facts: Facts) -> Iterator[Hint]:
+    starting, computing = facts.operations * facts.launch, facts.flops / max(facts.rates.values(), default=1.0)
+    if not facts.compiled and starting > computing:
+        yield Hint(
+            "launches",
+            f"{facts.operations:,} operations take {starting * 1e3:.1f} ms to start at least "
+            f"({facts.launch * 1e6:.1f} µs each), and their products {computing * 1e3:.1f} ms",
+            "Use ft.compiled(), or a larger batch",
+        )
+
+
+def _batch(facts: Facts) -> Iterator[Hint]:
+    if facts.doubled is not None and facts.doubled.low > MORE:
+        yield Hint(
+            "small batch",
+            f"twice the batch makes {facts.doubled.median:.2f} times the examples a second",
+            "Use a larger batch, with the learning rate that suits it, if there is memory",
+        )
+
+
+def _loader(facts: Facts) -> Iterator[Hint]:
+    loading = facts.loading
+    if loading is not None and loading.waiting > IDLE:
+        yield Hint(
+            "loader",
+            f"a batch takes {loading.alone * 1e3:.1f} ms to load and {loading.ready * 1e3:.1f} ms to train on; the "
+            f"device waits {loading.waiting:.0%} of the time",
+            "Use more workers (num_workers=), ft.data.prefetch, or data that is prepared once",
+        )
+
+
+RULES = _loader, _launches, _batch, _narrow, _tf32, _dimensions, _attention

@@ -1,0 +1,139 @@
+"""What costs a step its speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ftrain import backends, tree
+from ftrain.anatomy import Anatomy, anatomy
+from ftrain.errors import BatchError, ComposeError
+from ftrain.hints.calls import watch
+from ftrain.hints.facts import Facts
+from ftrain.hints.rules import Hint, judge
+from ftrain.operations import CONTRACTION
+from ftrain.purity import as_tree
+from ftrain.step import Step
+from ftrain.timing import Interval, Loading, Racer, interval, loading, race, seconds
+from ftrain.types import PyTree, TrainState
+from ftrain.variants import state_for, twice
+
+SMALLEST, LARGEST, ENOUGH = 256, 4096, 0.002
+"""Edges of the products that are timed, and seconds that are enough."""
+
+WIDE_AND_NARROW = torch.float32, torch.bfloat16
+LAUNCHES = 200
+REPEATS = 5
+ROUNDS = 7
+
+
+def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree] | None = None) -> list[Hint]:
+    """Return what costs a step its speed: short sentences with what was found, measured here, and what to do.
+
+    Looked for are a source of data that the device waits for; operations that take longer to start than their products
+    take; a batch too small to fill the device; products in float32 where bfloat16 is faster or TF32 is off; lengths of
+    axes that are no multiples of what the device's record says (NVIDIA's guide to matrix multiplication has 8, and from
+    compute capability 8.0 on 64, in 16 bits); and arguments of attention that force a slower kernel. Takes seconds:
+    the step runs on copies of the state, with the batch and with twice the batch.
+
+    Args:
+        step: the step.
+        state: a state of it, which is left as it is.
+        batch: a batch.
+        data: batches, to be timed too; left where they were.
+
+    Raises:
+        ComposeError: for what is no `Step`.
+        StructureError: for another state.
+        ConsumedError: for a state that was donated.
+        DataError: for data that passes but once.
+    """
+    if not isinstance(step, Step):
+        raise ComposeError(f"hints: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
+    step.require(state)
+    device = tree.device_of(state.params)
+    batch = tree.to(as_tree(batch), device)
+
+    def begin() -> TrainState:
+        return state_for(step, step, state)
+
+    racers = {"once": Racer(step, begin, batch, device)}
+    with suppress(BatchError):  # It has no examples of which there could be more.
+        racers["twice"] = Racer(step, begin, twice(batch), device)
+    times: dict[str, Any] = race(racers, ROUNDS, spares=lambda name, error: name == "twice")
+    known: dict[str, Any] = {}
+    if isinstance(times.get("twice"), list):
+        known["doubled"] = interval([2 * a / b for a, b in zip(times["once"], times["twice"], strict=True)])
+    if data is not None:
+        known["loading"] = loading(step, begin(), data, device)
+    found = anatomy(step, state, batch, measure=False)
+    return judge(facts_of(step, state, batch, found, interval(times["once"]).median, **known))
+
+
+def facts_of(
+    step: Step,
+    state: TrainState,
+    batch: PyTree,
+    found: Anatomy,
+    took: float,
+    *,
+    doubled: Interval | None = None,
+    loading: Loading | None = None,
+) -> Facts:
+    """Return what hints are found from.
+
+    Args:
+        step: the step.
+        state: a state of it.
+        batch: a batch.
+        found: their anatomy.
+        took: seconds of a step.
+        doubled: examples a second of twice the batch, relative to the batch.
+        loading: seconds of the data.
+    """
+    device = tree.device_of(state.params)
+    record = backends.of(device)
+    products, attentions = watch(step, state, batch)
+    return Facts(
+        products,
+        attentions,
+        compiled=any(wrapper.step for wrapper in step.wrappers),
+        mixed=any(wrapper.name == "with_amp" for wrapper in step.wrappers),
+        operations=len(found.timeline.operations),
+        flops=found.flops.get(CONTRACTION, 0),
+        multiple=record.multiple,
+        tf32=record.tf32() is not None,
+        rates={
+            dtype: _rate(device, dtype)
+            for dtype in WIDE_AND_NARROW
+            if dtype in (torch.float32, *record.autocast_dtypes())
+        },
+        launch=_launch(device),
+        seconds=took,
+        doubled=doubled,
+        loading=loading,
+    )
+
+
+def _rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a product that is large enough to take some time."""
+    edge, took = SMALLEST // 2, 0.0
+    while took < ENOUGH and edge < LARGEST:
+        edge *= 2
+        left = torch.ones(edge, edge, device=device, dtype=dtype)
+        took = min(seconds(lambda each=left: each @ each, device) for _ in range(REPEATS))  # type: ignore[misc]
+    return 2 * edge**3 / took
+
+
+def _launch(device: torch.device) -> float:
+    """Seconds that an operation takes which computes next to nothing."""
+    one = torch.ones(1, device=device)
+
+    def work() -> None:
+        for _ in range(LAUNCHES):
+            one + 1
+
+    return min(seconds(work, device) for _ in range(REPEATS)) / LAUNCHES

@@ -1,0 +1,66 @@
+"""What to tell those who have not enough memory: where it goes, and what would need less."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+
+from ftrain.anatomy import Anatomy, anatomy
+from ftrain.errors import FtrainError
+from ftrain.step import Step, compose
+from ftrain.transforms.amp import with_amp
+from ftrain.transforms.donated import donated
+from ftrain.transforms.remat import remat
+from ftrain.types import PyTree, TrainState
+from ftrain.variants import outline, smaller_optimizers
+
+
+def shortage(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
+    """Return lines that show where the memory of a step goes, and what would need less."""
+    lines, found = [], peak_of(step, state, batch)
+    if found is not None:
+        lines += ["", str(found), "", "What would need less, by prediction:"]
+        lines += [f"  {name:<34} {size / found.peak - 1:+.0%}" for name, size in _smaller(step, state, batch, found)]
+    return [
+        *lines,
+        "  shorter sequences, fewer parameters that train (trainable=, ft.lora), an optimizer with a smaller state",
+        "  (state_dtype='bf16', adamw_8bit), ft.losses.linear_cross_entropy for large vocabularies",
+    ]
+
+
+def at_rest(step: Step, state: TrainState | None, batch: PyTree) -> Counter[str]:
+    """Return the bytes that are there before a step begins, by what they are for."""
+    found: Counter[str] = Counter()
+    for piece in anatomy(step, state, batch, measure=False).timeline.pieces:
+        if not piece.phase:
+            found[piece.kind] += piece.size
+    return found
+
+
+def peak_of(step: Step, state: TrainState | None, batch: PyTree) -> Anatomy | None:
+    """Return what `anatomy` predicts, or None where it cannot: the error that is being told of matters more."""
+    try:
+        return anatomy(step, state, batch, measure=False)
+    except Exception:  # Of whatever kind.
+        return None
+
+
+def _smaller(step: Step, state: TrainState | None, batch: PyTree, found: Anatomy) -> Iterator[tuple[str, int]]:
+    """Predicted peaks of a step with what it does not have, as far as they are lower."""
+    for name, other in _ways(step):
+        try:
+            there = None if state is None else outline(other, step, state)
+        except FtrainError:
+            continue
+        least = peak_of(other, there, batch)
+        if least is not None and least.peak < found.peak:
+            yield name, least.peak
+
+
+def _ways(step: Step) -> Iterator[tuple[str, Step]]:
+    for wrappers in ((donated(),), (remat(),), (with_amp("bf16"),), (remat(), with_amp("bf16"))):
+        with suppress(FtrainError):
+            yield " and ".join(f"ft.{wrapper.text}" for wrapper in wrappers), compose(step, *wrappers)
+    with suppress(FtrainError):
+        yield from ((f"ft.optim.{name}", other) for name, other in smaller_optimizers(step).items())

@@ -1,0 +1,60 @@
+"""A small model of blocks, whose activations are larger than its state, and times that are not measured."""
+
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain import tree
+
+
+class Block(nn.Module):
+    def __init__(self, width, drop):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(drop)
+
+    def forward(self, x):
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
+
+
+def model(width=16, drop=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width, drop) for _ in range(3)))
+
+
+def squares(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def make(*wrappers, optimizer=None, width=16, drop=0.0, criterion=squares):
+    loss = ft.from_module(model(width, drop), criterion)
+    return ft.compose(ft.train_step(loss, optimizer or ft.optim.adamw(1e-3)), *wrappers)
+
+
+def batch(length=64, width=16):
+    draw = torch.Generator().manual_seed(1)
+    return {name: torch.randn(length, width, generator=draw) for name in ("x", "y")}
+
+
+def kept(state, given):
+    """A copy of both, to compare them with later."""
+    return tree.clone((state, given))
+
+
+def assert_untouched(state, given, before):
+    for a, b in zip(tree.leaves((state, given)), tree.leaves(before), strict=True):
+        assert torch.equal(a, b)
+
+
+def scripted(times):
+    """A race whose times are told: name -> seconds, lists of them, or an error; one second for others."""
+
+    def race(racers, rounds, *, spares):
+        found = {}
+        for name, racer in racers.items():
+            took = times(name, racer) if callable(times) else times.get(name, 1.0)
+            if isinstance(took, Exception) and not spares(name, took):
+                raise took
+            found[name] = took if isinstance(took, list | Exception) else [float(took)] * rounds
+        return found
+
+    return race

@@ -1,0 +1,333 @@
+"""Hints: each where something is wrong, with numbers, and none where nothing is."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import ComposeError, ConsumedError, DataError, StructureError
+from ftrain.hints import Facts, calls, facts_of, judge
+from ftrain.hints.calls import watch
+from ftrain.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
+from ftrain.timing import Interval, Loading
+from tests.ladder.problem import assert_untouched, batch, kept, make
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def product(rows=1024, inner=768, columns=3072, dtype=BF16, exact=False, module="up"):
+    return Product(module, rows, inner, columns, dtype, exact, 2 * rows * inner * columns)
+
+
+# Nothing is wrong: the device is busy with products in bfloat16, of lengths that suit it.
+FINE = Facts(
+    products=[product()],
+    attentions=[Attention("attend", FASTEST, {})],
+    compiled=False,
+    mixed=True,
+    operations=100,
+    flops=3 * 10**12,
+    multiple=lambda dtype: 64 if dtype == BF16 else 32,
+    tf32=True,
+    rates={F32: 1e13, BF16: 1e14},
+    launch=1e-6,
+    seconds=0.03,
+    doubled=Interval(0.98, 1.0, 1.02),
+    loading=Loading(0.001, 0.03, 0.0301),
+)
+
+
+def found(**changes):
+    return [hint.name for hint in judge(dataclasses.replace(FINE, **changes))]
+
+
+def told(**changes):
+    (hint,) = judge(dataclasses.replace(FINE, **changes))
+    return str(hint)
+
+
+def test_where_nothing_is_wrong_nothing_is_said():
+    assert found() == []
+    assert found(doubled=None, loading=None, products=[], attentions=[]) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"rows": 1000}, "1,000 rows of up (1,024 would be, +2.4%)"),
+        ({"inner": 100}, "100 inputs of up (128 would be, +28.0%)"),
+        ({"columns": 50257, "module": "head"}, "50,257 outputs of head (50,304 would be, +0.1%)"),
+    ],
+)
+def test_dimensions(given, text):
+    said = told(products=[product(**given)])
+    assert said.startswith("dimensions: no multiples of 64: ")
+    assert text in said
+    # Where a device asks for none, and where next to nothing is computed.
+    assert found(products=[product(**given)], multiple=lambda dtype: 1) == []
+    assert found(products=[product(), product(rows=7, inner=8, columns=8)]) == []
+
+
+def test_eight_is_enough_where_the_device_says_so():
+    odd = product(rows=1000, inner=72)
+    assert found(products=[odd]) == ["dimensions"]
+    assert found(products=[odd], multiple=lambda dtype: 8) == []
+
+
+def test_exact_products_have_no_dimensions_that_matter():
+    exact = product(rows=1000, dtype=F32, exact=True)
+    assert "dimensions" not in found(products=[exact])
+    assert "dimensions" in found(products=[product(rows=1000, dtype=F32)])
+
+
+def test_tf32():
+    exact = [product(dtype=F32, exact=True)]
+    assert found(products=exact) == ["TF32 off"]
+    assert "100% of the products are in float32" in told(products=exact)
+    assert found(products=exact, tf32=False) == []
+    assert found(products=[product(dtype=F32)]) == []
+    assert found(products=[*exact, product(), product()]) == []
+
+
+def test_narrow_products():
+    exact = {"products": [product(dtype=F32, exact=True)], "tf32": False, "mixed": False}
+    assert found(**exact) == ["float32"]
+    assert "10.0 times as fast in bfloat16" in told(**exact)
+    assert found(**exact, rates={F32: 1e13, BF16: 1.2e13}) == []
+    assert found(**exact, rates={F32: 1e13}) == []
+    assert found(**{**exact, "mixed": True}) == []
+
+
+def test_a_mask_that_forces_a_slow_kernel():
+    seen = [Attention("a", MIDDLING, {"attn_mask": "bool[8, 1, 64, 64]"}), Attention("b", FASTEST, {})]
+    assert "1 of 2 calls run with a slower kernel because of attn_mask=bool[8, 1, 64, 64]" in told(attentions=seen)
+    seen = [Attention("a", SLOWEST, {"dropout_p": "float"})]
+    assert "no fused kernel because of dropout_p" in told(attentions=seen)
+    # Nobody knows how to make it faster.
+    assert found(attentions=[Attention("a", SLOWEST, {})]) == []
+
+
+def test_launches():
+    assert found(operations=100_000) == ["launches"]
+    assert "100,000 operations take 100.0 ms to start at least (1.0 µs each), and their products 30.0 ms" in told(
+        operations=100_000
+    )
+    assert found(operations=100_000, compiled=True) == []
+
+
+def test_a_batch_that_is_too_small():
+    assert "twice the batch makes 1.60 times the examples a second" in told(doubled=Interval(1.5, 1.6, 1.7))
+    assert found(doubled=Interval(1.0, 1.6, 1.7)) == []
+
+
+def test_a_loader_that_starves_the_device():
+    said = told(loading=Loading(alone=0.01, ready=0.03, together=0.04))
+    assert "a batch takes 10.0 ms to load and 30.0 ms to train on; the device waits 25% of the time" in said
+    assert found(loading=Loading(0.001, 0.03, 0.0301)) == []
+
+
+# What is seen of a step
+
+
+class Attend(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24, bias=False)
+        self.bias = nn.Parameter(torch.zeros(1, 1, 8, 8)) if options.pop("learned", False) else None
+        self.options = options
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (3, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        options = dict(self.options)
+        if self.bias is not None:
+            options["attn_mask"] = self.bias
+        return self.out(F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2))
+
+
+def attending(model, *wrappers):
+    loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
+    return step, step.init(), torch.randn(4, 8, 24)
+
+
+def test_products_by_module_shape_and_dtype():
+    products, _ = watch(*attending(Attend()))
+    found = {(each.module, each.rows, each.inner, each.columns) for each in products}
+    assert found == {("qkv", 32, 24, 72), ("out", 32, 24, 24)}
+    assert all(
+        each.exact and each.dtype == F32 and each.flops == 2 * each.rows * each.inner * each.columns
+        for each in products
+    )
+    products, _ = watch(*attending(Attend(), ft.with_amp("bf16"), ft.accumulate(2), ft.remat(blocks=["qkv"])))
+    assert {(each.module, each.rows) for each in products} == {("qkv", 16), ("out", 16)}
+    assert {each.dtype for each in products} == {BF16}
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "causes"),
+    [
+        ({}, FASTEST, {}),
+        ({"is_causal": True}, FASTEST, {}),
+        # The kernel of CPUs takes masks, but has no dropout, and no gradient of a mask.
+        ({"attn_mask": torch.ones(8, 8, dtype=torch.bool)}, FASTEST, {}),
+        ({"dropout_p": 0.1}, SLOWEST, {"dropout_p": "float"}),
+        ({"learned": True}, SLOWEST, {"attn_mask": "float32[1, 1, 8, 8]"}),
+    ],
+)
+def test_what_forces_a_slow_kernel_of_attention(options, rank, causes):
+    _, (seen,) = watch(*attending(Attend(**options)))
+    assert (seen.module, seen.rank, seen.causes) == ("", rank, causes)
+
+
+def test_attention_of_torch_that_returns_its_weights():
+    class Multihead(nn.Module):
+        def __init__(self, **options):
+            super().__init__()
+            self.attend, self.options = nn.MultiheadAttention(24, 3, batch_first=True), options
+
+        def forward(self, x):
+            return self.attend(x, x, x, **self.options)[0]
+
+    _, (seen,) = watch(*attending(Multihead()))
+    assert (seen.module, seen.rank, seen.causes) == ("attend", SLOWEST, {"need_weights": "bool"})
+    _, (seen,) = watch(*attending(Multihead(need_weights=False)))
+    assert (seen.rank, seen.causes) == (FASTEST, {})
+
+
+def test_a_mask_that_an_efficient_kernel_takes_and_a_flash_kernel_does_not(monkeypatch):
+    """As on GPUs, where flash attention has no masks."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    name = type(flash).name
+
+    class Slower(Attend):
+        def forward(self, x):
+            monkeypatch.setattr(type(flash), "name", lambda op: "efficient" if op is flash and masked[0] else name(op))
+            return super().forward(x)
+
+    masked, variants = [True], calls._variants
+
+    def telling(func, args, kwargs):
+        for cause, call in variants(func, args, kwargs):
+            masked[0] = False
+            yield cause, call
+
+    monkeypatch.setattr(calls, "_variants", telling)
+    _, (seen,) = watch(*attending(Slower(attn_mask=torch.ones(8, 8, dtype=torch.bool))))
+    assert (seen.rank, seen.causes) == (MIDDLING, {"attn_mask": "bool[8, 8]"})
+
+
+def test_a_loss_without_a_module_and_with_a_key():
+    def loss(params, batch, rng):
+        return ft.random.dropout(rng, batch @ params["w"], 0.5).square().mean()
+
+    step = ft.train_step(loss, ft.optim.sgd(0.1))
+    (seen,), attentions = watch(step, step.init({"w": torch.ones(5, 7)}), torch.ones(3, 5))
+    assert (seen.module, seen.rows, seen.inner, seen.columns) == ("", 3, 5, 7)
+    assert attentions == []
+
+
+def test_facts_of_a_step():
+    step, given = make(ft.with_amp("bf16"), ft.compiled(backend="eager")), batch()
+    state = step.init()
+    facts = facts_of(step, state, given, ft.anatomy(step, state, given, measure=False), 0.5)
+    assert (facts.compiled, facts.mixed, facts.tf32, facts.seconds) == (True, True, False, 0.5)
+    assert facts.operations > 50
+    assert facts.flops > 2 * 64 * 16 * 32 * 6
+    assert facts.multiple(BF16) == 1
+    assert set(facts.rates) == {F32, BF16}
+    assert min(facts.rates.values()) > 1e6
+    assert 1e-8 < facts.launch < 1e-2
+
+
+def test_hints_of_a_step():
+    """A step of tiny products in many operations, whose data sleeps."""
+    import time
+
+    class Slow(list):
+        def __iter__(self):
+            for each in list.__iter__(self):
+                time.sleep(0.05)
+                yield each
+
+    step, given = make(), batch(4)
+    state = step.init()
+    before = kept(state, given)
+    said = {hint.name: hint for hint in ft.hints(step, state, given, data=Slow([given] * 4))}
+    assert_untouched(state, given, before)
+    assert {"launches", "loader"} <= set(said)
+    assert not {"dimensions", "TF32 off", "attention"} & set(said)
+    assert all(hint.evidence and hint.advice for hint in said.values())
+
+
+def test_a_batch_of_which_there_cannot_be_more():
+    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1))
+    assert "small batch" not in {hint.name for hint in ft.hints(step, step.init({"w": torch.ones(3)}), torch.ones(()))}
+
+
+def test_what_hints_refuse():
+    step, given = make(), batch(4)
+    with pytest.raises(ComposeError, match="hints: the step is function; needs a Step"):
+        ft.hints(lambda state, batch: (state, {}), step.init(), given)
+    with pytest.raises(StructureError):
+        ft.hints(step, make(optimizer=ft.optim.sgd(0.1)).init(), given)
+    with pytest.raises(DataError):
+        ft.hints(step, step.init(), given, data=iter([given]))
+    spent = step.init()
+    ft.donated()(step)(spent, given)
+    with pytest.raises(ConsumedError):
+        ft.hints(step, spent, given)
+
+
+@pytest.mark.parametrize(
+    ("capability", "multiples"),
+    [((6, 1), (1, 1)), ((7, 0), (8, 1)), ((7, 5), (8, 1)), ((8, 0), (64, 32)), ((9, 0), (64, 32))],
+)
+def test_the_multiples_of_nvidia(monkeypatch, capability, multiples):
+    from ftrain.backends import cuda
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert tuple(map(cuda.BACKEND.multiple, (torch.float16, F32))) == multiples
+
+
+def test_free_memory_of_the_host():
+    free = ft.backends.get("cpu").free()
+    assert free is None or 2**20 < free < 2**50
+
+
+def test_free_memory_of_a_container(monkeypatch, tmp_path):
+    from ftrain.backends import cpu
+
+    for name, text in {"MEMINFO": "MemTotal: 8 kB\nMemAvailable: 5 kB\n", "LIMIT": "4096\n", "USED": "1024\n"}.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(cpu, name, tmp_path / name)
+    assert cpu.BACKEND.free() == 3072
+    (tmp_path / "LIMIT").write_text("max\n")
+    assert cpu.BACKEND.free() == 5120
+    (tmp_path / "MEMINFO").unlink()
+    assert cpu.BACKEND.free() is None
+
+
+def test_free_memory_of_a_device_is_that_of_its_cache_too(monkeypatch):
+    from ftrain.backends.device_module import DeviceModule
+
+    class Module:
+        @staticmethod
+        def mem_get_info():
+            return 1000, 8000
+
+        @staticmethod
+        def memory_reserved():
+            return 500
+
+        @staticmethod
+        def memory_allocated():
+            return 200
+
+    device = DeviceModule("toy")
+    monkeypatch.setattr(torch, "get_device_module", lambda name: Module)
+    assert device.free() == 1300
+    monkeypatch.setattr(torch, "get_device_module", lambda name: object())
+    assert device.free() is None

@@ -1,0 +1,277 @@
+"""The ladder: which rows there are, what is stacked on what, and what happens to techniques that do not work."""
+
+import json
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import ComposeError, ConsumedError, DataError, FtrainError, OptionError, StructureError
+from ftrain.ladder import TECHNIQUES, Case, run
+from ftrain.ladder.record import ALONE, FASTER, SMALLER
+from tests.ladder.problem import assert_untouched, batch, kept, make, scripted
+
+NAMES = ["accumulate(2)", "remat()", 'with_amp("tf32")', 'adamw(state_dtype="bf16")']
+PLAIN = [each.name for each in TECHNIQUES if each.name != "compiled()"]
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Let a ladder be climbed in times that are told."""
+
+    def climb(step, given, times=None, **options):
+        monkeypatch.setattr(run, "race", scripted(times or {}))
+        monkeypatch.setattr(run, "judge", lambda facts: [])
+        options = {"rounds": 3, **options}
+        return ft.ladder(step, options.pop("state", None) or step.init(), given, **options)
+
+    return climb
+
+
+def rows(found, group):
+    return [row.name for row in found.rows if row.group == group]
+
+
+def test_every_technique_is_a_row_and_nothing_is_touched():
+    step, given = make(width=64), batch(256, width=64)
+    state = step.init()
+    before = kept(state, given)
+    found = ft.ladder(step, state, given, techniques=PLAIN, rounds=1, stacked=False)
+    assert_untouched(state, given, before)
+    assert rows(found, ALONE) == ["as given", *PLAIN]
+    ran = {row.name for row in found.rows if row.seconds}
+    # A CPU is the host itself, and has no TF32 and no cache.
+    assert set(PLAIN) - ran == {
+        'with_amp("tf32")',
+        'offload("activations")',
+        'offload("opt_state")',
+        "empty_cache(every=1)",
+    }
+    assert "has no TF32" in found['with_amp("tf32")'].note
+    base = found["as given"]
+    assert base.speed.median == 1
+    for name in ran:
+        row = found[name]
+        assert row.seconds.low <= row.seconds.median <= row.seconds.high
+        assert abs(row.measured / row.predicted - 1) < 0.2, row
+    assert (found["batch x2"].examples, found["batch /2"].examples) == (512, 128)
+    assert found["batch x2"].peak > base.peak > found["batch /2"].peak
+    for name in ("accumulate(2)", "remat()", "adafactor"):
+        assert found[name].peak < base.peak
+    assert base.bytes_a_parameter == pytest.approx(16, rel=0.01)
+    # Moments of two bytes, and of next to nothing.
+    assert found['adamw(state_dtype="bf16")'].bytes_a_parameter < base.bytes_a_parameter - 3
+    assert found["adafactor"].bytes_a_parameter < base.bytes_a_parameter - 6
+
+
+def test_a_compiled_row():
+    step, given = make(), batch(4)
+    found = ft.ladder(
+        step,
+        step.init(),
+        given,
+        techniques=[
+            ft.Technique(
+                "torch.compile", "eagerly", lambda case: Case(ft.compiled(backend="eager")(case.step), case.batch)
+            )
+        ],
+        rounds=1,
+    )
+    assert found["eagerly"].seconds
+    assert found["eagerly"].measured > 0
+
+
+def test_speeds_are_examples_a_second_in_the_same_round(timed):
+    times = {"as given": [1.0, 2.0, 4.0], "batch x2": [1.0, 2.0, 2.0], "remat()": [2.0, 4.0, 8.0]}
+    found = timed(
+        make(), batch(), times, techniques=["batch x2", "remat()"], throughput={"numbers": lambda b: b["x"].numel()}
+    )
+    assert found["batch x2"].speed == (2.0, 2.0, 4.0)
+    assert found["remat()"].speed == (0.5, 0.5, 0.5)
+    assert found["batch x2"].rate == 128 / 2.0
+    assert found["batch x2"].rates == {"numbers": 128 * 16 / 2.0}
+    assert "numbers/s" in repr(found)
+
+
+def test_what_is_faster_beyond_doubt_is_stacked_the_best_of_each_method(timed):
+    times = {
+        'with_amp("bf16")': 0.8,
+        'with_amp("fp16")': 0.7,
+        "batch x2": 0.5,
+        "donated()": 0.9,
+        # Its interval holds one.
+        "adafactor": [0.5, 0.5, 1.1],
+    }
+    names = ["batch size", "mixed precision", "optimizer choice", "donation"]
+    found = timed(make(), batch(), times, techniques=names)
+    assert rows(found, FASTER) == ['with_amp("fp16")', "+ donated()"]
+
+
+def test_what_is_smaller_is_stacked_the_best_of_each_method(timed):
+    names = ["batch size", "gradient accumulation", "gradient checkpointing", "optimizer choice"]
+    found = timed(make(width=64), batch(256, width=64), techniques=names)
+    assert rows(found, SMALLER) == ["accumulate(2)", "+ remat()", "+ adafactor"]
+    peaks = [row.peak for row in found.rows if row.group == SMALLER]
+    assert found["as given"].peak > peaks[0] >= peaks[1] >= peaks[2]
+    assert rows(timed(make(), batch(), techniques=names, stacked=False), SMALLER) == []
+    # One alone is no stack.
+    assert rows(timed(make(), batch(), techniques=["remat()"]), SMALLER) == []
+
+
+def test_a_technique_that_the_step_has_is_said_and_another_of_its_kind_takes_its_place(timed):
+    step = make(ft.remat(), ft.accumulate(2), ft.with_amp("bf16"))
+    names = ["accumulate(2)", "remat()", 'remat("dots")', 'with_amp("bf16")', 'with_amp("fp16")']
+    found = timed(step, batch(), techniques=names, stacked=False)
+    for name in ("remat()", 'with_amp("bf16")'):
+        assert found[name].note == "the step has it already"
+    assert found["accumulate(2)"].note == "accumulate(4) in place of accumulate(2)"
+    assert found['remat("dots")'].note == "remat(dots, blocks=3) in place of remat(blocks=3)"
+    assert found['with_amp("fp16")'].note == "with_amp(fp16) in place of with_amp(bf16)"
+    assert "accumulate(2) is accumulate(4) in place of accumulate(2)" in repr(found)
+    assert found["accumulate(2)"].seconds
+
+
+def test_accumulation_goes_inside_of_what_clips():
+    """Outside of it, every piece would be clipped, which is another update."""
+    (technique,) = (each for each in TECHNIQUES if each.name == "accumulate(2)")
+    made = technique.apply(Case(make(ft.clip(1.0)), batch()))
+    assert [each.name for each in made.step.wrappers] == ["accumulate", "clip"]
+    with pytest.raises(ComposeError, match=r"clip\(norm<=1\) is done to every piece of accumulate\(2\)"):
+        technique.apply(Case(make(ft.clip(1.0), ft.accumulate(2)), batch()))
+
+
+def test_other_optimizers_than_adam_keep_theirs(timed):
+    found = timed(make(optimizer=ft.optim.sgd(0.1)), batch(), techniques=["optimizer choice"])
+    assert "takes the place of adam or adamw; the step has sgd(" in found["adafactor"].note
+
+
+@pytest.mark.parametrize(
+    ("given", "note"),
+    [
+        ({"x": torch.zeros(3, 16), "y": torch.zeros(3, 16)}, "half of 3 examples has no 1 equal pieces"),
+        ({"x": torch.zeros(4, 16), "y": torch.zeros(1, 16)}, "do not say how many examples"),
+    ],
+)
+def test_batches_that_cannot_be_halved(timed, given, note):
+    found = timed(make(), given, techniques=["batch /2"])
+    assert note in found["batch /2"].note
+    assert found["batch /2"].seconds is None
+
+
+def broken(case):
+    raise ComposeError("does not go\nat all")
+
+
+def test_a_technique_that_fails_is_a_row(timed):
+    def late(params, batch, *, rng, buffers):
+        raise ZeroDivisionError("in the middle")
+
+    def spoil(case):
+        loss = ft.Wrapper(
+            "spoilt", "spoilt", "loss", loss=lambda loss: loss.__class__(late, "late", module=loss.module)
+        )
+        return Case(loss(case.step), case.batch)
+
+    own = [ft.Technique("own", "broken", broken), ft.Technique("own", "spoilt", spoil), "remat()"]
+    found = timed(make(), batch(), techniques=own)
+    assert found["broken"].note.startswith("does not go")
+    assert found["spoilt"].note == "fails: ZeroDivisionError: in the middle"
+    assert found["remat()"].seconds
+    assert "does not go at all" in repr(found)
+
+
+def test_a_technique_for_which_there_is_no_memory_is_a_row(timed):
+    oom = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate everything")
+    found = timed(make(), batch(), {"remat()": oom}, techniques=["remat()", "donated()"])
+    assert found["remat()"].note == "does not fit: out of memory"
+    assert found["remat()"].predicted > 0
+    assert found["donated()"].seconds
+
+
+def test_a_step_that_does_not_fit_itself_has_a_ladder(timed):
+    oom = torch.OutOfMemoryError("on purpose")
+    names = ["accumulate(2)", "remat()"]
+    found = timed(make(width=64), batch(256, width=64), {"as given": oom}, techniques=names)
+    assert found["as given"].note == "does not fit: out of memory"
+    assert found["remat()"].speed is None
+    assert found["remat()"].seconds.median == 1
+    assert rows(found, SMALLER) == ["accumulate(2)", "+ remat()"]
+    assert "does not fit" in repr(found)
+
+
+def test_what_is_predicted_not_to_fit_never_runs(timed, monkeypatch):
+    record = ft.backends.get("cpu")
+    step, given = make(), batch()
+    limit = ft.anatomy(step, step.init(), given, measure=False).peak + 1
+    monkeypatch.setitem(
+        ft.backends.registry._records, "cpu", __import__("dataclasses").replace(record, free=lambda: limit)
+    )
+
+    def times(name, racer):
+        assert name != "batch x2"
+        return 1.0
+
+    found = timed(step, given, times, techniques=["batch size"])
+    assert found["batch x2"].note.startswith("does not fit: ")
+    assert found["batch /2"].seconds
+
+
+def test_what_the_step_as_given_raises_is_raised(timed):
+    with pytest.raises(ZeroDivisionError):
+        timed(make(), batch(), {"as given": ZeroDivisionError()}, techniques=["remat()"])
+
+
+def test_data(monkeypatch, timed):
+    found = timed(make(), batch(), techniques=[], data=[batch()] * 3)
+    assert found.loading.alone > 0
+    assert "ms a batch; the device waits" in repr(found)
+    with pytest.raises(DataError, match="data is list_iterator"):
+        timed(make(), batch(), techniques=[], data=iter([batch()] * 3))
+
+
+def test_the_table_the_numbers_and_the_picture(timed, tmp_path):
+    found = timed(make(ft.clip(1.0)), batch(), {"remat()": 2.0}, techniques=NAMES, data=[batch()] * 2)
+    text = repr(found)
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+    assert (
+        text.splitlines()[0]
+        == f"squares(Sequential), 3,216 parameters, 64 examples; {ft.backends.get('cpu').describe()}"
+    )
+    for part in ("gradient checkpointing remat()", "x0.50", "ms a step", "examples/s", "MiB", "B/par", SMALLER):
+        assert part in text
+    told = json.loads(json.dumps(found.as_dict()))
+    assert [row["name"] for row in told["rows"]] == [row.name for row in found.rows]
+    assert told["rows"][0]["seconds"] == {"low": 1.0, "median": 1.0, "high": 1.0}
+    for name in ("a.png", "a.svg"):
+        found.plot(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 5000
+    with pytest.raises(OptionError, match=r"plot: path is .*a\.pdf"):
+        found.plot(tmp_path / "a.pdf")
+
+
+def test_a_picture_without_matplotlib(timed, monkeypatch):
+    found = timed(make(), batch(), techniques=[])
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(FtrainError, match="plot: needs matplotlib"):
+        found.plot()
+
+
+def test_what_a_ladder_refuses():
+    step, given = make(), batch()
+    state = step.init()
+    with pytest.raises(ComposeError, match="ladder: the step is function; needs a Step"):
+        ft.ladder(lambda state, batch: (state, {}), state, given)
+    with pytest.raises(OptionError, match="ladder: there is no technique 'magic'; choices are batch size, batch x2"):
+        ft.ladder(step, state, given, techniques=["magic"])
+    with pytest.raises(OptionError, match=r"ladder: techniques is 'remat\(\)'; needs a list"):
+        ft.ladder(step, state, given, techniques="remat()")
+    with pytest.raises(OptionError, match=r"ladder: techniques of one name among remat\(\), remat\(\)"):
+        ft.ladder(step, state, given, techniques=["remat()", ft.Technique("own", "remat()", lambda case: case)])
+    with pytest.raises(OptionError, match="ladder: rounds is 0"):
+        ft.ladder(step, state, given, rounds=0)
+    with pytest.raises(StructureError):
+        ft.ladder(step, make(optimizer=ft.optim.sgd(0.1)).init(), given)
+    spent = step.init()
+    ft.donated()(step)(spent, given)
+    with pytest.raises(ConsumedError):
+        ft.ladder(step, spent, given)

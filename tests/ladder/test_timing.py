@@ -1,0 +1,166 @@
+"""Turns, intervals, and sources of data: what is counted, and what happens to who fails."""
+
+import itertools
+import math
+import statistics
+import types
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain import timing
+from ftrain.errors import DataError
+from ftrain.timing import Interval, Loading, Racer, interval, loading, race
+from tests.ladder.problem import batch, make
+
+HOST = torch.device("cpu")
+
+
+def test_an_interval_holds_the_median_as_often_as_it_says():
+    draw = torch.Generator().manual_seed(0)
+    for count in (6, 9, 15, 30):
+        samples = torch.rand(4000, count, generator=draw).exp().tolist()
+        held = sum(each.low <= math.exp(0.5) <= each.high for each in map(interval, samples)) / len(samples)
+        assert held > 0.94, count
+    assert interval([2.0]) == Interval(2.0, 2.0, 2.0)
+    assert interval([3.0, 1.0]) == Interval(1.0, 2.0, 3.0)
+
+
+class Scripted(Racer):
+    """A racer that notes its turns."""
+
+    def __init__(self, name, said, *outcomes):
+        self.name, self.said, self.outcomes, self.device = (
+            name,
+            said,
+            itertools.chain(outcomes, itertools.repeat(1.0)),
+            HOST,
+        )
+        self.closed = 0
+
+    def turn(self):
+        self.said.append(self.name)
+        outcome = next(self.outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def close(self):
+        self.closed += 1
+
+
+def never(name, error):
+    return False
+
+
+def always(name, error):
+    return True
+
+
+def test_racers_take_turns_back_and_forth_and_the_first_round_does_not_count():
+    said = []
+    racers = {name: Scripted(name, said, 9.0, 1.0, 2.0, 3.0) for name in "abc"}
+    found = race(racers, 3, spares=never)
+    assert "".join(said) == "abccbaabccba"
+    assert found == {name: [1.0, 2.0, 3.0] for name in "abc"}
+    assert all(racer.closed == 1 for racer in racers.values())
+
+
+def test_out_of_memory_is_tried_again_when_the_others_have_given_theirs_back():
+    said, oom = [], torch.OutOfMemoryError("on purpose")
+    racers = {"a": Scripted("a", said), "b": Scripted("b", said, oom)}
+    assert race(racers, 1, spares=never) == {"a": [1.0], "b": [1.0]}
+    assert "".join(said) == "abbba"
+    assert racers["a"].closed == 2
+
+
+def test_who_runs_out_of_memory_alone_is_out_and_the_others_go_on():
+    said, oom = [], torch.OutOfMemoryError("on purpose")
+    racers = {"a": Scripted("a", said), "b": Scripted("b", said, oom, oom)}
+    found = race(racers, 2, spares=always)
+    assert found["a"] == [1.0, 1.0]
+    assert found["b"] is oom
+    assert "".join(said) == "abbaa"
+
+
+def test_errors_that_are_no_results_are_raised():
+    racers = {"a": Scripted("a", [], ValueError("broken"))}
+    with pytest.raises(ValueError, match="broken"):
+        race(racers, 1, spares=never)
+    assert isinstance(race({"a": Scripted("a", [], ValueError("broken"))}, 1, spares=always)["a"], ValueError)
+
+
+def test_a_racer_runs_on_a_state_of_its_own_and_fills_its_turns(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: next(clock) * 0.02))
+    step, made = make(), []
+
+    def begin():
+        made.append(step.init())
+        return made[-1]
+
+    calls = []
+
+    def counted(state, batch):
+        calls.append(int(state.step))
+        return step(state, batch)
+
+    racer = Racer(counted, begin, batch(4), HOST)
+    # A step takes 0.02 s by that clock, so that five of them fill a turn.
+    assert racer.turn() == pytest.approx(0.02 / 5)
+    assert calls == list(range(timing.WARM + 1 + 5))
+    racer.turn()
+    assert len(made) == 1
+    racer.close()
+    racer.turn()
+    assert len(made) == 2
+    assert calls[-timing.WARM - 5 :] == list(range(timing.WARM + 5))
+    assert int(made[0].step) == 0
+
+
+def test_a_source_of_data_is_left_where_it_was():
+    data = ft.data.loader(ft.data.arrays(batch(64)), 8, seed=0)
+    batches = iter(data)
+    next(batches)
+    data.load_state_dict(data.state_dict())
+    before = data.state_dict()
+    step = make()
+    found = loading(step, step.init(), data, HOST)
+    assert data.state_dict() == before
+    assert min(found) > 0
+
+
+def test_how_long_the_device_waits():
+    assert Loading(1.0, 3.0, 4.0).waiting == 0.25
+    assert Loading(1.0, 4.0, 3.9).waiting == 0.0
+
+
+def test_the_parts_of_loading_are_told_apart(monkeypatch):
+    """By a clock that goes on where work is done, and nowhere else."""
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Slow(list):
+        def __iter__(self):
+            for each in list.__iter__(self):
+                now[0] += 2.0
+                yield each
+
+    def step(state, batch):
+        now[0] += 3.0
+        return state, {}
+
+    found = loading(step, None, Slow([batch(2)] * 5), HOST)
+    assert found == pytest.approx(Loading(alone=2.0, ready=3.0, together=5.0))
+    assert found.waiting == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("data", [iter([1, 2]), (each for each in (1, 2)), 3, []])
+def test_data_that_cannot_be_timed(data):
+    with pytest.raises(DataError, match=r"data is|data has 0 batches"):
+        loading(make(), None, data, HOST)
+
+
+def test_statistics_are_those_of_python():
+    assert interval([5.0, 1.0, 4.0]).median == statistics.median([5.0, 1.0, 4.0])

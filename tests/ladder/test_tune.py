@@ -1,0 +1,261 @@
+"""Tuning: what is ruled out, what is taken of the rest, and what is said when nothing is left."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain import tree, tuning
+from ftrain.errors import ComposeError, ConsumedError, DeviceError, OptionError, StructureError
+from tests.ladder.problem import assert_untouched, batch, kept, make, scripted
+
+WIDTH, LENGTH = 64, 2048
+
+
+def problem(*wrappers):
+    return make(*wrappers, width=WIDTH, optimizer=ft.optim.sgd(0.1, momentum=0.9)), batch(LENGTH, WIDTH)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Let a step be tuned in times that are told, by pieces and policy."""
+
+    def tune(step, given, times=None, **options):
+        def by_step(name, racer):
+            text = " ".join(str(racer._step).split())
+            return next((took for mark, took in (times or {}).items() if mark in text), 1.0)
+
+        monkeypatch.setattr(tuning, "race", scripted(by_step))
+        return ft.trials(step, options.pop("state", None) or step.init(), given, **options)
+
+    return tune
+
+
+def peak(step, given):
+    return ft.anatomy(step, step.init(), given, measure=False).peak
+
+
+def wrappers(step):
+    return [each.name for each in step.wrappers]
+
+
+def verdicts(found):
+    return {(row.pieces, row.policy): row.verdict for row in found.rows}
+
+
+def test_with_enough_memory_a_step_stays_as_it_is(timed):
+    step, given = problem(ft.clip(1.0))
+    found = timed(step, given, {"accumulate": 2.0}, memory="1GB")
+    assert wrappers(found.step) == ["clip"]
+    assert [(row.pieces, row.policy) for row in found.rows] == [(1, "none"), (2, "none")]
+    assert found.rows[0].measured < 1e9
+    assert found.rows[0].verdict.startswith("<- fastest;")
+    assert found.rows[1].verdict == "slower"
+
+
+def test_the_fastest_of_those_that_fit_is_taken(timed):
+    step, given = problem()
+    limit = peak(step, given) - 1
+    for times, chosen in (
+        ({"remat(budget=0.5": 0.5}, ["remat"]),
+        ({"accumulate(2)": 0.5}, ["accumulate"]),
+        ({"accumulate(4)": 0.5}, ["accumulate"]),
+    ):
+        found = timed(step, given, times, memory=limit)
+        assert wrappers(found.step) == chosen
+        assert verdicts(found)[1, "none"] == "does not fit"
+        text = " ".join(str(found.step).split())
+        assert next(iter(times)) in text
+
+
+def test_what_is_chosen_is_within_the_limit_as_predicted_and_as_measured(timed):
+    step, given = problem()
+    whole = peak(step, given)
+    state = step.init()
+    before = kept(state, given)
+    for share in (0.9, 0.5):
+        limit = int(share * whole)
+        found = timed(step, given, memory=limit, state=state)
+        (row,) = (row for row in found.rows if row.verdict.startswith("<-"))
+        assert row.step is found.step
+        assert max(row.predicted, row.measured) <= limit
+        assert all(row.predicted > limit for row in found.rows if row.verdict == "does not fit")
+    assert_untouched(state, given, before)
+
+
+def test_the_update_is_the_same():
+    step, given = problem(ft.clip(0.1))
+    state = step.init()
+    tuned = ft.tune(step, state, given, memory=int(0.7 * peak(step, given)), rounds=1)
+    assert wrappers(tuned) != wrappers(step)
+    needed, found = (each(state, given)[0].params for each in (step, tuned))
+    for a, b in zip(tree.leaves(needed), tree.leaves(found), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_accumulation_and_rematerialisation_that_are_there_are_chosen_anew(timed):
+    step, given = problem(ft.remat(), ft.accumulate(4), ft.clip(1.0))
+    assert wrappers(timed(step, given, {"accumulate": 2.0}, memory="1GB").step) == ["clip"]
+    # As it is given it is a candidate, whatever it computes.
+    found = timed(
+        step, given, {"remat(blocks=3) grad value_and_grad <- accumulate(4)": 0.5}, memory=int(1.01 * peak(step, given))
+    )
+    assert repr(found.step) == repr(step)
+
+
+def test_pieces_that_are_clipped_stay_as_they_are(timed):
+    """Others would be another update."""
+    step, given = problem(ft.clip(1.0), ft.accumulate(4))
+    found = timed(step, given, memory=peak(step, given) - 1)
+    assert wrappers(found.step) == ["remat", "clip", "accumulate"]
+    assert {each.text for each in found.step.wrappers} >= {"accumulate(4)", "clip(norm<=1)"}
+
+
+def test_only_whole_pieces(timed):
+    step, _ = problem()
+    assert [row.pieces for row in timed(step, batch(6, WIDTH), memory="1GB").rows] == [1, 2]
+    assert [row.pieces for row in timed(step, batch(7, WIDTH), memory="1GB").rows] == [1, 7]
+    assert [row.pieces for row in timed(step, batch(1, WIDTH), memory="1GB").rows] == [1]
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_two_of_many_pieces_show_how_large_all_are(policy):
+    step, given = problem(ft.clip(1.0))
+    search = tuning._Search(step, None, given, "1GB")
+    found = search._predicted(8, policy)
+    needed = ft.anatomy(found.step, None, given)
+    assert found.predicted == pytest.approx(needed.peak, rel=1e-3)
+    assert found.flops == pytest.approx(sum(needed.flops.values()), rel=1e-2)
+
+
+def test_a_model_without_blocks_is_cut_alone(timed):
+    loss = ft.from_module(torch.nn.Linear(WIDTH, WIDTH), lambda model, b: (model(b["x"]) - b["y"]).square().mean())
+    step, given = ft.train_step(loss, ft.optim.sgd(0.1)), batch(LENGTH, WIDTH)
+    found = timed(step, given, memory=int(0.9 * peak(step, given)))
+    assert verdicts(found)[1, "full"].startswith("does not apply: remat: Linear has no repeated children")
+    assert wrappers(found.step) == ["accumulate"]
+
+
+def test_a_model_that_no_machine_holds():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(30_000, 30_000)) for _ in range(4)))
+    loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
+    step, given = ft.train_step(loss, ft.optim.sgd(1e-3)), torch.empty(65_536, 30_000, device="meta")
+    whole = ft.anatomy(step, None, given).peak
+    found = ft.trials(step, None, given, memory=int(0.9 * whole))
+    (chosen,) = (row for row in found.rows if row.verdict.startswith("<-"))
+    assert chosen.verdict == "<- computes least"
+    assert chosen.predicted < 0.9 * whole
+    assert chosen.seconds is None
+    assert chosen.policy == "none"
+    assert chosen.pieces == 2
+
+
+def test_what_is_measured_above_the_limit_is_not_taken(timed, monkeypatch):
+    step, given = problem()
+    measured = tuning._Search._measured
+
+    def pretending(self, candidate):
+        return 10**9 if not candidate.wrappers else measured(self, candidate)
+
+    monkeypatch.setattr(tuning._Search, "_measured", pretending)
+    found = timed(step, given, {"accumulate": 2.0}, memory="100MB")
+    assert wrappers(found.step) == ["accumulate"]
+    assert verdicts(found)[1, "none"] == "takes 953.7 MiB, measured"
+
+
+def test_what_runs_out_of_memory_is_not_taken(timed):
+    step, given = problem()
+    oom = torch.OutOfMemoryError("on purpose")
+    found = timed(step, given, {"value_and_grad update": oom}, memory="100MB")
+    assert verdicts(found)[1, "none"] == "ran out of memory"
+    assert wrappers(found.step) == ["accumulate"]
+    with pytest.raises(ZeroDivisionError):
+        timed(step, given, {"value_and_grad update": ZeroDivisionError()}, memory="100MB")
+    with pytest.raises(DeviceError, match="tune: nothing fits into"):
+        timed(step, given, {"loss": oom}, memory="100MB")
+
+
+def test_the_memory_of_the_device_is_the_limit_unless_told(timed, monkeypatch):
+    step, given = problem()
+    record, state = ft.backends.get("cpu"), step.init()
+    own = sum(leaf.nbytes for leaf in tree.leaves((state.params, state.opt_state, given)))
+
+    def having(free):
+        changed = dataclasses.replace(record, free=lambda: free)
+        monkeypatch.setitem(ft.backends.registry._records, "cpu", changed)
+
+    having(10**9)
+    assert timed(step, given).memory == 10**9 + own
+    having(peak(step, given) - own - 1)
+    assert wrappers(timed(step, given).step) != []
+    having(None)
+    with pytest.raises(DeviceError, match=r"tune: .* cannot tell how much memory is free; say it, as memory='8GB'"):
+        timed(step, given)
+
+
+def test_less_memory_than_the_state_takes():
+    step, given = make(width=WIDTH), batch(256, WIDTH)
+    with pytest.raises(OptionError) as caught:
+        ft.tune(step, step.init(), given, memory="300 KiB")
+    text = str(caught.value)
+    assert "tune: memory is 0.3 MiB, and the state and the batch alone take 0.7 MiB:" in text
+    for line in ("parameters", "optimizer state", "What would take less:", "ft.optim.adamw_8bit", "trainable="):
+        assert line in text
+
+
+def test_nothing_fits():
+    step, given = make(width=WIDTH), batch(LENGTH, WIDTH)
+    at_rest = sum(leaf.nbytes for leaf in tree.leaves((step.init(), given)))
+    with pytest.raises(DeviceError) as caught:
+        ft.tune(step, step.init(), given, memory=int(1.1 * at_rest))
+    text = str(caught.value)
+    assert text.startswith("tune: nothing fits into")
+    for line in (
+        "pieces with remat=",
+        "at the peak, predicted",
+        "optimizer state",
+        "What would need less",
+        "adafactor",
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize("memory", ["8", "8 apples", "GB", "-1GB", 0, -5, 1.5, True, ["1GB"]])
+def test_no_amount_of_memory(memory):
+    step, given = problem()
+    with pytest.raises(OptionError, match=r"tune: memory is .*; needs bytes, as a number or as in '8GB' or '512MiB'"):
+        ft.tune(step, step.init(), given, memory=memory)
+
+
+def test_amounts_of_memory():
+    told = {"8GB": 8 * 10**9, "8GiB": 8 * 2**30, "1.5 mb": 1_500_000, "2TiB": 2**41, "10kB": 10_000, "7B": 7, 12: 12}
+    assert {each: tuning.as_bytes(each) for each in told} == told
+
+
+def test_what_tune_refuses():
+    step, given = problem()
+    with pytest.raises(ComposeError, match="tune: the step is function; needs a Step"):
+        ft.tune(lambda state, batch: (state, {}), step.init(), given)
+    with pytest.raises(StructureError):
+        ft.tune(step, make(width=WIDTH, optimizer=ft.optim.sgd(0.1)).init(), given)
+    with pytest.raises(OptionError, match="tune: rounds is 0"):
+        ft.tune(step, step.init(), given, memory="1GB", rounds=0)
+    spent = step.init()
+    ft.donated()(step)(spent, given)
+    with pytest.raises(ConsumedError):
+        ft.tune(step, spent, given, memory="1GB")
+
+
+def test_what_was_tried_is_shown_and_logged(timed, caplog):
+    step, given = problem()
+    found = timed(step, given, memory=peak(step, given) - 1)
+    text = repr(found)
+    assert text.startswith("2,048 examples within ")
+    for part in ("pieces  remat", "does not fit", "<- fastest; ", "x1.00", "1,000.0", "2,048.0"):
+        assert part in text
+    with caplog.at_level(logging.INFO, "ftrain"):
+        ft.tune(step, step.init(), given, memory="1GB", rounds=1)
+    assert "<- fastest" in caplog.text
