@@ -291,7 +291,7 @@ def test_what_would_be_written_twice_is_not_run_twice():
         "first",
         "part.inner",
         "act",
-        "double",
+        "twice",
     }
     assert_bitwise(watched, run(build(model=model, watch=False), 1)[0])
 
