@@ -105,6 +105,7 @@ def _head(sizes: Sizes) -> nn.Module:
 
 
 SMALL = Sizes(2, 8, 32, {"width": 16, "layers": 2, "heads": 2})
+TINY = Sizes(4, 8, 32, {"width": 16, "layers": 2, "heads": 2})
 GPT2 = {"width": 768, "layers": 12, "heads": 12, "tied": True}
 SMALL_TIED = Sizes(2, 8, 32, {"width": 16, "layers": 2, "heads": 2, "tied": True})
 LLAMA = {"width": 2048, "layers": 16, "heads": 32, "groups": 8, "inner": 8192}
@@ -132,6 +133,19 @@ PROBLEMS: dict[str, Problem] = {
         Sizes(4, 256, 8192, {"width": 384, "layers": 6, "heads": 6}),
         SMALL,
         jax="gpt",
+    ),
+    # Most of whose memory are activations, and most of whose memory are parameters.
+    "deep": Problem(
+        "GPT 12x128, 4 x 128 tokens, vocabulary 256",
+        _gpt,
+        Sizes(4, 128, 256, {"width": 128, "layers": 12, "heads": 4}),
+        TINY,
+    ),
+    "wide": Problem(
+        "GPT 12x256, 1 x 64 tokens, vocabulary 256",
+        _gpt,
+        Sizes(1, 64, 256, {"width": 256, "layers": 12, "heads": 4}),
+        TINY,
     ),
     **{
         f"gpt2 b{batch}": Problem(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bench import claims, field, rows, same, stats, updates
+from bench.cases import c9
 from bench.field import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, TRAINERS
 from bench.problems import PROBLEMS, flops
 from bench.race import Race
@@ -271,9 +272,10 @@ def bench(folder, *options):
 
 
 def test_a_smoke_run_writes_rows_and_a_report(tmp_path):
-    found = bench(tmp_path, "--case", "C1", "C4", "C5", "C6", "C8")
+    found = bench(tmp_path, "--case", "C1", "C4", "C5", "C6", "C8", "C9")
     timed = {row["variant"] for row in found if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name, "fit, compiled", "all, compiled()"} <= timed
+    assert {hand.name for name, (_, hand, _) in c9.PAIRS.items() if name in c9.SMOKED} <= timed
     assert {field.TORCH.name, field.TORCH_COMPILED.name, field.OURS_UPDATE_COMPILED.name} <= timed
     assert not [row for row in found if row["metric"] == rows.FAILED]
     assert all(row["device"].endswith("tiny") and row["torch"] and row["commit"] for row in found)

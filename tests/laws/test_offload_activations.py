@@ -200,9 +200,10 @@ def test_what_is_written_after_it_was_kept_is_an_error(options):
 def test_what_is_written_before_it_is_kept_is_kept_as_it_is(sent):
     def loss(params, batch):
         x = params["w"] * 3
+        aside = x * x  # Keeps what was there, and nobody asks for its gradient.
         y = x.view(-1)
         y.mul_(2).exp_()
-        return (F.relu(x * batch, inplace=True) * x).sum()
+        return (F.relu(x * batch, inplace=True) * x).sum(), {"aside": aside.detach().sum()}
 
     one_step(loss, {"w": torch.randn(3, 3)}, torch.randn(3, 3))
 

@@ -1,0 +1,120 @@
+"""Techniques that spend less memory, each beside the same by hand with torch: its time, and the most that is held.
+
+Everything is eager and donated, on a GPT of twelve blocks; AdamW, nothing is clipped. Rematerialisation and
+accumulation run on a model most of whose memory are activations, the updates on one most of whose memory are
+parameters. By hand that is `torch.utils.checkpoint` around each block, a loop over microbatches, an optimizer for each
+parameter in a hook, and moments that are memory-mapped files. `remat(budget=0.5)` is beside the step that keeps
+everything; in a full run also split-compiled, beside `torch.compile` with `activation_memory_budget`, which compiles
+for minutes.
+
+What is held counts the pages of files that are in memory; the system may take these back. On a GPU (``--case C9
+--device cuda``) activations go to the host, beside `save_on_cpu`; a CPU is its own host.
+"""
+
+from __future__ import annotations
+
+import ftrain as ft
+from bench import techniques
+from bench.race import Race, memory_rows
+from bench.rows import RATIO, WITHIN, Row, measured
+from bench.settings import Settings
+from bench.tasks import Entrant, Task
+
+HAND = "bench.techniques:"
+KEEPING_ALL = Entrant("loop that keeps all", "hand eager", f"{HAND}kept")
+FULL = "C9 remat, GPT 12x128"
+
+
+def _ours(*names: str) -> Entrant:
+    return Entrant(f"ftrain, {', '.join(names)}", "ours", f"{HAND}ours", options=(("wrappers", names),))
+
+
+REMAT = _ours("remat()")
+PAIRS = {
+    FULL: ("deep", Entrant("loop, checkpoint(block)", "hand eager", f"{HAND}checkpointed"), REMAT),
+    "C9 remat of all but products, GPT 12x128": (
+        "deep",
+        Entrant(
+            "loop, checkpoint(block), products kept", "hand eager", f"{HAND}checkpointed", options=(("products", True),)
+        ),
+        _ours('remat("dots")'),
+    ),
+    "C9 remat by a budget, GPT 12x128": ("deep", KEEPING_ALL, _ours("remat(budget=0.5)")),
+    "C9 accumulate, GPT 12x128": (
+        "deep",
+        Entrant("loop over 4 microbatches", "hand eager", f"{HAND}accumulated"),
+        _ours("accumulate(4)"),
+    ),
+    "C9 update in the backward pass, GPT 12x256": (
+        "wide",
+        Entrant("an optimizer in a hook of each parameter", "hand eager", f"{HAND}in_backward"),
+        _ours("update_in_backward()"),
+    ),
+    "C9 optimizer state in files, GPT 12x256": (
+        "wide",
+        Entrant("loop, moments from_file", "hand eager", f"{HAND}mapped"),
+        _ours('offload("opt_state", directory)'),
+    ),
+}
+ON_DEVICE = (
+    "C9 offload of activations, GPT 12x128",
+    "deep",
+    Entrant("loop, save_on_cpu", "hand eager", f"{HAND}saved_on_cpu"),
+    _ours('offload("activations")'),
+)
+COMPILED = (
+    "C9 remat by a budget, compiled, GPT 12x128",
+    "deep",
+    Entrant("loop, torch.compile, activation_memory_budget=0.5", "hand compile", f"{HAND}budgeted"),
+    _ours("remat(budget=0.5)", "split"),
+)
+SMOKED = FULL, "C9 update in the backward pass, GPT 12x256", "C9 optimizer state in files, GPT 12x256"
+"""Where there is something to see that other cases do not show."""
+SAVED = "activations, of those that are kept without"
+
+
+def run(settings: Settings) -> list[Row]:
+    """Race each technique with the same by hand, and measure the memory of both."""
+    questions = [(name, *pair) for name, pair in PAIRS.items()]
+    questions += [ON_DEVICE] * (settings.device != "cpu") + [COMPILED] * settings.full
+    if settings.smoke:
+        questions = [question for question in questions if question[0] in SMOKED]
+    rows = []
+    for name, problem, hand, ours in questions:
+        # What rematerialisation saves and costs is to be seen, too.
+        others = [KEEPING_ALL] if name == FULL else []
+        rows += _race(name, settings.task(problem), [hand, ours, *others], settings)
+    task = settings.task("deep")
+    return [*rows, measured(FULL, REMAT.name, SAVED, "", [_activations(task, REMAT) / _activations(task, KEEPING_ALL)])]
+
+
+def _race(question: str, task: Task, entrants: list[Entrant], settings: Settings) -> list[Row]:
+    print(question, flush=True)
+    contest = Race(question, task, settings)
+    try:
+        contest.enter(entrants)
+        contest.time(rounds=settings.share(0.4))
+    finally:
+        contest.close()
+    if settings.device != "cpu":
+        return contest.rows
+    # Each costs a process.
+    rows = contest.rows + ([] if settings.smoke else memory_rows(question, task, entrants, settings))
+    return rows + _saved(question, rows)
+
+
+def _saved(question: str, rows: list[Row]) -> list[Row]:
+    """What is held within a step, of what is held by the loop that keeps everything."""
+    held = {row.variant: row.median for row in rows if row.metric == WITHIN}
+    if REMAT.name not in held or not held.get(KEEPING_ALL.name):
+        return []
+    share = held[REMAT.name] / held[KEEPING_ALL.name]
+    return [measured(question, REMAT.name, f"{WITHIN}, {RATIO}{KEEPING_ALL.name}", "", [share])]
+
+
+def _activations(task: Task, entrant: Entrant) -> int:
+    """Bytes of activations, as `ftrain.anatomy` predicts them."""
+    step = techniques.step_of(entrant.task(task))
+    state = step.init(device=task.device)
+    found: int = ft.anatomy(step, state, task.batch(), measure=False).most.get("activations", 0)
+    return found

@@ -1,0 +1,194 @@
+"""What spends less memory, by hand with torch and as wrappers of a step; nobody clips."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import ftrain as ft
+from bench.problems import criterion
+from bench.tasks import Run, Task
+
+PIECES = 4
+BUDGET = 0.5
+aten = torch.ops.aten
+PRODUCTS = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+)
+
+OURS: Mapping[str, Callable[[str], Any]] = {
+    "remat()": lambda folder: ft.remat(),
+    'remat("dots")': lambda folder: ft.remat("dots"),
+    "remat(budget=0.5)": lambda folder: ft.remat(budget=BUDGET),
+    "accumulate(4)": lambda folder: ft.accumulate(PIECES),
+    "update_in_backward()": lambda folder: ft.update_in_backward(),
+    'offload("opt_state", directory)': lambda folder: ft.offload("opt_state", directory=folder),
+    'offload("activations")': lambda folder: ft.offload("activations"),
+    "split": lambda folder: ft.compiled(lowering="split", donate=True),
+}
+
+
+def ours(task: Task) -> Run:
+    """The donated step with the wrappers of the option `wrappers`."""
+    step = step_of(task)
+    state, batch = step.init(device=task.device, donate=True), task.batch()
+
+    def run() -> Tensor:
+        nonlocal state
+        state, metrics = step(state, batch)
+        found: Tensor = metrics["loss"]
+        return found
+
+    return run
+
+
+def step_of(task: Task) -> ft.Step:
+    """The step that `ours` runs."""
+    wrappers = [OURS[name](str(_folder())) for name in task.option("wrappers", ())]
+    step = ft.train_step(ft.from_module(task.model(), criterion), ft.optim.adamw(task.rate))
+    return ft.compose(step, *wrappers, ft.donated())  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _folder() -> Path:
+    """Where files go, on the disk of this checkout: gone with the process."""
+    made = tempfile.TemporaryDirectory(prefix="bench-", dir=".")
+    _held.append(made)
+    return Path(made.name)
+
+
+_held: list[Any] = []
+
+
+def kept(task: Task) -> Run:
+    """Forward, backward, fused step: everything is kept."""
+    return _loop(task, task.model())
+
+
+def checkpointed(task: Task) -> Run:
+    """`torch.utils.checkpoint` around each block, which keeps nothing of its inside, or products (`products`)."""
+    model: Any = task.model()
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if task.option("products"):
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(PRODUCTS))
+    for block in model.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, **options)
+    return _loop(task, model)
+
+
+def saved_on_cpu(task: Task) -> Run:
+    """`torch.autograd.graph.save_on_cpu` around the forward pass, with page-locked memory."""
+    return _loop(task, task.model(), around=lambda: save_on_cpu(pin_memory=task.device != "cpu"))
+
+
+def budgeted(task: Task) -> Run:
+    """`torch.compile` with half of the activations, as its partitioner counts them."""
+    from torch._functorch import config
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        return task.loss(model, batch)
+
+    run = _loop(task, task.model(), loss=torch.compile(loss_of, backend=task.backend))
+
+    def running() -> Tensor:
+        # Read when it is compiled.
+        with config.patch(activation_memory_budget=BUDGET):
+            return run()
+
+    return running
+
+
+def accumulated(task: Task) -> Run:
+    """One microbatch after the other, each with its share of the loss."""
+    model, batch = task.model(), task.batch()
+    pieces = [
+        dict(zip(batch, part, strict=True)) for part in zip(*(v.chunk(PIECES) for v in batch.values()), strict=True)
+    ]
+    optimizer = task.adamw(model.parameters(), fused=True)
+
+    def run() -> Tensor:
+        total = torch.zeros((), device=task.device)
+        for piece in pieces:
+            loss = task.loss(model, piece) / PIECES
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return run
+
+
+def in_backward(task: Task) -> Run:
+    """An optimizer for each parameter, stepped by a hook when its gradient is there, as torch's tutorial has it."""
+    model, batch = task.model(), task.batch()
+    optimizers: dict[Tensor, torch.optim.Optimizer] = {
+        param: task.adamw([param], fused=True) for param in model.parameters()
+    }
+
+    def step(param: Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+
+    def run() -> Tensor:
+        loss = task.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    return run
+
+
+def mapped(task: Task) -> Run:
+    """The fused AdamW with moments that are memory-mapped files."""
+    model = task.model()
+    optimizer = task.adamw(model.parameters(), fused=True)
+    for number, param in enumerate(model.parameters()):
+        moments = {
+            name: torch.from_file(str(_folder() / f"{name}-{number}"), shared=True, size=param.numel()).view(
+                param.shape
+            )
+            for name in ("exp_avg", "exp_avg_sq")
+        }
+        optimizer.state[param] = {"step": torch.zeros(()), **moments}
+    return _loop(task, model, optimizer=optimizer)
+
+
+def _loop(
+    task: Task,
+    model: torch.nn.Module,
+    *,
+    optimizer: Any = None,
+    loss: Callable[..., Tensor] | None = None,
+    around: Callable[[], Any] | None = None,
+) -> Run:
+    batch, loss_fn = task.batch(), loss or task.loss
+    optimizer = optimizer or task.adamw(model.parameters(), fused=True)
+
+    def run() -> Tensor:
+        if around is None:
+            found = loss_fn(model, batch)
+        else:
+            with around():
+                found = loss_fn(model, batch)
+        found.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return found.detach()
+
+    return run
