@@ -168,8 +168,8 @@ class Loading(NamedTuple):
 
     @property
     def waiting(self) -> float:
-        """Share of the time in which the device has nothing to do."""
-        return max(0.0, 1 - self.ready / self.together)
+        """Share of the time in which the device has nothing to do: at most that of the data."""
+        return min(max(0.0, 1 - self.ready / self.together), self.alone / self.together)
 
 
 def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch.device) -> Loading:

@@ -2,6 +2,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,23 @@ def test_train_lm_lists_its_options() -> None:
     printed = run("train_lm.py", "--help")
     for option in ("--steps", "--batch", "--amp", "--accumulate", "--remat", "--no-compile", "--device", "--out"):
         assert option in printed
+
+
+def test_ladder_prints_what_techniques_bring_and_draws_it(tmp_path: Path) -> None:
+    tiny = "--batch 4 --length 32 --width 32 --layers 2 --rounds 1 --share 1.2 --techniques batch\\ size remat() --out"
+    printed = run("ladder.py", *shlex.split(tiny), str(tmp_path))
+    for part in (
+        "at the peak, predicted;",
+        "tokens/s",
+        "as given",
+        "batch x2",
+        "remat()",
+        "the device waits",
+        "<- fastest",
+    ):
+        assert part in printed
+    for name in ("anatomy.png", "ladder.png"):
+        assert (tmp_path / name).stat().st_size > 5000
 
 
 TINY_LORA = (

@@ -90,7 +90,9 @@ def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 def _elsewhere(state: TrainState) -> list[bool]:
     """Of each leaf of the optimizer's state, whether it is kept where the device has no memory for it."""
     device = tree.device_of(state.params)
-    return [is_in_file(leaf) or (leaf.device != device and leaf.ndim > 0) for leaf in _tensors(state.opt_state)]
+    # What is on meta stands for what will be there.
+    here = device, torch.device("meta")
+    return [is_in_file(leaf) or (leaf.device not in here and leaf.ndim > 0) for leaf in _tensors(state.opt_state)]
 
 
 def _tensors(node: PyTree) -> list[Any]:

@@ -134,6 +134,8 @@ def test_a_source_of_data_is_left_where_it_was():
 def test_how_long_the_device_waits():
     assert Loading(1.0, 3.0, 4.0).waiting == 0.25
     assert Loading(1.0, 4.0, 3.9).waiting == 0.0
+    # What the machine did beside it was not the data.
+    assert Loading(0.1, 4.0, 5.0).waiting == pytest.approx(0.02)
 
 
 def test_the_parts_of_loading_are_told_apart(monkeypatch):

@@ -1,0 +1,72 @@
+"""What would make this step faster, or smaller: the techniques of the performance guides, measured on a small GPT.
+
+Prints where its memory goes, what each technique brings (alone, and those that pay on top of each other), what costs
+speed, and which microbatch and rematerialisation are fastest within half of that memory. The model and the
+text are those of `train_lm.py`.
+
+    python examples/ladder.py            # a few minutes on two CPU cores, most of them for what is compiled
+    python examples/ladder.py --techniques "gradient checkpointing" donated() --rounds 5
+
+Draws ``anatomy.png``, memory over the operations of the step, and ``ladder.png``, speed against memory, into ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from train_lm import GPT, RandomWindows, as_tensor, predict_bytes, standard_library
+
+import ftrain as ft
+
+
+def options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+
+    def add(name: str, default: Any, text: str) -> None:
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+
+    add("batch", 16, "windows in a batch")
+    add("length", 128, "bytes in a window")
+    add("width", 128, "features of a byte; a multiple of twice the heads")
+    add("layers", 6, "blocks")
+    add("heads", 2, "attention heads")
+    add("rounds", 9, "how often each technique is timed")
+    add("share", 0.5, "of the memory that the step takes: what to tune it for")
+    add("device", ft.backends.default().name, "where to run")
+    parser.add_argument("--techniques", nargs="*", help="names or methods of those to try; all, unless told")
+    add("out", Path("runs/ladder"), "folder for the drawings")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print the anatomy, the ladder with its hints, and what was tried to halve the memory; draw the first two."""
+    o = options()
+    o.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    model = GPT(width=o.width, layers=o.layers, heads=o.heads)
+    step = ft.train_step(ft.from_module(model, predict_bytes), ft.optim.adamw(1e-3, weight_decay=0.1))
+    state = step.init(device=o.device)
+    data = RandomWindows(as_tensor(standard_library()[0]), o.batch, o.length, seed=0)
+    batch = next(iter(data))
+
+    anatomy = ft.anatomy(step, state, batch)
+    print(anatomy, end="\n\n")
+    anatomy.plot(o.out / "anatomy.png")
+
+    tokens = {"tokens": lambda batch: batch["bytes"].shape[0] * (batch["bytes"].shape[1] - 1)}
+    ladder = ft.ladder(step, state, batch, data=data, techniques=o.techniques, throughput=tokens, rounds=o.rounds)
+    print(ladder, end="\n\n")
+    ladder.plot(o.out / "ladder.png")
+
+    found = ft.trials(step, state, batch, memory=int(o.share * anatomy.peak), rounds=o.rounds)
+    print(f"{found}\n\n{found.step}")
+
+
+if __name__ == "__main__":
+    main()
