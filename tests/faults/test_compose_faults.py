@@ -14,9 +14,13 @@ WRAPPERS = {
     "clip": ft.clip(1.0),
     "remat": ft.remat(),
     "with_amp": ft.with_amp("bf16"),
+    "matmul_precision": ft.matmul_precision("high"),
     "ema": ft.ema(0.9),
     "skip_nonfinite": ft.skip_nonfinite(),
     "donated": ft.donated(),
+    "offload_opt_state": ft.offload("opt_state"),
+    "offload_activations": ft.offload("activations"),
+    "update_in_backward": ft.update_in_backward(),
     "compiled": ft.compiled(),
 }
 wrappers = pytest.mark.parametrize("name", WRAPPERS)
