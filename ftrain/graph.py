@@ -52,9 +52,10 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
         Exception: whatever the function itself raises.
     """
     # Without symbolic shapes, so that reading a value is refused where it happens.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given = next((tensor.fake_mode for tensor in inputs if isinstance(tensor, FakeTensor)), None)
+    mode = given or FakeTensorMode(allow_non_fake_inputs=True)
     # Detached, for one tensor that is given twice must be two inputs: next time it may be two tensors.
-    fakes = [mode.from_tensor(tensor.detach()) for tensor in inputs]
+    fakes = [each.detach() if isinstance(each, FakeTensor) else mode.from_tensor(each.detach()) for each in inputs]
     try:
         with mode, torch.autograd.set_multithreading_enabled(False):
             return _require_real(make_fx(function, tracing_mode="real")(*fakes))

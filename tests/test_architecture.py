@@ -94,7 +94,7 @@ INSIDE = {
     "hints": {"facts", "rules", "calls"},
     "ladder": {"techniques", "drawing", "record"},
     "transforms": set(),
-    "anatomy": {"timeline", "drawing", "predicted", "measured", "record"},
+    "anatomy": {"timeline", "captured", "drawing", "predicted", "measured", "record"},
     "data": {
         "arrays",
         "draws",

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftrain import random, tree
+from ftrain.anatomy.captured import Noting, labelled, timeline_of
 from ftrain.anatomy.timeline import BACKWARD, FORWARD, UPDATE, Piece, Timeline, Tracker
+from ftrain.errors import TraceError
 from ftrain.slots import bound, slots_of
 from ftrain.step import Step
 from ftrain.transfers import is_in_file
@@ -44,12 +46,17 @@ def abstract_state(step: Step, module: nn.Module) -> TrainState:
 
 
 def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
-    """Run a step on tensors without memory, operation by operation, and return what it took."""
+    """Run a step on tensors without memory, operation by operation, and return what it took.
+
+    A step that is compiled whole is captured, and what its graph takes is returned.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hyper, words = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}, (0, 0)
     state = replace(state, step=None, rng=None)
     elsewhere = _elsewhere(state)
     state, batch = tree.map(lambda leaf: _fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch))
+    if (found := _captured(step, state, batch, hyper)) is not None:
+        return found
     key = _fake(mode, random.from_words(words)) if step.base.needs_rng else None
     if step.optimizer.needs_rng:
         hyper = {**hyper, RNG: _fake(mode, random.from_words(words))}  # type: ignore[dict-item]
@@ -79,6 +86,47 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
         tracker.mark(_tensors(new), NEXT)
     _name_the_rest(tracker.timeline, began[0])
     return tracker.timeline
+
+
+def _captured(step: Step, state: TrainState, batch: PyTree, hyper: dict[str, float]) -> Timeline | None:
+    """The timeline of the graph of a step, if it is one graph."""
+    capture = getattr(step.runner, "capture", None)
+    if capture is None:
+        return None
+    noting, marked, began = Noting({}, step.base.module), dict[int, str](), [0]
+
+    def marking(update: UpdateFn) -> UpdateFn:
+        def watched(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+            marked.update((leaf.untyped_storage()._cdata, GRADIENTS) for leaf in _tensors(gradients.grads))
+            began[0] = noting.operations
+            return update(state, gradients, hyper, donate=donate)
+
+        return watched
+
+    core = step.assemble(around_update=marking)
+
+    def noted(*args: Any) -> Any:
+        with noting, noting.named():
+            return core(*args)
+
+    try:
+        with step.loss.scope(True):
+            captured = capture(noted, state, batch, hyper, (0, 0))
+    except TraceError:
+        return None  # Then it is split, or says so when it runs.
+    if captured is None:
+        return None
+    known = replace(
+        state,
+        params=labelled(state.params, PARAMETERS),
+        frozen=labelled(state.frozen, FROZEN),
+        buffers=labelled(state.buffers, REST),
+        opt_state=labelled(state.opt_state, OPTIMIZER),
+        slots=labelled(state.slots, REST),
+    )
+    timeline = timeline_of(captured, (known, labelled(batch, BATCH)), marked, NEXT)
+    _name_the_rest(timeline, began[0])
+    return timeline
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:

@@ -18,8 +18,12 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
     """Return where the memory and the work of a step go: predicted, and measured beside it.
 
     The prediction runs the step operation by operation on tensors without memory, so that a model may be larger than
-    this machine; groups of operations are those of Ivanov et al. 2021 (arXiv:2007.00072). A compiled step is looked at
-    as it would run eagerly, which is more memory than its graphs take.
+    this machine; groups of operations are those of Ivanov et al. 2021 (arXiv:2007.00072).
+
+    A step that is compiled whole is captured, and what is predicted is what its graph takes when its operations run one
+    by one, as they do with ``backend="eager"``. Inductor stores less where it fuses them, and more where it changes the
+    layout of a tensor: on a CPU 9 to 16% less for a small GPT, 4% more for a small convolutional net. A step that is
+    split is predicted as if it ran eagerly; what it keeps for its backward pass is up to the compiler, and differs.
 
     Args:
         step: the step.

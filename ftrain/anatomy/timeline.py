@@ -120,7 +120,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and write down what it takes."""
         kwargs = kwargs or {}
-        name, phase = func.overloadpacket.__name__, _phase()
+        name, phase = func.overloadpacket.__name__, phase_now()
         # They write in place and return nothing; those that torch has no fake of, it would run on memory of their size.
         returned = None if name.startswith("_fused_") and name.endswith("_") else func(*args, **kwargs)
         for leaf in tree.leaves(returned):
@@ -149,7 +149,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             piece.died = len(self.timeline.operations)
 
 
-def _phase() -> str:
+def phase_now() -> str:
+    """Return the phase of the step in which the calling thread is."""
     # The engine has a task while it computes gradients, what is rematerialised for them included.
     if torch._C._current_graph_task_id() >= 0:
         return BACKWARD

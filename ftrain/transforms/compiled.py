@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ftrain import backends, graph, purity, random, tree
 from ftrain.backends import Recorder
@@ -26,6 +26,7 @@ from ftrain.step import Step
 from ftrain.traced import Carrying, Compile, Kinds, Traced
 from ftrain.types import (
     RNG,
+    Core,
     Gradients,
     Hyper,
     LossFn,
@@ -233,19 +234,34 @@ class _Compiled:
         update = self._traced.graphs[-1].captured
         return Lowered("split", len(graphs) + 1, count_nodes(*graphs, update), None, breaks)
 
-    def _whole(self) -> Callable[..., Any]:
-        core = self._step.assemble()
+    def capture(
+        self, core: Core, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
+    ) -> fx.GraphModule | None:
+        """Capture the whole step with another core, and compile nothing; a split step is None.
 
+        Raises:
+            TraceError: when it cannot be captured.
+        """
+        if self._lowering == "split":
+            return None
+        inputs = replace(state, step=None, rng=None), batch, self._pack(words, hyper, tree.device_of(state.params))
+        traced = Traced(self._drawing(core), lambda captured, inputs, carried: captured, 1, donate=self._step.donate)
+        return traced.graph_for(*inputs).captured
+
+    def _whole(self) -> Callable[..., Any]:
+        # Only a donated state stays where it is.
+        donate = self._step.donate
+        self._traced = self._compiler.traced(self._drawing(self._step.assemble()), donate=donate, replay=donate)
+        return self._traced
+
+    def _drawing(self, core: Core) -> Callable[..., Any]:
         def drawing(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
             keys, hyper = self._unpack(words)
             draw = Fused if self._compiler.backend_for(words.device) == graph.INDUCTOR else Keyed
             with draw(keys[1]):
                 return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
 
-        # Only a donated state stays where it is.
-        donate = self._step.donate
-        self._traced = self._compiler.traced(drawing, donate=donate, replay=donate)
-        return self._traced
+        return drawing
 
     def _split(self) -> Callable[..., Any]:
         core = self._step.assemble(around_loss=self._compiler.compile_loss, around_update=self._traced_update)

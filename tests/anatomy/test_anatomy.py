@@ -1,5 +1,6 @@
 """Where memory goes: what is predicted is what the profiler of torch measures, and what is known by hand."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -103,6 +104,65 @@ def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(model, wr
     assert abs(found.measured / found.peak - 1) < 0.05, found
     for a, b in zip(tree.leaves(kept), tree.leaves(state), strict=True):
         assert torch.equal(a, b)
+
+
+def compiled_anatomy(model, wrapper, **options):
+    step, batch = build(model, wrapper)
+    step = dataclasses.replace(step, wrappers=tuple(each for each in step.wrappers if not each.donate))
+    step = ft.compiled(**options)(step)
+    return ft.anatomy(step, step.init(), batch)
+
+
+@pytest.mark.parametrize(
+    ("model", "wrapper", "donate"),
+    [
+        ("gpt", "accumulate", True),
+        ("bert", "all", False),
+        ("convnet", "remat", False),
+        ("convnet", "clip", True),
+        ("convnet", "swa", False),
+    ],
+)
+def test_the_predicted_peak_of_a_captured_step_is_exact(model, wrapper, donate):
+    found = compiled_anatomy(model, wrapper, lowering="whole", backend="eager", donate=donate)
+    assert found.peak == sum(found.at_peak.values())
+    assert abs(found.measured / found.peak - 1) < 0.005, found
+    assert not found.timeline.curve("")[-1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(("model", "wrapper"), [("gpt", "remat"), ("bert", "bf16")])
+def test_a_split_step_is_predicted_as_an_eager_one_within_five_percent(model, wrapper):
+    found = compiled_anatomy(model, wrapper, lowering="split", backend="aot_eager")
+    assert abs(found.measured / found.peak - 1) < 0.05, found
+
+
+def test_what_a_captured_step_takes_is_for_what_an_eager_one_takes_it():
+    eager, captured = (
+        ft.anatomy(*init(wrapped(build("gpt", "bf16"), *wrappers)), measure=False)
+        for wrappers in ((), (ft.compiled(lowering="whole", backend="eager"),))
+    )
+    assert captured.bytes_a_parameter == pytest.approx(eager.bytes_a_parameter, rel=0.01)
+    assert captured.at_peak.keys() == eager.at_peak.keys()
+    for kind in ("parameters", "optimizer state", "activations"):
+        assert captured.at_peak[kind] == pytest.approx(eager.at_peak[kind], rel=0.01)
+    assert captured.activations.keys() == eager.activations.keys()
+    assert captured.flops["tensor contractions"] == eager.flops["tensor contractions"]
+
+
+def wrapped(built, *wrappers):
+    step, batch = built
+    return ft.compose(step, *wrappers), batch
+
+
+def test_a_captured_step_of_a_model_that_no_machine_holds():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(10)))
+    loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
+    step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), ft.compiled(donate=True))
+    found = ft.anatomy(step, None, torch.empty(64, 100_000, device="meta"))
+    assert found.most["optimizer state"] == pytest.approx(8e11, rel=1e-6)
+    assert found.most["gradients"] == pytest.approx(4e11, rel=1e-6)
 
 
 def test_convolutions_of_float16_take_a_workspace_on_cpus_that_is_no_tensor():

@@ -1,0 +1,121 @@
+"""The timeline of a step that is one graph: what each of its nodes takes, until the last that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from ftrain import tree
+from ftrain.anatomy.timeline import FORWARD, UPDATE, Operation, Piece, Timeline, Tracker, phase_now
+from ftrain.operations import flops, group_of, is_view
+from ftrain.types import PyTree
+
+PHASE, MODULE = "ftrain_phase", "ftrain_module"
+
+
+class Noting(Tracker):  # type: ignore[no-untyped-call]
+    """Writes into the nodes of a graph that is being captured in which phase and module they are."""
+
+    operations = 0
+    """So far, of those that are no views."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and note what was recorded for it."""
+        returned = func(*args, **(kwargs or {}))
+        for node in self.unnoted():
+            node.meta[PHASE], node.meta[MODULE] = phase_now(), self._stack[-1] if self._stack else ""
+            self.operations += is_operation(node)
+        return returned
+
+    def unnoted(self) -> Iterator[fx.Node]:
+        """Yield the nodes that were recorded since the last operation, the newest first."""
+        mode: Any = get_proxy_mode()
+        for node in reversed(mode.tracer.graph.nodes if mode is not None else ()):
+            if PHASE in node.meta or node.op == "placeholder":
+                return
+            yield node
+
+
+class Label:
+    """What an input is for; a leaf of trees."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+
+def labelled(node: PyTree, kind: str) -> PyTree:
+    """Return a tree with labels in the place of its tensors."""
+    return tree.map(lambda leaf: Label(kind) if isinstance(leaf, Tensor) else leaf, node)
+
+
+def timeline_of(captured: fx.GraphModule, inputs: PyTree, marked: Mapping[int, str], rest: str) -> Timeline:
+    """Return the pieces and operations of a captured graph.
+
+    Args:
+        captured: by a function that ran under `Noting`.
+        inputs: labels of its inputs, in order; those beyond are not there before the step.
+        marked: identity of a storage -> what it is for.
+        rest: what is left of the step when it is done.
+    """
+    nodes, timeline = list(captured.graph.nodes), Timeline()
+    last = _last_uses(nodes)
+    labels = iter(leaf.kind for leaf in tree.leaves(inputs) if isinstance(leaf, Label))
+    pieces: dict[int, Piece] = {}
+    ends: dict[int, list[int]] = {}
+    for index, node in enumerate(nodes):
+        kind, phase = "", node.meta.get(PHASE, UPDATE)
+        if node.op == "placeholder":
+            kind = next(labels, "")
+            phase = "" if kind else FORWARD
+        for key, size in _storages(node):
+            if key not in pieces:
+                source = _source(node, pieces)
+                made = Piece(size, len(timeline.operations), phase, node.meta.get(MODULE, ""), kind, source)
+                made.kind = kind or marked.get(key, "")
+                pieces[key] = made
+                timeline.pieces.append(made)
+            if last[key] < len(nodes) - 1 and pieces[key].phase:
+                ends.setdefault(last[key], []).append(key)
+            elif pieces[key].phase == UPDATE and not pieces[key].kind:
+                pieces[key].kind = rest
+        if is_operation(node):
+            timeline.operations.append(_operation(node, phase))
+        for key in ends.pop(index, ()):
+            pieces[key].died = len(timeline.operations)
+    return timeline
+
+
+def is_operation(node: fx.Node) -> bool:
+    """Whether a node computes something, rather than look at what is there."""
+    return node.op == "call_function" and hasattr(node.target, "overloadpacket") and not is_view(node.target)
+
+
+def _last_uses(nodes: list[fx.Node]) -> dict[int, int]:
+    """The last node that reads a storage, or a view of it."""
+    last: dict[int, int] = {}
+    for index, node in enumerate(nodes):
+        for used in (node, *node.all_input_nodes):
+            last |= {key: index for key, _ in _storages(used)}
+    return last
+
+
+def _operation(node: fx.Node, phase: str) -> Operation:
+    target: Any = node.target
+    name = target.overloadpacket.__name__
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda used: used.meta.get("val"))
+    return Operation(group_of(name), phase, flops(target, name, args, kwargs, node.meta.get("val")))
+
+
+def _source(node: fx.Node, pieces: Mapping[int, Piece]) -> Piece | None:
+    """Of which piece a node makes a copy in another dtype, if it does."""
+    if "_to_copy" not in str(node.target) or not node.all_input_nodes:
+        return None
+    return next((pieces.get(key) for key, _ in _storages(node.all_input_nodes[0])), None)
+
+
+def _storages(node: fx.Node) -> list[tuple[int, int]]:
+    values = [leaf for leaf in tree.leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    return [(value.untyped_storage()._cdata, value.untyped_storage().nbytes()) for value in values]
