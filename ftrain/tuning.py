@@ -350,6 +350,6 @@ def _nothing_fits(search: _Search, rows: Sequence[Trial]) -> DeviceError:
         return DeviceError(f"tune: nothing could be tried: {rows[0].verdict}")
     least = min(known, key=lambda row: row.measured or row.predicted or 0)
     size = _mib(least.measured or least.predicted or 0)
-    least_of_all = f"in {least.pieces} pieces with remat={least.policy} it is {size}"
+    least_of_all = f"in {least.pieces} piece{'s' * (least.pieces != 1)} with remat={least.policy} it is {size}"
     head = f"tune: nothing fits into {_mib(search.memory)}; {least_of_all}"
     return DeviceError("\n".join([head, *search.shortage(least)]))
