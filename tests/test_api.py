@@ -170,6 +170,7 @@ MODULES = {
     ],
     "schedules": [
         "Plateau",
+        "ahead",
         "as_schedule",
         "chain",
         "constant",
