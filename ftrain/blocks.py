@@ -95,22 +95,28 @@ class Blocks:
     """The blocks of a module, with the adapters in them, ready to be run through a region."""
 
     def __init__(self, parts: Mapping[nn.Module, Any], adapters: Adapters | None = None) -> None:
-        self._blocks = [
-            (part, slots_of(part) if adapters is None else [*slots_of(part), *adapters.slots(part)], choice)
-            for part, choice in parts.items()
-        ]
+        self._blocks = []
+        for part, choice in parts.items():
+            slots = slots_of(part) if adapters is None else [*slots_of(part), *adapters.slots(part)]
+            made = functools.partial(_through_region, part.forward, slots, choice)
+            self._blocks.append((part, part.__dict__, made))
 
     @contextmanager
     def through(self, region: Region) -> Iterator[None]:
         """Run the forward of every block, and every function marked by `block`, through `region`."""
         token = _region.set(region)
-        # What runs there now may be that of an adapter.
-        forwards = [functools.partial(_through_region, part.forward, *rest) for part, *rest in self._blocks]
         try:
-            with forwarding(zip((part for part, _, _ in self._blocks), forwards, strict=True)):
+            with forwarding(
+                [(part, _instead(made, part) if "forward" in own else made) for part, own, made in self._blocks]
+            ):
                 yield
         finally:
             _region.reset(token)
+
+
+def _instead(made: functools.partial[Any], part: nn.Module) -> Callable[..., Any]:
+    """The same for what runs in a block now: an adapter, say, or somebody who looks on."""
+    return functools.partial(made.func, part.forward, *made.args[1:])
 
 
 def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any]:
