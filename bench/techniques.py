@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -135,13 +136,14 @@ def accumulated(task: Task) -> Run:
 def in_backward(task: Task) -> Run:
     """An optimizer for each parameter, stepped by a hook when its gradient is there, as torch's tutorial has it."""
     model, batch = task.model(), task.batch()
-    optimizers: dict[Tensor, torch.optim.Optimizer] = {
-        param: task.adamw([param], fused=True) for param in model.parameters()
-    }
+    optimizers = _Optimizers({param: task.adamw([param], fused=True) for param in model.parameters()})
+    # A hook that held them would keep parameters alive that nobody else has, for no collector sees into hooks.
+    mine = weakref.ref(optimizers)
 
     def step(param: Tensor) -> None:
-        optimizers[param].step()
-        optimizers[param].zero_grad()
+        own: Any = mine()
+        own[param].step()
+        own[param].zero_grad()
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
@@ -149,9 +151,14 @@ def in_backward(task: Task) -> Run:
     def run() -> Tensor:
         loss = task.loss(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+        # Held here.
+        return loss.detach() if optimizers else loss
 
     return run
+
+
+class _Optimizers(dict[Tensor, torch.optim.Optimizer]):
+    """An optimizer for each parameter; a dict that can be referred to weakly."""
 
 
 def mapped(task: Task) -> Run:
