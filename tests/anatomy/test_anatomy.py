@@ -116,10 +116,10 @@ def compiled_anatomy(model, wrapper, **options):
 @pytest.mark.parametrize(
     ("model", "wrapper", "donate"),
     [
-        ("gpt", "accumulate", True),
-        ("bert", "all", False),
+        ("gpt", "clip", True),
+        ("convnet", "accumulate", True),
+        ("bert", "bf16", False),
         ("convnet", "remat", False),
-        ("convnet", "clip", True),
         ("convnet", "swa", False),
     ],
 )
