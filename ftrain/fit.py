@@ -86,9 +86,10 @@ def fit(
         progress: show a bar, or lines where there is no terminal.
         donate: let each state take the memory of the one before; `Step` only.
         on_oom: ``"split"`` tries a step that runs out of memory again, with the same batch in twice as many pieces,
-            and keeps to that: the same update, but that dropout and batch statistics are of each piece. The record
-            of that step says so, as ``split``, and a run that goes on from a checkpoint goes on with it. If the state
-            had begun to be overwritten, the run goes on from the newest checkpoint. `Step` only.
+            and keeps to that: the same update, but that batch statistics, and dropout that is not counter-based, are
+            of each piece. The record of that step says so, as ``split``, and a run that goes on from a checkpoint goes
+            on with it. If the state had begun to be overwritten, the run goes on from the newest checkpoint. `Step`
+            only.
 
     Raises:
         ComposeError: when `step` cannot be called, or is to be split and no `Step`.
@@ -116,7 +117,7 @@ def fit(
         try:
             made = None
             loop = functools.partial(iterate, data=data, steps=steps, epochs=epochs)
-            if on_oom == SPLIT:
+            if on_oom == SPLIT and isinstance(stepping, Step):
                 records = splitting(loop, Splitting(stepping, run, display.say), state, position, saved)
             else:
                 records = loop(stepping, state, position=position)
