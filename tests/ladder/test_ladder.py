@@ -112,7 +112,8 @@ def test_what_is_smaller_is_stacked_the_best_of_each_method(timed):
     assert rows(found, SMALLER) == ["accumulate(2)", "+ remat()", "+ adafactor"]
     peaks = [row.peak for row in found.rows if row.group == SMALLER]
     assert found["as given"].peak > peaks[0] >= peaks[1] >= peaks[2]
-    assert rows(timed(make(), batch(), techniques=names, stacked=False), SMALLER) == []
+    few = ["accumulate(2)", "remat()"]
+    assert rows(timed(make(), batch(), techniques=few, stacked=False), SMALLER) == []
     # One alone is no stack.
     assert rows(timed(make(), batch(), techniques=["remat()"]), SMALLER) == []
 

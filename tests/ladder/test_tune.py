@@ -96,11 +96,11 @@ def test_the_update_is_the_same():
 
 
 def test_accumulation_and_rematerialisation_that_are_there_are_chosen_anew(timed):
-    step, given = problem(ft.remat(), ft.accumulate(4), ft.clip(1.0))
+    step, given = problem(ft.remat(), ft.accumulate(2), ft.clip(1.0))
     assert wrappers(timed(step, given, {"accumulate": 2.0}, memory="1GB").step) == ["clip"]
     # As it is given it is a candidate, whatever it computes.
     found = timed(
-        step, given, {"remat(blocks=3) grad value_and_grad <- accumulate(4)": 0.5}, memory=int(1.01 * peak(step, given))
+        step, given, {"remat(blocks=3) grad value_and_grad <- accumulate(2)": 0.5}, memory=int(1.01 * peak(step, given))
     )
     assert repr(found.step) == repr(step)
 
@@ -207,14 +207,14 @@ def test_less_memory_than_the_state_takes():
 
 
 def test_nothing_fits():
-    step, given = make(width=WIDTH), batch(LENGTH, WIDTH)
+    step, given = make(width=WIDTH), batch(8, WIDTH)
     at_rest = sum(leaf.nbytes for leaf in tree.leaves((step.init(), given)))
     with pytest.raises(DeviceError) as caught:
         ft.tune(step, step.init(), given, memory=int(1.1 * at_rest))
     text = str(caught.value)
     assert text.startswith("tune: nothing fits into")
     for line in (
-        "pieces with remat=",
+        "with remat=",
         "at the peak, predicted",
         "optimizer state",
         "What would need less",
