@@ -116,7 +116,10 @@ def race(
     Args:
         racers: name -> racer.
         rounds: how often each has its turn.
-        spares: ``(name, error) -> bool``, whether an error is a result; others are raised.
+        spares: ``(name, error) -> bool``, whether an error is a result.
+
+    Raises:
+        Exception: of a racer, if it is no result.
     """
     found: dict[str, list[float]] = {name: [] for name in racers}
     failed: dict[str, Exception] = {}

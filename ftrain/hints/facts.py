@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -69,6 +69,7 @@ class Facts:
         seconds: of a step.
         doubled: examples a second of twice the batch, relative to the batch; None where that was not measured.
         loading: seconds of the data; None where there is none.
+        tried: examples a second with a technique, relative to the step as given, where that was measured.
     """
 
     products: Sequence[Product]
@@ -84,3 +85,4 @@ class Facts:
     seconds: float
     doubled: Interval | None = None
     loading: Loading | None = None
+    tried: Mapping[str, Interval] = field(default_factory=dict)

@@ -78,12 +78,17 @@ def _tf32(facts: Facts) -> Iterator[Hint]:
 def _narrow(facts: Facts) -> Iterator[Hint]:
     share = _exact(facts)
     gain = facts.rates.get(torch.bfloat16, 0.0) / facts.rates.get(torch.float32, float("inf"))
-    if not facts.mixed and share >= MANY and gain >= GAIN:
+    if not facts.mixed and share >= MANY and gain >= GAIN and not _in_vain(facts, 'with_amp("bf16")'):
         yield Hint(
             "float32",
             f"{share:.0%} of the products are in float32, and large ones are {gain:.1f} times as fast in bfloat16",
             'Use ft.with_amp("bf16")',
         )
+
+
+def _in_vain(facts: Facts, technique: str) -> bool:
+    """Whether what would be advised has been tried, and did not make the step faster beyond doubt."""
+    return technique in facts.tried and facts.tried[technique].low <= 1
 
 
 def _exact(facts: Facts) -> float:
@@ -106,7 +111,7 @@ def _attention(facts: Facts) -> Iterator[Hint]:
 
 def _launches(facts: Facts) -> Iterator[Hint]:
     starting, computing = facts.operations * facts.launch, facts.flops / max(facts.rates.values(), default=1.0)
-    if not facts.compiled and starting > computing:
+    if not facts.compiled and starting > computing and not _in_vain(facts, "compiled()"):
         yield Hint(
             "launches",
             f"{facts.operations:,} operations take {starting * 1e3:.1f} ms to start at least "

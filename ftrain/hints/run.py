@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -82,6 +82,7 @@ def facts_of(
     *,
     doubled: Interval | None = None,
     loading: Loading | None = None,
+    tried: Mapping[str, Interval] | None = None,
 ) -> Facts:
     """Return what hints are found from.
 
@@ -93,6 +94,7 @@ def facts_of(
         took: seconds of a step.
         doubled: examples a second of twice the batch, relative to the batch.
         loading: seconds of the data.
+        tried: examples a second with a technique, relative to the step.
     """
     device = tree.device_of(state.params)
     record = backends.of(device)
@@ -115,6 +117,7 @@ def facts_of(
         seconds=took,
         doubled=doubled,
         loading=loading,
+        tried=tried or {},
     )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 ALONE, FASTER, SMALLER = "alone", "stacked for speed", "stacked for memory"
+COLUMNS = "{:<22} {:<25}{:>7} {:<12}{:>8}{:>6}{:>8}{:>5}{:>5}"
 UNITS = (2**30, "GiB"), (2**20, "MiB")
 
 
@@ -128,11 +129,6 @@ class Ladder:
         return "\n".join([*lines, *(f"  {hint}" for hint in self.hints)])
 
 
-def _line(method: str, name: str, time: str, span: str, rate: str, speed: str, peak: str, share: str, each: str) -> str:
-    text = f"{method:<22} {name:<25}{time:>7} {span:<12}{rate:>8}{speed:>6}{peak:>8}{share:>5}{each:>5}"
-    return text.rstrip()
-
-
 def _shown(row: Row, method: str, base: int, unit: int) -> str:
     if row.seconds is None:
         note = " ".join(row.note.split())
@@ -142,7 +138,7 @@ def _shown(row: Row, method: str, base: int, unit: int) -> str:
     digits = 2 if median < 10 else 1 if median < 100 else 0
     rate = next(iter(row.rates.values()), row.rate or 0.0)
     peak = "" if row.peak is None else f"{'~' * (row.measured is None)}{row.peak / unit:,.1f}"
-    return _line(
+    return COLUMNS.format(
         method,
         row.name,
         f"{median:,.{digits}f}",
@@ -152,7 +148,7 @@ def _shown(row: Row, method: str, base: int, unit: int) -> str:
         peak,
         f"{row.peak / base:.0%}" if row.peak and base else "",
         "" if row.bytes_a_parameter is None else f"{row.bytes_a_parameter:.3g}",
-    )
+    ).rstrip()
 
 
 def _loaded(loading: Loading) -> str:

@@ -84,8 +84,9 @@ def ladder(
                 rows += trial.rows(group, dict(_stack(climbed, given)))[1:]
     hints = []
     if base.seconds is not None:
-        doubled = next((row.speed for each, row in alone.items() if each.name == "batch x2"), None)
-        facts = facts_of(step, state, given.batch, trial.found, base.seconds.median, doubled=doubled, loading=fed)
+        tried = {row.name: row.speed for row in alone.values() if row.speed is not None}
+        known = {"doubled": tried.get("batch x2"), "loading": fed, "tried": tried}
+        facts = facts_of(step, state, given.batch, trial.found, base.seconds.median, **known)  # type: ignore[arg-type]
         hints = judge(facts)
     return Ladder(trial.title, rows, rounds, fed, hints)
 

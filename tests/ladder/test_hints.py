@@ -99,6 +99,9 @@ def test_narrow_products():
     assert found(**exact, rates={F32: 1e13, BF16: 1.2e13}) == []
     assert found(**exact, rates={F32: 1e13}) == []
     assert found(**{**exact, "mixed": True}) == []
+    # What has been tried, and was no faster.
+    assert found(**exact, tried={'with_amp("bf16")': Interval(0.9, 1.1, 1.2)}) == []
+    assert found(**exact, tried={'with_amp("bf16")': Interval(1.1, 1.2, 1.3)}) == ["float32"]
 
 
 def test_a_mask_that_forces_a_slow_kernel():
@@ -116,6 +119,7 @@ def test_launches():
         operations=100_000
     )
     assert found(operations=100_000, compiled=True) == []
+    assert found(operations=100_000, tried={"compiled()": Interval(0.9, 0.95, 1.0)}) == []
 
 
 def test_a_batch_that_is_too_small():
