@@ -166,8 +166,9 @@ class _Search:
 
     def __init__(self, step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None) -> None:
         self.step, self.state, self.batch = step, state, batch
+        told = as_bytes(memory) if memory is not None else None
         resting = at_rest(step, state, batch)
-        self.memory = as_bytes(memory) if memory is not None else self._free() + sum(resting.values())
+        self.memory = told if told is not None else self._free() + sum(resting.values())
         if sum(resting.values()) > self.memory:
             raise _below(self, resting)
         self.runs = state is not None and not any(leaf.is_meta for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
