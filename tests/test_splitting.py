@@ -429,8 +429,11 @@ def test_one_example_that_does_not_fit():
         fit(make(loss=limited(0)), batches())
     assert is_out_of_memory(caught.value.__cause__)
     text = r"(?s)optimizer state.*What would need less.*ft\.optim\.adamw_8bit"
+    # So many that what is lifted at a time is little beside the state.
+    wide = {"w1": torch.randn(3, 1 << 20, dtype=F64), "w2": torch.randn(1 << 20, dtype=F64)}
+    step = make(loss=still)
     with scarce(0, 3, times=100), pytest.raises(DeviceError, match=text) as caught:
-        fit(make(loss=still), batches())
+        fit(step, batches(), state=step.init(wide))
     assert int(caught.value.result.state.step) == 0
 
 
