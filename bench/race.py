@@ -170,10 +170,18 @@ def memory_rows(question: str, task: Task, entrants: Sequence[Entrant], settings
     return rows
 
 
-def race(question: str, task: Task, entrants: Iterable[Entrant], settings: Settings, *, part: float = 1.0) -> list[Row]:
+def race(
+    question: str,
+    task: Task,
+    entrants: Iterable[Entrant],
+    settings: Settings,
+    *,
+    part: float = 1.0,
+    checked: int = CHECKED,
+) -> list[Row]:
     """Race entrants with a part of the rounds, and return the rows."""
     print(f"{question}", flush=True)
-    contest = Race(question, task, settings)
+    contest = Race(question, task, settings, checked=checked)
     try:
         contest.enter(entrants)
         contest.time(rounds=settings.share(part))
