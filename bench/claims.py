@@ -139,8 +139,8 @@ REMAT_TRIED = (
 
 TECHNIQUES_TRIED = (
     "Accumulation weighs the gradients of each microbatch by its weight and divides the sum, four passes more over 10 "
-    "MB than the loop by hand, which takes all microbatches to weigh the same; what is kept by a policy is looked up in "
-    "Python for each operation, by torch's selective checkpoint too. The others are within 4%."
+    "MB than the loop by hand, which takes all microbatches to weigh the same; what is kept by a policy is looked up "
+    "in Python for each operation, by torch's selective checkpoint too. The others are within 4%."
 )
 TWELVE_TRIED = (
     "`torch.utils.checkpoint` by hand takes as long: a second forward pass of these small blocks is more than a third "
