@@ -138,8 +138,8 @@ REMAT_TRIED = (
 )
 
 JAX_TRIED = (
-    "1.04 to 1.09 from run to run, in the case that is bound by launches: what a call costs there is Python that checks "
-    "and hands over the leaves, and JAX does that in C++; a wrapper in C++ of torch's was slower."
+    "1.04 to 1.09 from run to run, in the case that is bound by launches: what a call costs there is Python that "
+    "checks and hands over the leaves, and JAX does that in C++; Inductor's wrapper in C++ was slower."
 )
 TECHNIQUES_TRIED = (
     "Accumulation weighs the gradients of each microbatch by its weight and divides the sum, four passes more over 10 "
