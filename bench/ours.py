@@ -30,12 +30,12 @@ WRAPPERS: Mapping[str, Callable[[], Any]] = {
 
 def eager(task: Task) -> Run:
     """`ft.donated()`, or with the option `donate=False` without it."""
-    return _stateful(step_of(task.with_options(compile=False)), task)
+    return stateful(step_of(task.with_options(compile=False)), task)
 
 
 def compiled(task: Task) -> Run:
     """`ft.compiled(donate=True)`; the option `graphs` asks for the capture of device graphs or forbids it."""
-    return _stateful(step_of(task), task)
+    return stateful(step_of(task), task)
 
 
 def step_of(task: Task) -> ft.Step:
@@ -50,19 +50,19 @@ def wrapped(task: Task) -> Run:
     """The plain eager step with the wrappers of the option `wrappers`, and no others."""
     names = task.option("wrappers", ())
     chosen = [compiling(task) if name == "compiled()" else WRAPPERS[name]() for name in names]
-    return _stateful(ft.compose(ft.train_step(loss(task), ft.optim.adamw(task.rate)), *chosen), task)
+    return stateful(ft.compose(ft.train_step(loss(task), ft.optim.adamw(task.rate)), *chosen), task)
 
 
 def rematerialised(task: Task) -> Run:
     """The donated eager step with the named blocks, or all of them, computed twice."""
     blocks = task.option("blocks")
     remat = ft.remat(task.option("policy", "full"), blocks=list(blocks) if blocks else None)
-    return _stateful(_composed(task, remat, ft.donated()), task)
+    return stateful(_composed(task, remat, ft.donated()), task)
 
 
 def adapted(task: Task) -> Run:
     """The donated eager step that trains low-rank adapters of every linear map in the blocks, and nothing else."""
-    return _stateful(_composed(task, lora(), ft.donated()), task)
+    return stateful(_composed(task, lora(), ft.donated()), task)
 
 
 def lora() -> Any:
@@ -135,7 +135,8 @@ def _composed(task: Task, *wrappers: Any) -> ft.Step:
     return ft.compose(ft.train_step(loss(task), ft.optim.adamw(task.rate)), *precise, *inner, *clip, *wrappers)
 
 
-def _stateful(step: ft.Step, task: Task) -> Run:
+def stateful(step: ft.Step, task: Task) -> Run:
+    """Calls of a step that hand its state on."""
     state, batch = step.init(device=task.device, donate=True), task.batch()
 
     def run() -> Tensor:

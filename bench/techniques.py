@@ -15,6 +15,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ftrain as ft
+from bench.ours import stateful
 from bench.problems import criterion
 from bench.tasks import Run, Task
 
@@ -44,16 +45,7 @@ OURS: Mapping[str, Callable[[str], Any]] = {
 
 def ours(task: Task) -> Run:
     """The donated step with the wrappers of the option `wrappers`."""
-    step = step_of(task)
-    state, batch = step.init(device=task.device, donate=True), task.batch()
-
-    def run() -> Tensor:
-        nonlocal state
-        state, metrics = step(state, batch)
-        found: Tensor = metrics["loss"]
-        return found
-
-    return run
+    return stateful(step_of(task), task)
 
 
 def step_of(task: Task) -> ft.Step:

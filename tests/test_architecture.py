@@ -30,6 +30,7 @@ STAIRCASE = [
     "keyed",
     "policies",
     "operations",
+    "running",
     "inductor_random",
     "transfers",
     "stash",

@@ -26,7 +26,7 @@ class Noting(Tracker):  # type: ignore[no-untyped-call]
         """Run an operation and note what was recorded for it."""
         returned = func(*args, **(kwargs or {}))
         for node in self.unnoted():
-            node.meta[PHASE], node.meta[MODULE] = phase_now(), self._stack[-1] if self._stack else ""
+            node.meta[PHASE], node.meta[MODULE] = phase_now(), self.running.name
             self.operations += is_operation(node)
         return returned
 

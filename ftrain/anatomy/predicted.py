@@ -81,7 +81,7 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
         return marked
 
     core = step.assemble(donate=step.donate, around_update=marking)
-    with mode, torch.no_grad(), step.loss.scope(True), tracker, tracker.named():
+    with mode, torch.no_grad(), step.loss.scope(True), tracker, tracker.running.followed():
         new, _ = core(state, batch, hyper, key)
         tracker.mark(_tensors(new), NEXT)
     _name_the_rest(tracker.timeline, began[0])
@@ -106,7 +106,7 @@ def _captured(step: Step, state: TrainState, batch: PyTree, hyper: dict[str, flo
     core = step.assemble(around_update=marking)
 
     def noted(*args: Any) -> Any:
-        with noting, noting.named():
+        with noting, noting.running.followed():
             return core(*args)
 
     try:

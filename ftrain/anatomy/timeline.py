@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import tree
 from ftrain.operations import flops, group_of, is_view
+from ftrain.running import Running
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
@@ -85,8 +84,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.timeline = Timeline()
         self._live: dict[int, Piece] = {}
-        self._names = {id(part): name for name, part in module.named_modules()} if module is not None else {}
-        self._stack: list[str] = []
+        self.running = Running(module)
         for kind, tensors in known.items():
             for tensor in tensors:
                 self._take(tensor, kind)
@@ -102,20 +100,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             piece = self._live.get(tensor.untyped_storage()._cdata)
             if piece is not None and not piece.kind:
                 piece.kind = kind
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Note which module is running."""
-        entered = register_module_forward_pre_hook(lambda part, args: self._stack.append(self._names.get(id(part), "")))
-        left = register_module_forward_hook(lambda part, args, returned: self._leave(), always_call=True)
-        try:
-            yield
-        finally:
-            entered.remove()
-            left.remove()
-
-    def _leave(self) -> None:
-        self._stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and write down what it takes."""
@@ -136,7 +120,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._live:
             return
-        module = self._stack[-1] if self._stack else ""
+        module = self.running.name
         origin = self._live.get(source.untyped_storage()._cdata) if source is not None else None
         piece = Piece(storage.nbytes(), len(self.timeline.operations), phase, module, kind, origin)
         self._live[key] = piece

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import random, tree
 from ftrain.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.policies import ATTENTION
+from ftrain.running import Running
 from ftrain.step import Step
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, UpdateFn, replace
 
@@ -46,7 +45,7 @@ def watch(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], 
 
     def watching(loss: LossFn) -> LossFn:
         def watched(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-            with seen, seen.attention, seen.named():
+            with seen, seen.attention, seen.running.followed():
                 return loss(params, batch, rng=rng, buffers=buffers)
 
         return watched
@@ -77,29 +76,9 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.products: list[Product] = []
         self.attentions: list[Attention] = []
         self.attention = _Calls(self)
-        self._names = {id(part): name for name, part in module.named_modules()} if module is not None else {}
-        self._stack: list[str] = []
+        self.running = Running(module)
         self._kernels: list[int] = []
         self._silent = False
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Note which module is running."""
-        entered = register_module_forward_pre_hook(lambda part, args: self._stack.append(self._names.get(id(part), "")))
-        left = register_module_forward_hook(lambda part, args, returned: self._leave(), always_call=True)
-        try:
-            yield
-        finally:
-            entered.remove()
-            left.remove()
-
-    def _leave(self) -> None:
-        self._stack.pop()
-
-    @property
-    def module(self) -> str:
-        """The name of the module that is running."""
-        return self._stack[-1] if self._stack else ""
 
     def rank(self, call: Callable[[], Any], *, silent: bool) -> tuple[Any, int]:
         """Return what a call returns, and the rank of the kernel of attention that it ran."""
@@ -120,7 +99,7 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
             *many, rows, inner = left.shape
             columns, exact = right.shape[-1], _is_exact(left.dtype)
             flops = 2 * rows * inner * columns * (many[0] if many else 1)
-            self.products.append(Product(self.module, rows, inner, columns, left.dtype, exact, flops))
+            self.products.append(Product(self.running.name, rows, inner, columns, left.dtype, exact, flops))
         return returned
 
 
@@ -146,7 +125,7 @@ class _Calls(TorchFunctionMode):
             _, other = self._seen.rank(without, silent=True)
             if other > rank:
                 causes[name] = tree.describe(_given(func, args, kwargs, name))
-        self._seen.attentions.append(Attention(self._seen.module, rank, causes))
+        self._seen.attentions.append(Attention(self._seen.running.name, rank, causes))
         return returned
 
 

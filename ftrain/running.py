@@ -1,0 +1,40 @@
+"""Which part of a module is running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+
+class Running:
+    """Follows the parts of a module as they run.
+
+    Args:
+        module: whose parts have names; None for a loss without one.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._names = {id(part): name for name, part in module.named_modules()} if module is not None else {}
+        self._stack: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """The name of the innermost part that is running, or ""."""
+        return self._stack[-1] if self._stack else ""
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow what runs in this context."""
+        entered = register_module_forward_pre_hook(lambda part, args: self._stack.append(self._names.get(id(part), "")))
+        left = register_module_forward_hook(lambda part, args, returned: self._leave(), always_call=True)
+        try:
+            yield
+        finally:
+            entered.remove()
+            left.remove()
+
+    def _leave(self) -> None:
+        self._stack.pop()
