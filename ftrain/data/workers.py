@@ -119,12 +119,13 @@ def answered(loader: DataLoader[Fetched], timeout: float, awaited: Callable[[], 
             fetched = next(answers)
         except StopIteration:
             return
-        except RuntimeError as error:
+        except (RuntimeError, EOFError, OSError) as error:
             _stop(answers)
-            # What the data raised comes as a value; this is of the processes themselves.
+            # What the data raised comes as a value; this is of the processes, or of what they left half sent.
             raise DataError(
                 f"loader: a worker died, or hung for longer than timeout={timeout:g} seconds, while {awaited()} was "
-                f"awaited: {error}. Run with num_workers=0 to see what it does, or allow more time"
+                f"awaited: {str(error) or type(error).__name__}. Run with num_workers=0 to see what it does, or allow "
+                "more time"
             ) from error
         if fetched.failure is not None:
             _stop(answers)

@@ -14,6 +14,7 @@ import torch
 import torch.utils.data._utils as torch_workers
 
 from ftrain import data
+from ftrain.data.workers import answered
 from ftrain.errors import DataError
 
 
@@ -134,6 +135,18 @@ def died(work):
     with pytest.raises((DataError, RuntimeError)) as caught:
         work()
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error", [EOFError(), ConnectionResetError(104, "reset by peer"), FileNotFoundError(2, "none")]
+)
+def test_a_worker_that_dies_while_a_tensor_is_fetched_from_it(error):
+    def torn():
+        raise error
+        yield
+
+    with pytest.raises(DataError, match=f"a worker died.*the 3rd was awaited: .*{re.escape(str(error)) or 'EOFError'}"):
+        next(answered(torn(), 1.0, lambda: "the 3rd"))
 
 
 def test_a_worker_that_hangs(quick_end):
