@@ -336,6 +336,11 @@ def approach(leaf: Some, other: Some, share: Number) -> Some:
     return leaf.lerp_(other, each) if (each := _each(leaf, share)) else leaf.add_(other.sub(leaf).mul_(share))
 
 
+def combine(leaf: Some, other: Some, share: Tensor) -> Some:
+    """``leaf + share other``, of new memory."""
+    return leaf.addcmul(other, each) if (each := _each(leaf, share)) else other.mul(share).add_(leaf)
+
+
 def _each(column: Some, value: Tensor) -> Column | None:
     """A tensor for each of many, where torch takes these one after another anyway: one pass for two or three."""
     if not isinstance(column, Column) or backends.of(column.tensors[0].device).caches_memory:

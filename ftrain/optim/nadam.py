@@ -16,6 +16,7 @@ from ftrain.optim.family import (
     Part,
     average,
     average_squares,
+    combine,
     descend_quotient,
     leafwise,
     require_ranges,
@@ -75,10 +76,10 @@ def nadam(
         share = following / (1 - product * following) / factor
         return rate, share, debias(b2, count).sqrt() * factor, eps / factor, 1 - rate * weight_decay
 
-    def rule(part: Part, rate: Number, share: Number, root: Number, least: Number, kept: Number) -> None:
+    def rule(part: Part, rate: Number, share: Tensor, root: Number, least: Number, kept: Number) -> None:
         g = part.descent(maximize=maximize, l2=coupled)
         mu, nu = average(part.state["mu"], g, b1), average_squares(part.state["nu"], g, b2)
-        u = mu.mul(share).add_(g)
+        u = combine(g, mu, share)
         # So that the memory of what decay added to is there for the denominator.
         del g
         if decoupled_weight_decay and weight_decay and part.decay:

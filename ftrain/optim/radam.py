@@ -9,7 +9,17 @@ from torch import Tensor
 
 from ftrain.masks import Mask, everything
 from ftrain.optim.counting import counted, debias, power
-from ftrain.optim.family import COUNT, NONE, Number, Part, average, average_squares, leafwise, require_ranges
+from ftrain.optim.family import (
+    COUNT,
+    NONE,
+    Number,
+    Part,
+    average,
+    average_squares,
+    descend_quotient,
+    leafwise,
+    require_ranges,
+)
 from ftrain.types import Optimizer, Schedule
 
 
@@ -59,21 +69,23 @@ def radam(
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         count = counted(shared[COUNT])
-        size, second = rate / debias(b1, count), debias(b2, count)
+        first, second = debias(b1, count), debias(b2, count)
         length = limit - 2 * count * power(b2, count) / second
         rectifier = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
-        adaptive = size * (rectifier * second).sqrt()
+        adaptive = first / (rectifier * second).sqrt()
         # Chosen from and not multiplied, for the root may be NaN where it is not wanted.
         rectified = length > 5
-        return torch.where(rectified, adaptive, 0.0), torch.where(rectified, 0.0, size), 1 - rate * weight_decay
+        root = torch.where(rectified, adaptive, 0.0)
+        return rate, root, torch.where(rectified, eps * adaptive, first), 1 - rate * weight_decay
 
-    def rule(part: Part, adaptive: Number, plain: Number, kept: Number) -> None:
+    def rule(part: Part, rate: Number, root: Number, least: Number, kept: Number) -> None:
         g = part.descent(maximize=maximize, l2=coupled)
-        mu = average(part.state["mu"], g, b1)
-        factor = average_squares(part.state["nu"], g, b2).sqrt().add_(eps).reciprocal_().mul_(adaptive).add_(plain)
+        mu, nu = average(part.state["mu"], g, b1), average_squares(part.state["nu"], g, b2)
+        # As in NAdam, so that what was made is freed before more is.
+        del g
         if decoupled_weight_decay and weight_decay and part.decay:
             part.leaf.mul_(kept)
-        part.leaf.addcmul_(mu, factor, value=-1)
+        descend_quotient(part.leaf, mu, nu.sqrt().mul_(root).add_(least), rate)
 
     return leafwise(
         "radam",
