@@ -144,6 +144,15 @@ def scale_leaves(found: list[Tensor], factor: Tensor | float) -> list[Tensor]:
     return list(torch._foreach_mul(found, factor))
 
 
+def scale_leaves_(found: list[Tensor], factor: Tensor | float) -> list[Tensor]:
+    """`scale_leaves` in place."""
+    if isinstance(factor, Tensor) and any(leaf.dtype != factor.dtype for leaf in found):
+        return [leaf.mul_(factor.to(leaf.dtype)) for leaf in found]
+    if found:
+        torch._foreach_mul_(found, factor)
+    return found
+
+
 def where(condition: Tensor, tree: PyTree, other: PyTree) -> PyTree:
     """Return the leaves of `tree` where the 0-d bool `condition` holds, else those of `other`.
 

@@ -146,12 +146,19 @@ def test_where_passes_on_what_is_the_same_object():
     assert tree.where(torch.tensor(True), {"a": leaf, "n": 3}, {"a": leaf, "n": 3})["a"] is leaf
 
 
+def scaling(factor, dtype):
+    return factor if dtype is None else torch.tensor(factor, dtype=dtype)
+
+
 @given(trees(tensors()), st.sampled_from([2.0, -0.5, 0.0]), st.sampled_from([None, *FLOATS]))
 def test_scale_keeps_dtypes(values, factor, dtype):
     before = tree.clone(values)
-    scaled = tree.scale(values, factor if dtype is None else torch.tensor(factor, dtype=dtype))
+    scaled = tree.scale(values, scaling(factor, dtype))
     assert same(scaled, tree.map(lambda leaf: leaf * factor, values))
     assert same(values, before)
+    written = tree.leaves(tree.clone(values))
+    assert all(a is b for a, b in zip(tree.scale_leaves_(written, scaling(factor, dtype)), written, strict=True))
+    assert same(written, tree.leaves(scaled))
 
 
 def test_scale_by_a_wide_tensor_does_not_widen():

@@ -110,16 +110,20 @@ def _require_even(batch: PyTree, found: list[Any], n: int) -> None:
 
 
 def _weighed(piece: Gradients) -> Gradients:
-    """Turn the gradient of a mean into that of the sum."""
-    return replace(piece, grads=tree.scale(piece.grads, piece.loss.weight))
+    """Turn the gradient of a mean into that of the sum, in memory that is this wrapper's own."""
+    # One of a plain number is copied too: two parameters may have the same gradient, or one that is part of the batch.
+    return replace(piece, grads=tree.scale(piece.grads, 1.0 if piece.loss.plain else piece.loss.weight))
 
 
 def _added(total: Gradients, piece: Gradients) -> Gradients:
     sums, spec = tree.flatten(total.grads)
     grads = tree.leaves(piece.grads)
-    for part in _parts(sums):
-        # In place: the sums are this wrapper's own, so that one set of them exists and not two.
-        torch._foreach_add_(sums[part], tree.scale_leaves(grads[part], piece.loss.weight))
+    # In place, so that one set of sums exists and not two.
+    if piece.loss.plain:
+        torch._foreach_add_(sums, grads)
+    else:
+        for part in _parts(sums):
+            torch._foreach_add_(sums[part], tree.scale_leaves(grads[part], piece.loss.weight))
     finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
     return Gradients(
         tree.unflatten(spec, sums),
@@ -152,4 +156,5 @@ def _divided(total: Gradients, n: int) -> Gradients:
     weight = total.loss.weight
     factor = torch.where(weight == 0, 0.0, 1.0 / weight)
     metrics = {name: m if isinstance(m, Mean) else m / n for name, m in total.metrics.items()}
-    return replace(total, grads=tree.scale(total.grads, factor), metrics=metrics)
+    sums, spec = tree.flatten(total.grads)
+    return replace(total, grads=tree.unflatten(spec, tree.scale_leaves_(sums, factor)), metrics=metrics)

@@ -53,3 +53,36 @@ def test_no_weight_at_all_moves_nothing_and_brings_no_nan(n, more, compiled):
         state, _ = step(state, {"x": torch.randn(4), "weight": torch.zeros(4)})
     torch.testing.assert_close(state.params, params, rtol=0, atol=0)
     assert all(bool(leaf.isfinite().all()) for leaf in ft.tree.leaves(state.opt_state))
+
+
+class Handed(torch.autograd.Function):
+    """The product of the parameters and a part of the batch, which it hands over as their gradient."""
+
+    @staticmethod
+    def forward(ctx, leaf, given):
+        ctx.save_for_backward(given)
+        return (leaf * given).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0], None
+
+
+def test_gradients_that_are_not_its_own_are_not_written():
+    batch = {"x": torch.randn(4, 3), "y": torch.randn(4)}
+    given = ft.tree.clone(batch)
+
+    def loss(params, batch):
+        # One gradient for two leaves, one that is a number seen as many, and one that lies in the batch.
+        shared = (params["a"] + params["b"]) * batch["y"].mean()
+        return shared.sum() + params["c"].sum() + Handed.apply(params["d"], batch["x"][0])
+
+    def gradient(batch, *wrappers):
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(1.0)), *wrappers)
+        state = step.init({name: torch.zeros(3) for name in "abcd"})
+        return ft.tree.map(torch.neg, step(state, batch)[0].params)
+
+    found = gradient(batch, ft.accumulate(2))
+    assert torch.equal(batch["x"], given["x"])
+    halves = [gradient({name: part[half : half + 2] for name, part in given.items()}) for half in (0, 2)]
+    torch.testing.assert_close(found, ft.tree.map(lambda a, b: (a + b) / 2, *halves))
