@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 
 import torch
@@ -55,12 +54,11 @@ def pieces_of(step: Step) -> int:
     Raises:
         ComposeError: when something other than the gradient itself is in pieces.
     """
-    grads = [each for each in step.wrappers if each.grad and (each.reads_gradients or each.name == "accumulate")]
-    found = [index for index, wrapper in enumerate(grads) if wrapper.name == "accumulate"]
-    if found and found[0]:
-        raise ComposeError(f"{grads[0].text} is done to every piece of {grads[found[0]].text}; other pieces change it")
-    number = re.search(r"\d+", grads[0].text) if found else None
-    return int(number[0]) if number else 1
+    done = [each for each in step.wrappers if each.grad and each.reads_gradients]
+    found = next((each for each in done if each.pieces), None)
+    if found and found is not done[0]:
+        raise ComposeError(f"{done[0].text} is done to every piece of {found.text}; other pieces change it")
+    return found.pieces if found and found.pieces else 1
 
 
 def in_pieces_of(step: Step, pieces: int, batch: PyTree) -> Step:

@@ -220,6 +220,7 @@ MODULES = {
         "require_same",
         "scale",
         "scale_leaves",
+        "scale_leaves_",
         "signature",
         "split",
         "take",

@@ -51,7 +51,7 @@ def accumulate(n: int) -> Wrapper:
 
         return accumulating
 
-    return Wrapper("accumulate", f"accumulate({n})", "grad", grad=wrap)
+    return Wrapper("accumulate", f"accumulate({n})", "grad", grad=wrap, pieces=n)
 
 
 def in_turn(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], rng: Tensor | None) -> Gradients:
