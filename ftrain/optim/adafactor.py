@@ -79,8 +79,9 @@ def adafactor(
         shared={COUNT: NONE},
         constants=constants,
         foreach=False,
+        weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"maximize": maximize, "weight_decay": weight_decay},
+        options={"maximize": maximize},
     )
 
 

@@ -83,6 +83,7 @@ def adagrad(
         shared={COUNT: NONE},
         constants=constants,
         fused=fused,
+        weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"lr_decay": lr_decay, "maximize": maximize, "weight_decay": weight_decay},
+        options={"lr_decay": lr_decay, "maximize": maximize},
     )

@@ -230,6 +230,7 @@ def _adam(
         constants=constants,
         fused=fused,
         storage=storage,
+        weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"amsgrad": amsgrad, "maximize": maximize, "weight_decay": weight_decay},
+        options={"amsgrad": amsgrad, "maximize": maximize},
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.checks import require_range
 from ftrain.errors import DeviceError, OptionError, StructureError
-from ftrain.masks import Mask, as_select, require_matches
+from ftrain.masks import Mask, as_select, everything, require_matches
 from ftrain.optim.leaves import Group, Plan, Planner, copies, like, pick, settled
 from ftrain.optim.storage import Lifted, Storage
 from ftrain.schedules import as_schedule
@@ -103,6 +103,7 @@ def leafwise(
     half: bool = True,
     foreach: bool = True,
     storage: Storage | None = None,
+    weight_decay: float,
     decay_mask: Mask,
     options: Mapping[str, float | bool] | None = None,
 ) -> Optimizer:
@@ -120,8 +121,9 @@ def leafwise(
         foreach: whether the rule takes many leaves at a time.
         storage: how parameters and moments are stored, where that is not as they are computed; the rule then works
             element by element, and writes vectors.
+        weight_decay: what the rule does with it, it knows; with none, leaves are not told apart by it.
         decay_mask: which leaves decay.
-        options: what is printed, where it is not zero or false.
+        options: what else is printed, where it is not zero or false.
 
     Raises:
         OptionError: for a negative learning rate, or no mask; at `init`, for a pattern that matches nothing.
@@ -130,7 +132,7 @@ def leafwise(
         require_range(name, "lr", lr, 0.0)
     schedule, decays = as_schedule(lr), as_select(f"{name}: decay_mask", decay_mask)
     family = _Family(name, rule, state, shared or {}, constants, fused, foreach, storage)
-    planner = Planner(decays, half=half, align=storage.align if storage else 0)
+    planner = Planner(decays if weight_decay else everything, half=half, align=storage.align if storage else 0)
 
     def init(params: PyTree) -> PyTree:
         require_matches(decays, params)
@@ -140,8 +142,9 @@ def leafwise(
         planners = planner.among(params, len(parts))
         return [replace(whole, init=family.init, update=partial(family.update, each)) for each in planners]
 
-    shown = [key if value is True else f"{key}={value:g}" for key, value in (options or {}).items() if value]
-    text = f"{name}({', '.join([repr(schedule), *shown, *(storage.shown if storage else ())])})"
+    shown = {**(options or {}), "weight_decay": weight_decay}
+    texts = [key if value is True else f"{key}={value:g}" for key, value in shown.items() if value]
+    text = f"{name}({', '.join([repr(schedule), *texts, *(storage.shown if storage else ())])})"
     draws = storage is not None and storage.stochastic
     update = partial(family.update, planner)
     whole = Optimizer(init, update, {"lr": schedule}, text, needs_rng=draws, apart=apart)

@@ -81,8 +81,8 @@ def lamb(
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
         shared={COUNT: NONE},
         constants=constants,
+        weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"weight_decay": weight_decay},
     )
 
 

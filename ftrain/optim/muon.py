@@ -97,8 +97,8 @@ def muon(
         state={"momentum": torch.zeros_like},
         constants=constants,
         foreach=False,
+        weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"weight_decay": weight_decay},
     )
 
     def init(params: PyTree) -> PyTree:

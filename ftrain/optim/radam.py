@@ -94,6 +94,7 @@ def radam(
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
         shared={COUNT: NONE},
         constants=constants,
+        weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"maximize": maximize, "weight_decay": weight_decay},
+        options={"maximize": maximize},
     )

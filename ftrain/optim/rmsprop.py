@@ -75,6 +75,7 @@ def rmsprop(
         lr,
         rule,
         state=dict.fromkeys(names, torch.zeros_like),
+        weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"momentum": momentum, "centered": centered, "maximize": maximize, "weight_decay": weight_decay},
+        options={"momentum": momentum, "centered": centered, "maximize": maximize},
     )

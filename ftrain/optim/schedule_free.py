@@ -86,8 +86,8 @@ def schedule_free_adamw(
         state={"z": torch.clone, "nu": torch.zeros_like},
         shared={COUNT: NONE, "weights": exact, "peak": exact, "b1": exact + b1},
         constants=constants,
+        weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"weight_decay": weight_decay},
     )
 
 

@@ -92,14 +92,9 @@ def sgd(
         # Torch's kernel for the CPU is wrong in 16 bits (2.13).
         half=False,
         storage=low_precision("sgd", state_dtype, stochastic_rounding, ["momentum"] if momentum else []),
+        weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={
-            "momentum": momentum,
-            "dampening": dampening,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "weight_decay": weight_decay,
-        },
+        options={"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "maximize": maximize},
     )
 
 
