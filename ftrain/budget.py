@@ -22,7 +22,7 @@ from ftrain.blocks import within
 from ftrain.errors import TraceError
 from ftrain.operations import flops
 from ftrain.policies import DOTS, FULL, NONE
-from ftrain.slots import Slot
+from ftrain.slots import Slot, pristine
 from ftrain.types import Loss, PyTree
 
 MOST_STATES = 2000
@@ -83,7 +83,8 @@ class Budget:
             return returned
 
         # On tensors without memory of its own mode, unseen by whatever captures or watches this run.
-        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with _disable_current_modes(), fake, pristine(self._loss.module):
             params, batch, rng, buffers = tree.map(
                 lambda leaf: _fake(leaf) if isinstance(leaf, Tensor) else leaf, (params, batch, rng, buffers)
             )

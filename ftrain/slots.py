@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,26 @@ class bound:  # noqa: N801
 def _put(slots: Sequence[Slot], values: Sequence[Any]) -> None:
     for (place, key, _, _), value in zip(slots, values, strict=True):
         place[key] = value
+
+
+@contextmanager
+def pristine(module: nn.Module | None) -> Iterator[None]:
+    """Put back, afterwards, the attributes of a module and its parts, and what is in the lists and dicts among them.
+
+    Models keep masks and tables from one run to the next; those of a run on tensors without values must not stay.
+    """
+    own = [] if module is None else [vars(part) for part in module.modules()]
+    places = [*own, *(each for place in own for each in place.values() if type(each) in (dict, list))]
+    held = [place.copy() for place in places]
+    try:
+        yield
+    finally:
+        for place, before in zip(places, held, strict=True):
+            if isinstance(place, list):
+                place[:] = before
+            else:
+                place.clear()
+                place.update(before)
 
 
 def hollow(module: nn.Module) -> None:

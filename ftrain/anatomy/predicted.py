@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from ftrain import random, tree
 from ftrain.anatomy.captured import Noting, labelled, timeline_of
 from ftrain.anatomy.timeline import BACKWARD, FORWARD, UPDATE, Piece, Timeline, Tracker
 from ftrain.errors import TraceError
-from ftrain.slots import bound, slots_of
+from ftrain.graph import VALUE_NEEDED
+from ftrain.slots import bound, pristine, slots_of
 from ftrain.step import Step
 from ftrain.transfers import is_in_file
 from ftrain.types import RNG, Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
@@ -45,10 +48,36 @@ def abstract_state(step: Step, module: nn.Module) -> TrainState:
         return step.init()
 
 
+@contextmanager
+def abstractly(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
+    """Context in which a step runs on tensors without values, and after which none of them is left in its module.
+
+    Args:
+        function: who asks, for messages.
+        step: the step.
+        mode: that the tensors are of.
+
+    Raises:
+        TraceError: when the step asks for the value of a tensor.
+    """
+    try:
+        with pristine(step.base.module), mode, torch.no_grad(), step.loss.scope(True):
+            yield
+    except VALUE_NEEDED as error:
+        raise TraceError(
+            f"{function}: runs the step on tensors without values, and {step.base.text} asks for one "
+            f"({getattr(error, 'func', error)}); use torch.where or a mask in place of .item(), bool() and shapes that "
+            "depend on values"
+        ) from error
+
+
 def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
     """Run a step on tensors without memory, operation by operation, and return what it took.
 
     A step that is compiled whole is captured, and what its graph takes is returned.
+
+    Raises:
+        TraceError: when the step asks for the value of a tensor.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hyper, words = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}, (0, 0)
@@ -81,7 +110,7 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
         return marked
 
     core = step.assemble(donate=step.donate, around_update=marking)
-    with mode, torch.no_grad(), step.loss.scope(True), tracker, tracker.running.followed():
+    with abstractly("anatomy", step, mode), tracker, tracker.running.followed():
         new, _ = core(state, batch, hyper, key)
         tracker.mark(_tensors(new), NEXT)
     _name_the_rest(tracker.timeline, began[0])

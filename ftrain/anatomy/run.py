@@ -35,6 +35,7 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
     Raises:
         ComposeError: for what is no `Step`.
         StructureError: for another state, or none where the loss is no module.
+        TraceError: when the step asks for the value of a tensor.
     """
     if not isinstance(step, Step):
         raise ComposeError(f"anatomy: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import random, tree
+from ftrain.anatomy.predicted import abstractly
 from ftrain.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.policies import ATTENTION
 from ftrain.running import Running
@@ -33,7 +34,11 @@ PLAIN = {"attn_mask": None, "key_padding_mask": None, "dropout_p": 0.0, "need_we
 
 
 def watch(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], list[Attention]]:
-    """Return the products and attentions of the loss of a step, of all its microbatches."""
+    """Return the products and attentions of the loss of a step, of all its microbatches.
+
+    Raises:
+        TraceError: when the step asks for the value of a tensor.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = replace(state, step=None, rng=None)
     state, batch = tree.map(lambda leaf: _fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch))
@@ -57,7 +62,7 @@ def watch(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], 
         return skipped
 
     core = step.assemble(around_loss=watching, around_update=skipping)
-    with mode, torch.no_grad(), step.loss.scope(True):
+    with abstractly("hints", step, mode):
         core(state, batch, {}, key)
     return seen.products, seen.attentions
 

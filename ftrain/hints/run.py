@@ -50,6 +50,7 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
         StructureError: for another state.
         ConsumedError: for a state that was donated.
         DataError: for data that passes but once.
+        TraceError: when the step asks for the value of a tensor.
     """
     if not isinstance(step, Step):
         raise ComposeError(f"hints: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")

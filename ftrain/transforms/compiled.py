@@ -22,6 +22,7 @@ from ftrain.errors import ComposeError, OptionError, TraceError
 from ftrain.inductor_random import Fused
 from ftrain.keyed import Keyed
 from ftrain.lowered import Lowered, count_nodes, explain, peak_bytes
+from ftrain.slots import pristine
 from ftrain.step import Step
 from ftrain.traced import Carrying, Compile, Kinds, Traced
 from ftrain.types import (
@@ -258,7 +259,7 @@ class _Compiled:
         def drawing(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
             keys, hyper = self._unpack(words)
             draw = Fused if self._compiler.backend_for(words.device) == graph.INDUCTOR else Keyed
-            with draw(keys[1]):
+            with draw(keys[1]), pristine(self._step.base.module):
                 return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
 
         return drawing

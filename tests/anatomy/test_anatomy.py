@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ftrain as ft
 from ftrain import optim, tree
-from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError
+from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
+from ftrain.hints.calls import watch
 
 
 class Block(nn.Module):
@@ -311,6 +312,60 @@ def test_what_anatomy_refuses():
         ft.anatomy(pure, None, batch)
     with pytest.raises(StructureError):
         ft.anatomy(step, pure.init({"w": torch.ones(1)}), batch)
+
+
+class Keeping(nn.Module):
+    """Makes a table when it runs for the first time, and keeps it: in an attribute, a list or a dict."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.inner, self.table, self.place, self.kept = nn.Linear(4, 4), None, place, place()
+
+    def forward(self, x):
+        known = self.table if self.place is type(None) else next(iter(self.kept), None)
+        if known is None:
+            known = torch.arange(4.0).cos()
+            if self.place is list:
+                self.kept.append(known)
+            elif self.place is dict:
+                self.kept[known] = known
+            else:
+                self.table = known
+        return self.inner(x) * known
+
+
+RUNS = {
+    "predicted": lambda step, state, batch: ft.anatomy(step, state, batch, measure=False),
+    "without a state": lambda step, state, batch: ft.anatomy(step, None, batch),
+    "predicted with remat": lambda step, state, batch: ft.anatomy(ft.remat()(step), state, batch, measure=False),
+    "seen by hints": watch,
+    "budget": lambda step, state, batch: ft.remat(budget=0.5)(step)(state, batch),
+    "captured": lambda step, state, batch: ft.compiled(backend="eager")(ft.remat()(step))(state, batch),
+}
+
+
+@pytest.mark.parametrize("place", [type(None), list, dict], ids=["attribute", "list", "dict"])
+@pytest.mark.parametrize("run", RUNS)
+def test_no_tensor_without_values_stays_in_the_model(run, place):
+    """It would be what the next run, a real one, computes with."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(Keeping(place)) for _ in range(2)))
+    step = ft.train_step(ft.from_module(model, lambda model, batch: model(batch).square().mean()), optim.sgd(0.1))
+    state, batch = step.init(), torch.ones(2, 4)
+    RUNS[run](step, state, batch)
+    new, metrics = step(state, batch)
+    assert {type(leaf) for leaf in tree.leaves((new, metrics))} <= {torch.Tensor, float}
+    assert {type(part.table) for part in model.modules() if isinstance(part, Keeping)} <= {type(None), torch.Tensor}
+
+
+def test_a_step_that_asks_for_a_value_cannot_be_predicted():
+    def loss(params, batch):
+        total = (params["w"] * batch).sum()
+        return total * 2 if bool(total.detach() > 0) else total
+
+    step = ft.train_step(loss, optim.sgd(0.1))
+    with pytest.raises(TraceError, match=r"anatomy: runs the step on tensors without values, and loss asks for one \("):
+        ft.anatomy(step, step.init({"w": torch.ones(3)}), torch.ones(3))
 
 
 def test_accumulation_takes_two_sets_of_gradients_and_not_three():

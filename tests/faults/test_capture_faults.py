@@ -39,17 +39,14 @@ def test_a_first_call_with_the_averages_does_not_tie_them_to_the_parameters():
 
 
 def test_a_tensor_kept_from_a_capture_is_refused_and_not_used():
-    class Keeping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.kept = nn.Linear(3, 1), []
+    kept = []
 
-        def forward(self, x):
-            if not self.kept:
-                self.kept.append(torch.arange(3.0))
-            return self.inner(x + self.kept[0])
+    def criterion(model, x):
+        if not kept:
+            kept.append(torch.arange(3.0))
+        return model(x + kept[0]).sum()
 
-    step = ft.train_step(ft.from_module(Keeping(), lambda model, x: model(x).sum()), ft.optim.sgd(0.1))
+    step = ft.train_step(ft.from_module(nn.Linear(3, 1), criterion), ft.optim.sgd(0.1))
     step = ft.compiled(backend="eager", lowering="whole")(step)
     state, _ = step(step.init(), torch.ones(2, 3))
     with pytest.raises(TraceError, match="made while another graph was captured"):
