@@ -34,6 +34,7 @@ PRODUCTS = (
 OURS: Mapping[str, Callable[[str], Any]] = {
     "remat()": lambda folder: ft.remat(),
     'remat("dots")': lambda folder: ft.remat("dots"),
+    "remat(budget=0.3)": lambda folder: ft.remat(budget=0.3),
     "remat(budget=0.5)": lambda folder: ft.remat(budget=BUDGET),
     "accumulate(4)": lambda folder: ft.accumulate(PIECES),
     "update_in_backward()": lambda folder: ft.update_in_backward(),
