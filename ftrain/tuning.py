@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import re
 from collections import Counter
@@ -15,7 +16,8 @@ from ftrain.anatomy import anatomy
 from ftrain.anatomy.timeline import UPDATE
 from ftrain.checks import require_positive
 from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, OptionError
-from ftrain.pieces import is_out_of_memory
+from ftrain.evaluate import eval_step
+from ftrain.pieces import cut, is_out_of_memory, release
 from ftrain.purity import as_tree
 from ftrain.shortage import at_rest, shortage
 from ftrain.step import Step
@@ -28,6 +30,9 @@ NONE, OWN = "none", "as given"
 BUDGETS = 0.75, 0.5, 0.25
 MOST = 6
 """Candidates that are timed."""
+
+SAME, SAME_NARROW = 1e-3, 1e-2
+"""By how much losses may differ that are the same, relative to the largest of them; in 16 bits."""
 
 UNTRIED = "computes more, or in more pieces"
 ROUNDS = 5
@@ -99,7 +104,9 @@ def tune(
     """Return the same step with the microbatch and the rematerialisation that make it fastest within so much memory.
 
     The batch stays as it is, and with it the update: by the law of `accumulate` it is the same in any number of pieces
-    (dropout and batch statistics are of each piece), and by that of `remat` whatever is kept. What cannot fit is ruled
+    (dropout and batch statistics are of each piece), and by that of `remat` whatever is kept. A loss that is seen to be
+    another one over the halves of the batch (a sum; a plain number over padding of different lengths; one that compares
+    examples) is under no such law, and its batch stays in the pieces in which it is given. What cannot fit is ruled
     out by prediction and never runs, so that a model may be larger than this machine; of what can, the few that compute
     least are timed, and the fastest is taken whose peak is measured within the limit. `ftrain.trials` returns the same
     with all that was tried, which is also logged.
@@ -183,6 +190,8 @@ class _Search:
     def predicted(self) -> list[Trial]:
         """Return what may be worth its time, most memory first, with a verdict on what is not."""
         rows, plain = [self._predicted(*self.given)] * (self.given[1] == OWN), 0
+        if self.whole:
+            rows.append(Trial(2 * max(self.given[0], 1), "any", self.step, verdict=f"does not apply: {self.whole}"))
         for pieces in self._counts():
             own, *others = (self._predicted(pieces, policy) for policy in (NONE, "full"))
             rows.append(own)
@@ -214,10 +223,29 @@ class _Search:
         try:
             own, length = pieces_of(self.step), length_of(self.batch)
         except (BatchError, ComposeError):
-            yield 0
+            own = length = 0
+        if not length or self.whole:
+            yield own
             return
         powers = {2**power * many for power in range(length.bit_length()) for many in (1, own)}
         yield from sorted(count for count in {*powers, own, length} if count <= length and length % count == 0)
+
+    @functools.cached_property
+    def whole(self) -> str:
+        """Why the batch stays in the pieces it is taken in: others are seen to change the loss."""
+        if self.state is None or not self.runs:
+            return ""
+        evaluated = eval_step(self.step.loss)
+        try:
+            whole, *halves = (evaluated(self.state, each)["loss"] for each in (self.batch, *cut(self.batch, 2)))
+        except Exception as error:  # Of whatever kind: some losses are for training alone, and memory may run out.
+            release(error, tree.device_of(self.state.params))
+            return ""
+        told, joined = float(whole), float(functools.reduce(lambda a, b: a + b, halves))
+        largest = max(abs(told), *(abs(float(half)) for half in halves))
+        if abs(told - joined) <= largest * (SAME_NARROW if self.step.loss.narrow else SAME) or told != told:
+            return ""
+        return f"the loss of the batch is {told:.4g}, and over its halves {joined:.4g}; return a Mean(total, weight)"
 
     def _composed(self, pieces: int, policy: str, batch: PyTree) -> Step:
         step = in_pieces_of(self.step, pieces, batch) if pieces and pieces != pieces_of(self.step) else self.step
@@ -353,4 +381,5 @@ def _nothing_fits(search: _Search, rows: Sequence[Trial]) -> DeviceError:
     size = _mib(least.measured or least.predicted or 0)
     least_of_all = f"in {least.pieces} piece{'s' * (least.pieces != 1)} with remat={least.policy} it is {size}"
     head = f"tune: nothing fits into {_mib(search.memory)}; {least_of_all}"
-    return DeviceError("\n".join([head, *search.shortage(least)]))
+    other = [f"Other pieces do not apply: {search.whole}"] * bool(search.whole)
+    return DeviceError("\n".join([head, *other, *search.shortage(least)]))

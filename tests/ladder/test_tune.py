@@ -5,11 +5,12 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import ftrain as ft
 from ftrain import tree, tuning
 from ftrain.errors import ComposeError, ConsumedError, DeviceError, OptionError, StructureError
-from tests.ladder.problem import assert_untouched, batch, kept, make, scripted
+from tests.ladder.problem import assert_untouched, batch, kept, make, scripted, squares
 
 WIDTH, LENGTH = 64, 2048
 
@@ -118,6 +119,60 @@ def test_only_whole_pieces(timed):
     assert [row.pieces for row in timed(step, batch(6, WIDTH), memory="1GB").rows] == [1, 2]
     assert [row.pieces for row in timed(step, batch(7, WIDTH), memory="1GB").rows] == [1, 7]
     assert [row.pieces for row in timed(step, batch(1, WIDTH), memory="1GB").rows] == [1]
+
+
+def summed(model, batch):
+    return squares(model, batch) * batch["x"].numel()
+
+
+def of_what_counts(model, batch):
+    """A mean over the examples that count: a plain number, which does not say how many these are."""
+    return ((model(batch["x"]) - batch["y"]).square().mean(1) * batch["w"]).sum() / batch["w"].sum()
+
+
+def comparing(model, batch):
+    found = F.normalize(model(batch["x"]), dim=1) @ F.normalize(batch["y"], dim=1).T
+    return F.cross_entropy(found, torch.arange(len(found)))
+
+
+def weighed(model, batch):
+    """The same as one that says so."""
+    return ft.Mean(of_what_counts(model, batch) * batch["w"].sum(), batch["w"].sum())
+
+
+@pytest.mark.parametrize(
+    ("criterion", "pieces"), [(squares, 2), (weighed, 2), (summed, 1), (of_what_counts, 1), (comparing, 1)]
+)
+@pytest.mark.parametrize("wrappers", [(), (ft.with_amp("bf16"),)], ids=["", "bf16"])
+def test_a_loss_that_pieces_would_change_stays_whole(timed, criterion, pieces, wrappers):
+    step = make(*wrappers, width=WIDTH, optimizer=ft.optim.sgd(1e-3), criterion=criterion, drop=0.1)
+    given = {**batch(64, WIDTH), "w": torch.arange(64.0)}
+    found = timed(step, given, memory="1GB")
+    assert max(row.pieces for row in found.rows if row.predicted) == pieces
+    refused = [row for row in found.rows if "does not apply" in row.verdict]
+    assert len(refused) == (pieces == 1)
+    if refused:
+        assert "the loss of the batch is" in refused[0].verdict
+        assert "return a Mean(total, weight)" in repr(found)
+
+
+def test_a_loss_that_is_no_mean_stays_in_the_pieces_it_is_given_in(timed):
+    step = make(ft.accumulate(4), width=WIDTH, optimizer=ft.optim.sgd(1e-3), criterion=summed)
+    given = batch(64, WIDTH)
+    found = timed(step, given, memory="1GB")
+    assert {row.pieces for row in found.rows if row.predicted} == {4}
+    with pytest.raises(DeviceError, match="Other pieces do not apply: the loss of the batch is"):
+        timed(step, given, memory=int(1.01 * sum(leaf.nbytes for leaf in tree.leaves((step.init(), given)))))
+
+
+def test_a_loss_that_cannot_be_evaluated_is_taken_by_its_law(timed):
+    def criterion(model, batch):
+        if not model.training:
+            raise ValueError("for training alone")
+        return squares(model, batch)
+
+    step = make(width=WIDTH, criterion=criterion)
+    assert [row.pieces for row in timed(step, batch(6, WIDTH), memory="1GB").rows] == [1, 2]
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
