@@ -91,17 +91,22 @@ def keeps_of(policy: Policy) -> Keeps | None:
 
 
 class _Result(NamedTuple):
-    """What an operation returned, cut off the graph, and which versions of its tensors that was."""
+    """What an operation returned, cut off the graph, and all that sees its memory, each as it was then."""
 
     value: PyTree
-    versions: list[int]
+    seen: list[tuple[Tensor, int]]
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nobody has written over it since."""
+        return all(leaf._version == version for leaf, version in self.seen)
 
 
 class Kept:
     """What the operations of one run have returned, as far as they are to be kept, for one other run of the same.
 
     Views, casts and what writes in place are always made again, and random numbers are always drawn again: each
-    costs little, and to leave one out would change what comes after it.
+    costs little, and to leave one out would change what comes after it. What was written over since is computed again.
     """
 
     def __init__(self, keeps: Keeps) -> None:
@@ -137,6 +142,8 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, keeps: Keeps, results: dict[Any, list[_Result | None]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._keeps, self._results = keeps, results
+        # By memory, which the results hold: what else sees it counts for itself who writes, as after `_unsafe_view`.
+        self._seen: dict[int, list[tuple[Tensor, int]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation."""
@@ -149,8 +156,25 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise OptionError(
                     f"remat: the policy {name} returned {tree.describe(wanted)} for {func}; needs True or False"
                 )
-            self._results[func].append(_result(returned) if wanted else None)
+            self._note(returned)
+            self._results[func].append(self._result(returned, (args, kwargs)) if wanted else None)
         return returned
+
+    def _note(self, returned: Any) -> None:
+        """Watch what an operation returned, when it is memory that is kept, in another tensor and no view of it."""
+        if self._seen:
+            for leaf in _tensors(returned):
+                self._seen.get(_memory(leaf), []).append((_cut(leaf), leaf._version))
+
+    def _result(self, returned: Any, given: PyTree) -> _Result | None:
+        """What to keep of what an operation returned; nothing of memory that it was given, which costs nothing."""
+        if not set(map(_memory, _tensors(returned))).isdisjoint(map(_memory, _tensors(given))):
+            return None
+        # Cut off: autograd attaches the graph to what is returned, which must not be kept alive.
+        value = tree.map(lambda leaf: _cut(leaf) if isinstance(leaf, Tensor) else leaf, returned)
+        seen = [(leaf, leaf._version) for leaf in _tensors(value)]
+        self._seen.update((_memory(leaf), seen) for leaf, _ in seen)
+        return _Result(value, seen)
 
 
 class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -165,8 +189,7 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func in self._results and not _is_made_again(func, args, kwargs):
             result = next(self._results[func], None)
-            # What was written over since is no longer what the operation returned.
-            if result is not None and result.versions == _versions(result.value):
+            if result is not None and result.is_intact:
                 return tree.map(lambda leaf: _cut(leaf) if isinstance(leaf, Tensor) else leaf, result.value)
         return func(*args, **kwargs)
 
@@ -177,14 +200,12 @@ def _is_made_again(func: Any, args: Any, kwargs: Any) -> bool:
     return func.is_view or func._schema.is_mutable or func is _aten._to_copy.default or is_draw(func, args, kwargs)
 
 
-def _result(returned: Any) -> _Result:
-    # Cut off: autograd attaches the graph to what is returned, which must not be kept alive.
-    value = tree.map(lambda leaf: _cut(leaf) if isinstance(leaf, Tensor) else leaf, returned)
-    return _Result(value, _versions(value))
+def _tensors(value: PyTree) -> list[Tensor]:
+    return [leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _versions(value: PyTree) -> list[int]:
-    return [leaf._version for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
+def _memory(leaf: Tensor) -> int:
+    return leaf.untyped_storage()._cdata if leaf.layout == torch.strided else id(leaf)
 
 
 def _cut(tensor: Tensor) -> Tensor:

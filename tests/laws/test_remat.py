@@ -139,6 +139,41 @@ def test_no_bit_changes(mode, around):
     assert_equal(train(build(MODES[mode](), *AROUND[around], dtype=dtype_of(around))), unwrapped(around))
 
 
+class Over(nn.Module):
+    """Writes over products that are no operation's result any more: over what a matmul makes of its `mm`."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.up, self.down = how, nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        if self.how == "outside":
+            return self.down(torch.sin(self.up(x)))
+        hidden = self.up(x) if self.how == "linear" else torch.einsum("bti,oi->bto", x, self.up.weight)
+        hidden += x
+        return self.down((torch.sin(hidden) * hidden).relu_())
+
+
+@pytest.mark.parametrize("how", ["linear", "einsum", "outside"])
+@pytest.mark.parametrize("policy", ["dots", "everything", "products", "reshaped"])
+def test_what_is_written_over_after_it_was_kept_is_made_again(how, policy):
+    def reshaped(op, *args, **kwargs):
+        return op is aten._unsafe_view.default
+
+    def loss(model, batch):
+        for block in model:
+            batch = block(batch)
+            batch += 0.5  # What a block returns may be written over as well.
+        return batch.square().mean()
+
+    torch.manual_seed(0)
+    model, batch = nn.ModuleList(Over(how) for _ in range(2)).double(), torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    plain = ft.train_step(ft.from_module(model, loss), ft.optim.sgd(0.1))
+    policies = {"everything": everything, "products": products, "reshaped": reshaped}
+    step = ft.remat(policy=policies.get(policy, policy))(plain)
+    assert_equal(step(step.init(), batch.clone())[0], plain(plain.init(), batch.clone())[0])
+
+
 def anatomy(*wrappers, batch=BATCH, **sizes):
     step = build(*wrappers, p=0.0, dtype=torch.float32, **sizes)
     return ft.anatomy(step, None, make_batch(batch=batch))
