@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ftrain import backends, random, tree
-from ftrain.types import RNG, Core, Hyper, Metrics, PyTree, TrainState
+from ftrain.types import RNG, Core, Hyper, LossFn, Metrics, PyTree, TrainState
 
 
 class Eager:
-    """Runs a step operation by operation."""
+    """Runs a step operation by operation.
 
-    def __init__(self, step: Any) -> None:
-        self._core: Core = step.assemble(donate=step.donate)
+    Args:
+        step: the step.
+        around_loss: what becomes of its loss.
+    """
+
+    def __init__(self, step: Any, around_loss: Callable[[LossFn], LossFn] = lambda loss: loss) -> None:
+        self._core: Core = step.assemble(donate=step.donate, around_loss=around_loss)
         self._needs_rng, self._draws = step.base.needs_rng, step.optimizer.needs_rng
         self.text = "eager(donate)" if step.donate else "eager"
 

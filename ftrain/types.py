@@ -297,6 +297,7 @@ class Optimizer:
             these alone. It is given them as a dict by their names, and computes what this one does for them among
             all, to the bit; its state holds leaves of the names that they have in the whole one. None where a leaf
             cannot be updated without the others.
+        visits: whether its state lives elsewhere and is on the device in parts only, so that no graph can hold it.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -306,6 +307,7 @@ class Optimizer:
     needs_rng: bool = False
     factors: Callable[[PyTree], Mapping[str, Tensor]] | None = None
     apart: Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]] | None = None
+    visits: bool = False
 
 
 class Runner(Protocol):

@@ -18,6 +18,7 @@ from ftrain import backends, graph, purity, random, tree
 from ftrain.backends import Recorder
 from ftrain.checks import require_positive
 from ftrain.devicegraph import Replayed
+from ftrain.eager import Eager
 from ftrain.errors import ComposeError, OptionError, TraceError
 from ftrain.inductor_random import Fused
 from ftrain.keyed import Keyed
@@ -107,6 +108,8 @@ def compiled(
     compiler = Compiler(backend, settings, fullgraph, dynamic, replay, cache_dir, max_graphs)
 
     def run(step: Step) -> Runner:
+        if step.optimizer.visits:
+            return _CompiledLoss(step, compiler)
         return _Compiled(step, "split" if dynamic else lowering, compiler)
 
     def function(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,6 +118,11 @@ def compiled(
     def suits(step: Step) -> None:
         if step.pulls and (dynamic or lowering == "split"):
             raise ComposeError(f"compiled: {SPLIT_PULLS}; leave out lowering='split' and dynamic=True")
+        if step.optimizer.visits and (step.pulls or lowering == "whole"):
+            raise ComposeError(
+                f"compiled: no graph can hold the state of {step.optimizer.text}, which visits the device in parts; "
+                "leave out " + ("update_in_backward" if step.pulls else "lowering='whole'")
+            )
 
     return Wrapper("compiled", "compiled", "step", step=run, function=function, donate=donate, suits=suits)
 
@@ -331,6 +339,36 @@ class _Compiled:
             raise TraceError(f"compiled: the step cannot be captured as one graph: {error}{more}") from error
         log.warning("compiled: split into loss and update, since the whole step cannot be captured: %s", error)
         self._may_split, self._lowering, self._core, self._why = False, "split", self._split(), str(error)
+
+
+class _CompiledLoss:
+    """Runs a step with its loss compiled, and the rest operation by operation."""
+
+    def __init__(self, step: Step, compiler: Compiler) -> None:
+        self._step, self._compiler, self._kinds = step, compiler, Kinds(compiler.max_graphs)
+        self._eager = Eager(step, compiler.compile_loss)
+        parts = ", ".join(["split", *["donate"] * step.donate])
+        self.text = f"compiled({parts})  # the loss alone: the optimizer's state visits the device in parts"
+
+    def __call__(
+        self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
+    ) -> tuple[TrainState, Metrics]:
+        self._kinds.admit(batch=batch)
+        with self._compiler.cache():
+            return self._eager(state, batch, hyper, words)
+
+    def lower(self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> Lowered:
+        """Say what of the loss is compiled for a state and a batch like these."""
+        rng = random.to_device(random.from_words(words), tree.device_of(state.params))
+        parts = purity.merge(state.params, state.frozen), batch
+        with self._compiler.cache():
+            graphs, breaks = explain(
+                self._step.loss.fn,
+                *parts,
+                rng=rng if self._step.base.needs_rng else None,
+                buffers=tree.clone(state.buffers),
+            )
+        return Lowered("split", len(graphs), count_nodes(*graphs), None, breaks)
 
 
 class CompiledFunction:

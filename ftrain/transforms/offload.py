@@ -110,11 +110,6 @@ def _opt_state(name: str, text: str, home: Home) -> Wrapper:
 
     def suits(step: Any) -> None:
         for other in step.wrappers:
-            if other.step:
-                raise ComposeError(
-                    f"{text}: {other.text} holds the whole state at once, and here it visits the device in parts; "
-                    "leave out one of the two, or compile the module itself: torch.compile(module)"
-                )
             if other.account:
                 raise ComposeError(
                     f"{text}: {other.text} may take an update back, for which the old and the new state must be there "

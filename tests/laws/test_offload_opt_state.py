@@ -10,7 +10,7 @@ import torch
 import ftrain as ft
 from ftrain import away as module
 from ftrain import optim, transfers, tree
-from ftrain.errors import ComposeError, DeviceError, OptionError, StructureError
+from ftrain.errors import BatchError, ComposeError, DeviceError, OptionError, StructureError
 from ftrain.optim.apart import by_size
 from ftrain.transfers import is_in_file
 from ftrain.types import Optimizer
@@ -63,6 +63,33 @@ def test_no_bit_changes_beside_other_wrappers(names, more, tmp_path):
         state, _ = train(build(names, *wrappers)[1])
         assert_equal(state, train(plain)[0])
         assert all(in_files(state))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("names", [(), ("bf16", "accumulate", "clip", "ema")], ids=["plain", "pipeline"])
+def test_the_loss_alone_is_compiled(names, donate, tmp_path):
+    _, plain = build(names, *[ft.donated()] * donate)
+    compiled = ft.compiled(backend="eager", donate=donate)
+    for wrappers in ((compiled, offloaded(tmp_path)), (offloaded(tmp_path), compiled)):
+        _, step = build(names, *wrappers)
+        state, _ = train(step)
+        assert_equal(state, train(plain)[0])
+        assert all(in_files(state))
+        assert f"compiled(split{', donate' * donate})  # the loss alone" in repr(step)
+        lowered = step.lower(step.init(), make_batch(0))
+        assert (lowered.lowering, lowered.graphs) == ("split", 1)
+
+
+def test_a_compiled_loss_counts_its_graphs(tmp_path):
+    def loss(params, batch):
+        return (params["w"] * batch).sum()
+
+    step = ft.compose(
+        ft.train_step(loss, optim.adamw(0.1)), offloaded(tmp_path), ft.compiled(backend="eager", max_graphs=1)
+    )
+    state, _ = step(step.init({"w": torch.ones(4, 1)}), torch.ones(4, 3))
+    with pytest.raises(BatchError, match="max_graphs is 1"):
+        step(state, torch.ones(4, 2))
 
 
 def test_a_donated_state_is_written_where_it_is(tmp_path):
@@ -204,12 +231,24 @@ def test_a_disk_that_is_full(how, tmp_path, monkeypatch):
 @pytest.mark.parametrize("first", [True, False])
 def test_what_does_not_go_with_it(first, tmp_path):
     for other, message in (
-        (ft.compiled(), "compiled holds the whole state at once"),
         (ft.skip_nonfinite(), r"skip_nonfinite\(10\) may take an update back"),
         (ft.with_amp("fp16"), r"with_amp\(fp16\) may take an update back"),
     ):
         wrappers = (offloaded(tmp_path), other)
         with pytest.raises(ComposeError, match=rf"offload\(opt_state, .*\): {message}.*leave out one of the two"):
+            build((), *wrappers[:: 1 if first else -1])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_no_graph_holds_it(first, tmp_path):
+    for others, left_out in (
+        ([ft.compiled(lowering="whole")], "lowering='whole'"),
+        ([ft.compiled(), ft.update_in_backward()], "update_in_backward"),
+    ):
+        wrappers = [*others, offloaded(tmp_path)]
+        with pytest.raises(
+            ComposeError, match=rf"compiled: no graph can hold the state of adamw.*leave out {left_out}"
+        ):
             build((), *wrappers[:: 1 if first else -1])
 
 
