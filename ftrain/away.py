@@ -68,7 +68,7 @@ def away(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
     def init(params: PyTree) -> PyTree:
         leaves = tree.leaves(params)
         if any(map(is_abstract, leaves)):
-            return optimizer.init(params)
+            return tree.map(lambda leaf: _elsewhere(leaf) if home.is_large(leaf) else leaf, optimizer.init(params))
         hollow = optimizer.init(tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params))
         found, spec = tree.flatten(hollow)
         device = tree.device_of(params)
@@ -147,11 +147,15 @@ def _all_stored(
 def _stored(home: Home, copier: Copier, place: Tensor | None, leaf: Tensor, device: torch.device) -> Tensor:
     """Return a leaf where it lives: in `place`, if that may be written and is there."""
     if is_abstract(leaf) and home.is_large(leaf):
-        # Of its shape, and without its memory, which is not the device's.
-        return leaf.new_empty(()).expand_as(leaf) if place is None else place
+        return _elsewhere(leaf) if place is None else place
     if not home.takes(leaf, device) or (leaf is place and home.holds(leaf)):
         return leaf
     if place is None or not home.holds(place) or place.stride() != leaf.stride():
         place = home.place(leaf, device)
     copier.out(leaf, place)
     return place
+
+
+def _elsewhere(leaf: Tensor) -> Tensor:
+    """A tensor without values, of that shape, and without its memory, which is not the device's."""
+    return leaf.new_empty(()).expand_as(leaf)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -27,15 +26,6 @@ def shortage(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
         "  shorter sequences, fewer parameters that train (trainable=, ft.lora), an optimizer with a smaller state",
         "  (state_dtype='bf16', adamw_8bit), ft.losses.linear_cross_entropy for large vocabularies",
     ]
-
-
-def at_rest(step: Step, state: TrainState | None, batch: PyTree) -> Counter[str]:
-    """Return the bytes that are there before a step begins, by what they are for."""
-    found: Counter[str] = Counter()
-    for piece in anatomy(step, state, batch, measure=False).timeline.pieces:
-        if not piece.phase:
-            found[piece.kind] += piece.size
-    return found
 
 
 def peak_of(step: Step, state: TrainState | None, batch: PyTree) -> Anatomy | None:

@@ -66,12 +66,21 @@ class Racer:
         begin: makes a state that nobody else has.
         batch: the batch.
         device: where both are.
+        needs: bytes that it takes at its peak, as far as that is known.
     """
 
-    def __init__(self, step: Step, begin: Callable[[], TrainState], batch: PyTree, device: torch.device) -> None:
-        self._step, self._begin, self._batch, self.device = step, begin, batch, device
+    def __init__(
+        self, step: Step, begin: Callable[[], TrainState], batch: PyTree, device: torch.device, needs: int = 0
+    ) -> None:
+        self._step, self._begin, self._batch, self.device, self._needs = step, begin, batch, device, needs
         self._state: TrainState | None = None
         self._steps = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has its state already, or there is memory for it beside what the others have."""
+        free = None if self._state is not None else backends.of(self.device).free()
+        return free is None or self._needs <= free
 
     def turn(self) -> float:
         """Return the seconds of a step, over as many of them as fill a turn."""
@@ -111,7 +120,8 @@ def race(
     """Return the seconds of a step of each racer, round by round, or the error that ended it.
 
     One round more, which nobody counts, comes first. Every other one goes backwards, so that nobody always runs behind
-    the same one. Where memory runs out the others give theirs back, and it is tried once more.
+    the same one. Where one does not fit beside the states of the others, or runs out of memory, these give theirs back,
+    and make them anew when it is their turn.
 
     Args:
         racers: name -> racer.
@@ -145,6 +155,10 @@ def race(
 
 
 def _turn(racers: Mapping[str, Racer], name: str) -> float:
+    # Asked first: a host that runs out of memory raises nothing, and its kernel ends the process.
+    if not racers[name].fits:
+        for racer in racers.values():
+            racer.close()
     try:
         return racers[name].turn()
     except RuntimeError as error:
@@ -204,21 +218,23 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
         state, _ = step(state, batch)
 
     most = 1
-    for batch in given():
-        for _ in range(WARM):
-            work(batch)
-        took = seconds(lambda: work(batch), device)  # noqa: B023
-        most = min(MOST_BATCHES, max(2, round(ENOUGH / took)))
-    ahead = list(given())
-    if len(ahead) < 2:
-        raise DataError(f"data has {len(ahead)} batches; needs two or more")
-    # In turns, for whoever comes first may find a machine that is still busy with what was before.
-    turns = [
-        [_passed(given(), id, device), _passed(ahead, work, device), _passed(given(), work, device)]
-        for _ in range(TURNS)
-    ]
-    if position is not None:
-        sources.seek(data, position)
+    try:
+        for batch in given():
+            for _ in range(WARM):
+                work(batch)
+            took = seconds(lambda: work(batch), device)  # noqa: B023
+            most = min(MOST_BATCHES, max(2, round(ENOUGH / took)))
+        ahead = list(given())
+        if len(ahead) < 2:
+            raise DataError(f"data has {len(ahead)} batches; needs two or more")
+        # In turns, for whoever comes first may find a machine that is still busy with what was before.
+        turns = [
+            [_passed(given(), id, device), _passed(ahead, work, device), _passed(given(), work, device)]
+            for _ in range(TURNS)
+        ]
+    finally:
+        if position is not None:
+            sources.seek(data, position)
     return Loading(*(statistics.median(column) for column in zip(*turns, strict=True)))
 
 

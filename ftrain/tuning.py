@@ -19,7 +19,7 @@ from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, Op
 from ftrain.evaluate import eval_step
 from ftrain.pieces import cut, is_out_of_memory, release
 from ftrain.purity import as_tree
-from ftrain.shortage import at_rest, shortage
+from ftrain.shortage import shortage
 from ftrain.step import Step
 from ftrain.timing import Interval, Racer, interval, race
 from ftrain.transforms.remat import remat
@@ -174,9 +174,9 @@ class _Search:
     def __init__(self, step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None) -> None:
         self.step, self.state, self.batch = step, state, batch
         told = as_bytes(memory) if memory is not None else None
-        resting = at_rest(step, state, batch)
-        self.memory = told if told is not None else self._free() + sum(resting.values())
-        if sum(resting.values()) > self.memory:
+        resting = anatomy(step, state, batch, measure=False).at_rest
+        self.memory = told if told is not None else self._free() + resting.total()
+        if resting.total() > self.memory:
             raise _below(self, resting)
         self.runs = state is not None and not any(leaf.is_meta for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
 
@@ -296,7 +296,7 @@ class _Search:
         state = self.state
         if state is None or not self.runs:
             return sorted(rows, key=lambda row: (row.flops, row.pieces))
-        racers = {str(index): self._racer(row.step, state) for index, row in enumerate(rows)}
+        racers = {str(index): self._racer(row, state) for index, row in enumerate(rows)}
         done = []
         for row, times in zip(rows, race(racers, rounds, spares=_no_memory).values(), strict=True):
             if isinstance(times, Exception):
@@ -305,8 +305,9 @@ class _Search:
                 done.append(dataclasses.replace(row, seconds=interval(times), verdict="slower"))
         return sorted(done, key=lambda row: row.seconds.median if row.seconds else float("inf"))
 
-    def _racer(self, step: Step, state: TrainState) -> Racer:
-        return Racer(step, lambda: state_for(step, self.step, state), self.batch, tree.device_of(state.params))
+    def _racer(self, row: Trial, state: TrainState) -> Racer:
+        device = tree.device_of(state.params)
+        return Racer(row.step, lambda: state_for(row.step, self.step, state), self.batch, device, row.predicted or 0)
 
     def verified(self, rows: Sequence[Trial]) -> tuple[Step, list[Trial]]:
         """Return the step of the first whose peak is measured within the limit, and the candidates."""
@@ -362,13 +363,13 @@ def _mib(size: float) -> str:
 
 
 def _below(search: _Search, resting: Counter[str]) -> OptionError:
-    total = _mib(sum(resting.values()))
+    total = _mib(resting.total())
     lines = [f"tune: memory is {_mib(search.memory)}, and the state and the batch alone take {total}:"]
     lines += [f"  {kind:<34} {_mib(size):>12}" for kind, size in resting.items()]
     lines.append("What would take less:")
     with suppress(FtrainError):
         for name, other in smaller_optimizers(search.step).items():
-            size = sum(at_rest(other, search.outline(other), search.batch).values())
+            size = anatomy(other, search.outline(other), search.batch, measure=False).at_rest.total()
             lines.append(f"  {f'ft.optim.{name}':<34} {_mib(size):>12}")
     return OptionError("\n".join([*lines, "  fewer parameters that train (trainable=, ft.lora), a smaller model"]))
 

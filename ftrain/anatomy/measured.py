@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,17 +35,35 @@ class Measured:
 
 
 def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
-    """Run a step twice on copies of a state, the second time under the profiler of torch; waits for the device."""
+    """Run a step twice, the second time under the profiler of torch; waits for the device.
+
+    Args:
+        step: the step; one that donates consumes the state.
+        state: where it begins.
+        batch: a batch.
+    """
     device = tree.device_of(state.params)
-    kept, _ = step(tree.clone(state), batch)
-    os.environ.setdefault(*QUIET)
-    with profile(activities=_activities(device), profile_memory=True) as profiler:
-        step(kept, batch)
+    state, _ = step(state, batch)
+    with _quiet(), profile(activities=_activities(device), profile_memory=True) as profiler:
+        step(state, batch)
         backends.of(device).synchronize()
     results: Any = profiler.profiler
     events = [event for event in results.kineto_results.events() if event.name() == MEMORY]
     events = [event for event in events if event.device_type().name.lower() == device.type]
     return Measured(_most(events), _seconds(profiler))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let the profiler keep its remarks to itself, unless it was told what to say."""
+    name, level = QUIET
+    told = name in os.environ
+    os.environ.setdefault(name, level)
+    try:
+        yield
+    finally:
+        if not told:
+            del os.environ[name]
 
 
 def _activities(device: torch.device) -> list[ProfilerActivity]:

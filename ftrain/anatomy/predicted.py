@@ -17,7 +17,7 @@ from ftrain.errors import TraceError
 from ftrain.graph import VALUE_NEEDED
 from ftrain.slots import bound, pristine, slots_of
 from ftrain.step import Step
-from ftrain.transfers import is_in_file
+from ftrain.transfers import is_abstract, is_in_file
 from ftrain.types import RNG, Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 
 KINDS = (
@@ -83,6 +83,8 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
     hyper, words = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}, (0, 0)
     state = replace(state, step=None, rng=None)
     elsewhere = _elsewhere(state)
+    # Where it is in use, it has the memory that it is without while it waits.
+    state = replace(state, opt_state=tree.map(_dense, state.opt_state))
     state, batch = tree.map(lambda leaf: _fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch))
     if (found := _captured(step, state, batch, hyper)) is not None:
         return found
@@ -169,7 +171,17 @@ def _elsewhere(state: TrainState) -> list[bool]:
     device = tree.device_of(state.params)
     # What is on meta stands for what will be there.
     here = device, torch.device("meta")
-    return [is_in_file(leaf) or (leaf.device not in here and leaf.ndim > 0) for leaf in _tensors(state.opt_state)]
+    return [
+        is_in_file(leaf) or (leaf.device not in here and leaf.ndim > 0) or _dense(leaf) is not leaf
+        for leaf in _tensors(state.opt_state)
+    ]
+
+
+def _dense(leaf: Any) -> Any:
+    """A tensor without values that stands for one which is elsewhere has less memory than it is large."""
+    if isinstance(leaf, Tensor) and is_abstract(leaf) and leaf.untyped_storage().nbytes() < leaf.nbytes:
+        return torch.empty_like(leaf, memory_format=torch.contiguous_format)
+    return leaf
 
 
 def _tensors(node: PyTree) -> list[Any]:

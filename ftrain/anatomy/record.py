@@ -49,6 +49,15 @@ class Anatomy:
     timeline: Timeline = field(repr=False)
 
     @property
+    def at_rest(self) -> Counter[str]:
+        """Bytes that are there before the step begins, by what they are for."""
+        found = Counter[str]()
+        for piece in self.timeline.pieces:
+            if not piece.phase:
+                found[piece.kind] += piece.size
+        return found
+
+    @property
     def overhead(self) -> int | None:
         """Bytes that were measured beyond those that were predicted: what kernels take for themselves."""
         return None if self.measured is None else self.measured - self.peak
@@ -56,7 +65,7 @@ class Anatomy:
     @property
     def bytes_a_parameter(self) -> dict[str, float]:
         """Bytes for each trained parameter: weights, their copies, optimizer state and gradients."""
-        return {kind: self.most[kind] / self.params for kind in WEIGHTS if self.most.get(kind)}
+        return {kind: self.most[kind] / max(self.params, 1) for kind in WEIGHTS if self.most.get(kind)}
 
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
         """Draw the memory over the operations of the step, into a PNG or SVG if there is a path; needs matplotlib.
@@ -75,7 +84,7 @@ class Anatomy:
         unit, name = _unit(self.peak, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
         peak = f"{self.peak / unit:,.1f} {name} at the peak, predicted"
         if self.measured is not None:
-            peak += f"; {self.measured / unit:,.1f} measured ({self.measured / self.peak - 1:+.1%})"
+            peak += f"; {self.measured / unit:,.1f} measured ({self.measured / max(self.peak, 1) - 1:+.1%})"
         lines = [peak]
         for kind, size in self.at_peak.items():
             lines.append(f"  {kind:<26} {size / unit:>12,.1f} {name}  {size / self.peak:6.1%}")

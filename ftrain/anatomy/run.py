@@ -44,9 +44,9 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
     found = summarise(timeline, sum(leaf.numel() for leaf in tree.leaves(whole.params)))
     if state is None or not measure or any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch)):
         return found
-    seen = measured_of(step, state, batch)
-    before = sum(piece.size for piece in timeline.pieces if not piece.phase)
-    return dataclasses.replace(found, measured=before + seen.more, seconds=seen.seconds)
+    # A step changes its state only where it donates.
+    seen = measured_of(step, tree.clone(state) if step.donate else state, batch)
+    return dataclasses.replace(found, measured=found.at_rest.total() + seen.more, seconds=seen.seconds)
 
 
 def _whole(step: Step, state: TrainState | None) -> TrainState:

@@ -16,6 +16,9 @@ MANY = 0.5
 GAIN = 1.5
 """By how much narrow products must be faster, to be worth their rounding."""
 
+LAUNCHING = 0.2
+"""Of a step, that the start of its operations must take."""
+
 MORE = 1.1
 IDLE = 0.05
 MOST_LISTED = 3
@@ -111,7 +114,8 @@ def _attention(facts: Facts) -> Iterator[Hint]:
 
 def _launches(facts: Facts) -> Iterator[Hint]:
     starting, computing = facts.operations * facts.launch, facts.flops / max(facts.rates.values(), default=1.0)
-    if not facts.compiled and starting > computing and not _in_vain(facts, "compiled()"):
+    matters = starting > max(computing, LAUNCHING * facts.seconds)
+    if not facts.compiled and matters and not _in_vain(facts, "compiled()"):
         yield Hint(
             "launches",
             f"{facts.operations:,} operations take {starting * 1e3:.1f} ms to start at least "

@@ -11,14 +11,14 @@ from ftrain import backends, tree
 from ftrain.anatomy import anatomy
 from ftrain.anatomy.measured import measure
 from ftrain.checks import require_positive
-from ftrain.errors import ComposeError, FtrainError, OptionError
-from ftrain.hints import facts_of, judge
+from ftrain.errors import ComposeError, FtrainError, OptionError, TraceError
+from ftrain.hints import Hint, facts_of, judge
 from ftrain.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
 from ftrain.ladder.techniques import TECHNIQUES, Case, Technique, replacement
 from ftrain.pieces import is_out_of_memory, release
 from ftrain.purity import as_tree
 from ftrain.step import Step
-from ftrain.timing import Racer, interval, loading, race
+from ftrain.timing import Loading, Racer, interval, loading, race
 from ftrain.types import PyTree, TrainState
 from ftrain.variants import outline, state_for
 
@@ -45,9 +45,10 @@ def ladder(
     The techniques are those of "Methods and tools for efficient training on a single GPU" in the documentation of
     transformers, and a few more. Each is tried alone; then those that made the step faster are stacked one on top of
     the other, and those that made it smaller. All take turns with the step as given, and speeds are relative to it in
-    the same round. Memory is that of `ftrain.anatomy`. What does not apply is a row that says why, and so is what does
-    not fit into memory. Steps run as they are given: `fit` donates, which here is a technique. Takes a minute or more,
-    most of it for what is compiled.
+    the same round. Memory is that of `ftrain.anatomy`; of a step that asks for the value of a tensor it is measured
+    alone, and there are no hints. What does not apply is a row that says why, and so is what does not fit into memory.
+    Steps run as they are given: `fit` donates, which here is a technique. Takes a minute or more, most of it for what
+    is compiled.
 
     Args:
         step: the step.
@@ -82,13 +83,18 @@ def ladder(
         for group, climbed in ((FASTER, _fastest(alone)), (SMALLER, _smallest(alone, base))):
             if len(climbed) > 1:
                 rows += trial.rows(group, dict(_stack(climbed, given)))[1:]
-    hints = []
-    if base.seconds is not None:
-        tried = {row.name: row.speed for row in alone.values() if row.speed is not None}
-        known = {"doubled": tried.get("batch x2"), "loading": fed, "tried": tried}
-        facts = facts_of(step, state, given.batch, trial.found, base.seconds.median, **known)  # type: ignore[arg-type]
-        hints = judge(facts)
+    hints = [] if base.seconds is None or base.predicted is None else _hints(given, state, base, alone, fed)
     return Ladder(trial.title, rows, rounds, fed, hints)
+
+
+def _hints(
+    given: Case, state: TrainState, base: Row, alone: Mapping[Technique, Row], fed: Loading | None
+) -> list[Hint]:
+    tried = {row.name: row.speed for row in alone.values() if row.speed is not None}
+    found = anatomy(given.step, state, given.batch, measure=False)
+    took = base.seconds.median if base.seconds else 0.0
+    known = {"doubled": tried.get("batch x2"), "loading": fed, "tried": tried}
+    return judge(facts_of(given.step, state, given.batch, found, took, **known))  # type: ignore[arg-type]
 
 
 def _chosen(wanted: Sequence[str | Technique] | None) -> list[Technique]:
@@ -157,10 +163,10 @@ class _Trial:
     def __post_init__(self) -> None:
         step, batch = self.given.step, self.given.batch
         self.device = tree.device_of(self.state.params)
-        self.found = anatomy(step, self.state, batch, measure=False)
-        self._known: dict[int, int | None] = {}
+        self._resting: dict[str, int] = {}
+        params = sum(leaf.numel() for leaf in tree.leaves(self.state.params))
         device = backends.of(self.device).describe()
-        self.title = f"{step.base.text}, {self.found.params:,} parameters, {_examples(batch):,} examples; {device}"
+        self.title = f"{step.base.text}, {params:,} parameters, {_examples(batch):,} examples; {device}"
 
     def rows(self, group: str, cases: Mapping[Technique, Case | FtrainError]) -> list[Row]:
         """Return a row for the step as given, and one for each case."""
@@ -168,7 +174,7 @@ class _Trial:
         made = {own: self.given, **cases}
         rows = {each.name: self._row(group, each, case) for each, case in made.items()}
         run = {each.name: case for each, case in made.items() if isinstance(case, Case) and not rows[each.name].note}
-        racers = {name: self._racer(case) for name, case in run.items()}
+        racers = {name: self._racer(case, rows[name].predicted) for name, case in run.items()}
         times = race(racers, self.rounds, spares=lambda name, error: name != GIVEN or is_out_of_memory(error))
         base = times.get(GIVEN)
         for name, case in run.items():
@@ -182,9 +188,16 @@ class _Trial:
             return dataclasses.replace(row, note=str(case))
         row = dataclasses.replace(row, examples=_examples(case.batch))
         try:
-            found = anatomy(case.step, outline(case.step, self.given.step, self.state), case.batch, measure=False)
+            begun = outline(case.step, self.given.step, self.state)
+            self._resting[row.name] = sum(
+                leaf.nbytes for leaf in tree.leaves((begun, case.batch)) if tree.is_tensor(leaf)
+            )
+            found = anatomy(case.step, begun, case.batch, measure=False)
+        except TraceError:
+            return row  # What cannot be predicted can still be measured.
         except Exception as error:  # Of whatever kind: a technique that does not work is a row.
             return dataclasses.replace(row, note=_told(error))
+        self._resting[row.name] = found.at_rest.total()
         each = sum(found.bytes_a_parameter.values())
         row = dataclasses.replace(row, predicted=found.peak, bytes_a_parameter=each)
         free = backends.of(self.device).free()
@@ -193,8 +206,11 @@ class _Trial:
             return dataclasses.replace(row, note=note)
         return row
 
-    def _racer(self, case: Case) -> Racer:
-        return Racer(case.step, lambda: state_for(case.step, self.given.step, self.state), case.batch, self.device)
+    def _racer(self, case: Case, needs: int | None) -> Racer:
+        return Racer(case.step, lambda: self._begun(case), case.batch, self.device, needs or 0)
+
+    def _begun(self, case: Case) -> TrainState:
+        return state_for(case.step, self.given.step, self.state)
 
     def _timed(self, row: Row, case: Case, times: list[float] | Exception, base: list[float] | Exception | None) -> Row:
         if isinstance(times, Exception):
@@ -204,15 +220,13 @@ class _Trial:
             own = _examples(self.given.batch)
             speed = interval([row.examples * b / (own * a) for a, b in zip(times, base, strict=True)])
         rates = {name: count(case.batch) / seconds.median for name, count in self.counts.items()}
-        note, measured = replacement(self.given.step, case.step), self._measured(case)
+        note, measured = replacement(self.given.step, case.step), self._measured(row, case)
         return dataclasses.replace(row, seconds=seconds, speed=speed, rates=rates, measured=measured, note=note)
 
-    def _measured(self, case: Case) -> int | None:
+    def _measured(self, row: Row, case: Case) -> int | None:
         """Bytes at the peak, or None where the second state that it takes does not fit."""
-        begun = outline(case.step, self.given.step, self.state)
-        before: int = sum(leaf.nbytes for leaf in tree.leaves((begun, case.batch)) if tree.is_tensor(leaf))
         try:
-            return before + measure(case.step, state_for(case.step, self.given.step, self.state), case.batch).more
+            return self._resting[row.name] + measure(case.step, self._begun(case), case.batch).more
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -13,6 +13,7 @@ import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
 from ftrain.hints.calls import watch
+from ftrain.variants import outline
 
 
 class Block(nn.Module):
@@ -240,6 +241,21 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
     assert found.most["gradients"] == pytest.approx(head, abs=64)
     assert found.most["optimizer state"] == pytest.approx(2 * head, abs=64)
     assert found.most["frozen parameters"] > head
+
+
+def test_a_state_that_lives_in_files_is_no_memory_whether_it_is_there_or_not(tmp_path):
+    step, batch = build("gpt", "donated")
+    plain = ft.anatomy(step, step.init(), batch, measure=False)
+    for least in (1, 2**15):
+        away = ft.offload("opt_state", directory=tmp_path, min_bytes=least)(step)
+        there, none, outlined = (
+            ft.anatomy(away, state, batch, measure=False)
+            for state in (away.init(), None, outline(away, step, step.init()))
+        )
+        assert there.at_peak == none.at_peak == outlined.at_peak
+        moments = [leaf.nbytes for leaf in tree.leaves(step.init().opt_state)]
+        assert there.at_rest["optimizer state"] == pytest.approx(sum(m for m in moments if m < least), abs=16)
+        assert plain.at_rest.total() - there.at_rest.total() == sum(m for m in moments if m >= max(least, 5))
 
 
 @pytest.mark.parametrize("optimizer", [optim.sgd(0.1), optim.adam(0.1), optim.adagrad(0.1)], ids=lambda each: each.text)

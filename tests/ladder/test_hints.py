@@ -119,6 +119,9 @@ def test_launches():
         operations=100_000
     )
     assert found(operations=100_000, compiled=True) == []
+    # Large operations without products, which take their time once they run.
+    assert found(operations=100_000, flops=0) == ["launches"]
+    assert found(operations=100_000, flops=0, seconds=1.0) == []
     assert found(operations=100_000, tried={"compiled()": Interval(0.9, 0.95, 1.0)}) == []
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import ComposeError, ConsumedError, DataError, FtrainError, OptionError, StructureError
+from ftrain import tree
+from ftrain.errors import ComposeError, ConsumedError, DataError, FtrainError, OptionError, StructureError, TraceError
 from ftrain.ladder import TECHNIQUES, Case, run
 from ftrain.ladder.record import ALONE, FASTER, SMALLER
-from tests.ladder.problem import assert_untouched, batch, kept, make, scripted
+from tests.ladder.problem import assert_untouched, batch, kept, make, scripted, squares
 
 NAMES = ["accumulate(2)", "remat()", 'with_amp("tf32")', 'adamw(state_dtype="bf16")']
 PLAIN = [each.name for each in TECHNIQUES if each.name != "compiled()"]
@@ -149,7 +150,7 @@ def test_other_optimizers_than_adam_keep_theirs(timed):
 @pytest.mark.parametrize(
     ("given", "note"),
     [
-        ({"x": torch.zeros(3, 16), "y": torch.zeros(3, 16)}, "half of 3 examples has no 1 equal pieces"),
+        ({"x": torch.zeros(3, 16), "y": torch.zeros(3, 16)}, "3 examples cannot be halved"),
         ({"x": torch.zeros(4, 16), "y": torch.zeros(1, 16)}, "do not say how many examples"),
     ],
 )
@@ -198,6 +199,39 @@ def test_a_step_that_does_not_fit_itself_has_a_ladder(timed):
     assert found["remat()"].seconds.median == 1
     assert rows(found, SMALLER) == ["accumulate(2)", "+ remat()"]
     assert "does not fit" in repr(found)
+
+
+def test_a_step_that_cannot_be_predicted_is_timed_and_measured(timed):
+    def asking(model, batch):
+        loss = squares(model, batch)
+        return loss * 2 if bool(loss.detach() > 1e9) else loss
+
+    step = make(criterion=asking)
+    found = timed(step, batch(), techniques=["remat()", "donated()"])
+    for name in ("as given", "remat()", "donated()"):
+        assert found[name].seconds
+        assert (found[name].predicted, found[name].note) == (None, "")
+        known = timed(make(), batch(), techniques=["remat()", "donated()"])[name]
+        assert found[name].measured == pytest.approx(known.measured, rel=0.05)
+    with pytest.raises(TraceError, match="runs the step on tensors without values"):
+        ft.hints(step, step.init(), batch())
+
+
+def test_a_state_that_is_elsewhere_takes_no_memory_of_the_device(timed, tmp_path):
+    """Files are elsewhere on a CPU too."""
+    away = ft.Technique(
+        "offload",
+        "files",
+        lambda case: Case(
+            ft.offload("opt_state", directory=tmp_path, min_bytes=1)(ft.donated()(case.step)), case.batch
+        ),
+    )
+    found = timed(make(width=64), batch(width=64), techniques=[away, "donated()"], stacked=False)
+    given = make(width=64).init()
+    moments = sum(leaf.nbytes for leaf in tree.leaves(given.opt_state) if leaf.ndim)
+    for peak in ("predicted", "measured"):
+        here, there = getattr(found["donated()"], peak), getattr(found["files"], peak)
+        assert here - there == pytest.approx(moments, rel=0.1), peak
 
 
 def test_what_is_predicted_not_to_fit_never_runs(timed, monkeypatch):

@@ -1,5 +1,6 @@
 """Turns, intervals, and sources of data: what is counted, and what happens to who fails."""
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -37,7 +38,7 @@ class Scripted(Racer):
             itertools.chain(outcomes, itertools.repeat(1.0)),
             HOST,
         )
-        self.closed = 0
+        self.closed, self._state, self._needs = 0, None, 0
 
     def turn(self):
         self.said.append(self.name)
@@ -82,6 +83,32 @@ def test_who_runs_out_of_memory_alone_is_out_and_the_others_go_on():
     assert found["a"] == [1.0, 1.0]
     assert found["b"] is oom
     assert "".join(said) == "abbaa"
+
+
+def test_states_that_do_not_fit_beside_each_other_come_one_after_the_other(monkeypatch):
+    """A host that runs out of memory says nothing: the kernel ends the process."""
+    total, most, alive = 100, [0], {}
+
+    class Large(Scripted):
+        def turn(self):
+            alive[self.name] = self._needs
+            most[0] = max(most[0], sum(alive.values()))
+            self._state = self
+            return super().turn()
+
+        def close(self):
+            super().close()
+            alive.pop(self.name, None)
+            self._state = None
+
+    record = dataclasses.replace(ft.backends.get("cpu"), free=lambda: total - sum(alive.values()))
+    monkeypatch.setitem(ft.backends.registry._records, "cpu", record)
+    racers = {name: Large(name, []) for name in "abc"}
+    for racer, needs in zip(racers.values(), (40, 50, 60), strict=True):
+        racer._needs, racer._state = needs, None
+    found = race(racers, 2, spares=never)
+    assert found == {name: [1.0, 1.0] for name in "abc"}
+    assert most[0] == 90  # The first two stay beside each other.
 
 
 def test_errors_that_are_no_results_are_raised():
@@ -129,6 +156,21 @@ def test_a_source_of_data_is_left_where_it_was():
     found = loading(step, step.init(), data, HOST)
     assert data.state_dict() == before
     assert min(found) > 0
+
+
+def test_a_source_of_data_is_left_where_it_was_when_a_step_fails():
+    data = ft.data.loader(ft.data.arrays(batch(64)), 8, seed=0)
+    data.load_state_dict({**data.state_dict(), "batch": 3})
+    before, runs = data.state_dict(), itertools.count()
+
+    def step(state, batch):
+        if next(runs) == timing.WARM + 2:
+            raise ZeroDivisionError
+        return state, {}
+
+    with pytest.raises(ZeroDivisionError):
+        loading(step, None, data, HOST)
+    assert data.state_dict() == before
 
 
 def test_how_long_the_device_waits():
