@@ -136,6 +136,11 @@ def aside() -> Iterator[None]:
         _aside.reset(token)
 
 
+def is_aside() -> bool:
+    """Whether what runs now is not part of the run."""
+    return _aside.get()
+
+
 class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keep what is to be kept."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ftrain import random, tree
 from ftrain.anatomy.predicted import abstractly
 from ftrain.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
-from ftrain.policies import ATTENTION
+from ftrain.policies import ATTENTION, is_aside
 from ftrain.running import Running
 from ftrain.step import Step
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, UpdateFn, replace
@@ -31,6 +31,9 @@ POSITIONS = {
 }
 PLAIN = {"attn_mask": None, "key_padding_mask": None, "dropout_p": 0.0, "need_weights": False}
 """Arguments of attention that may force a slower kernel, and what does not."""
+
+DEFAULTS = {(F.multi_head_attention_forward, "need_weights"): True}
+"""What is not plain where it is not given."""
 
 
 def watch(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], list[Attention]]:
@@ -99,7 +102,7 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returned = func(*args, **(kwargs or {}))
         if func in ATTENTION:
             self._kernels.append(MIDDLING if "efficient" in func.name() else FASTEST)
-        if func in FACTORS and not self._silent:
+        if func in FACTORS and not self._silent and not is_aside():
             left, right = args[FACTORS[func] :][:2]
             *many, rows, inner = left.shape
             columns, exact = right.shape[-1], _is_exact(left.dtype)
@@ -109,7 +112,12 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_exact(dtype: torch.dtype) -> bool:
-    return dtype == torch.float64 or (dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest")
+    try:
+        exact = torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:
+        # Somebody has chosen for single devices, of which torch then tells nothing, and needs no advice.
+        exact = False
+    return dtype == torch.float64 or (dtype == torch.float32 and exact)
 
 
 class _Calls(TorchFunctionMode):
@@ -122,31 +130,44 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function; attention once more without each argument that may matter."""
         kwargs = dict(kwargs or {})
-        if func not in POSITIONS:
+        if func not in POSITIONS or is_aside():
             return func(*args, **kwargs)
         returned, rank = self._seen.rank(lambda: func(*args, **kwargs), silent=False)
-        causes = {}
-        for name, without in _variants(func, args, kwargs):
-            _, other = self._seen.rank(without, silent=True)
-            if other > rank:
-                causes[name] = tree.describe(_given(func, args, kwargs, name))
-        self._seen.attentions.append(Attention(self._seen.running.name, rank, causes))
+        causes: list[str] = []
+        for names in _suspects(func, args, kwargs):
+            # Where each of several is enough to force it, none of them alone is seen to.
+            if len(names) > 1 and causes:
+                break
+            if self._seen.rank(_without(func, args, kwargs, names), silent=True)[1] > rank:
+                causes += names
+        told = {name: _told(_given(func, args, kwargs, name)) for name in causes}
+        self._seen.attentions.append(Attention(self._seen.running.name, rank, told))
         return returned
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
     place = next((index for index, each in POSITIONS[func].items() if each == name), len(args))
-    return args[place] if place < len(args) else kwargs.get(name, PLAIN[name])
+    return args[place] if place < len(args) else kwargs.get(name, DEFAULTS.get((func, name), PLAIN[name]))
 
 
-def _variants(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The call without each of the arguments that may matter."""
+def _told(value: Any) -> str:
+    return tree.describe(value) if isinstance(value, Tensor) else repr(value)
+
+
+def _suspects(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[str]]:
+    """The arguments that may matter, one by one, and then all of them."""
+    values = {name: _given(func, args, kwargs, name) for name in PLAIN}
+    found = [name for name, value in values.items() if isinstance(value, Tensor) or value != PLAIN[name]]
+    return [*([name] for name in found), *[found] * (len(found) > 1)]
+
+
+def _without(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]) -> Callable[[], Any]:
+    """The call with arguments in the place of some that force nothing."""
     places = {name: index for index, name in POSITIONS[func].items() if index < len(args)}
-    for name, plain in PLAIN.items():
-        value = _given(func, args, kwargs, name)
-        if value is plain or (not isinstance(value, Tensor) and value == plain):
-            continue
+    given, named = list(args), dict(kwargs)
+    for name in names:
         if name in places:
-            yield name, partial(func, *args[: places[name]], plain, *args[places[name] + 1 :], **kwargs)
+            given[places[name]] = PLAIN[name]
         else:
-            yield name, partial(func, *args, **{**kwargs, name: plain})
+            named[name] = PLAIN[name]
+    return partial(func, *given, **named)

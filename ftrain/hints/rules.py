@@ -22,6 +22,13 @@ LAUNCHING = 0.2
 MORE = 1.1
 IDLE = 0.05
 MOST_LISTED = 3
+ADVICE = {
+    "attn_mask": "Leave out the mask: is_causal=True takes the place of a causal one",
+    "key_padding_mask": "Leave out the mask: lengths that fit, or ft.data.pack, take the place of padding",
+    "dropout_p": "Drop out after attention and not within it",
+    "need_weights": "Call it with need_weights=False",
+}
+"""What to do about the arguments that force a slow kernel of attention."""
 
 
 class Hint(NamedTuple):
@@ -108,7 +115,7 @@ def _attention(facts: Facts) -> Iterator[Hint]:
         yield Hint(
             "attention",
             f"{len(slow)} of {len(facts.attentions)} calls run with {kernel} because of {causes}",
-            "Leave it out: is_causal=True takes the place of a causal mask, and lengths that fit, of padding",
+            ". ".join(ADVICE[name] for name in slow[0].causes),
         )
 
 

@@ -107,8 +107,10 @@ def test_narrow_products():
 def test_a_mask_that_forces_a_slow_kernel():
     seen = [Attention("a", MIDDLING, {"attn_mask": "bool[8, 1, 64, 64]"}), Attention("b", FASTEST, {})]
     assert "1 of 2 calls run with a slower kernel because of attn_mask=bool[8, 1, 64, 64]" in told(attentions=seen)
-    seen = [Attention("a", SLOWEST, {"dropout_p": "float"})]
-    assert "no fused kernel because of dropout_p" in told(attentions=seen)
+    seen = [Attention("a", SLOWEST, {"dropout_p": "0.1", "need_weights": "True"})]
+    said = told(attentions=seen)
+    assert "no fused kernel because of dropout_p=0.1, need_weights=True" in said
+    assert "Drop out after attention and not within it. Call it with need_weights=False." in said
     # Nobody knows how to make it faster.
     assert found(attentions=[Attention("a", SLOWEST, {})]) == []
 
@@ -180,8 +182,10 @@ def test_products_by_module_shape_and_dtype():
         ({"is_causal": True}, FASTEST, {}),
         # The kernel of CPUs takes masks, but has no dropout, and no gradient of a mask.
         ({"attn_mask": torch.ones(8, 8, dtype=torch.bool)}, FASTEST, {}),
-        ({"dropout_p": 0.1}, SLOWEST, {"dropout_p": "float"}),
+        ({"dropout_p": 0.1}, SLOWEST, {"dropout_p": "0.1"}),
         ({"learned": True}, SLOWEST, {"attn_mask": "float32[1, 1, 8, 8]"}),
+        # Either of them is enough.
+        ({"learned": True, "dropout_p": 0.1}, SLOWEST, {"attn_mask": "float32[1, 1, 8, 8]", "dropout_p": "0.1"}),
     ],
 )
 def test_what_forces_a_slow_kernel_of_attention(options, rank, causes):
@@ -193,13 +197,16 @@ def test_attention_of_torch_that_returns_its_weights():
     class Multihead(nn.Module):
         def __init__(self, **options):
             super().__init__()
-            self.attend, self.options = nn.MultiheadAttention(24, 3, batch_first=True), options
+            self.attend = nn.MultiheadAttention(24, 3, batch_first=True, dropout=options.pop("dropout", 0.0))
+            self.options = options
 
         def forward(self, x):
             return self.attend(x, x, x, **self.options)[0]
 
     _, (seen,) = watch(*attending(Multihead()))
-    assert (seen.module, seen.rank, seen.causes) == ("attend", SLOWEST, {"need_weights": "bool"})
+    assert (seen.module, seen.rank, seen.causes) == ("attend", SLOWEST, {"need_weights": "True"})
+    _, (seen,) = watch(*attending(Multihead(dropout=0.1)))
+    assert seen.causes == {"dropout_p": "0.1", "need_weights": "True"}
     _, (seen,) = watch(*attending(Multihead(need_weights=False)))
     assert (seen.rank, seen.causes) == (FASTEST, {})
 
@@ -214,16 +221,30 @@ def test_a_mask_that_an_efficient_kernel_takes_and_a_flash_kernel_does_not(monke
             monkeypatch.setattr(type(flash), "name", lambda op: "efficient" if op is flash and masked[0] else name(op))
             return super().forward(x)
 
-    masked, variants = [True], calls._variants
+    masked, without = [True], calls._without
 
-    def telling(func, args, kwargs):
-        for cause, call in variants(func, args, kwargs):
-            masked[0] = False
-            yield cause, call
+    def telling(*given):
+        masked[0] = False
+        return without(*given)
 
-    monkeypatch.setattr(calls, "_variants", telling)
+    monkeypatch.setattr(calls, "_without", telling)
     _, (seen,) = watch(*attending(Slower(attn_mask=torch.ones(8, 8, dtype=torch.bool))))
     assert (seen.rank, seen.causes) == (MIDDLING, {"attn_mask": "bool[8, 8]"})
+
+
+def test_what_runs_once_more_to_be_watched_is_no_product_of_the_step():
+    model = nn.Sequential(Attend(), nn.Linear(24, 24))
+    plain = watch(*attending(model, ft.with_amp("bf16")))
+    assert watch(*attending(model, ft.with_amp("bf16", watch=True))) == plain
+
+
+def test_a_precision_that_was_chosen_for_one_device_needs_no_advice(monkeypatch):
+    def mixed():
+        raise RuntimeError("PyTorch is checking the matmul precision without a specific backend name")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    products, _ = watch(*attending(Attend()))
+    assert not any(each.exact for each in products)
 
 
 def test_a_loss_without_a_module_and_with_a_key():
