@@ -15,7 +15,7 @@ from ftrain.errors import ComposeError, DataError, OptionError
 from ftrain.grad import adapt, detach
 from ftrain.pieces import RAISE, cut, is_out_of_memory, most_pieces, release, require_on_oom
 from ftrain.purity import as_tree
-from ftrain.transforms.amp import DTYPES, NAMES, autocast, require_dtype
+from ftrain.transforms.amp import DTYPES, autocast, name_of, require_dtype
 from ftrain.types import Loss, Mean, PyTree, TrainState, replace
 from ftrain.wrapper import Wrapper
 
@@ -30,7 +30,8 @@ class EvalStep:
         """Return the loss and its metrics on one batch, as averages that add up over batches.
 
         Modules run in evaluation mode, a loss that takes a key gets None, and neither the state nor
-        torch's random generators change. A plain number counts once for each example of the batch.
+        torch's random generators change. A plain number counts once for each example of the batch, and so not at all
+        for an empty one.
         """
         batch = as_tree(batch)
         # Seeded, so that a model that draws in evaluation draws the same each time, and from nobody's stream.
@@ -38,8 +39,11 @@ class EvalStep:
         with torch.no_grad(), seeded, self.loss.scope(False):
             leaves, spec = tree.flatten((state.params, state.frozen, batch, state.buffers))
             loss, metrics, _ = purity.call(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
-            length = tree.batch_length(batch) or 1
-            return {name: _mean(metric, length) for name, metric in detach({"loss": loss, **metrics}).items()}
+            length = tree.batch_length(batch)
+            return {
+                name: _mean(metric, 1 if length is None else length)
+                for name, metric in detach({"loss": loss, **metrics}).items()
+            }
 
     def wrapped(self, wrapper: Wrapper) -> NoReturn:
         """Refuse a wrapper.
@@ -175,7 +179,7 @@ def _add(totals: dict[str, Mean], found: dict[str, Mean]) -> None:
 
 def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tuple[EvalStep, TrainState]:
     """The step and the state that compute in a narrow dtype."""
-    name = str(NAMES.get(dtype, dtype))
+    name = name_of(dtype)
     if name not in DTYPES:
         raise OptionError(f"evaluate: dtype is {dtype!r}; choices are {', '.join(DTYPES)} and None")
     require_dtype("evaluate", name, backends.of(tree.device_of(state.params)))
@@ -193,7 +197,8 @@ def _mean(metric: Any, length: int) -> Mean:
     if isinstance(metric, Mean) and not metric.plain:
         return Mean(_widened(metric.total), _widened(metric.weight))
     value = _widened(torch.as_tensor(metric.value if isinstance(metric, Mean) else metric))
-    return Mean(value * length, torch.full_like(value, length))
+    # The mean of no examples is NaN, and they count for nothing.
+    return Mean(value * length if length else torch.zeros_like(value), torch.full_like(value, length))
 
 
 def _widened(value: Tensor) -> Tensor:

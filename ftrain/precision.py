@@ -80,7 +80,7 @@ def precision_report(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> 
             means over the steps.
 
     Raises:
-        OptionError: when there is nothing of the kind in it.
+        OptionError: when there is nothing of the kind in it, or it is something else.
 
     >>> print(precision_report([{"step": 7, "overflow/blocks.0": 0.25, "underflow/blocks.1": 0.5}]))
     part      overflow  underflow  grad overflow  grad underflow  first step
@@ -88,7 +88,11 @@ def precision_report(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> 
     blocks.1         -     50.00%              -               -
     0 of 2 parts lose nothing
     """
-    records = [found] if isinstance(found, Mapping) else list(found)
+    records = list(found) if isinstance(found, Sequence) else [found]
+    if wrong := [record for record in records if not isinstance(record, Mapping)]:
+        raise OptionError(
+            f"precision_report: found {type(wrong[0]).__name__}; needs the metrics of a step, or the history of ft.fit"
+        )
     shares: dict[str, dict[str, list[float]]] = {}
     first: dict[str, int] = {}
     for record in records:

@@ -76,6 +76,15 @@ def test_two_precisions_at_once(names):
         make(squares, ft.with_amp(first), ft.with_amp(second))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, "fp32", "BF16", None, 16, ["bf16"], {}])
+def test_an_unknown_dtype(dtype):
+    with failing(OptionError, "with_amp", repr(dtype), "bf16, fp16, tf32, fp8"):
+        ft.with_amp(dtype)
+    if dtype is not None:
+        with failing(OptionError, "evaluate", repr(dtype), "bf16, fp16 and None"):
+            ft.evaluate(ft.eval_step(squares), make().init(params()), [batch()], dtype=dtype)
+
+
 NARROW = [("fp16", torch.bfloat16), ("fp16", torch.float16), ("bf16", torch.float16)]
 
 
@@ -189,6 +198,16 @@ def test_an_evaluation_computes_in_the_dtype_throughout():
     assert {dtype for name, dtype in buffers.items() if "running" in name} == {torch.bfloat16}
     assert {dtype for name, dtype in buffers.items() if "num_batches" in name} == {torch.int64}
     assert set(seen.values()) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_a_batch_without_examples_changes_no_evaluation(dtype):
+    """Its mean is NaN, or 0 where that was guarded against."""
+    state, given = make().init(params()), batch()
+    empty = {name: leaf[:0] for name, leaf in given.items()}
+    for loss in (squares, lambda params, batch: squares(params, batch).nan_to_num()):
+        needed = ft.evaluate(ft.eval_step(loss), state, [given], dtype=dtype)
+        assert ft.evaluate(ft.eval_step(loss), state, [empty, given, empty], dtype=dtype) == needed
 
 
 def test_labels_and_weights_of_a_batch_stay_exact():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ftrain.wrapper import Wrapper, wrapper
 
 NAME = "with_amp"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", "bfloat16": "bf16", "float16": "fp16"}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 CHOICES = ("bf16", "fp16", "tf32", "fp8")
 
 UNWATCHED = {
@@ -81,7 +82,7 @@ def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapp
         StructureError: from `Step.init`, for float16 parameters that are to train, and under ``"fp16"`` for bfloat16
             ones: their gradients would be as narrow, and vanish when they are scaled back. What is frozen may be.
     """
-    name = NAMES.get(dtype, dtype)
+    name = name_of(dtype)
     if name not in CHOICES:
         raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
     if not isinstance(watch, bool):
@@ -109,6 +110,17 @@ def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapp
 
     scaling = {"slot": _slot, "scale": _scale, "account": _account} if name == "fp16" else {}
     return Wrapper(NAME, text, "loss", loss=wrap, grad=grad if watch or scaling else None, require=require, **scaling)  # type: ignore[arg-type]
+
+
+def name_of(dtype: Any) -> str:
+    """Return what a dtype is called here: ``"bf16"`` for `torch.bfloat16`, ``"bfloat16"`` and ``"bf16"``.
+
+    >>> name_of(torch.float16), name_of("float16"), name_of("fp8")
+    ('fp16', 'fp16', 'fp8')
+    """
+    names = {str(known).removeprefix("torch."): name for known, name in NAMES.items()}
+    told = str(dtype).removeprefix("torch.")
+    return names.get(told, told)
 
 
 def require_dtype(function: str, name: str, backend: backends.Backend) -> None:
