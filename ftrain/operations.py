@@ -22,16 +22,29 @@ CONTRACTION, NORMALISATION, ELEMENTWISE, MOVEMENT = GROUPS = (
 NORMS = ("softmax", "_norm", "norm_backward", "nll_loss", "logsumexp", "cross_entropy")
 """What normalises, or goes over its input several times for a statistic of it."""
 
-REDUCTIONS = ("sum", "mean", "var", "std", "max", "min", "amax", "amin", "argmax", "prod", "cumsum", "all", "any")
+REDUCTIONS = (
+    *("sum", "nansum", "mean", "nanmean", "var", "var_mean", "std", "std_mean", "norm", "max", "min", "amax", "amin"),
+    *("aminmax", "argmax", "argmin", "prod", "cumsum", "cumprod", "logcumsumexp", "all", "any"),
+)
 MOVES = (
     *("_to_copy", "to", "copy_", "_foreach_copy_", "clone", "cat", "stack", "contiguous", "constant_pad_nd", "fill_"),
-    *("index", "index_select", "index_put_", "_index_put_impl_", "gather", "scatter", "scatter_add", "embedding"),
-    *("embedding_dense_backward", "slice_backward", "select_backward", "zero_", "zeros", "ones", "full", "empty"),
-    *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_empty", "arange", "_foreach_zero_"),
-    *("empty_strided", "new_empty_strided", "scalar_tensor", "repeat", "expand_copy", "masked_fill", "tril", "triu"),
+    *("index", "index_select", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
+    *("index_add", "index_add_", "index_copy", "index_copy_", "gather", "scatter", "scatter_", "scatter_add"),
+    *("scatter_add_", "take", "embedding", "embedding_dense_backward", "slice_backward", "select_backward"),
+    *("slice_scatter", "select_scatter", "zero_", "zeros", "ones", "full", "empty", "zeros_like", "ones_like"),
+    *("empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty", "arange", "_foreach_zero_"),
+    *("empty_strided", "new_empty_strided", "empty_permuted", "scalar_tensor", "repeat", "repeat_interleave"),
+    *("expand_copy", "masked_fill", "masked_fill_", "tril", "triu", "roll", "flip", "sort", "argsort", "topk"),
 )
 PASSES = 5
 """Operations that a normalisation does for an element: statistic, difference, power, division, scale."""
+
+PRODUCTS = {
+    *("mm", "addmm", "bmm", "addbmm", "baddbmm", "hspmm", "sspaddmm", "matmul", "mv", "addmv", "dot", "vdot", "vecdot"),
+    *("einsum", "tensordot", "linear", "bilinear", "trilinear", "convolution", "conv1d", "conv2d", "conv3d"),
+    *("attention", "rnn"),
+}
+"""Of the words of a name, those that say that it is a contraction."""
 
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -39,10 +52,10 @@ _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 def group_of(name: str) -> str:
     """Return the group of an operation, by its name without overload: ``"addmm"``.
 
-    >>> [group_of(name) for name in ("addmm", "_log_softmax", "gelu", "_to_copy")]
+    >>> [group_of(name) for name in ("addmm", "_log_softmax", "lgamma", "_to_copy")]
     ['tensor contractions', 'statistical normalisations', 'element-wise', 'data movement']
     """
-    if any(mark in name for mark in ("mm", "convolution", "conv2d", "attention", "linear", "einsum")):
+    if not PRODUCTS.isdisjoint(name.split("_")):
         return CONTRACTION
     if any(mark in name for mark in NORMS) and not name.startswith("_foreach_norm"):
         return NORMALISATION
@@ -55,7 +68,8 @@ def flops(operation: Any, name: str, args: Any, kwargs: Any, returned: Any) -> i
     """Return the floating-point operations of a call: exact for contractions, and else by elements.
 
     An element-wise operation counts one for each element that it returns, a reduction one for each that it reads, a
-    normalisation `PASSES`.
+    normalisation `PASSES`, and a contraction that torch cannot count (matrix with vector) two for each of its largest
+    factor.
     """
     group = group_of(name)
     if group == CONTRACTION:
@@ -75,7 +89,9 @@ def _contraction(operation: Any, name: str, args: Any, kwargs: Any, returned: An
     if name == f"{_CPU_ATTENTION}_backward":
         return int(sdpa_backward_flop_count(*(each.shape for each in args[:4])))  # type: ignore[no-untyped-call]
     count: Callable[..., int] | None = flop_registry.get(operation.overloadpacket)
-    return int(count(*args, **kwargs, out_val=returned)) if count else 0
+    if count is None:
+        return 2 * max((_elements(arg) for arg in args), default=0)
+    return int(count(*args, **kwargs, out_val=returned))
 
 
 def _elements(values: Any) -> int:

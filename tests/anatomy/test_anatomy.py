@@ -13,6 +13,7 @@ import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
 from ftrain.hints.calls import watch
+from ftrain.operations import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
 from ftrain.variants import outline
 
 
@@ -201,6 +202,29 @@ def test_the_contractions_are_those_that_torch_counts():
     # Torch does not count its attention on CPUs: two products, and five on the way back, of 64 x 64 for each head.
     attention = 0 if any("attention" in str(name) for name in counts) else 3 * 7 * 2 * 8 * 64 * 64 * 64
     assert found == needed + attention
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    {
+        CONTRACTION: "mm baddbmm mv dot matmul linear _scaled_mm einsum bilinear conv2d convolution_backward "
+        "_scaled_dot_product_flash_attention_for_cpu_backward mkldnn_rnn_layer _addmm_activation",
+        NORMALISATION: "native_layer_norm_backward _log_softmax nll_loss_forward linalg_vector_norm norm var_mean sum "
+        "_foreach_norm native_batch_norm argmin",
+        ELEMENTWISE: "lgamma digamma polygamma cummax upsample_bilinear2d upsample_linear1d_backward hamming_window "
+        "_fused_adamw_ gelu add normal_ bernoulli_ max_pool2d_with_indices",
+        MOVEMENT: "_to_copy index_put scatter_ roll flip new_full embedding cat sort repeat_interleave",
+    }.items(),
+)
+def test_the_groups_of_operations(group, names):
+    assert {name: group_of(name) for name in names.split()} == dict.fromkeys(names.split(), group)
+
+
+def test_products_that_torch_does_not_count():
+    step = ft.train_step(lambda params, batch: (batch @ params["w"]) @ (batch @ params["w"]), optim.sgd(0.1))
+    found = ft.anatomy(step, step.init({"w": torch.ones(30)}), torch.ones(20, 30), measure=False)
+    # Two of a matrix and a vector with their gradients, and one of two vectors, whose gradient is a product by element.
+    assert found.flops[CONTRACTION] == 2 * (4 * 20 * 30 + 20)
 
 
 def test_the_known_bytes_a_parameter():
