@@ -317,23 +317,32 @@ class _Search:
                 continue
             measured = self._measured(row.step)
             if measured is None or measured <= self.memory:
-                done[index] = dataclasses.replace(row, measured=measured, verdict=_chosen(measured))
+                done[index] = dataclasses.replace(row, measured=measured, verdict=_chosen(row, measured))
                 return row.step, done
             done[index] = dataclasses.replace(row, measured=measured, verdict=f"takes {_mib(measured)}, measured")
         raise _nothing_fits(self, done)
 
     def _measured(self, step: Step) -> int | None:
+        """Bytes at the peak; None where nothing runs, or the further state that it takes does not fit."""
         if self.state is None or not self.runs:
             return None
-        return anatomy(step, state_for(step, self.step, self.state), self.batch).measured
+        try:
+            return anatomy(step, state_for(step, self.step, self.state), self.batch).measured
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            release(error, tree.device_of(self.state.params))
+            return None
 
 
 def _no_memory(name: str, error: Exception) -> bool:
     return is_out_of_memory(error)
 
 
-def _chosen(measured: int | None) -> str:
-    return "<- computes least" if measured is None else f"<- fastest; {_mib(measured)} measured"
+def _chosen(row: Trial, measured: int | None) -> str:
+    if row.seconds is None:
+        return "<- computes least"
+    return f"<- fastest; {'not measured' if measured is None else f'{_mib(measured)} measured'}"
 
 
 def as_bytes(memory: int | str) -> int:

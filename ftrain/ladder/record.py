@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 WIDTH = 100
 ALONE, FASTER, SMALLER = "alone", "stacked for speed", "stacked for memory"
 COLUMNS = "{:<22} {:<25}{:>7} {:<12}{:>8}{:>6}{:>8}{:>5}{:>5}"
+LEAST_ROUNDS = 6
+"""Of fewer, not even all hold the median 95 times in 100."""
+
 UNITS = (2**30, "GiB"), (2**20, "MiB")
 
 
@@ -121,12 +124,19 @@ class Ladder:
                 before = row.method
         if self.loading is not None:
             lines.append(_loaded(self.loading))
-        lines += [
-            "",
-            f"Medians of {self.rounds} rounds, with the range that holds them 95 times in 100; ~ is predicted.",
-        ]
+        lines += ["", *_legend(self.rounds)]
         lines += dict.fromkeys(f"  {row.name} is {row.note}" for row in self.rows if row.seconds and row.note)
         return "\n".join([*lines, *(f"  {hint}" for hint in self.hints)])
+
+
+def _legend(rounds: int) -> list[str]:
+    sure = rounds >= LEAST_ROUNDS
+    return [
+        f"Of {rounds} rounds the median, and the range that holds it 95 times in 100; ~ is predicted."
+        if sure
+        else f"Of {rounds} round{'s' * (rounds != 1)} the median, and the range of all; ~ is predicted.",
+        "x and % are of the step as given; B/par: bytes a parameter (weights, optimizer state, gradients).",
+    ]
 
 
 def _shown(row: Row, method: str, base: int, unit: int) -> str:

@@ -55,7 +55,7 @@ def _doubled(case: Case) -> Case:
 
 def _halved(case: Case) -> Case:
     length, pieces = length_of(case.batch), pieces_of(case.step)
-    if length % (2 * pieces):
+    if not length or length % (2 * pieces):
         more = f" and each taken in {pieces} equal pieces" * (pieces > 1)
         raise BatchError(f"{length} example{'s' * (length != 1)} cannot be halved{more}")
     return dataclasses.replace(case, batch=cut(case.batch, 2)[0])

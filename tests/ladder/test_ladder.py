@@ -1,5 +1,6 @@
 """The ladder: which rows there are, what is stacked on what, and what happens to techniques that do not work."""
 
+import dataclasses
 import json
 
 import pytest
@@ -238,9 +239,7 @@ def test_what_is_predicted_not_to_fit_never_runs(timed, monkeypatch):
     record = ft.backends.get("cpu")
     step, given = make(), batch()
     limit = ft.anatomy(step, step.init(), given, measure=False).peak + 1
-    monkeypatch.setitem(
-        ft.backends.registry._records, "cpu", __import__("dataclasses").replace(record, free=lambda: limit)
-    )
+    monkeypatch.setitem(ft.backends.registry._records, "cpu", dataclasses.replace(record, free=lambda: limit))
 
     def times(name, racer):
         assert name != "batch x2"
@@ -274,6 +273,8 @@ def test_the_table_the_numbers_and_the_picture(timed, tmp_path):
     )
     for part in ("gradient checkpointing remat()", "x0.50", "ms a step", "examples/s", "MiB", "B/par", SMALLER):
         assert part in text
+    assert "Of 3 rounds the median, and the range of all" in text
+    assert "95 times in 100" in repr(dataclasses.replace(found, rounds=6))
     told = json.loads(json.dumps(found.as_dict()))
     assert [row["name"] for row in told["rows"]] == [row.name for row in found.rows]
     assert told["rows"][0]["seconds"] == {"low": 1.0, "median": 1.0, "high": 1.0}
@@ -289,6 +290,14 @@ def test_a_picture_without_matplotlib(timed, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(FtrainError, match="plot: needs matplotlib"):
         found.plot()
+
+
+def test_no_example_and_no_parameter_is_no_fault(timed):
+    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.adamw(0.1))
+    found = timed(step, torch.ones(0), state=step.init({"w": torch.ones(0)}), techniques=["batch size", "donated()"])
+    assert "0 parameters" in repr(found)
+    assert found["donated()"].seconds
+    assert "0 examples cannot be halved" in found["batch /2"].note
 
 
 def test_what_a_ladder_refuses():

@@ -221,6 +221,30 @@ def test_what_is_measured_above_the_limit_is_not_taken(timed, monkeypatch):
     assert verdicts(found)[1, "none"] == "takes 953.7 MiB, measured"
 
 
+def test_what_runs_alone_and_not_beside_another_state_is_taken_as_it_was_predicted(timed, monkeypatch):
+    step, given = problem()
+    anatomy = tuning.anatomy
+
+    def short(*given, measure=True):
+        if measure:
+            raise torch.OutOfMemoryError("on purpose")
+        return anatomy(*given, measure=False)
+
+    monkeypatch.setattr(tuning, "anatomy", short)
+    found = timed(step, given, memory="1GB")
+    assert found.rows[0].verdict == "<- fastest; not measured"
+    assert found.rows[0].measured is None
+
+
+def test_no_example_and_no_parameter_is_no_fault(timed):
+    step, _ = problem()
+    found = timed(step, batch(0, WIDTH), memory="1GB")
+    assert [(row.pieces, row.policy) for row in found.rows] == [(1, "none")]
+    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.adamw(0.1))
+    found = timed(step, torch.ones(0), memory="1GB", state=step.init({"w": torch.ones(0)}))
+    assert repr(found.step) == repr(step)
+
+
 def test_what_runs_out_of_memory_is_not_taken(timed):
     step, given = problem()
     oom = torch.OutOfMemoryError("on purpose")
