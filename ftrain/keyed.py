@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ftrain import random
+from ftrain import backends, random
 from ftrain.errors import TraceError
 
 _Arguments: TypeAlias = dict[str, Any]
@@ -126,6 +126,26 @@ def current() -> Keyed | None:
     """The innermost `Keyed` that is active, if any."""
     # Torch's own stack, since it follows the backward pass into autograd's threads.
     return next((mode for mode in _get_current_dispatch_mode_stack()[::-1] if isinstance(mode, Keyed)), None)
+
+
+def noted(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Note what torch's random operations would draw next; what is returned makes a context in which they draw that."""
+    stream = current()
+    if stream is not None:
+        return functools.partial(stream.replay, stream.offset)
+    note = backends.of(device).generators
+    as_then = note()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        as_now = note()
+        as_then()
+        try:
+            yield
+        finally:
+            as_now()
+
+    return again
 
 
 def is_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

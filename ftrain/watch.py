@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -194,7 +194,8 @@ def _in_float32(name: str, slots: Sequence[Slot], run: Callable[..., Any], given
     with (
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
-        _drawing_again(device),
+        # What is drawn here is drawn again by what comes after.
+        keyed.noted(device)(),
         bound(slots, values),
         _set(_forward, None),
     ):
@@ -210,15 +211,6 @@ def _in_float32(name: str, slots: Sequence[Slot], run: Callable[..., Any], given
 def _widened(tensor: Tensor, *, copy: bool) -> Tensor:
     wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to(wide, copy=copy)
-
-
-def _drawing_again(device: torch.device) -> AbstractContextManager[Any]:
-    """Context after which torch's random operations draw what they would have drawn without it."""
-    stream = keyed.current()
-    if stream is not None:
-        return stream.replay(stream.offset)
-    devices = [] if device == tree.HOST else [device.index or 0]
-    return torch.random.fork_rng(devices, device_type=device.type)
 
 
 def _tensors(returned: Any) -> list[Tensor]:

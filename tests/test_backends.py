@@ -256,7 +256,7 @@ def test_the_peak_memory_of_the_cpu_grows_with_use():
 
 @pytest.mark.parametrize("backend", [cpu.BACKEND, cuda.BACKEND], ids=lambda backend: backend.name)
 def test_records_have_every_field(backend):
-    calls = ("available", "describe", "autocast_dtypes", "seeded", "synchronize", "memory", "tf32")
+    calls = ("available", "describe", "autocast_dtypes", "seeded", "generators", "synchronize", "memory", "tf32")
     assert all(callable(getattr(backend, name)) for name in calls)
     for name in ("pinned_memory", "fused_optimizers"):
         assert type(getattr(backend, name)) is bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,13 +20,21 @@ LIMIT, USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.cur
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.manual_seed(seed)
+    put_back = _generators()
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
-        generator.set_state(before)
+        put_back()
+
+
+def _generators() -> Callable[[], None]:
+    before = torch.default_generator.get_state()
+
+    def put_back() -> None:
+        torch.default_generator.set_state(before)
+
+    return put_back
 
 
 def _memory() -> Memory:
@@ -55,6 +63,7 @@ BACKEND = Backend(
     describe=lambda: f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
     autocast_dtypes=lambda: (torch.bfloat16, torch.float16),
     seeded=_seeded,
+    generators=_generators,
     synchronize=lambda: None,
     memory=_memory,
     free=_free,

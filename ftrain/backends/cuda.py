@@ -6,7 +6,7 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -20,15 +20,29 @@ DEVICE = DeviceModule("cuda")
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """`DeviceModule.seeded` without its detours, for every step passes here."""
-    host, device = torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]
-    before = host.get_state(), device.get_state()
-    host.manual_seed(seed)
-    device.manual_seed(seed)
+    put_back = generators()
+    torch.default_generator.manual_seed(seed)
+    _generator().manual_seed(seed)
     try:
         yield
     finally:
+        put_back()
+
+
+def generators() -> Callable[[], None]:
+    """`DeviceModule.generators` without its detours."""
+    host, device = torch.default_generator, _generator()
+    before = host.get_state(), device.get_state()
+
+    def put_back() -> None:
         host.set_state(before[0])
         device.set_state(before[1])
+
+    return put_back
+
+
+def _generator() -> torch.Generator:
+    return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 def _is_ampere() -> bool:
@@ -63,6 +77,7 @@ BACKEND = DEVICE.record(
     platform="NVIDIA GPU",
     autocast_dtypes=_autocast_dtypes,
     seeded=seeded,
+    generators=generators,
     distributed="nccl",
     tf32=_tf32,
     multiple=_multiple,

@@ -47,6 +47,7 @@ class DeviceModule:
             "describe": self.describe,
             "autocast_dtypes": self.autocast_dtypes,
             "seeded": self.seeded,
+            "generators": self.generators,
             "synchronize": self.synchronize,
             "memory": self.memory,
             "free": self.free,
@@ -72,18 +73,32 @@ class DeviceModule:
         able = self.module.get_amp_supported_dtype()
         return tuple(dtype for dtype in NARROW if dtype in able)
 
+    @property
+    def random(self) -> Any:
+        """What has the functions of the device's generator."""
+        return self.module
+
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Seed the generators of the host and of the device, and put them back."""
-        host, device = torch.default_generator, self.module
-        before = host.get_state(), device.get_rng_state()
-        host.manual_seed(seed)
-        device.manual_seed(seed)
+        put_back = self.generators()
+        torch.default_generator.manual_seed(seed)
+        self.random.manual_seed(seed)
         try:
             yield
         finally:
+            put_back()
+
+    def generators(self) -> Callable[[], None]:
+        """Note how the generators of the host and of the device are; what is returned makes them so again."""
+        host, device = torch.default_generator, self.random
+        before = host.get_state(), device.get_rng_state()
+
+        def put_back() -> None:
             host.set_state(before[0])
             device.set_rng_state(before[1])
+
+        return put_back
 
     def synchronize(self) -> None:
         """Wait until the device has done all queued work."""

@@ -29,18 +29,17 @@ FIRST = "GAUDI"
 
 
 class _Gaudi(DeviceModule):
+    @property
+    def random(self) -> Any:
+        return self.module.random
+
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        host, device = torch.default_generator, self.module.random
-        before = host.get_state(), device.get_rng_state()
-        host.manual_seed(seed)
-        device.manual_seed(seed)
-        try:
-            yield
-        finally:
-            _mark_step()
-            host.set_state(before[0])
-            device.set_rng_state(before[1])
+        with super().seeded(seed):
+            try:
+                yield
+            finally:
+                _mark_step()
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.bfloat16,) if self.describe() == FIRST else NARROW

@@ -25,6 +25,7 @@ CALLS = (
     "describe",
     "autocast_dtypes",
     "seeded",
+    "generators",
     "synchronize",
     "memory",
     "tf32",
@@ -84,6 +85,8 @@ class Backend:
         autocast_dtypes: the dtypes that mixed precision can use on this machine.
         seeded: context that seeds torch's global generators (a 63-bit seed) and puts them back as
             they were. Every step runs in one; where work is queued until it is asked for, its end sends it off.
+        generators: notes how the generators are that `seeded` seeds, and returns what makes them so again: what is
+            recomputed draws what it drew.
         synchronize: wait until the device has done all queued work.
         memory: bytes in use.
         distributed: the name of the `torch.distributed` backend.
@@ -113,6 +116,7 @@ class Backend:
     describe: Callable[[], str] = _NEEDED
     autocast_dtypes: Callable[[], tuple[torch.dtype, ...]] = _NEEDED
     seeded: Callable[[int], AbstractContextManager[None]] = _NEEDED
+    generators: Callable[[], Callable[[], None]] = _NEEDED
     synchronize: Callable[[], None] = _NEEDED
     memory: Callable[[], Memory] = _NEEDED
     distributed: str = _NEEDED

@@ -12,7 +12,7 @@ Source: https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html. Not run 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,16 +31,25 @@ def _model() -> Any:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    host, device = torch.default_generator, _model()
-    before = host.get_state(), device.get_rng_state()
-    host.manual_seed(seed)
-    device.set_rng_state(seed)
+    put_back = _generators()
+    torch.default_generator.manual_seed(seed)
+    _model().set_rng_state(seed)
     try:
         yield
     finally:
         _xla().sync()
+        put_back()
+
+
+def _generators() -> Callable[[], None]:
+    host, device = torch.default_generator, _model()
+    before = host.get_state(), device.get_rng_state()
+
+    def put_back() -> None:
         host.set_state(before[0])
         device.set_rng_state(before[1])
+
+    return put_back
 
 
 def _memory() -> Memory:
@@ -58,6 +67,7 @@ BACKEND = Backend(
     describe=lambda: f"{_xla('torch_xla.runtime').device_type()} by XLA",
     autocast_dtypes=lambda: (torch.bfloat16,),
     seeded=_seeded,
+    generators=_generators,
     synchronize=lambda: _xla().sync(wait=True),
     memory=_memory,
     distributed="xla",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ftrain import keyed
+from ftrain import keyed, tree
 from ftrain.blocks import Blocks, Region, Wanted, find_blocks, within
 from ftrain.budget import Budget
 from ftrain.errors import ComposeError, LossError, OptionError
 from ftrain.policies import FULL, NONE, Kept, Policy, keeps_of, name_of, require_policy
 from ftrain.slots import Slot, bound
+from ftrain.transfers import is_abstract
 from ftrain.types import Loss, LossOutput, PyTree
 from ftrain.wrapper import Wrapper, wrapper
 
@@ -136,7 +137,10 @@ def _region(policy: Policy, met: list[int], plan: Budget | None) -> Region:
         inside = partial(within, again if plan is None else None, function)
         if chosen == NONE:
             return inside(*args, **kwargs)
-        return checkpoint(_Repeatable(inside, slots, chosen), *args, use_reentrant=False, **kwargs)
+        # By place, as what is named would be held and not saved: unseen by who sends away or watches what is saved.
+        given = (*args, *kwargs.values())
+        repeatable = _Repeatable(inside, slots, chosen, given, list(kwargs))
+        return checkpoint(repeatable, *given, use_reentrant=False, preserve_rng_state=False)
 
     # Dynamo may compile the inside of a block, but not this: its own checkpoint would not run `_Repeatable` again.
     again: Region = torch.compiler.disable(region, recursive=False)  # type: ignore[no-untyped-call]
@@ -144,21 +148,41 @@ def _region(policy: Policy, met: list[int], plan: Budget | None) -> Region:
 
 
 class _Repeatable:
-    """A block whose later runs see what the first one saw: parameters, buffers and random numbers."""
+    """A block whose later runs see what the first one saw: parameters, buffers and random numbers.
 
-    def __init__(self, function: Callable[..., Any], slots: Sequence[Slot], policy: Policy) -> None:
-        self._function, self._slots = function, list(slots)
+    Args:
+        function: the block.
+        slots: its places for parameters and buffers.
+        policy: what to keep.
+        given: what it is run on.
+        names: of the last of these, which it is given by name.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        slots: Sequence[Slot],
+        policy: Policy,
+        given: Sequence[Any],
+        names: list[str],
+    ) -> None:
+        self._function, self._slots, self._names = function, list(slots), names
         # What a block does to its buffers must happen once: recomputation works on copies.
         self._values = [s.place[s.key].clone() if s.is_buffer else s.place[s.key] for s in slots]
         self._versions = self._read_versions()
-        self._stream = keyed.current()
-        self._offset = self._stream.offset if self._stream is not None else 0
+        inside = [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
+        # Those that it is given as they are, autograd looks after.
+        held = [leaf for leaf in inside if not (leaf.is_inference() or any(leaf is each for each in given))]
+        self._inside = [(leaf, leaf._version) for leaf in held]
+        self._drawing_again = _noted([*inside, *self._values])
         keeps = keeps_of(policy)
         self._kept = None if keeps is None else Kept(keeps)
         self._ran = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *given: Any) -> Any:
         """Run the block, the first time as it is, and afterwards as it was."""
+        count = len(given) - len(self._names)
+        args, kwargs = given[:count], dict(zip(self._names, given[count:], strict=True))
         if not self._ran:
             self._ran = True
             with nullcontext() if self._kept is None else self._kept.keeping():
@@ -169,10 +193,14 @@ class _Repeatable:
                 "it detached is nothing that update_in_backward waits for. Do not donate the state, or leave out one "
                 "of the two"
             )
-        again = nullcontext() if self._stream is None else self._stream.replay(self._offset)
+        if any(leaf._version != version for leaf, version in self._inside):
+            raise LossError(
+                "remat: a tensor in a container that a block was given was changed in place before the block was "
+                "computed again; take the operation that is not in place (x = x.add(1) and not x.add_(1))"
+            )
         with (
             bound(self._slots, self._values),
-            again,
+            self._drawing_again(),
             nullcontext() if self._kept is None else self._kept.reusing(),
         ):
             return self._function(*args, **kwargs)
@@ -181,3 +209,10 @@ class _Repeatable:
         """How often each parameter has been written; buffers are copies of its own."""
         pairs = zip(self._slots, self._values, strict=True)
         return [leaf._version for slot, leaf in pairs if not slot.is_buffer and not leaf.is_inference()]
+
+
+def _noted(tensors: Sequence[Tensor]) -> Callable[[], AbstractContextManager[None]]:
+    if any(map(is_abstract, tensors)) and keyed.current() is None:
+        return nullcontext
+    # Not left to torch, which notes the generators of CUDA and XPU alone, and those only of its arguments' devices.
+    return keyed.noted(next((leaf.device for leaf in tensors if leaf.device != tree.HOST), tree.HOST))

@@ -119,6 +119,39 @@ def generators_are_put_back(name, module):
     return torch.equal(module.get_rng_state(), before[0]) and torch.equal(torch.get_rng_state(), before[1])
 
 
+class Noisy(nn.Module):
+    """Draws from the generator of its device."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + torch.tanh(self.up(x)) * torch.empty_like(x).bernoulli_(0.5)
+
+
+@check
+def what_is_recomputed_draws_what_it_drew(name, module):
+    found = []
+    for wrappers in (
+        (),
+        (ft.remat(),),
+        (ft.remat("dots"),),
+        (ft.with_amp("bf16", watch=True),),
+        (ft.with_amp("bf16"),),
+    ):
+        torch.manual_seed(0)
+        # Given by name, its input is nothing that torch's checkpoint would look at.
+        loss_fn = ft.from_module(
+            nn.ModuleList(nn.Sequential(Noisy()) for _ in range(2)),
+            lambda model, x: model[1](input=model[0](input=x)).float().square().mean(),
+        )
+        step = ft.compose(ft.train_step(loss_fn, ft.optim.sgd(0.1)), *wrappers)
+        found.append(ft.fit(step, step.init(device=name), batches(), progress=False).state.params)
+    plain, full, dots, watched, narrow = found
+    return not differ(full, plain) and not differ(dots, plain) and not differ(watched, narrow)
+
+
 @check
 def without_fused_kernels_it_is_the_formula(name, module):
     fused, host = backends.get(name), backends.get("cpu")

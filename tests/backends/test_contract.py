@@ -147,6 +147,15 @@ def test_seeded_may_be_nested(platform):
         assert torch.equal(platform.draw(), second)
 
 
+def test_generators_are_noted_and_made_so_again(platform):
+    torch.default_generator.manual_seed(5)
+    as_then = platform.record.generators()
+    drawn = torch.rand(3), platform.draw()
+    for _ in range(2):
+        as_then()
+        assert all(torch.equal(a, b) for a, b in zip((torch.rand(3), platform.draw()), drawn, strict=True))
+
+
 def test_synchronize_waits_once(platform):
     assert platform.record.synchronize() is None
     platform.called("synchronize")

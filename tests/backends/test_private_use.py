@@ -35,7 +35,7 @@ needs_route = pytest.mark.skipif(
 @needs_route
 def test_a_registered_device_trains_as_the_cpu_does():
     found = on_toy()
-    assert len(found) == 20
+    assert len(found) == 21
     assert [name for name, agrees in found.items() if agrees is not True] == [], found
 
 

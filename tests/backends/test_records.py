@@ -76,7 +76,9 @@ def test_torch_serves_two_makers_under_one_name():
 
 
 def test_a_record_that_lacks_fields_names_them_all():
-    with pytest.raises(OptionError, match=r"Backend npux: lacks describe, seeded, memory; a record needs them"):
+    with pytest.raises(
+        OptionError, match=r"Backend npux: lacks describe, seeded, generators, memory; a record needs them"
+    ):
         ft.backends.Backend(
             name="npux",
             available=lambda: True,

@@ -139,6 +139,16 @@ def test_frozen_parameters_and_buffers_stay(sent):
     assert sent == [4 * 8 * 8]
 
 
+def test_the_input_of_a_block_goes_however_it_is_given(sent):
+    def loss(model, x):
+        return (model[1](input=model[0](x * 2)) * 3).sum()
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(2)))
+    step = ft.compose(ft.train_step(ft.from_module(model, loss), optim.sgd(0.1)), ft.remat(), offloaded())
+    step(step.init(), torch.ones(4, 8))
+    assert sent == [4 * 4 * 8] * 2
+
+
 def test_strides_dtypes_and_views_come_back_as_they_were(monkeypatch):
     seen = []
     pack, unpack = stash.Stash.pack, stash.Stash.unpack

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ftrain as ft
-from ftrain.errors import OptionError
+from ftrain.errors import LossError, OptionError
 from tests.laws.test_pipelines import assert_equal
 
 WIDTH, LENGTH, BATCH, BYTES = 8, 6, 4, 4
@@ -172,6 +172,37 @@ def test_what_is_written_over_after_it_was_kept_is_made_again(how, policy):
     policies = {"everything": everything, "products": products, "reshaped": reshaped}
     step = ft.remat(policy=policies.get(policy, policy))(plain)
     assert_equal(step(step.init(), batch.clone())[0], plain(plain.init(), batch.clone())[0])
+
+
+class Writing(nn.Module):
+    """Writes over what it is given, which nothing but a recomputation needs afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x=None, inside=None):
+        x = inside["x"] if x is None else x
+        return self.own(x.mul_(1.5))
+
+
+@pytest.mark.parametrize("how", ["by place", "by name", "inside"])
+def test_a_block_that_writes_over_what_it_is_given_is_no_silent_error(how):
+    def loss(model, batch):
+        given = {
+            "by place": ((batch * 2,), {}),
+            "by name": ((), {"x": batch * 2}),
+            "inside": ((None, {"x": batch * 2}), {}),
+        }
+        return model(*given[how][0], **given[how][1]).square().mean()
+
+    plain = ft.train_step(ft.from_module(Writing(), loss), ft.optim.sgd(0.1))
+    step, batch = ft.remat(blocks=[Writing])(plain), torch.ones(2, WIDTH)
+    plain(plain.init(), batch)
+    with pytest.raises(
+        (LossError, RuntimeError), match=r"modified by an inplace|was changed in place before the block"
+    ):
+        step(step.init(), batch)
 
 
 def anatomy(*wrappers, batch=BATCH, **sizes):
