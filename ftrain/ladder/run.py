@@ -196,6 +196,8 @@ class _Trial:
         except TraceError:
             return row  # What cannot be predicted can still be measured.
         except Exception as error:  # Of whatever kind: a technique that does not work is a row.
+            if technique.name == GIVEN:
+                raise
             return dataclasses.replace(row, note=_told(error))
         self._resting[row.name] = found.at_rest.total()
         each = sum(found.bytes_a_parameter.values())

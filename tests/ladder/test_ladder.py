@@ -253,6 +253,9 @@ def test_what_is_predicted_not_to_fit_never_runs(timed, monkeypatch):
 def test_what_the_step_as_given_raises_is_raised(timed):
     with pytest.raises(ZeroDivisionError):
         timed(make(), batch(), {"as given": ZeroDivisionError()}, techniques=["remat()"])
+    # Also where it does so before anything is timed.
+    with pytest.raises(KeyError, match="'y'"):
+        timed(make(), {"x": torch.ones(4, 16)}, techniques=["remat()"])
 
 
 def test_data(monkeypatch, timed):
