@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ftrain import keyed, tree
 from ftrain.blocks import forwarding, watched_by, within
 from ftrain.errors import ComposeError, LossError
 from ftrain.grad import report
 from ftrain.policies import aside
-from ftrain.slots import Slot, bound, slots_of
+from ftrain.slots import Slot, bound, pristine, slots_of
 from ftrain.types import GradFn, Gradients, Loss, LossOutput, Mean, Metrics, PyTree, TrainState, replace
 
 NAME = "with_amp"
@@ -48,18 +48,18 @@ class _Shares:
     """Counts of elements by metric, and of how many."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self.counts: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.calls: Counter[str] = Counter()
 
     def add(self, kind: str, part: str, count: Tensor, of: Tensor) -> None:
-        self._counts.setdefault(f"{kind}/{part}", []).append((count, of))
+        self.counts.setdefault(f"{kind}/{part}", []).append((count, of))
 
     def metrics(self) -> Metrics:
         """Return them as means, which add up over microbatches and batches."""
         # In float32, as every device has it: from 2 ** 24 elements on to seven digits.
         sums = {
             name: [torch.stack(column).sum().to(torch.float32) for column in zip(*counts, strict=True)]
-            for name, counts in self._counts.items()
+            for name, counts in self.counts.items()
         }
         return {name: Mean(count, of) for name, (count, of) in sums.items()}
 
@@ -67,25 +67,30 @@ class _Shares:
 def watched(loss: Loss, dtype: torch.dtype) -> Loss:
     """Return a loss, which runs under autocast, that also reports what each part of its model lost to the dtype.
 
-    What it returns raises a ComposeError when it has met no part, and a LossError when one does not run in float32.
+    Raises:
+        ComposeError: from the loss, when it has met no part that could be watched.
+        LossError: from the loss, when a part does not run in float32.
     """
-    parts = {} if loss.module is None else {name or MODEL: part for name, part in loss.module.named_modules()}
-    slots = {name: slots_of(part) for name, part in parts.items()}
+    named = () if loss.module is None else loss.module.named_modules()
+    parts = [_Part(name or MODEL, part, slots_of(part)) for name, part in named]
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
         with loss.scope(training):
             # What runs there now may be that of an adapter, or a block that is rematerialised.
-            forwards = [functools.partial(_run, dtype, name, slots[name], part.forward) for name, part in parts.items()]
-            marked = functools.partial(_run_marked, dtype)
-            with forwarding(zip(parts.values(), forwards, strict=True)), watched_by(marked):
+            forwards = [
+                (part.module, functools.partial(_run, dtype, part, part.module.forward))
+                for part in parts
+                if part.module is not None
+            ]
+            with forwarding(forwards), watched_by(functools.partial(_run_marked, dtype)):
                 yield
 
     def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         shares = _Shares()
         with _set(_forward, shares):
             mean, metrics, new = loss.fn(params, batch, rng=rng, buffers=buffers)
-        if not shares.calls:
+        if not shares.counts:
             raise ComposeError(
                 f"with_amp: watch=True: {loss.text} ran no part that could be watched; mark the functions it is made "
                 "of with ft.block(function)"
@@ -128,24 +133,29 @@ def _run_marked(dtype: torch.dtype, name: str, run: Callable[..., Any], *args: A
     if shares is None:
         return run(*args, **kwargs)
     shares.calls[name] += 1
-    return _run(dtype, f"{name}.{shares.calls[name] - 1}", (), run, *args, **kwargs)
+    return _run(dtype, _Part(f"{name}.{shares.calls[name] - 1}"), run, *args, **kwargs)
 
 
-def _run(
-    dtype: torch.dtype, name: str, slots: Sequence[Slot], run: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+class _Part(NamedTuple):
+    """A part that is watched: its name, and if it is no function, the module and its places for tensors."""
+
+    name: str
+    module: nn.Module | None = None
+    slots: Sequence[Slot] = ()
+
+
+def _run(dtype: torch.dtype, part: _Part, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a part, and count what it lost."""
     shares, given = _forward.get(), (args, kwargs)
     # A part that is recomputed in the backward pass was counted.
     if shares is None or not all(isinstance(leaf, HARMLESS) for leaf in tree.leaves(given)):
         return run(*args, **kwargs)
-    shares.calls[name] += 1
     with aside():
-        wide = _in_float32(name, slots, run, given)
+        wide = _in_float32(part, run, given)
     returned = run(*args, **kwargs)
     with aside():
         for narrow, exact in zip(_tensors(returned), wide, strict=False):
-            _count(shares, name, dtype, narrow, exact)
+            _count(shares, part.name, dtype, narrow, exact)
     return returned
 
 
@@ -183,28 +193,30 @@ def _full(like: Tensor, value: int) -> Tensor:
     return torch.full((), value, dtype=torch.int64, device=like.device)
 
 
-def _in_float32(name: str, slots: Sequence[Slot], run: Callable[..., Any], given: Any) -> list[Tensor]:
+def _in_float32(part: _Part, run: Callable[..., Any], given: Any) -> list[Tensor]:
     """What a part returns in float32 for the same inputs, parameters and random numbers; it leaves no trace."""
     tensors = [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
-    tensors += [slot.place[slot.key] for slot in slots]
+    tensors += [slot.place[slot.key] for slot in part.slots]
     device = tensors[0].device if tensors else tree.HOST
     # Copies of all, for a part may write what it is given.
     args, kwargs = tree.map(lambda leaf: _widened(leaf, copy=True) if isinstance(leaf, Tensor) else leaf, given)
-    values = [_widened(slot.place[slot.key], copy=slot.is_buffer) for slot in slots]
+    values = [_widened(slot.place[slot.key], copy=slot.is_buffer) for slot in part.slots]
     with (
+        # A mask that it keeps for later would be one of float32.
+        pristine(part.module),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
         # What is drawn here is drawn again by what comes after.
         keyed.noted(device)(),
-        bound(slots, values),
+        bound(part.slots, values),
         _set(_forward, None),
     ):
         try:
             return _tensors(within(None, run, *args, **kwargs))
         except RuntimeError as error:
             raise LossError(
-                f"with_amp: watch=True runs each part of the model a second time in float32, and {name} fails there: "
-                f"{error}"
+                "with_amp: watch=True runs each part of the model a second time in float32, and "
+                f"{part.name} fails there: {error}"
             ) from error
 
 

@@ -240,6 +240,19 @@ def test_a_pure_loss_without_marks():
         step(state, {"x": torch.ones(2, 3), "y": torch.ones(2)})
 
 
+def test_marked_functions_that_cannot_be_run_twice():
+    @ft.block
+    def layer(w, x, cache):
+        return x @ w
+
+    step = ft.compose(
+        ft.train_step(lambda params, batch: layer(params["w"], batch, object()).sum(), ft.optim.sgd(0.1)),
+        ft.with_amp("bf16", watch=True),
+    )
+    with failing(ComposeError, "watch=True", "no part that could be watched"):
+        step(step.init({"w": torch.eye(8)}), data()[0])
+
+
 def test_adapters_are_watched_where_they_are():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     step = ft.compose(
@@ -296,6 +309,31 @@ def test_what_would_be_written_twice_is_not_run_twice():
     plain, (other,) = run(build(model=model, dtype="bf16", watch=False), 1)
     assert_bitwise(watched, plain)
     assert torch.equal(metrics["loss"], other["loss"])
+
+
+def test_what_a_part_keeps_is_what_it_keeps_unwatched():
+    """A mask that is made when a part first runs, in the dtype that it runs in."""
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.table, self.runs = nn.Linear(8, 8), None, []
+
+        def forward(self, x):
+            self.runs.append(len(self.runs))
+            x = self.inner(x)
+            if self.table is None:
+                self.table = torch.full((8,), 1 / 3, dtype=x.dtype)
+            return x * self.table
+
+    seen = []
+    for watch in (True, False):
+        model = nn.Sequential(Table(), nn.Sequential(), nn.Linear(8, 8))
+        state, _ = run(build(model=model, dtype="bf16", watch=watch), 2)
+        seen.append((state, model[0].table, model[0].runs))
+    assert_bitwise(seen[0][0], seen[1][0])
+    assert seen[0][1].dtype == seen[1][1].dtype == torch.bfloat16
+    assert seen[0][2] == seen[1][2] == [0, 1]
 
 
 def test_a_part_that_does_not_run_in_float32():
