@@ -71,11 +71,11 @@ def peak_bytes(captured: fx.GraphModule) -> int:
     for index, node in enumerate(nodes):
         for used in node.all_input_nodes:
             last[used] = max(last[used], index)
-    inputs = {key for node in nodes if node.op == "placeholder" for key, _ in _storages(node)}
+    inputs = {key for node in nodes if node.op == "placeholder" for key, _ in storages(node)}
     ends: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for node in nodes:
-        for key, size in _storages(node):
+        for key, size in storages(node):
             if key not in inputs:
                 ends[key], sizes[key] = max(ends.get(key, 0), last[node]), size
     return _highest(_events(nodes, ends, sizes))
@@ -88,7 +88,7 @@ def _events(nodes: list[fx.Node], ends: Mapping[int, int], sizes: Mapping[int, i
         freed.setdefault(index, []).append(key)
     born: set[int] = set()
     for index, node in enumerate(nodes):
-        for key, _ in _storages(node):
+        for key, _ in storages(node):
             if key in sizes and key not in born:
                 born.add(key)
                 yield sizes[key]
@@ -103,8 +103,8 @@ def _highest(changes: Iterator[int]) -> int:
     return highest
 
 
-def _storages(node: fx.Node) -> list[tuple[int, int]]:
-    """The storages of what a node returns: an identity and a size in bytes."""
+def storages(node: fx.Node) -> list[tuple[int, int]]:
+    """Return the storages of what a node of a captured graph returns: of each an identity and its bytes."""
     values = [leaf for leaf in tree.leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return [(value.untyped_storage()._cdata, value.untyped_storage().nbytes()) for value in values]
 

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftrain import tree
 from ftrain.anatomy.timeline import FORWARD, UPDATE, Operation, Piece, Timeline, Tracker, phase_now
+from ftrain.lowered import storages
 from ftrain.operations import flops, group_of, is_view
 from ftrain.types import PyTree
 
@@ -70,7 +71,7 @@ def timeline_of(captured: fx.GraphModule, inputs: PyTree, marked: Mapping[int, s
         if node.op == "placeholder":
             kind = next(labels, "")
             phase = "" if kind else FORWARD
-        for key, size in _storages(node):
+        for key, size in storages(node):
             if key not in pieces:
                 source = _source(node, pieces)
                 made = Piece(size, len(timeline.operations), phase, node.meta.get(MODULE, ""), kind, source)
@@ -98,7 +99,7 @@ def _last_uses(nodes: list[fx.Node]) -> dict[int, int]:
     last: dict[int, int] = {}
     for index, node in enumerate(nodes):
         for used in (node, *node.all_input_nodes):
-            last |= {key: index for key, _ in _storages(used)}
+            last |= {key: index for key, _ in storages(used)}
     return last
 
 
@@ -113,9 +114,4 @@ def _source(node: fx.Node, pieces: Mapping[int, Piece]) -> Piece | None:
     """Of which piece a node makes a copy in another dtype, if it does."""
     if "_to_copy" not in str(node.target) or not node.all_input_nodes:
         return None
-    return next((pieces.get(key) for key, _ in _storages(node.all_input_nodes[0])), None)
-
-
-def _storages(node: fx.Node) -> list[tuple[int, int]]:
-    values = [leaf for leaf in tree.leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-    return [(value.untyped_storage()._cdata, value.untyped_storage().nbytes()) for value in values]
+    return next((pieces.get(key) for key, _ in storages(node.all_input_nodes[0])), None)
