@@ -193,7 +193,9 @@ def _puller(
     total: Tensor, leaves: list[Tensor], cotangent: Tensor, params: PyTree, name: str, allow_unused: bool
 ) -> Callable[[Callable[[int, Tensor], None]], None]:
     def pull(take: Callable[[int, Tensor], None]) -> None:
-        def taking(index: int, grad: Tensor) -> Tensor:
+        def taking(index: int, grad: Tensor | None) -> Tensor | None:
+            if grad is None:  # So says a function of its own kind that has none to give.
+                return None
             take(index, grad)
             # What the engine keeps in its place is a single number.
             return grad.new_zeros(()).expand_as(grad)

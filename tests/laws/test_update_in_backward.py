@@ -109,6 +109,31 @@ def test_parameters_that_the_loss_does_not_use(more):
         assert_equal(state.params, params)
 
 
+class Without(torch.autograd.Function):
+    """Has no gradient for its second argument."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None
+
+
+def test_parameters_whose_gradient_is_none():
+    def loss(params, batch):
+        return Without.apply(params["a"] * batch, params["b"]).sum()
+
+    params = {"a": torch.ones(3), "b": torch.ones(2)}
+    plain = ft.train_step(loss, optim.adamw(0.1, weight_decay=0.1), allow_unused=True)
+    step = ft.update_in_backward()(plain)
+    assert_equal(step(step.init(params), torch.ones(3)), plain(plain.init(params), torch.ones(3)))
+    step = ft.update_in_backward()(ft.train_step(loss, optim.sgd(0.1)))
+    with pytest.raises(LossError, match="does not use 1 of 2 parameters: b"):
+        step(step.init(params), torch.ones(3))
+
+
 def test_a_step_that_fails_before_its_backward_pass_has_consumed_nothing():
     def loss(params, batch):
         return (params["w"] @ batch).sum()
