@@ -102,7 +102,10 @@ def join(leaves: list[Tensor]) -> Tensor:
 
 def part(values: Tensor, leaves: list[Tensor]) -> None:
     """Write the elements of one vector to the leaves they were joined from."""
-    if len(leaves) == 1:
+    if len(leaves) == 1 and leaves[0].is_contiguous():
+        # As a vector too, for these may be the values: strides of axes of one element must not tell them apart.
+        leaves[0].view(-1).copy_(values)
+    elif len(leaves) == 1:
         leaves[0].copy_(values.view(leaves[0].shape))
     else:
         torch._foreach_copy_(leaves, _unflatten_dense_tensors(values, leaves))  # type: ignore[no-untyped-call]

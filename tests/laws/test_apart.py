@@ -75,6 +75,23 @@ def test_leaves_that_are_longer_than_what_is_taken_together(name, cut, monkeypat
         assert_equal(run(make(name, weight_decay=0.1), cut, dtype, donate=True), whole)
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "stochastic"])
+def test_strides_of_axes_of_one_element(name):
+    """Those of the first convolution in channels last, say, which is contiguous all the same."""
+    make = {"adamw_8bit": optim.adamw_8bit, "stochastic": lambda lr: optim.adamw(lr, state_dtype="bf16")}
+    params = {"w": torch.linspace(-1, 1, 36).as_strided((4, 1, 3, 3), (9, 1, 3, 1)), "b": torch.ones(4)}
+    found = []
+    for cut in ("at once", "leaf by leaf"):
+        optimizer = make.get(name, optim.adamw)(0.1)
+        update = Apart("test", optimizer, CUTS[cut]).begin(
+            params, optimizer.init(params), {"lr": 0.1, RNG: ft.random.key(0)}, donate=False
+        )
+        for share in update.shares:
+            update.make(share, [torch.ones_like(tree.leaves(params)[place]) for place in share.places])
+        found.append(update.finish())
+    assert_equal(found[0], found[1])
+
+
 def test_one_leaf_that_fused_kernels_do_not_take_decides_for_all():
     def params():
         return {"dense": torch.linspace(-1, 1, 99), "strided": torch.linspace(-1, 1, 64)[::2]}
