@@ -10,11 +10,13 @@ import torch
 
 from ftrain import backends, tree
 from ftrain.errors import OptionError
+from ftrain.transfers import copier_of
 from ftrain.types import PyTree
 
 ON_OOM = RAISE, SPLIT = "raise", "split"
-TEXTS = "out of memory", "can't allocate memory", "out_of_memory", "resource_exhausted"
-"""What devices say that have no class of their own for it, and the allocator of the host."""
+TEXTS = "out of memory", "can't allocate memory", "out_of_memory", "resource_exhausted", "status_alloc_failed"
+"""What devices say that have no class of their own for it, the allocator of the host, and libraries of kernels:
+``CUBLAS_STATUS_ALLOC_FAILED``, https://docs.nvidia.com/cuda/cublas/index.html#cublasstatus-t."""
 
 
 def require_on_oom(function: str, on_oom: str) -> None:
@@ -42,6 +44,8 @@ def release(error: BaseException, device: torch.device) -> None:
         traceback.clear_frames(found.__traceback__)
         found = found.__cause__ or found.__context__
     gc.collect()
+    # What was on its way to the host is held until it is there.
+    copier_of(device).wait()
     empty_cache = backends.of(device).empty_cache
     if empty_cache is not None:
         empty_cache()

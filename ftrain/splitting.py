@@ -43,8 +43,9 @@ class Splitting:
     What is split is what the innermost gradient is taken of, so that it is the same update whatever is around it:
     with ``accumulate(4)`` each of the four microbatches, and ``clip`` clips what it did.
 
-    A state that the step did not donate is intact when it fails, and so is one whose gradient was not finished. Of a
-    compiled step nobody can say: there the state is kept on the host until a batch of that kind has been through.
+    A state that the step did not donate is intact when it fails, and so is one whose gradient was not finished, or
+    whose update may be refused (fp16, `skip_nonfinite`), which overwrites nothing. Of a compiled step nobody can say:
+    there the state is kept on the host until a batch of that kind has been through.
 
     Args:
         step: the step.
@@ -55,7 +56,7 @@ class Splitting:
     def __init__(self, step: Step, run: Recorder, say: Callable[[str], None]) -> None:
         self._whole, self._run, self._say = step, run, say
         self._compiled = any(wrapper.step for wrapper in step.wrappers)
-        self._phase = _Phase()
+        self._phase = _Phase(not self._compiled and any(wrapper.account for wrapper in step.wrappers))
         self._pieces = 1
         self.resume()
 
@@ -155,15 +156,22 @@ def in_pieces(step: Step, pieces: int, phase: _Phase | None = None) -> Step:
 
 
 class _Phase:
-    """Whether a step may have begun to overwrite its state: it has not before its gradient is there."""
+    """Whether a step may have begun to overwrite its state: it has not before its gradient is there.
+
+    Args:
+        guarded: whether the update may be refused, so that eagerly the old state is there until it is over.
+    """
 
     may_write = False
+
+    def __init__(self, guarded: bool) -> None:
+        self._guarded = guarded
 
     def watch(self, grad: GradFn) -> GradFn:
         def watched(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             self.may_write = False
             found = grad(state, batch, rng)
-            self.may_write = True
+            self.may_write = not self._guarded
             return found
 
         return watched
@@ -175,7 +183,9 @@ def _split(grad: GradFn, pieces: int) -> GradFn:
         if len(parts) == 1:
             return grad(state, batch, rng)
         lengths = {tree.batch_length(part) for part in parts}
-        return in_turn(grad if len(lengths) == 1 else _by_length(grad), state, parts, rng)
+        found = in_turn(grad if len(lengths) == 1 else _by_length(grad), state, parts, rng)
+        # No plain number any more, of which each counts once: an `accumulate` around this must weigh it.
+        return replace(found, loss=Mean(found.loss.total, found.loss.weight))
 
     return splitting
 
@@ -187,7 +197,7 @@ def _by_length(grad: GradFn) -> GradFn:
         found, length = grad(state, batch, rng), tree.batch_length(batch) or 1
         loss, metrics = found.loss, {}
         if loss.plain:
-            loss = Mean(loss.total * length, loss.weight * length, plain=True)
+            loss = Mean(loss.total * length, loss.weight * length)
         for name, metric in found.metrics.items():
             weight = torch.full_like(found.loss.weight, length)
             metrics[name] = metric if isinstance(metric, Mean) else Mean(metric * weight, weight)

@@ -201,6 +201,17 @@ def test_a_donated_state_is_kept_or_taken_from_the_checkpoint(after, tmp_path):
         assert history["step"] == [1, 2]
 
 
+@pytest.mark.parametrize("more", [(), (ft.ema(0.9),)], ids=["", "ema"])
+def test_a_step_that_may_be_refused_overwrites_nothing(more):
+    step, data = make(ft.skip_nonfinite(3), *more, loss=still), batches(2)
+    needed = by_hand(step, data, 1)
+    # The last one of them: what the update makes is there, and the counters are not.
+    for at in range(operations(step, 1))[-25:]:
+        with scarce(1, at, after=True) as mode:
+            assert_bitwise(fit(step, data).state, needed)
+        assert mode.left == 0
+
+
 def test_without_the_checkpoint_it_would_go_on_wrong(monkeypatch):
     """The test above proves something: most states that are refused are no longer what they were."""
     monkeypatch.setattr("ftrain.splitting._Phase.may_write", property(lambda self: False, lambda self, value: None))
@@ -463,6 +474,7 @@ def test_what_the_allocator_of_the_host_says():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert not is_out_of_memory(RuntimeError("index out of range"))
 
 
@@ -482,6 +494,14 @@ def test_nothing_hangs_on_the_error():
     except RuntimeError as error:
         release(error, torch.device("cpu"))
         assert held[0]() is None
+
+
+def test_what_was_on_its_way_to_the_host_is_let_go_of(monkeypatch):
+    waited = []
+    copier = types.SimpleNamespace(wait=lambda: waited.append(1))
+    monkeypatch.setattr("ftrain.pieces.copier_of", lambda device: copier)
+    release(RuntimeError("out of memory"), torch.device("cpu"))
+    assert waited == [1]
 
 
 def test_nothing_of_an_attempt_is_left_when_the_next_one_begins():
