@@ -27,11 +27,22 @@ class Measured:
 
     Args:
         more: bytes at most beyond those of before.
-        seconds: time by group of operations.
+        profiler: that has seen it.
     """
 
     more: int
-    seconds: dict[str, float]
+    profiler: Any
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Time by group of operations: of kernels on a device, and on a CPU without those that they call."""
+        found: Counter[str] = Counter()
+        for event in self.profiler.key_averages():
+            spent = event.self_device_time_total or event.self_cpu_time_total
+            name = event.key.removeprefix("aten::")
+            if name != event.key:
+                found[group_of(name) if spent else MOVEMENT] += spent / 1e6
+        return dict(found)
 
 
 def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
@@ -50,7 +61,7 @@ def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
     results: Any = profiler.profiler
     events = [event for event in results.kineto_results.events() if event.name() == MEMORY]
     events = [event for event in events if event.device_type().name.lower() == device.type]
-    return Measured(_most(events), _seconds(profiler))
+    return Measured(_most(events), profiler)
 
 
 @contextmanager
@@ -77,14 +88,3 @@ def _most(events: list[Any]) -> int:
         held += event.nbytes()
         most = max(most, held)
     return most
-
-
-def _seconds(profiler: Any) -> dict[str, float]:
-    """Time of kernels on a device, and on a CPU of operations, without those that they call."""
-    found: Counter[str] = Counter()
-    for event in profiler.key_averages():
-        spent = event.self_device_time_total or event.self_cpu_time_total
-        name = event.key.removeprefix("aten::")
-        if name != event.key:
-            found[group_of(name) if spent else MOVEMENT] += spent / 1e6
-    return dict(found)

@@ -61,16 +61,16 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
     def begin() -> TrainState:
         return state_for(step, step, state)
 
+    known: dict[str, Any] = {}
+    if data is not None:
+        known["loading"] = loading(step, begin(), data, device)
+    found = anatomy(step, state, batch, measure=False)
     racers = {"once": Racer(step, begin, batch, device)}
     with suppress(BatchError):  # It has no examples of which there could be more.
         racers["twice"] = Racer(step, begin, twice(batch), device)
     times: dict[str, Any] = race(racers, ROUNDS, spares=lambda name, error: name == "twice")
-    known: dict[str, Any] = {}
     if isinstance(times.get("twice"), list):
         known["doubled"] = interval([2 * a / b for a, b in zip(times["once"], times["twice"], strict=True)])
-    if data is not None:
-        known["loading"] = loading(step, begin(), data, device)
-    found = anatomy(step, state, batch, measure=False)
     return judge(facts_of(step, state, batch, found, interval(times["once"]).median, **known))
 
 

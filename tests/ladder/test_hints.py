@@ -277,7 +277,7 @@ def test_hints_of_a_step():
     class Slow(list):
         def __iter__(self):
             for each in list.__iter__(self):
-                time.sleep(0.05)
+                time.sleep(0.01)
                 yield each
 
     step, given = make(), batch(4)

@@ -119,6 +119,7 @@ def test_errors_that_are_no_results_are_raised():
 
 
 def test_a_racer_runs_on_a_state_of_its_own_and_fills_its_turns(monkeypatch):
+    monkeypatch.setattr(timing, "LEAST", 0.1)
     clock = itertools.count()
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: next(clock) * 0.02))
     step, made = make(), []

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import ftrain as ft
 from ftrain import tree, tuning
 from ftrain.errors import ComposeError, ConsumedError, DeviceError, OptionError, StructureError
-from tests.ladder.problem import assert_untouched, batch, kept, make, scripted, squares
+from tests.ladder.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
 
 WIDTH, LENGTH = 64, 2048
 
@@ -29,13 +29,14 @@ def timed(monkeypatch):
             return next((took for mark, took in (times or {}).items() if mark in text), 1.0)
 
         monkeypatch.setattr(tuning, "race", scripted(by_step))
+        monkeypatch.setattr(tuning, "anatomy", remembered(tuning.anatomy))
         return ft.trials(step, options.pop("state", None) or step.init(), given, **options)
 
     return tune
 
 
 def peak(step, given):
-    return ft.anatomy(step, step.init(), given, measure=False).peak
+    return remembered(ft.anatomy)(step, step.init(), given, measure=False).peak
 
 
 def wrappers(step):
