@@ -365,6 +365,7 @@ class Step:
 
     def _require_device(self, params: PyTree) -> None:
         backend = backends.of(tree.device_of(params))
+        backends.require_current(tree.device_of(params))
         for wrapper in self.wrappers:
             if wrapper.require:
                 wrapper.require(backend, params)

@@ -77,6 +77,7 @@ MODULES = {
         "of",
         "private_use",
         "register",
+        "require_current",
         "resolve",
         "widest",
     ],

@@ -18,6 +18,7 @@ from ftrain.backends.registry import get as get
 from ftrain.backends.registry import names as names
 from ftrain.backends.registry import of as of
 from ftrain.backends.registry import register as register
+from ftrain.backends.registry import require_current as require_current
 from ftrain.backends.registry import resolve as resolve
 from ftrain.backends.registry import widest as widest
 

@@ -226,10 +226,44 @@ def resolve(device: torch.device | str) -> torch.device:
     """Return the device that a name such as ``"cuda"`` or ``"cuda:1"`` stands for, if it is there.
 
     Raises:
-        DeviceError: for an unknown or unavailable device; the message lists what there is.
+        DeviceError: for an unknown or unavailable device, where the message lists what there is; or for one of
+            several that is not the current one.
     """
     backend = get(str(device).split(":")[0])
-    return backend.device if str(device) == backend.name else torch.device(device)
+    if str(device) == backend.name:
+        return backend.device
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"backends.resolve: {device!r} names no device; write {backend.name!r}, or with a number '{backend.name}:0'"
+        ) from error
+    require_current(found)
+    return found
+
+
+def require_current(device: torch.device) -> None:
+    """Check that a device, if it is one of several, is the one whose generators, streams and memory torch means.
+
+    Raises:
+        DeviceError: when another one is the current one.
+    """
+    if device == torch.device(device.type):
+        return
+    try:
+        module: Any = torch.get_device_module(device.type)
+    except RuntimeError:
+        return
+    # Where a module does not say, there is one; and tensors without values may be of a device that is not here.
+    if not hasattr(module, "current_device") or not module.is_available():
+        return
+    index = module.current_device()
+    if isinstance(index, int) and index != device.index:
+        raise DeviceError(
+            f"backends: {device} is not the current device, which is {device.type}:{index}, and what is seeded, copied "
+            f"and measured is of the current one; make it that first (torch.{device.type}.set_device({device.index})), "
+            "or let the process see no other"
+        )
 
 
 def widest(device: torch.device) -> torch.dtype:

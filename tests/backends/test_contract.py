@@ -94,6 +94,24 @@ def test_it_is_found_where_it_is_and_not_where_it_is_not(platform):
         ft.backends.get(record.name)
 
 
+def test_one_of_several_must_be_the_current_one(platform):
+    if platform.key == "private_use":
+        ft.backends.register(platform.record)
+    name = platform.record.name
+    if not registry._is_device(name):
+        pytest.skip("torch does not know the device before the vendor's package is there")
+    assert ft.backends.resolve(f"{name}:0") == torch.device(name, 0)
+    with pytest.raises(DeviceError, match=rf"'{name}:first' names no device; write '{name}', or .* '{name}:0'"):
+        ft.backends.resolve(f"{name}:first")
+    if hasattr(platform.device, "current_device"):
+        with pytest.raises(
+            DeviceError, match=rf"{name}:1 is not the current device, which is {name}:0.*set_device\(1\)"
+        ):
+            ft.backends.resolve(f"{name}:1")
+        platform.device.here = False
+        ft.backends.require_current(torch.device(name, 1))
+
+
 def test_it_names_the_product(platform):
     assert platform.record.describe().strip()
 
