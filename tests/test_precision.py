@@ -293,7 +293,9 @@ def _precision_as_it_was():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_each_step_keeps_its_own_precision(way):
-    steps = {name: make(probing, ft.matmul_precision(name), *WAYS[way]) for name in ("medium", "high", "highest")}
+    # Inductor takes its time, and two steps that take turns show it as three do.
+    names = ("medium", "high", "highest")[way == "inductor" :]
+    steps = {name: make(probing, ft.matmul_precision(name), *WAYS[way]) for name in names}
     states = {name: step.init(params()) for name, step in steps.items()}
     for turn in range(3):
         for name, step in steps.items():
