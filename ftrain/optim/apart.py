@@ -172,14 +172,17 @@ def shares(
         parts: for each share, the indices of its leaves.
 
     Raises:
-        ComposeError: when the optimizer has no `apart`, or two leaves have one name.
+        ComposeError: when the optimizer has no `apart`, two leaves have one name, or a share has leaves that the whole
+            state has not.
     """
     require_apart(function, optimizer)
     names, leaves = tree.leaf_names(params), tree.leaves(params)
-    known = {name: place for place, name in enumerate(tree.leaf_names(opt_state))}
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ComposeError(f"{function}: two parameters are called {twice}; rename one, for updates go by name")
+    kept = tree.leaf_names(opt_state)
+    known = {name: place for place, name in enumerate(kept)}
+    for found, what in ((names, "parameters"), (kept, "leaves of the optimizer's state")):
+        if len(set(found)) < len(found):
+            twice = next(name for name, count in Counter(found).items() if count > 1)
+            raise ComposeError(f"{function}: two {what} are called {twice}; rename one, for updates go by name")
     made = optimizer.apart(params, parts) if optimizer.apart is not None else []
     for part, own in zip(parts, made, strict=True):
         given = {names[place]: leaves[place] for place in part}
@@ -187,8 +190,14 @@ def shares(
         with _disable_current_modes():
             state = own.init({name: _hollow(leaf) for name, leaf in given.items()})
         _, spec = tree.flatten(state)
-        held = [known[name] for name in tree.leaf_names(state)]
-        yield Share(own, list(given), list(part), held, spec)
+        own_names = tree.leaf_names(state)
+        if not known.keys() >= set(own_names):
+            other = next(name for name in own_names if name not in known)
+            raise ComposeError(
+                f"{function}: {own.text} of {', '.join(given)} alone keeps {other}, and the state of all has "
+                f"no leaf of that name; its Optimizer.apart must name leaves as {optimizer.text} does"
+            )
+        yield Share(own, list(given), list(part), [known[name] for name in own_names], spec)
 
 
 def _hollow(leaf: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """An update a few leaves at a time is the update of all of them, to the bit, whatever the optimizer and the cut."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -163,6 +164,31 @@ def test_an_optimizer_that_cannot_be_taken_apart(optimizer):
     assert optimizer.apart is None
     with pytest.raises(ComposeError, match=r"test: .*homemade.* cannot update some parameters without the others"):
         require_apart("test", optimizer)
+
+
+def test_two_leaves_of_the_state_of_one_name():
+    """Labels and parameters are written with dots between them."""
+    params = {"momentum.x": torch.ones(1), "x": torch.ones(1)}
+    optimizer = optim.partition(
+        {"a": optim.sgd(0.1, momentum=0.9), "a.momentum": optim.sgd(0.1, momentum=0.9)},
+        {"a": ["momentum.x"], "a.momentum": ["x"]},
+    )
+    with pytest.raises(
+        ComposeError, match=r"test: two leaves of the optimizer's state are called a\.momentum\.momentum\.x; rename one"
+    ):
+        Apart("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {}, donate=False)
+
+
+def test_an_apart_that_names_leaves_in_its_own_way():
+    def other(params, parts):
+        return [dataclasses.replace(optim.adamw(0.1), init=lambda params: {"own": torch.zeros(1)}) for _ in parts]
+
+    params = {"w": torch.ones(1)}
+    optimizer = dataclasses.replace(optim.adamw(0.1), apart=other)
+    with pytest.raises(
+        ComposeError, match=r"test: adamw.* of w alone keeps own, and the state of all has no leaf"
+    ):
+        Apart("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {}, donate=False)
 
 
 def test_two_parameters_of_one_name():
