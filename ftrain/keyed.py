@@ -81,6 +81,15 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.offset = resumed
 
+    @contextmanager
+    def drawing_from(self, key: Tensor) -> Iterator[None]:
+        """Draw from a copy of the key, of which a compiler does not know that it is one."""
+        own, self.key, self._chunks = (self.key, self._chunks), key, {}
+        try:
+            yield
+        finally:
+            self.key, self._chunks = own
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -28,6 +28,7 @@ STAIRCASE = [
     "philox",
     "random",
     "keyed",
+    "barrier",
     "policies",
     "operations",
     "running",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ftrain import keyed, tree
+from ftrain import barrier, keyed, tree
 from ftrain.blocks import Blocks, Region, Wanted, find_blocks, within
 from ftrain.budget import Budget
 from ftrain.errors import ComposeError, LossError, OptionError
@@ -141,7 +141,10 @@ def _region(policy: Policy, met: list[int], plan: Budget | None) -> Region:
         # By place, as what is named would be held and not saved: unseen by who sends away or watches what is saved.
         given = (*args, *kwargs.values())
         repeatable = _Repeatable(inside, slots, chosen, given, list(kwargs))
-        return checkpoint(repeatable, *given, use_reentrant=False, preserve_rng_state=False)
+        returned = checkpoint(repeatable, *given, use_reentrant=False, preserve_rng_state=False)
+        if barrier.is_captured():
+            repeatable.wait_for(returned)
+        return returned
 
     # Dynamo may compile the inside of a block, but not this: its own checkpoint would not run `_Repeatable` again.
     again: Region = torch.compiler.disable(region, recursive=False)  # type: ignore[no-untyped-call]
@@ -179,15 +182,23 @@ class _Repeatable:
         keeps = keeps_of(policy)
         self._kept = None if keeps is None else Kept(keeps)
         self._ran = False
+        self._gradient: Tensor | None = None
+
+    def wait_for(self, returned: PyTree) -> None:
+        """Let later runs begin when a gradient of what the block returned is there."""
+        for leaf in tree.leaves(returned):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    def _arrived(self, gradient: Tensor) -> None:
+        self._gradient = gradient
 
     def __call__(self, *given: Any) -> Any:
         """Run the block, the first time as it is, and afterwards as it was."""
-        count = len(given) - len(self._names)
-        args, kwargs = given[:count], dict(zip(self._names, given[count:], strict=True))
         if not self._ran:
             self._ran = True
             with nullcontext() if self._kept is None else self._kept.keeping():
-                return self._function(*args, **kwargs)
+                return self._run(given)
         if self._read_versions() != self._versions:
             raise LossError(
                 "remat: a parameter of a block was overwritten before the block was computed again: a block that uses "
@@ -199,12 +210,20 @@ class _Repeatable:
                 "remat: a tensor in a container that a block was given was changed in place before the block was "
                 "computed again; take the operation that is not in place (x = x.add(1) and not x.add_(1))"
             )
+        stream, key = keyed.current(), None
+        if self._gradient is not None:
+            given, key = barrier.after(self._gradient, (given, stream.key if stream is not None else None))
         with (
             bound(self._slots, self._values),
             self._drawing_again(),
+            nullcontext() if stream is None or key is None else stream.drawing_from(key),
             nullcontext() if self._kept is None else self._kept.reusing(),
         ):
-            return self._function(*args, **kwargs)
+            return self._run(given)
+
+    def _run(self, given: Sequence[Any]) -> Any:
+        count = len(given) - len(self._names)
+        return self._function(*given[:count], **dict(zip(self._names, given[count:], strict=True)))
 
     def _read_versions(self) -> list[int]:
         """How often each parameter has been written; buffers are copies of its own."""

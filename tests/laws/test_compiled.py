@@ -126,6 +126,23 @@ def test_remat_computes_the_blocks_again_in_the_graph(monkeypatch):
     assert dots == plain
 
 
+def test_what_is_computed_again_waits_for_a_gradient(monkeypatch):
+    """Or a compiler would do it in the forward pass, and keep what it was not to keep."""
+    captured = []
+    capture = graph.capture
+    monkeypatch.setattr(graph, "capture", lambda *args: captured.append(capture(*args)) or captured[-1])
+    product = torch.ops.aten.addmm.default
+    for names in (("remat",), ("remat", "accumulate")):
+        step = ft.compiled(backend="eager")(build(names)[1])
+        step(step.init(), make_batch(0))
+        waiting, again = set(), 0
+        for node in captured[-1].graph.nodes:
+            if node.target is torch.ops.ftrain.after.default or waiting & {*node.all_input_nodes}:
+                waiting.add(node)
+                again += node.target is product
+        assert again == 4 * len(names)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_auto_says_which_lowering_it_took(caplog):
     def branching(model, batch):
