@@ -31,12 +31,17 @@ MOST_STATES = 2000
 log = logging.getLogger("ftrain")
 
 
+BYTE, LOOKED_UP = 16, 1_000_000
+"""Floating-point operations that take as long as to move a byte (Williams et al. 2009, *Roofline*; 5 to 20 in float32,
+on CPUs and GPUs alike), and as Python takes to see whether the result of an operation is kept: some 10 us."""
+
+
 class Price(NamedTuple):
-    """What a policy costs in a block: bytes that are kept, and floating-point operations to do again."""
+    """What a policy costs in a block: bytes that are kept, and work to do again, in floating-point operations."""
 
     policy: str
     size: int
-    flops: int
+    work: int
 
 
 class Budget:
@@ -99,18 +104,18 @@ class Budget:
 
 
 def choose(menus: Sequence[Sequence[Price]], share: float) -> list[str]:
-    """Return a policy for each block: the fewest operations again, within a share of the most that could be kept.
+    """Return a policy for each block: the least work again, within a share of the most that could be kept.
 
     Args:
         menus: of each block, the prices of its policies; one of them keeps nothing.
         share: in [0, 1], of the sum of the largest sizes.
     """
     limit = share * sum(max(price.size for price in menu) for menu in menus)
-    # Of a multiple-choice knapsack, the sums that no other beats: smaller ones need more operations.
+    # Of a multiple-choice knapsack, the sums that no other beats: smaller ones need more work.
     states: list[tuple[int, int, tuple[Any, ...]]] = [(0, 0, ())]
     for menu in menus:
         sums = [
-            (size + price.size, again + price.flops, (chosen, price.policy))
+            (size + price.size, again + price.work, (chosen, price.policy))
             for size, again, chosen in states
             for price in menu
             if size + price.size <= limit
@@ -131,7 +136,7 @@ def _unbeaten(states: list[tuple[int, int, Any]], limit: float) -> list[tuple[in
             best.append(state)
     if len(best) <= MOST_STATES:
         return best
-    # Of sums that are nearly the same, the one with the fewest operations, which is the last.
+    # Of sums that are nearly the same, the one with the least work, which is the last.
     return list({int(state[0] / limit * MOST_STATES): state for state in best}.values())
 
 
@@ -143,7 +148,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Held, so that no other tensor takes the place of one that is gone.
         self._made: dict[int, Tensor] = {}
         self._saved: set[int] = set()
-        self._flops = self._dots = self._results = 0
+        self._work = self._dots = self._results = self._operations = 0
 
     def save(self, tensor: Tensor) -> None:
         """Note what is kept for the backward pass; what was there before the block is not the block's."""
@@ -153,7 +158,9 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what the policies cost."""
         kept = sum(each.untyped_storage().nbytes() for key, each in self._made.items() if key in self._saved)
         whole = Price(NONE, kept, 0)
-        prices = [Price(FULL, 0, self._flops), Price("dots", self._results, self._flops - self._dots), whole]
+        # Each operation is looked up when it is kept, and when it is made again.
+        rest = self._work - self._dots + 2 * LOOKED_UP * self._operations
+        prices = [Price(FULL, 0, self._work), Price("dots", self._results, rest), whole]
         return [price for price in prices if price.size < kept or price is whole]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,10 +170,12 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(func, torch._ops.OpOverload) and not func.is_view:
             given, results = _storages((args, kwargs)), _storages(returned)
             self._made.update({key: leaf for key, leaf in results.items() if key not in given})
-            count = flops(func, func.overloadpacket.__name__, args, kwargs, returned)
-            self._flops += count
+            moved = sum(leaf.nbytes for leaf in tree.leaves((args, kwargs, returned)) if isinstance(leaf, Tensor))
+            work = max(flops(func, func.overloadpacket.__name__, args, kwargs, returned), BYTE * moved)
+            self._work += work
+            self._operations += 1
             if func in DOTS:
-                self._dots += count
+                self._dots += work
                 self._results += sum(leaf.untyped_storage().nbytes() for leaf in results.values())
         return returned
 

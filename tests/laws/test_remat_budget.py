@@ -57,13 +57,13 @@ def test_no_choice_within_the_budget_is_better(seed, monkeypatch):
         prices = [next(p for p in menu if p.policy == name) for menu, name in zip(given, chosen, strict=True)]
         assert sum(price.size for price in prices) <= share * largest
         allowed = [c for c in itertools.product(*given) if sum(price.size for price in c) <= share * largest]
-        assert sum(p.flops for p in prices) == min(sum(price.flops for price in each) for each in allowed)
+        assert sum(p.work for p in prices) == min(sum(price.work for price in each) for each in allowed)
     # Where there are too many sums to keep them all, it is still within the budget, and near.
     monkeypatch.setattr(budget, "MOST_STATES", 30)
     prices = [next(p for p in menu if p.policy == name) for menu, name in zip(given, choose(given, 0.5), strict=True)]
     assert sum(price.size for price in prices) <= 0.5 * largest
     allowed = [c for c in itertools.product(*given) if sum(price.size for price in c) <= 0.45 * largest]
-    assert sum(p.flops for p in prices) <= min(sum(price.flops for price in each) for each in allowed)
+    assert sum(p.work for p in prices) <= min(sum(price.work for price in each) for each in allowed)
 
 
 def test_each_shape_of_a_batch_is_sized_once(monkeypatch):
@@ -150,3 +150,20 @@ def test_a_loss_that_asks_for_a_value():
 
 def test_how_it_prints():
     assert "remat(budget=0.5, blocks=4)" in repr(build(ft.remat(budget=0.5, blocks=[Block])))
+
+
+@pytest.mark.parametrize(("width", "better"), [(16, False), (2048, True)])
+def test_products_are_kept_where_that_saves_more_than_it_costs(width, better, monkeypatch):
+    """What is kept is looked up for each operation, which takes as long as a small product."""
+    seen = []
+    monkeypatch.setattr(budget, "choose", lambda menus, share: seen.extend(menus) or choose(menus, share))
+
+    @ft.block
+    def block(w, x):
+        return (x @ w).sin().cos().exp()
+
+    step = ft.train_step(lambda params, batch: block(params["w"], batch).sum(), ft.optim.sgd(0.1))
+    step = ft.remat(budget=0.5)(step)
+    ft.anatomy(step, step.init({"w": torch.ones(width, width)}), torch.ones(width, width), measure=False)
+    work = {price.policy: price.work for price in seen[0]}
+    assert (work["dots"] < work["full"]) == better
