@@ -112,7 +112,13 @@ def _require_even(batch: PyTree, found: list[Any], n: int) -> None:
 def _weighed(piece: Gradients) -> Gradients:
     """Turn the gradient of a mean into that of the sum, in memory that is this wrapper's own."""
     # One of a plain number is copied too: two parameters may have the same gradient, or one that is part of the batch.
-    return replace(piece, grads=tree.scale(piece.grads, 1.0 if piece.loss.plain else piece.loss.weight))
+    grads = tree.scale(piece.grads, 1.0 if piece.loss.plain else piece.loss.weight)
+    # Of yes and no, too, the mean is taken: their sum would be yes.
+    metrics = {
+        name: each.float() if isinstance(each, Tensor) and each.dtype == torch.bool else each
+        for name, each in piece.metrics.items()
+    }
+    return replace(piece, grads=grads, metrics=metrics)
 
 
 def _added(total: Gradients, piece: Gradients) -> Gradients:

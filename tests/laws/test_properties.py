@@ -86,3 +86,12 @@ def test_gradients_that_are_not_its_own_are_not_written():
     assert torch.equal(batch["x"], given["x"])
     halves = [gradient({name: part[half : half + 2] for name, part in given.items()}) for half in (0, 2)]
     torch.testing.assert_close(found, ft.tree.map(lambda a, b: (a + b) / 2, *halves))
+
+
+def test_a_metric_of_yes_and_no_is_the_share_of_yes():
+    def loss(params, batch):
+        return (params["w"] * batch).mean(), {"positive": (batch > 0).all()}
+
+    step = ft.accumulate(4)(ft.train_step(loss, ft.optim.sgd(1.0)))
+    _, metrics = step(step.init({"w": torch.ones(())}), torch.tensor([1.0, -1.0, 2.0, 3.0]))
+    assert float(metrics["positive"]) == 0.75
