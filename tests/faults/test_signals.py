@@ -155,8 +155,10 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
     stopped = -number if number == signal.SIGTERM else INTERRUPTED
     tries, draw = times(150, 6), random.Random(name)
     states, takes = whole()[2], length(tmp_path / "first")
-    failures, at_once = [], 0
-    for tried in range(tries):
+    failures, at_once, tried = [], 0, 0
+    # When the second one comes is a matter of luck: a few tries may all have missed what the first has begun.
+    while tried < tries or (not at_once and tried < 20 * tries):
+        tried += 1
         directory = tmp_path / str(tried)
         moments = [draw.uniform(0, takes), draw.choice([0.0, draw.uniform(0, 0.01)])]
         found, _ = signalled(directory, number, moments, default=True)
@@ -169,7 +171,7 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
             failures.append((tried, found, latest.step))
         if not goes_on(directory):
             failures.append((tried, found, "goes on otherwise"))
-    record(f"signals: {name} twice", runs=tries, failures=len(failures), note=f"{at_once} stopped at once")
+    record(f"signals: {name} twice", runs=tried, failures=len(failures), note=f"{at_once} stopped at once")
     assert not failures
     assert at_once
 
