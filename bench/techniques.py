@@ -40,6 +40,7 @@ OURS: Mapping[str, Callable[[str], Any]] = {
     "update_in_backward()": lambda folder: ft.update_in_backward(),
     'offload("opt_state", directory)': lambda folder: ft.offload("opt_state", directory=folder),
     'offload("activations")': lambda folder: ft.offload("activations"),
+    "compiled()": lambda folder: ft.compiled(donate=True),
     "split": lambda folder: ft.compiled(lowering="split", donate=True),
 }
 
