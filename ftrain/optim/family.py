@@ -121,7 +121,7 @@ def leafwise(
         foreach: whether the rule takes many leaves at a time.
         storage: how parameters and moments are stored, where that is not as they are computed; the rule then works
             element by element, and writes vectors.
-        weight_decay: what the rule does with it, it knows; with none, leaves are not told apart by it.
+        weight_decay: applied by the rule itself; where it is 0, the mask does not part the leaves into groups.
         decay_mask: which leaves decay.
         options: what else is printed, where it is not zero or false.
 

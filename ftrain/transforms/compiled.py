@@ -237,9 +237,7 @@ class _Compiled:
         copies = tree.clone(inputs)
         with torch.no_grad(), backends.of(device).seeded(random.seed_of(words)):
             self._core(*copies)
-        rng = self._unpack(copies[2])[0][0] if self._step.base.needs_rng else None
-        parts = purity.merge(state.params, state.frozen), batch
-        graphs, breaks = explain(self._step.loss.fn, *parts, rng=rng, buffers=tree.clone(state.buffers))
+        graphs, breaks = _explained(self._step, state, batch, self._unpack(copies[2])[0][0])
         update = self._traced.graphs[-1].captured
         return Lowered("split", len(graphs) + 1, count_nodes(*graphs, update), None, breaks)
 
@@ -341,6 +339,14 @@ class _Compiled:
         self._may_split, self._lowering, self._core, self._why = False, "split", self._split(), str(error)
 
 
+def _explained(
+    step: Step, state: TrainState, batch: PyTree, rng: Tensor
+) -> tuple[list[fx.GraphModule], tuple[str, ...]]:
+    """The graphs of a loss, and where they break; `rng` is the key of the step, if it draws."""
+    parts = purity.merge(state.params, state.frozen), batch
+    return explain(step.loss.fn, *parts, rng=rng if step.base.needs_rng else None, buffers=tree.clone(state.buffers))
+
+
 class _CompiledLoss:
     """Runs a step with its loss compiled, and the rest operation by operation."""
 
@@ -360,14 +366,8 @@ class _CompiledLoss:
     def lower(self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> Lowered:
         """Say what of the loss is compiled for a state and a batch like these."""
         rng = random.to_device(random.from_words(words), tree.device_of(state.params))
-        parts = purity.merge(state.params, state.frozen), batch
         with self._compiler.cache():
-            graphs, breaks = explain(
-                self._step.loss.fn,
-                *parts,
-                rng=rng if self._step.base.needs_rng else None,
-                buffers=tree.clone(state.buffers),
-            )
+            graphs, breaks = _explained(self._step, state, batch, rng)
         return Lowered("split", len(graphs), count_nodes(*graphs), None, breaks)
 
 

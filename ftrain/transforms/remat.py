@@ -45,9 +45,9 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
         budget: a share in [0, 1] of what the blocks keep beside their inputs without this wrapper: each block gets
             the policy ``"full"``, ``"dots"`` or ``"none"``, so that what is kept lies within the share and the
             least is done again, by an estimate of products, of memory moved, and of what policies cost the host. Blocks
-            are sized when the loss first meets a batch of
-            a shape, on tensors without memory; blocks within a block belong to it. Split-compiled steps keep to the
-            same choice: the partitioner of `torch.compile` with a budget of its own draws dropout anew.
+            are sized when the loss first meets a batch of a shape, on tensors without memory; blocks within a block
+            belong to it. Split-compiled steps keep to the same choice: the partitioner of `torch.compile` with a budget
+            of its own draws dropout anew.
 
     Raises:
         OptionError: for an unknown policy, a budget outside of [0, 1] or beside policies, or when there is no
