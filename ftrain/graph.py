@@ -9,7 +9,8 @@ key (`ftrain.keyed.Keyed`), so a graph holds no hidden state.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,6 +33,7 @@ Flat: TypeAlias = Callable[..., Sequence[Tensor]]
 """A function from tensors, as positional arguments, to a sequence of tensors."""
 
 INDUCTOR = "inductor"
+NUMBER = "ftrain_number"
 VALUE_NEEDED = DataDependentOutputException, DynamicOutputShapeException
 TRUSTED = {"size_asserts": False, "alignment_asserts": False}
 """The shapes of the inputs are guarded before the graph is chosen, and asserting each again costs 0.3 us."""
@@ -109,19 +111,88 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str,
         backend: a backend of `torch.compile` by name.
         options: settings of Inductor, by name.
     """
-    # Imported when there is something to compile: these take seconds.
+    # Imported when there is something to compile, and so below: this takes seconds.
     from torch._dynamo.backends.registry import lookup_backend
-    from torch._inductor.compile_fx import compile_fx
 
     if backend != INDUCTOR:
         with torch.no_grad():
             return lookup_backend(backend)(graph, list(inputs))
     # With an environment of shapes, none of which it holds, or Inductor keeps nothing for the next start.
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in inputs]
+    return _inductor(graph, [mode.from_tensor(x.detach(), static_shapes=True) for x in inputs], mode, options)
+
+
+def _inductor(graph: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, options: Mapping[str, Any]) -> Flat:
+    from torch._inductor.compile_fx import compile_fx
+
     with torch.no_grad(), tracing(TracingContext(mode)):
         patches = {**TRUSTED, **(SPARING if barrier.is_in(graph) else {}), **options}
         return compile_fx(graph, fakes, config_patches=patches)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What Inductor makes of a captured graph.
+
+    Args:
+        source: Python code whose function ``call`` takes memory, calls kernels and gives memory back.
+        origins: name of a buffer in it -> numbers of the nodes of the graph that it is computed by.
+        constants: name in it -> tensor that is part of the graph.
+    """
+
+    source: str
+    origins: Mapping[str, Sequence[int]]
+    constants: Mapping[str, Tensor]
+
+
+def plan_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Plan:
+    """Let Inductor plan how it runs a captured graph, without compiling a kernel.
+
+    Args:
+        graph: from `capture`.
+        inputs: tensors of the shapes, dtypes and devices it was captured with; they need no memory.
+        options: settings of Inductor, by name.
+    """
+    from torch._functorch import config
+    from torch._inductor.graph import GraphLowering
+
+    # Of all that is written into a node, Inductor takes this over into what it makes of the node.
+    for number, node in enumerate(graph.graph.nodes):
+        node.meta["custom"] = {NUMBER: number}
+    mode, planner = FakeTensorMode(shape_env=ShapeEnv()), _Planner()
+    with mode:
+        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+    before, GraphLowering.save_output_code = GraphLowering.save_output_code, planner
+    try:
+        with config.patch(enable_autograd_cache=False):
+            _inductor(graph, fakes, mode, {**options, "fx_graph_cache": False})
+    except _Planned:
+        pass
+    finally:
+        GraphLowering.save_output_code = before
+    return planner.plan
+
+
+class _Planned(BaseException):
+    """Stops Inductor, which wraps no exception of this kind."""
+
+
+class _Planner:
+    """Takes the code that Inductor has written, and stops it before its kernels are compiled."""
+
+    plan: Plan
+
+    def __call__(self, source: str) -> None:
+        from torch._inductor.virtualized import V
+
+        buffers: Mapping[str, Any] = V.graph.name_to_buffer
+        origins = {name: _numbers(buffer.get_origins()) for name, buffer in buffers.items()}
+        self.plan = Plan(source, origins, dict(V.graph.constants))
+        raise _Planned
+
+
+def _numbers(nodes: Iterable[fx.Node]) -> list[int]:
+    return sorted({node.meta["custom"][NUMBER] for node in nodes if NUMBER in node.meta.get("custom", ())})
 
 
 def require_backend(function: str, backend: str, mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class _Search:
     def __init__(self, step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None) -> None:
         self.step, self.state, self.batch = step, state, batch
         told = as_bytes(memory) if memory is not None else None
-        resting = anatomy(step, state, batch, measure=False).at_rest
+        resting = anatomy(step, state, batch, measure=False, fuse=False).at_rest
         self.memory = told if told is not None else self._free() + resting.total()
         if resting.total() > self.memory:
             raise _below(self, resting)
@@ -277,7 +277,7 @@ class _Search:
     def _size(self, pieces: int, policy: str) -> tuple[int, int]:
         """Bytes at the peak of a candidate, and its operations."""
         step, batch = self._shown(pieces, policy)
-        found = anatomy(step, self.outline(step), batch, measure=False)
+        found = anatomy(step, self.outline(step), batch, measure=False, fuse=False)
         again = sum(each.flops for each in found.timeline.operations if each.phase != UPDATE)
         flops = sum(found.flops.values()) + again * max(pieces - 2, 0) // 2
         return found.peak + _bytes(self.batch) - _bytes(batch), flops
@@ -327,7 +327,7 @@ class _Search:
         if self.state is None or not self.runs:
             return None
         try:
-            return anatomy(step, state_for(step, self.step, self.state), self.batch).measured
+            return anatomy(step, state_for(step, self.step, self.state), self.batch, fuse=False).measured
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -378,7 +378,7 @@ def _below(search: _Search, resting: Counter[str]) -> OptionError:
     lines.append("What would take less:")
     with suppress(FtrainError):
         for name, other in smaller_optimizers(search.step).items():
-            size = anatomy(other, search.outline(other), search.batch, measure=False).at_rest.total()
+            size = anatomy(other, search.outline(other), search.batch, measure=False, fuse=False).at_rest.total()
             lines.append(f"  {f'ft.optim.{name}':<34} {_mib(size):>12}")
     return OptionError("\n".join([*lines, "  fewer parameters that train (trainable=, ft.lora), a smaller model"]))
 

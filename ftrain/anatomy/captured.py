@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
@@ -52,8 +53,25 @@ def labelled(node: PyTree, kind: str) -> PyTree:
     return tree.map(lambda leaf: Label(kind) if isinstance(leaf, Tensor) else leaf, node)
 
 
-def timeline_of(captured: fx.GraphModule, inputs: PyTree, marked: Mapping[int, str], rest: str) -> Timeline:
-    """Return the pieces and operations of a captured graph.
+@dataclass
+class Serial:
+    """What a captured graph takes when its operations run one by one.
+
+    Args:
+        graph: it.
+        timeline: its pieces and operations.
+        pieces: storage of the graph -> its piece.
+        operations: node of the graph -> its operation, if it is one.
+    """
+
+    graph: fx.GraphModule
+    timeline: Timeline = field(default_factory=Timeline)
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    operations: dict[fx.Node, Operation] = field(default_factory=dict)
+
+
+def serial(captured: fx.GraphModule, inputs: PyTree, marked: Mapping[int, str], rest: str) -> Serial:
+    """Return what a captured graph takes, from each node until the last that reads what it makes.
 
     Args:
         captured: by a function that ran under `Noting`.
@@ -61,10 +79,9 @@ def timeline_of(captured: fx.GraphModule, inputs: PyTree, marked: Mapping[int, s
         marked: identity of a storage -> what it is for.
         rest: what is left of the step when it is done.
     """
-    nodes, timeline = list(captured.graph.nodes), Timeline()
-    last = _last_uses(nodes)
+    found, nodes = Serial(captured), list(captured.graph.nodes)
+    timeline, pieces, last = found.timeline, found.pieces, _last_uses(nodes)
     labels = iter(leaf.kind for leaf in tree.leaves(inputs) if isinstance(leaf, Label))
-    pieces: dict[int, Piece] = {}
     ends: dict[int, list[int]] = {}
     for index, node in enumerate(nodes):
         kind, phase = "", node.meta.get(PHASE, UPDATE)
@@ -73,9 +90,10 @@ def timeline_of(captured: fx.GraphModule, inputs: PyTree, marked: Mapping[int, s
             phase = "" if kind else FORWARD
         for key, size in storages(node):
             if key not in pieces:
-                source = _source(node, pieces)
-                made = Piece(size, len(timeline.operations), phase, node.meta.get(MODULE, ""), kind, source)
-                made.kind = kind or marked.get(key, "")
+                # What looks at a constant takes nothing.
+                taken = size if node.op == "placeholder" or is_operation(node) else 0
+                made = Piece(taken, len(timeline.operations), phase, node.meta.get(MODULE, ""), kind)
+                made.kind, made.source = kind or marked.get(key, ""), _source(node, pieces)
                 pieces[key] = made
                 timeline.pieces.append(made)
             if last[key] < len(nodes) - 1 and pieces[key].phase:
@@ -83,10 +101,11 @@ def timeline_of(captured: fx.GraphModule, inputs: PyTree, marked: Mapping[int, s
             elif pieces[key].phase == UPDATE and not pieces[key].kind:
                 pieces[key].kind = rest
         if is_operation(node):
-            timeline.operations.append(_operation(node, phase))
+            found.operations[node] = _operation(node, phase)
+            timeline.operations.append(found.operations[node])
         for key in ends.pop(index, ()):
             pieces[key].died = len(timeline.operations)
-    return timeline
+    return found
 
 
 def is_operation(node: fx.Node) -> bool:

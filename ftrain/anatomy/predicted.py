@@ -11,28 +11,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftrain import random, tree
-from ftrain.anatomy.captured import Noting, labelled, timeline_of
-from ftrain.anatomy.timeline import BACKWARD, FORWARD, UPDATE, Piece, Timeline, Tracker
+from ftrain.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, name_the_rest
+from ftrain.anatomy.timeline import Timeline, Tracker
+from ftrain.anatomy.whole import predict_whole
 from ftrain.errors import TraceError
 from ftrain.graph import VALUE_NEEDED
 from ftrain.slots import bound, pristine, slots_of
 from ftrain.step import Step
 from ftrain.transfers import is_abstract, is_in_file
 from ftrain.types import RNG, Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
-
-KINDS = (
-    "parameters",
-    "frozen parameters",
-    "low-precision copies",
-    "optimizer state",
-    "gradients",
-    "activations",
-    "buffers and slots",
-    "batch",
-    "next state",
-    "temporaries",
-)
-PARAMETERS, FROZEN, COPIES, OPTIMIZER, GRADIENTS, ACTIVATIONS, REST, BATCH, NEXT, TEMPORARIES = KINDS
 
 
 def abstract_state(step: Step, module: nn.Module) -> TrainState:
@@ -71,10 +58,10 @@ def abstractly(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None
         ) from error
 
 
-def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
+def predict(step: Step, state: TrainState, batch: PyTree, *, fuse: bool) -> Timeline:
     """Run a step on tensors without memory, operation by operation, and return what it took.
 
-    A step that is compiled whole is captured, and what its graph takes is returned.
+    A step that is compiled whole is captured, and what its graph takes is returned; see `predict_whole`.
 
     Raises:
         TraceError: when the step asks for the value of a tensor.
@@ -86,7 +73,7 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
     # Where it is in use, it has the memory that it is without while it waits.
     state = replace(state, opt_state=tree.map(_dense, state.opt_state))
     state, batch = tree.map(lambda leaf: _fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch))
-    if (found := _captured(step, state, batch, hyper)) is not None:
+    if (found := predict_whole(step, state, batch, hyper, fuse=fuse)) is not None:
         return found
     key = _fake(mode, random.from_words(words)) if step.base.needs_rng else None
     if step.optimizer.needs_rng:
@@ -101,12 +88,12 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
     began: list[int] = []
     tracker = Tracker({kind: _tensors(part) for kind, part in known.items()}, step.base.module)
 
-    tracker.leave_out([leaf for leaf, away in zip(_tensors(state.opt_state), elsewhere, strict=True) if away])
+    tracker.ledger.leave_out([leaf for leaf, away in zip(_tensors(state.opt_state), elsewhere, strict=True) if away])
 
     def marking(update: UpdateFn) -> UpdateFn:
         def marked(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-            tracker.mark(_tensors(gradients.grads), GRADIENTS)
-            began.append(len(tracker.timeline.operations))
+            tracker.ledger.mark(_tensors(gradients.grads), GRADIENTS)
+            began.append(len(tracker.ledger.timeline.operations))
             return update(state, gradients, hyper, donate=donate)
 
         return marked
@@ -114,50 +101,9 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
     core = step.assemble(donate=step.donate, around_update=marking)
     with abstractly("anatomy", step, mode), tracker, tracker.running.followed():
         new, _ = core(state, batch, hyper, key)
-        tracker.mark(_tensors(new), NEXT)
-    _name_the_rest(tracker.timeline, began[0])
-    return tracker.timeline
-
-
-def _captured(step: Step, state: TrainState, batch: PyTree, hyper: dict[str, float]) -> Timeline | None:
-    """The timeline of the graph of a step, if it is one graph."""
-    capture = getattr(step.runner, "capture", None)
-    if capture is None:
-        return None
-    noting, marked, began = Noting({}, step.base.module), dict[int, str](), [0]
-
-    def marking(update: UpdateFn) -> UpdateFn:
-        def watched(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-            marked.update((leaf.untyped_storage()._cdata, GRADIENTS) for leaf in _tensors(gradients.grads))
-            began[0] = noting.operations
-            return update(state, gradients, hyper, donate=donate)
-
-        return watched
-
-    core = step.assemble(around_update=marking)
-
-    def noted(*args: Any) -> Any:
-        with noting, noting.running.followed():
-            return core(*args)
-
-    try:
-        with step.loss.scope(True):
-            captured = capture(noted, state, batch, hyper, (0, 0))
-    except TraceError:
-        return None  # Then it is split, or says so when it runs.
-    if captured is None:
-        return None
-    known = replace(
-        state,
-        params=labelled(state.params, PARAMETERS),
-        frozen=labelled(state.frozen, FROZEN),
-        buffers=labelled(state.buffers, REST),
-        opt_state=labelled(state.opt_state, OPTIMIZER),
-        slots=labelled(state.slots, REST),
-    )
-    timeline = timeline_of(captured, (known, labelled(batch, BATCH)), marked, NEXT)
-    _name_the_rest(timeline, began[0])
-    return timeline
+        tracker.ledger.mark(_tensors(new), NEXT)
+    name_the_rest(tracker.ledger.timeline, began[0])
+    return tracker.ledger.timeline
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -186,30 +132,3 @@ def _dense(leaf: Any) -> Any:
 
 def _tensors(node: PyTree) -> list[Any]:
     return [leaf for leaf in tree.leaves(node) if isinstance(leaf, Tensor)]
-
-
-def _name_the_rest(timeline: Timeline, update: int) -> None:
-    """Say of pieces what they were for, by when they came and went; `update` is the first operation of the update."""
-    backward = [number for number, each in enumerate(timeline.operations) if each.phase == BACKWARD]
-    starts = [n for n, before in zip(backward, [-2, *backward], strict=False) if n != before + 1]
-    ends = [n for n, after in zip(backward, [*backward[1:], -1], strict=True) if n + 1 != after]
-
-    def outlives(piece: Piece, moments: list[int]) -> bool:
-        return any(piece.born <= moment < timeline.end(piece) - 1 for moment in moments)
-
-    for piece in timeline.pieces:
-        if piece.kind:
-            continue
-        if piece.phase == FORWARD and _is_parameter(piece.source):
-            piece.kind = COPIES
-        elif piece.phase == FORWARD and outlives(piece, starts):
-            piece.kind = ACTIVATIONS
-        elif outlives(piece, ends) if piece.phase == BACKWARD else piece.phase == UPDATE and piece.born < update:
-            # What is left of a backward pass, and what is made of it before the update: sums, clipped ones.
-            piece.kind = GRADIENTS
-        else:
-            piece.kind = TEMPORARIES
-
-
-def _is_parameter(piece: Piece | None) -> bool:
-    return piece is not None and piece.kind in (PARAMETERS, FROZEN, COPIES)

@@ -9,7 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from ftrain.anatomy.drawing import draw
-from ftrain.anatomy.predicted import ACTIVATIONS, COPIES, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
+from ftrain.anatomy.kinds import ACTIVATIONS, COPIES, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from ftrain.anatomy.timeline import Timeline
 from ftrain.operations import GROUPS
 

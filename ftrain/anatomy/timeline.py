@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import tree
@@ -72,22 +72,28 @@ class Timeline:
         return list(itertools.accumulate(changes))[: len(self.operations)]
 
 
-class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes a `Timeline` of what runs inside of it.
+class Ledger:
+    """Writes down in a `Timeline` which memory is taken, and sees by itself when it is given back."""
 
-    Args:
-        known: kind -> tensors that are there before.
-        module: whose parts are named.
-    """
-
-    def __init__(self, known: Mapping[str, Sequence[Tensor]], module: nn.Module | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
         self.timeline = Timeline()
         self._live: dict[int, Piece] = {}
-        self.running = Running(module)
-        for kind, tensors in known.items():
-            for tensor in tensors:
-                self._take(tensor, kind)
+
+    def take(self, tensor: Tensor, kind: str = "", phase: str = "", module: str = "", of: Tensor | None = None) -> None:
+        """Write down the memory of a tensor, unless it is known; `of` is what it copies in another dtype."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._live:
+            self._begin(storage, Piece(0, 0, phase, module, kind, None if of is None else self.piece_of(of)))
+            weakref.finalize(storage, self._give_back, storage._cdata)
+
+    def renew(self, tensor: Tensor, kind: str, phase: str, module: str) -> None:
+        """Write down that from now on memory is used for something else."""
+        self._live[tensor.untyped_storage()._cdata].died = len(self.timeline.operations)
+        self._begin(tensor.untyped_storage(), Piece(0, 0, phase, module, kind))
+
+    def piece_of(self, tensor: Tensor) -> Piece | None:
+        """Return the piece that is a tensor's memory now."""
+        return self._live.get(tensor.untyped_storage()._cdata)
 
     def leave_out(self, tensors: Sequence[Tensor]) -> None:
         """Say what was there before and is no memory of the device."""
@@ -97,9 +103,35 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, tensors: Sequence[Tensor], kind: str) -> None:
         """Say what memory is for that was taken before."""
         for tensor in tensors:
-            piece = self._live.get(tensor.untyped_storage()._cdata)
+            piece = self.piece_of(tensor)
             if piece is not None and not piece.kind:
                 piece.kind = kind
+
+    def _begin(self, storage: UntypedStorage, piece: Piece) -> None:
+        piece.size, piece.born = storage.nbytes(), len(self.timeline.operations)
+        self._live[storage._cdata] = piece
+        self.timeline.pieces.append(piece)
+
+    def _give_back(self, key: int) -> None:
+        piece = self._live.pop(key, None)
+        if piece is not None:
+            piece.died = len(self.timeline.operations)
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes a `Ledger` of what runs inside of it.
+
+    Args:
+        known: kind -> tensors that are there before.
+        module: whose parts are named.
+    """
+
+    def __init__(self, known: Mapping[str, Sequence[Tensor]], module: nn.Module | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger, self.running = Ledger(), Running(module)
+        for kind, tensors in known.items():
+            for tensor in tensors:
+                self.ledger.take(tensor, kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and write down what it takes."""
@@ -109,28 +141,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returned = None if name.startswith("_fused_") and name.endswith("_") else func(*args, **kwargs)
         for leaf in tree.leaves(returned):
             if isinstance(leaf, Tensor):
-                self._take(leaf, phase=phase, source=args[0] if name == "_to_copy" else None)
+                of = args[0] if name == "_to_copy" else None
+                self.ledger.take(leaf, phase=phase, module=self.running.name, of=of)
         if not is_view(func):
             count = flops(func, name, args, kwargs, returned)
-            self.timeline.operations.append(Operation(group_of(name), phase, count))
+            self.ledger.timeline.operations.append(Operation(group_of(name), phase, count))
         return returned
-
-    def _take(self, tensor: Tensor, kind: str = "", phase: str = "", source: Tensor | None = None) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._live:
-            return
-        module = self.running.name
-        origin = self._live.get(source.untyped_storage()._cdata) if source is not None else None
-        piece = Piece(storage.nbytes(), len(self.timeline.operations), phase, module, kind, origin)
-        self._live[key] = piece
-        self.timeline.pieces.append(piece)
-        weakref.finalize(storage, self._give_back, key)
-
-    def _give_back(self, key: int) -> None:
-        piece = self._live.pop(key, None)
-        if piece is not None:
-            piece.died = len(self.timeline.operations)
 
 
 def phase_now() -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from ftrain import backends, graph, purity, random, tree
-from ftrain.backends import Recorder
 from ftrain.checks import require_positive
-from ftrain.devicegraph import Replayed
+from ftrain.compiler import Compiler
 from ftrain.eager import Eager
 from ftrain.errors import ComposeError, OptionError, TraceError
 from ftrain.inductor_random import Fused
@@ -25,14 +21,12 @@ from ftrain.keyed import Keyed
 from ftrain.lowered import Lowered, count_nodes, explain, peak_bytes
 from ftrain.slots import pristine
 from ftrain.step import Step
-from ftrain.traced import Carrying, Compile, Kinds, Traced
+from ftrain.traced import Kinds, Traced
 from ftrain.types import (
     RNG,
     Core,
     Gradients,
     Hyper,
-    LossFn,
-    LossOutput,
     Metrics,
     PyTree,
     Runner,
@@ -43,7 +37,6 @@ from ftrain.types import (
 from ftrain.wrapper import Wrapper, wrapper
 
 LOWERINGS = ("auto", "whole", "split")
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
 SPLIT_PULLS = (
     "a split step cannot be updated within its backward pass, which is one operation there and makes all gradients"
 )
@@ -127,84 +120,6 @@ def compiled(
     return Wrapper("compiled", "compiled", "step", step=run, function=function, donate=donate, suits=suits)
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiler:
-    """The settings of a compilation."""
-
-    backend: str | None
-    options: Mapping[str, Any]
-    fullgraph: bool
-    dynamic: bool
-    replay: bool | None
-    cache_dir: str | Path | None
-    max_graphs: int
-
-    def compile(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int) -> graph.Flat:
-        """Compile a captured graph for the device of its inputs."""
-        with self.cache(), backends.of(inputs[0].device).seeded(0):
-            return graph.compile_graph(captured, inputs, self.backend_for(inputs[0].device), self.options)
-
-    def replaying(self) -> Compile:
-        """Return `compile` for the graphs of one step, which the device records and replays if it can.
-
-        Raises:
-            OptionError: from what it returns, when the device cannot and ``replay=True``.
-        """
-        recorders: dict[str, Recorder] = {}
-
-        def compile(  # noqa: A001
-            captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int
-        ) -> graph.Flat:
-            run, backend = self.compile(captured, inputs, carried), backends.of(inputs[0].device)
-            if self.replay and backend.recorder is None:
-                raise OptionError(f"compiled: replay=True, and {backend.name} has nothing to record and replay with")
-            if self.replay is False or backend.recorder is None:
-                return run
-            if backend.name not in recorders:
-                recorders[backend.name] = backend.recorder()
-            return Replayed(run, carried, recorders[backend.name])
-
-        return compile
-
-    def compile_loss(self, loss: LossFn) -> LossFn:
-        """Hand a loss to `torch.compile`, with the backend of the device that it is first called on."""
-        settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
-        settings["options"] = dict(self.options) or None
-        found: dict[str, LossFn] = {}
-
-        def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-            backend = self.backend_for(tree.device_of(params))
-            if backend not in found:
-                found[backend] = torch.compile(loss, backend=backend, **settings)
-            return found[backend](params, batch, rng=rng, buffers=buffers)
-
-        return compiled
-
-    def backend_for(self, device: torch.device) -> str:
-        """The backend that was asked for, or the one that suits the device."""
-        return self.backend or backends.of(device).compile_backend
-
-    def traced(self, function: Carrying, *, donate: bool, replay: bool = False) -> Traced:
-        """Return a function of trees that is compiled with these settings."""
-        return Traced(function, self.replaying() if replay else self.compile, self.max_graphs, donate=donate)
-
-    @contextmanager
-    def cache(self) -> Iterator[None]:
-        """Let Inductor keep its code in `cache_dir`."""
-        if self.cache_dir is None:
-            yield
-            return
-        before = os.environ.get(CACHE)
-        os.environ[CACHE] = str(Path(self.cache_dir).expanduser())
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[CACHE]
-            else:
-                os.environ[CACHE] = before
-
-
 class _Compiled:
     """Runs a step compiled: whole, split, or whole if that can be captured and else split."""
 
@@ -254,6 +169,10 @@ class _Compiled:
         inputs = replace(state, step=None, rng=None), batch, self._pack(words, hyper, tree.device_of(state.params))
         traced = Traced(self._drawing(core), lambda captured, inputs, carried: captured, 1, donate=self._step.donate)
         return traced.graph_for(*inputs).captured
+
+    def plan(self, captured: fx.GraphModule) -> graph.Plan | None:
+        """Return how Inductor runs what was captured, if it is who compiles it."""
+        return self._compiler.plan(captured, [n.meta["val"] for n in captured.graph.nodes if n.op == "placeholder"])
 
     def _whole(self) -> Callable[..., Any]:
         # Only a donated state stays where it is.

@@ -84,14 +84,14 @@ WRAPPERS = {
 }
 
 
-def build(model, wrapper, **options):
+def build(model, wrapper, optimizer=None, **options):
     loss, batch = MODELS[model]()
     wrappers = WRAPPERS[wrapper]
     if model == "convnet":
         wrappers = [
             ft.remat(each.name and "full", blocks=["0", "1"]) if each.name == "remat" else each for each in wrappers
         ]
-    step = ft.compose(ft.train_step(loss, optim.adamw(1e-3), **options), *wrappers)
+    step = ft.compose(ft.train_step(loss, optimizer or optim.adamw(1e-3), **options), *wrappers)
     return step, batch
 
 
@@ -109,8 +109,8 @@ def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(model, wr
         assert torch.equal(a, b)
 
 
-def compiled_anatomy(model, wrapper, **options):
-    step, batch = build(model, wrapper)
+def compiled_anatomy(model, wrapper, optimizer=None, **options):
+    step, batch = build(model, wrapper, optimizer)
     step = dataclasses.replace(step, wrappers=tuple(each for each in step.wrappers if not each.donate))
     step = ft.compiled(**options)(step)
     return ft.anatomy(step, step.init(), batch)
@@ -140,9 +140,38 @@ def test_a_split_step_is_predicted_as_an_eager_one_within_five_percent(model, wr
     assert abs(found.measured / found.peak - 1) < 0.05, found
 
 
-def test_a_step_that_inductor_compiles_holds_no_more_for_what_it_computes_again():
-    found = compiled_anatomy("gpt", "remat", lowering="whole", donate=True)
-    assert found.measured < 1.05 * found.peak, found
+@pytest.mark.parametrize(
+    ("model", "wrapper", "donate"),
+    [("gpt", "remat", True), ("bert", "bf16", False), ("convnet", "skip", False)],
+)
+def test_the_predicted_peak_of_a_step_that_inductor_compiles_is_within_five_percent(model, wrapper, donate):
+    found = compiled_anatomy(model, wrapper, optim.sgd(0.1, momentum=0.9), lowering="whole", donate=donate)
+    assert found.peak == sum(found.at_peak.values())
+    # Exact but for what kernels take for themselves.
+    assert -0.001 < found.measured / found.peak - 1 < 0.05, found
+    assert not found.timeline.curve("")[-1]
+
+
+def test_what_a_fused_step_takes_is_for_what_it_takes_it_when_nothing_is_fused():
+    step, batch = build("gpt", "clip", optim.sgd(0.1))
+    step = ft.compiled(lowering="whole", donate=True)(step)
+    fused, serial = (ft.anatomy(step, step.init(), batch, measure=False, fuse=fuse) for fuse in (True, False))
+    assert fused.at_rest == serial.at_rest
+    assert fused.flops == serial.flops
+    # Clipped gradients are not kept beside those that are clipped, nor are probabilities of words.
+    assert fused.most["gradients"] == pytest.approx(serial.most["gradients"] / 2, rel=0.01)
+    assert 0.5 * serial.most["activations"] < fused.most["activations"] < 0.8 * serial.most["activations"]
+    # What is looked up in a table is looked up again.
+    assert {*serial.activations} - {*fused.activations} == {"words"}
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_constant_of_a_graph_is_there_before_and_takes_nothing(backend):
+    table = torch.randn(1000, 64)
+    step = ft.train_step(lambda params, batch: (table.T @ params["w"]).cos().sum() * batch, optim.sgd(0.1))
+    step = ft.compiled(lowering="whole", backend=backend)(step)
+    found = ft.anatomy(step, step.init({"w": torch.randn(1000)}), torch.ones(()))
+    assert found.measured == pytest.approx(found.peak, abs=64)
 
 
 def test_what_a_captured_step_takes_is_for_what_an_eager_one_takes_it():
@@ -168,9 +197,13 @@ def test_a_captured_step_of_a_model_that_no_machine_holds():
         model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(10)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
     step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), ft.compiled(donate=True))
-    found = ft.anatomy(step, None, torch.empty(64, 100_000, device="meta"))
-    assert found.most["optimizer state"] == pytest.approx(8e11, rel=1e-6)
-    assert found.most["gradients"] == pytest.approx(4e11, rel=1e-6)
+    serial, fused = (
+        ft.anatomy(step, None, torch.empty(64, 100_000, device="meta"), fuse=fuse) for fuse in (False, True)
+    )
+    assert serial.most["optimizer state"] == fused.most["optimizer state"] == pytest.approx(8e11, rel=1e-6)
+    assert serial.most["gradients"] == pytest.approx(4e11, rel=1e-6)
+    # Inductor does not wait for the last gradient to update the first parameter.
+    assert fused.most["gradients"] < 2e11
 
 
 def test_convolutions_of_float16_take_a_workspace_on_cpus_that_is_no_tensor():

@@ -1,0 +1,74 @@
+"""A step that is compiled whole: captured on tensors without memory, and what its graph would take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.anatomy.captured import Noting, labelled, serial
+from ftrain.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, name_the_rest
+from ftrain.anatomy.planned import planned
+from ftrain.anatomy.timeline import Timeline
+from ftrain.errors import TraceError
+from ftrain.step import Step
+from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
+
+
+def predict_whole(
+    step: Step, state: TrainState, batch: PyTree, hyper: dict[str, float], *, fuse: bool
+) -> Timeline | None:
+    """Capture a step that is compiled whole, and return the timeline of its graph; None for another step.
+
+    Args:
+        step: the step.
+        state: a state of it, of tensors without memory.
+        batch: a batch, of tensors without memory.
+        hyper: what the optimizer gets.
+        fuse: let Inductor plan what it fuses, if it is who compiles the step; else operations run one by one.
+    """
+    runner: Any = step.runner
+    if not hasattr(runner, "capture"):
+        return None
+    noting, marked, began = Noting({}, step.base.module), dict[int, str](), [0]
+
+    def marking(update: UpdateFn) -> UpdateFn:
+        def watched(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+            made = (leaf for leaf in tree.leaves(gradients.grads) if isinstance(leaf, Tensor))
+            marked.update((leaf.untyped_storage()._cdata, GRADIENTS) for leaf in made)
+            began[0] = noting.operations
+            return update(state, gradients, hyper, donate=donate)
+
+        return watched
+
+    core = step.assemble(around_update=marking)
+
+    def noted(*args: Any) -> Any:
+        with noting, noting.running.followed():
+            return core(*args)
+
+    try:
+        with torch.no_grad(), step.loss.scope(True):
+            captured = runner.capture(noted, state, batch, hyper, (0, 0))
+    except TraceError:
+        return None  # Then it is split, or says so when it runs.
+    if captured is None:
+        return None
+    found = serial(captured, _labels(state, batch), marked, NEXT)
+    name_the_rest(found.timeline, began[0])
+    plan = runner.plan(captured) if fuse else None
+    return found.timeline if plan is None else planned(found, plan)
+
+
+def _labels(state: TrainState, batch: PyTree) -> PyTree:
+    known = replace(
+        state,
+        params=labelled(state.params, PARAMETERS),
+        frozen=labelled(state.frozen, FROZEN),
+        buffers=labelled(state.buffers, REST),
+        opt_state=labelled(state.opt_state, OPTIMIZER),
+        slots=labelled(state.slots, REST),
+    )
+    return known, labelled(batch, BATCH)
