@@ -161,6 +161,8 @@ def test_what_a_fused_step_takes_is_for_what_it_takes_it_when_nothing_is_fused()
     # Clipped gradients are not kept beside those that are clipped, nor are probabilities of words.
     assert fused.most["gradients"] == pytest.approx(serial.most["gradients"] / 2, rel=0.01)
     assert 0.5 * serial.most["activations"] < fused.most["activations"] < 0.8 * serial.most["activations"]
+    # Memory that is used again is for something else.
+    assert fused.timeline.curve("activations")[-1] < 8192
     # What is looked up in a table is looked up again.
     assert {*serial.activations} - {*fused.activations} == {"words"}
 
