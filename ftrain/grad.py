@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
@@ -14,7 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 from ftrain import purity, tree
 from ftrain.errors import LossError
 from ftrain.reader import Flattener
-from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, Mean, Metrics, PyTree, TrainState
+from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, Mean, Metrics, PyTree, TrainState, replace
 
 FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, buffers)"
 
@@ -127,42 +129,112 @@ def value_and_grad(
         LossError: from the returned function (or when gradients are pulled), when the loss changes its inputs in
             place, does not depend on the parameters, or leaves some of them unused.
     """
-    flatten = Flattener()
+    forward = _Forward(loss, name)
+    if late:
+        return _late(forward, name, allow_unused)
+    return ValueAndGrad(forward, name, allow_unused, scale, watch)
 
-    def grad(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        leaves, spec = flatten((state.params, state.frozen, batch, state.buffers))
+
+@dataclass(frozen=True)
+class Ran:
+    """What a forward pass leaves: leaves that are differentiated, the total with its graph, and the rest without."""
+
+    params: list[Tensor]
+    spec: optree.PyTreeSpec
+    total: Tensor
+    loss: Mean
+    metrics: Metrics
+    buffers: PyTree
+
+    def cotangent(self, factor: Tensor | None) -> Tensor:
+        """The gradient of the mean, or of a multiple of it, with respect to its total."""
+        weight = self.loss.weight
+        if self.loss.plain:
+            return weight.to(self.total.dtype) if factor is None else factor
+        # A loss without weight has no gradient: 0, where 1 / 0 would put NaN into the parameters.
+        cotangent = torch.where(weight == 0, 0.0, 1.0 / weight).to(self.total.dtype)
+        return cotangent if factor is None else cotangent * factor
+
+
+class _Forward:
+    """Runs a loss on leaves of its own, or on those of an earlier run."""
+
+    def __init__(self, loss: LossFn, name: str) -> None:
+        self._loss, self._flatten, self._name = loss, Flattener(), name
+
+    def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None, params: list[Tensor] | None = None) -> Ran:
+        leaves, spec = self._flatten((state.params, state.frozen, batch, state.buffers))
         params_spec = spec.child(0)
         with torch.enable_grad():
-            params = [leaf.detach().requires_grad_() for leaf in leaves[: params_spec.num_leaves]]
+            if params is None:
+                params = [leaf.detach().requires_grad_() for leaf in leaves[: params_spec.num_leaves]]
             leaves[: len(params)] = params
-            mean, metrics, buffers = purity.call(loss, leaves, spec, rng=rng, name=name)
-        _require_differentiable(mean, name)
+            mean, metrics, buffers = purity.call(self._loss, leaves, spec, rng=rng, name=self._name)
+        _require_differentiable(mean, self._name)
         # A count of tokens, or a narrower float, must not make the gradient coarser than the loss is.
         weight = mean.weight
         if not mean.plain:
             weight = weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
-        loss_value = Mean(mean.total.detach(), weight, mean.plain)
-        if late:
-            pull = _puller(mean.total, params, _cotangent(mean, weight, None), state.params, name, allow_unused)
-            return Gradients(None, loss_value, detach(metrics), detach(buffers), pull=pull)
-        factor = scale(state).to(mean.total.dtype) if scale else None
-        found = _engine_grads(mean.total, params, _cotangent(mean, weight, factor))
-        grads = _filled(found, params, state.params, name, allow_unused)
-        finite = _finite(mean.total, grads) if watch else None
+        loss = Mean(mean.total.detach(), weight, mean.plain)
+        return Ran(params, params_spec, mean.total, loss, detach(metrics), detach(buffers))
+
+
+@dataclass(frozen=True)
+class ValueAndGrad:
+    """The gradient of a mean loss, as `value_and_grad` describes it; a `GradFn` whose parts are open.
+
+    Args:
+        forward: ``(state, batch, rng) -> Ran``, or with the leaves of an earlier run behind.
+        name: what to call the loss in messages.
+        allow_unused: give parameters that the loss does not use a zero gradient.
+        scale: ``state -> 0-d tensor``, by which the loss is multiplied while gradients are computed.
+        watch: also report whether loss and gradients are finite.
+    """
+
+    forward: Callable[..., Ran]
+    name: str
+    allow_unused: bool
+    scale: Callable[[TrainState], Tensor] | None
+    watch: bool
+
+    def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        """Return the gradient for a batch."""
+        ran = self.forward(state, batch, rng)
+        factor = self.factor(state, ran)
+        grads = self.backward(state, ran, ran.cotangent(factor))
+        finite = _finite(ran.total, grads) if self.watch else None
         if factor is not None:
             grads = tree.scale_leaves(grads, 1.0 / factor)
-        return Gradients(tree.unflatten(params_spec, grads), loss_value, detach(metrics), detach(buffers), finite)
+        return Gradients(tree.unflatten(ran.spec, grads), ran.loss, ran.metrics, ran.buffers, finite)
+
+    def factor(self, state: TrainState, ran: Ran) -> Tensor | None:
+        """By what the loss is multiplied while gradients are computed."""
+        return self.scale(state).to(ran.total.dtype) if self.scale else None
+
+    def backward(self, state: TrainState, ran: Ran, cotangent: Tensor) -> list[Tensor]:
+        """Return the gradient of each leaf."""
+        found = run_backward(ran, cotangent)
+        return _filled(found, ran.params, state.params, self.name, self.allow_unused)
+
+
+def around_forward(grad: GradFn, transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> GradFn:
+    """Wrap the forward pass of a gradient, which stays open then; where it is closed, all of it."""
+    return replace(grad, forward=transform(grad.forward)) if isinstance(grad, ValueAndGrad) else transform(grad)
+
+
+def run_backward(ran: Ran, cotangent: Tensor, *, add: bool = False) -> tuple[Tensor | None, ...]:
+    """Run the backward pass; with `add`, it adds to the gradients that the leaves have."""
+    # What torch.autograd.grad calls in the end; its checks take a quarter of a small step's time.
+    return _engine_run_backward((ran.total,), (cotangent,), False, False, tuple(ran.params), True, accumulate_grad=add)
+
+
+def _late(forward: _Forward, name: str, allow_unused: bool) -> GradFn:
+    def grad(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        ran = forward(state, batch, rng)
+        pull = _puller(ran, state.params, name, allow_unused)
+        return Gradients(None, ran.loss, ran.metrics, ran.buffers, pull=pull)
 
     return grad
-
-
-def _cotangent(mean: Mean, weight: Tensor, factor: Tensor | None) -> Tensor:
-    """The gradient of the scaled mean with respect to its total."""
-    if mean.plain:
-        return weight.to(mean.total.dtype) if factor is None else factor
-    # A loss without weight has no gradient: 0, where 1 / 0 would put NaN into the parameters.
-    cotangent = torch.where(weight == 0, 0.0, 1.0 / weight).to(mean.total.dtype)
-    return cotangent if factor is None else cotangent * factor
 
 
 def detach(values: PyTree) -> PyTree:
@@ -184,14 +256,9 @@ def _require_differentiable(mean: Mean, name: str) -> None:
         raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")
 
 
-def _engine_grads(total: Tensor, leaves: list[Tensor], cotangent: Tensor) -> tuple[Tensor | None, ...]:
-    # What torch.autograd.grad calls in the end; its checks take a quarter of a small step's time.
-    return _engine_run_backward((total,), (cotangent,), False, False, tuple(leaves), True, accumulate_grad=False)
+def _puller(ran: Ran, params: PyTree, name: str, allow_unused: bool) -> Callable[[Callable[[int, Tensor], None]], None]:
+    leaves = ran.params
 
-
-def _puller(
-    total: Tensor, leaves: list[Tensor], cotangent: Tensor, params: PyTree, name: str, allow_unused: bool
-) -> Callable[[Callable[[int, Tensor], None]], None]:
     def pull(take: Callable[[int, Tensor], None]) -> None:
         def taking(index: int, grad: Tensor | None) -> Tensor | None:
             if grad is None:  # So says a function of its own kind that has none to give.
@@ -205,7 +272,7 @@ def _puller(
             for index, leaf in enumerate(leaves)
         ]
         try:
-            found = _engine_grads(total, leaves, cotangent)
+            found = run_backward(ran, ran.cotangent(None))
         finally:
             for handle in handles:
                 handle.remove()

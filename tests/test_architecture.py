@@ -40,6 +40,7 @@ STAIRCASE = [
     "away",
     "losses",
     "grad",
+    "sums",
     "slots",
     "products",
     "blocks",

@@ -55,7 +55,7 @@ def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
     """
     device = tree.device_of(state.params)
     state, _ = step(state, batch)
-    with _quiet(), profile(activities=_activities(device), profile_memory=True) as profiler:
+    with _quiet(), profile(activities=_activities(device), profile_memory=True, acc_events=True) as profiler:
         step(state, batch)
         backends.of(device).synchronize()
     results: Any = profiler.profiler

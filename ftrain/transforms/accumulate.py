@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,11 +13,9 @@ from torch import Tensor
 from ftrain import keyed, random, tree
 from ftrain.checks import require_positive
 from ftrain.errors import BatchError, LossError
-from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
+from ftrain.sums import sums
+from ftrain.types import GradFn, Gradients, Mean, PyTree, TrainState, replace
 from ftrain.wrapper import Wrapper, wrapper
-
-TOGETHER = 1 << 20
-"""Elements of gradients that are weighed together: enough to fill a device, and few beside a model."""
 
 
 @wrapper
@@ -59,18 +58,15 @@ def in_turn(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], rng: Tens
     stream, start = keyed.current(), 0
     offset = stream.offset if stream is not None else 0
 
-    def of(state: TrainState, piece: PyTree) -> Gradients:
-        nonlocal start
+    adding, found = sums(grad, len(pieces)), list[Gradients]()
+    for piece in pieces:
         first, length = start, tree.batch_length(piece) or 1
         start += length
         key = random.for_examples(rng, first, length) if rng is not None else None
         with stream.for_examples(first, length, offset) if stream is not None else nullcontext():
-            return grad(state, piece, key)
-
-    total = _weighed(of(state, pieces[0]))
-    for piece in pieces[1:]:
-        total = _added(total, of(replace(state, buffers=total.buffers), piece))
-    return _divided(total, len(pieces))
+            found.append(adding.add(state, piece, key))
+        state = replace(state, buffers=found[-1].buffers)
+    return _averaged(adding.mean(functools.reduce(_merged, found[1:], _first(found[0]))), len(pieces))
 
 
 def split_batch(batch: PyTree, n: int) -> list[PyTree]:
@@ -109,58 +105,25 @@ def _require_even(batch: PyTree, found: list[Any], n: int) -> None:
         )
 
 
-def _weighed(piece: Gradients) -> Gradients:
-    """Turn the gradient of a mean into that of the sum, in memory that is this wrapper's own."""
-    # One of a plain number is copied too: two parameters may have the same gradient, or one that is part of the batch.
-    grads = tree.scale(piece.grads, 1.0 if piece.loss.plain else piece.loss.weight)
+def _first(piece: Gradients) -> Gradients:
     # Of yes and no, too, the mean is taken: their sum would be yes.
     metrics = {
         name: each.float() if isinstance(each, Tensor) and each.dtype == torch.bool else each
         for name, each in piece.metrics.items()
     }
-    return replace(piece, grads=grads, metrics=metrics)
+    return replace(piece, metrics=metrics)
 
 
-def _added(total: Gradients, piece: Gradients) -> Gradients:
-    sums, spec = tree.flatten(total.grads)
-    grads = tree.leaves(piece.grads)
-    # In place, so that one set of sums exists and not two.
-    if piece.loss.plain:
-        torch._foreach_add_(sums, grads)
-    else:
-        for part in _parts(sums):
-            torch._foreach_add_(sums[part], tree.scale_leaves(grads[part], piece.loss.weight))
+def _merged(total: Gradients, piece: Gradients) -> Gradients:
+    if total.metrics.keys() != piece.metrics.keys():
+        raise LossError(
+            f"accumulate: microbatches report different metrics: {sorted(total.metrics)} and {sorted(piece.metrics)}"
+        )
+    metrics = {name: total.metrics[name] + piece.metrics[name] for name in total.metrics}
     finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
-    return Gradients(
-        tree.unflatten(spec, sums),
-        total.loss + piece.loss,
-        _merged(total.metrics, piece.metrics),
-        piece.buffers,
-        finite,
-    )
+    return Gradients(None, total.loss + piece.loss, metrics, piece.buffers, finite)
 
 
-def _parts(leaves: list[Tensor]) -> Iterator[slice]:
-    """Cut a list of tensors into parts of some elements, so that few of them exist twice at a time."""
-    start = size = 0
-    for index, leaf in enumerate(leaves):
-        if size and size + leaf.numel() > TOGETHER:
-            yield slice(start, index)
-            start, size = index, 0
-        size += leaf.numel()
-    if start < len(leaves):
-        yield slice(start, len(leaves))
-
-
-def _merged(total: Metrics, piece: Metrics) -> Metrics:
-    if total.keys() != piece.keys():
-        raise LossError(f"accumulate: microbatches report different metrics: {sorted(total)} and {sorted(piece)}")
-    return {name: total[name] + piece[name] for name in total}
-
-
-def _divided(total: Gradients, n: int) -> Gradients:
-    weight = total.loss.weight
-    factor = torch.where(weight == 0, 0.0, 1.0 / weight)
+def _averaged(total: Gradients, n: int) -> Gradients:
     metrics = {name: m if isinstance(m, Mean) else m / n for name, m in total.metrics.items()}
-    sums, spec = tree.flatten(total.grads)
-    return replace(total, grads=tree.unflatten(spec, tree.scale_leaves_(sums, factor)), metrics=metrics)
+    return replace(total, metrics=metrics)

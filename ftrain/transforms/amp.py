@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.errors import DeviceError, OptionError, StructureError
 from ftrain.float8 import in_float8, require_torchao
-from ftrain.grad import report
+from ftrain.grad import around_forward, report
 from ftrain.products import claim
-from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, PyTree, TrainState, replace
+from ftrain.types import GradFn, Loss, LossFn, LossOutput, PyTree, TrainState, replace
 from ftrain.watch import watched, watched_gradients
 from ftrain.wrapper import Wrapper, wrapper
 
@@ -101,7 +101,7 @@ def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapp
         return watched(made, DTYPES[name]) if watch else made
 
     def grad(inner: GradFn) -> GradFn:
-        inner = _reporting(inner) if name == "fp16" else inner
+        inner = around_forward(inner, _reporting) if name == "fp16" else inner
         return watched_gradients(inner) if watch else inner
 
     def require(backend: backends.Backend, params: PyTree) -> None:
@@ -190,9 +190,9 @@ def _require_tf32(backend: backends.Backend, params: PyTree) -> None:
         raise DeviceError(f"with_amp: {backend.describe()} has no TF32; use bf16, or leave with_amp out for float32")
 
 
-def _reporting(grad: GradFn) -> GradFn:
-    def reporting(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        found = grad(state, batch, rng)
+def _reporting(run: Callable[..., Any]) -> Callable[..., Any]:
+    def reporting(state: TrainState, *more: Any) -> Any:
+        found = run(state, *more)
         # A copy, for the slot belongs to whoever the state is donated to.
         return replace(found, metrics=report(found.metrics, NAME, loss_scale=_scale(state).clone()))
 

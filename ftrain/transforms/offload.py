@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import tree
 from ftrain.away import Home, away
 from ftrain.backends import Backend
 from ftrain.errors import ComposeError, DeviceError, OptionError
+from ftrain.grad import around_forward
 from ftrain.optim.apart import require_apart
 from ftrain.stash import Stash
 from ftrain.transfers import as_directory
-from ftrain.types import GradFn, Gradients, Optimizer, PyTree, TrainState
+from ftrain.types import GradFn, Optimizer, PyTree, TrainState
 from ftrain.wrapper import Wrapper, wrapper
 
 KINDS = ACTIVATIONS, OPT_STATE = "activations", "opt_state"
@@ -77,14 +78,17 @@ def offload(what: str, *, directory: str | os.PathLike[str] | None = None, min_b
 def _activations(least: int) -> Wrapper:
     text = f"offload({ACTIVATIONS})"
 
-    def wrap(grad: GradFn) -> GradFn:
-        def offloading(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+    def offloading(run: Callable[..., Any]) -> Callable[..., Any]:
+        def offloaded(state: TrainState, batch: PyTree, *more: Any) -> Any:
             known = tree.leaves((state.params, state.frozen, state.buffers, batch))
             stash = Stash(tree.device_of(state.params), known, least)
             with saved_tensors_hooks(stash.pack, stash.unpack):
-                return grad(state, batch, rng)
+                return run(state, batch, *more)
 
-        return offloading
+        return offloaded
+
+    def wrap(grad: GradFn) -> GradFn:
+        return around_forward(grad, offloading)
 
     def require(backend: Backend, params: PyTree) -> None:
         if tree.device_of(params) == tree.HOST:

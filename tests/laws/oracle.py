@@ -81,7 +81,7 @@ def _gradients(model, names, batch, scale, *, poison):
     order = [name for name in names if name in ("accumulate", "clip", "clip_value")]
     clip_first = order[: order.index("accumulate")] if "accumulate" in order else []
     clip_last = order[order.index("accumulate") + 1 :] if "accumulate" in order else order
-    total, weight, finite = 0.0, 0.0, True
+    total, weight, finite, unit = 0.0, 0.0, True, None
     params = list(model.parameters())
     sums = [torch.zeros_like(p) for p in params]
     for tokens, labels in zip(batch["tokens"].chunk(pieces), batch["labels"].chunk(pieces), strict=True):
@@ -90,13 +90,15 @@ def _gradients(model, names, batch, scale, *, poison):
             loss = loss * float("nan")
         for p in params:
             p.grad = None
-        loss.backward(gradient=(1 / count * scale).to(loss.dtype))
+        # Narrow gradients are rounded in units of the mean of the first piece, unless each is a mean that is clipped.
+        unit = count if clip_first else unit or count * pieces
+        loss.backward(gradient=(1 / unit * scale).to(loss.dtype))
         finite = finite and bool(loss.isfinite()) and all(bool(p.grad.isfinite().all()) for p in params)
         for p in params:
             p.grad /= scale
         _clip(params, clip_first)
         for piece, p in zip(sums, params, strict=True):
-            piece += p.grad * count
+            piece += p.grad * unit
         total, weight = total + float(loss.detach()), weight + float(count)
     for piece, p in zip(sums, params, strict=True):
         p.grad = piece / weight

@@ -1,0 +1,135 @@
+"""The gradient of a batch that comes in pieces, added up piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.grad import Ran, ValueAndGrad, run_backward
+from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
+
+TOGETHER = 1 << 20
+"""Elements of gradients that are weighed together: enough to fill a device, and few beside a model."""
+
+
+class Sums(Protocol):
+    """Adds up gradients, each with the weight of its loss."""
+
+    def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        """Add the gradient of a piece, and return what else there is of it."""
+        ...
+
+    def mean(self, total: Gradients) -> Gradients:
+        """Return the gradient of all pieces, given what else there was of them, added up."""
+        ...
+
+
+def sums(grad: GradFn, pieces: int) -> Sums:
+    """Return what adds up the gradients of so many pieces.
+
+    The sums are the only gradients that exist, but where something is done to those of each piece first.
+    """
+    return _Within(grad, pieces) if isinstance(grad, ValueAndGrad) else _After(grad)
+
+
+class _Within:
+    """Lets the backward pass add each gradient to its sum as it comes."""
+
+    _first: Ran
+    _cotangent: Tensor
+
+    def __init__(self, grad: ValueAndGrad, pieces: int) -> None:
+        self._grad, self._pieces, self._began, self._plain = grad, pieces, False, True
+
+    def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        ran = self._grad.forward(state, batch, rng, self._first.params if self._began else None)
+        self._plain &= ran.loss.plain
+        if not self._began:
+            self._begin(state, ran)
+        else:
+            run_backward(ran, self._cotangent_of(ran), add=True)
+        finite = torch.isfinite(ran.loss.total) if self._grad.watch else None
+        return Gradients(None, ran.loss, ran.metrics, ran.buffers, finite)
+
+    def _begin(self, state: TrainState, ran: Ran) -> None:
+        # In units of the first piece's mean, so that narrow gradients are as large as those of a mean.
+        weight = ran.loss.weight
+        self._unit = (weight if ran.loss.plain else torch.where(weight == 0, 1.0, weight)) * self._pieces
+        self._factor = self._grad.factor(state, ran)
+        self._cotangent = (1.0 / self._unit if self._factor is None else self._factor / self._unit).to(ran.total.dtype)
+        grads = self._grad.backward(state, ran, self._cotangent_of(ran))
+        for leaf, grad in zip(ran.params, _own(grads, ran.params), strict=True):
+            leaf.grad = grad
+        self._first, self._began = ran, True
+
+    def _cotangent_of(self, ran: Ran) -> Tensor:
+        if ran.loss.plain:
+            return self._cotangent
+        # What has no weight has no gradient.
+        return torch.where(ran.loss.weight == 0, 0.0, self._cotangent)
+
+    def mean(self, total: Gradients) -> Gradients:
+        grads: list[Any] = [leaf.grad for leaf in self._first.params]
+        finite = None if total.finite is None else total.finite & tree.all_finite(grads)
+        if not (self._plain and self._factor is None):
+            ratio = _safely(self._unit, total.loss.weight)
+            tree.scale_leaves_(grads, ratio if self._factor is None else ratio / self._factor)
+        return replace(total, grads=tree.unflatten(self._first.spec, grads), finite=finite)
+
+
+class _After:
+    """Adds the gradients of a piece when all of them are there, and something was done to them."""
+
+    _sums: list[Tensor] | None = None
+
+    def __init__(self, grad: GradFn) -> None:
+        self._grad = grad
+
+    def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        piece = self._grad(state, batch, rng)
+        grads, self._spec = tree.flatten(piece.grads)
+        weight, plain = piece.loss.weight, piece.loss.plain
+        if self._sums is None:
+            # Of a plain number, too, they are copied: they may be memory of others.
+            self._sums = tree.scale_leaves(grads, 1.0 if plain else weight)
+        elif plain:
+            torch._foreach_add_(self._sums, grads)
+        else:
+            for part in _parts(self._sums):
+                torch._foreach_add_(self._sums[part], tree.scale_leaves(grads[part], weight))
+        return replace(piece, grads=None)
+
+    def mean(self, total: Gradients) -> Gradients:
+        weight = total.loss.weight
+        grads = tree.scale_leaves_(self._sums or [], _safely(torch.ones_like(weight), weight))
+        return replace(total, grads=tree.unflatten(self._spec, grads))
+
+
+def _safely(unit: Tensor, weight: Tensor) -> Tensor:
+    return torch.where(weight == 0, 0.0, unit / weight)
+
+
+def _own(grads: Iterable[Tensor], leaves: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield gradients whose memory is theirs alone and laid out like the leaves; copies of those that are otherwise."""
+    known = set[int]()
+    for grad, leaf in zip(grads, leaves, strict=True):
+        memory = grad.untyped_storage()
+        shared = memory._cdata in known or memory.nbytes() != grad.nbytes or grad.stride() != leaf.stride()
+        yield torch.empty_like(leaf).copy_(grad) if shared else grad
+        known.add(memory._cdata)
+
+
+def _parts(leaves: list[Tensor]) -> Iterator[slice]:
+    """Cut a list of tensors into parts of some elements, so that few of them exist twice at a time."""
+    start = size = 0
+    for index, leaf in enumerate(leaves):
+        if size and size + leaf.numel() > TOGETHER:
+            yield slice(start, index)
+            start, size = index, 0
+        size += leaf.numel()
+    if start < len(leaves):
+        yield slice(start, len(leaves))

@@ -1,0 +1,117 @@
+"""Gradients of microbatches that are added up within the backward pass: whose memory they are, and what they are."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain import optim, tree
+from ftrain.errors import LossError
+
+
+def both(params, batch):
+    # Their gradients are views of one memory.
+    return ((params["a"].view(6) + params["b"].view(6)) * batch["x"].sum(0)).sum()
+
+
+LOSSES = {
+    "two gradients in one memory": (both, {"a": torch.ones(2, 3), "b": torch.ones(3, 2)}),
+    "one number for all": (lambda params, batch: params["a"].sum() * batch["x"].sum(), {"a": torch.ones(3, 4)}),
+    "in another layout": (
+        lambda params, batch: (params["a"].t().contiguous() * batch["x"].sum()).sum(),
+        {"a": torch.ones(3, 4)},
+    ),
+    "parts of one gradient": (
+        lambda params, batch: (torch.cat([params["a"], params["b"]]) * batch["x"].sum(0)).sum(),
+        {"a": torch.ones(2), "b": torch.ones(4)},
+    ),
+    "a parameter without elements": (
+        lambda params, batch: params["a"].sum() * batch["x"].sum() + params["b"].sum(),
+        {"a": torch.ones(3), "b": torch.ones(0, 3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_sums_write_into_memory_of_their_own(name, weighted):
+    loss, params = LOSSES[name]
+
+    def weighing(params, batch):
+        count = batch["x"].shape[0] * 1.5
+        return ft.Mean(loss(params, batch) * count, torch.tensor(count))
+
+    batch = {"x": torch.arange(24.0).view(4, 6)}
+    before = batch["x"].clone()
+    step = ft.compose(ft.train_step(weighing if weighted else loss, optim.sgd(0.1)), ft.accumulate(4))
+    state = step.init(params)
+    new, _ = step(state, batch)
+    grads = [torch.zeros_like(leaf) for leaf in tree.leaves(state.params)]
+    for row in batch["x"].split(1):
+        leaves = [leaf.clone().requires_grad_() for leaf in tree.leaves(state.params)]
+        value = loss(dict(zip(params, leaves, strict=True)), {"x": row})
+        for total, grad in zip(grads, torch.autograd.grad(value, leaves), strict=True):
+            total += grad / 4
+    assert torch.equal(batch["x"], before)
+    for old, leaf, grad in zip(tree.leaves(state.params), tree.leaves(new.params), grads, strict=True):
+        torch.testing.assert_close(leaf, old - 0.1 * grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [[0.0, 3.0, 1.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1e-30, 1.0, 1e30]])
+def test_pieces_of_any_weight_are_a_weighted_mean(weights):
+    def loss(params, batch):
+        return ft.Mean((params["w"] * batch["x"] * batch["weight"]).sum(), batch["weight"].sum())
+
+    weight = torch.tensor(weights, dtype=torch.float64)
+    batch = {"x": torch.tensor([1.0, -2.0, 5.0], dtype=torch.float64), "weight": weight}
+    step = ft.train_step(loss, optim.sgd(1.0))
+    state = step.init({"w": torch.ones((), dtype=torch.float64)})
+    new, metrics = ft.accumulate(3)(step)(state, batch)
+    grad = (batch["x"] * weight).sum() / weight.sum() if weight.sum() else torch.zeros(())
+    torch.testing.assert_close(new.params["w"], 1.0 - grad.double(), rtol=1e-12, atol=1e-12)
+    whole, known = step(state, batch)
+    torch.testing.assert_close(whole.params["w"], new.params["w"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(metrics["loss"], known["loss"], rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def test_a_piece_whose_gradient_is_not_finite_spoils_the_sum():
+    loss = ft.from_module(nn.Linear(2, 1), lambda model, batch: model(batch["x"]).mean())
+    step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(2), ft.skip_nonfinite(3))
+    state = step.init()
+    for bad in range(4):
+        x = torch.ones(4, 2)
+        x[bad] = float("inf")
+        new, metrics = step(state, {"x": x})
+        assert metrics["skipped"]
+        for a, b in zip(tree.leaves(state.params), tree.leaves(new.params), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_parameter_that_the_loss_does_not_use():
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+
+    def loss(params, batch):
+        return (params["a"] * batch["x"]).sum()
+
+    batch = {"x": torch.ones(4, 2)}
+    step = ft.accumulate(2)(ft.train_step(loss, optim.sgd(0.1)))
+    with pytest.raises(LossError, match="does not use 1 of 2 parameters: b"):
+        step(step.init(params), batch)
+    step = ft.accumulate(2)(ft.train_step(loss, optim.sgd(0.1), allow_unused=True))
+    assert torch.equal(step(step.init(params), batch)[0].params["b"], params["b"])
+
+
+def test_one_compiled_loss_serves_all_pieces():
+    """Leaves that have a gradient already are of the same kind for Dynamo as those that have none."""
+    loss = ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch["x"]).square().mean())
+    step = ft.train_step(loss, optim.sgd(0.1))
+    state, batch = step.init(), {"x": torch.randn(8, 3)}
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    split = ft.compose(step, ft.accumulate(4), ft.compiled(lowering="split", backend="aot_eager"))
+    for _ in range(2):
+        new, _ = split(state, batch)
+    assert counters["stats"]["unique_graphs"] == 1
+    expected, _ = ft.accumulate(4)(step)(state, batch)
+    torch.testing.assert_close(new.params, expected.params)
