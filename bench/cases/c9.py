@@ -98,7 +98,7 @@ def _race(question: str, task: Task, entrants: list[Entrant], settings: Settings
     contest = Race(question, task, settings)
     try:
         contest.enter(entrants)
-        contest.time(rounds=settings.share(0.3))
+        contest.time(rounds=settings.share(0.6))
     finally:
         contest.close()
     if settings.device != "cpu":
