@@ -65,7 +65,10 @@ def merge(params: PyTree, frozen: PyTree) -> PyTree:
 
 def _versions(leaves: Sequence[Any]) -> list[int | None]:
     """Torch counts the in-place changes of every tensor, those made in inference mode excepted."""
-    return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves]
+    try:
+        return [leaf._version if isinstance(leaf, Tensor) else None for leaf in leaves]
+    except RuntimeError:  # Of tensors made in inference mode, which is rare, and asked of each takes as long again.
+        return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves]
 
 
 def _written(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, rng: Tensor | None) -> int:

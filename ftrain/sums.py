@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+import optree
 import torch
 from torch import Tensor
 
@@ -39,16 +40,20 @@ def sums(grad: GradFn, pieces: int) -> Sums:
 class _Within:
     """Lets the backward pass add each gradient to its sum as it comes."""
 
-    _first: Ran
+    _unit: Tensor
+    _factor: Tensor | None
     _cotangent: Tensor
+    _spec: optree.PyTreeSpec
 
     def __init__(self, grad: ValueAndGrad, pieces: int) -> None:
-        self._grad, self._pieces, self._began, self._plain = grad, pieces, False, True
+        self._grad, self._pieces, self._plain = grad, pieces, True
+        # Leaves alone are kept, for the graph that hangs on a total holds what is to be recomputed of its piece.
+        self._params: list[Tensor] | None = None
 
     def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        ran = self._grad.forward(state, batch, rng, self._first.params if self._began else None)
+        ran = self._grad.forward(state, batch, rng, self._params)
         self._plain &= ran.loss.plain
-        if not self._began:
+        if self._params is None:
             self._begin(state, ran)
         else:
             run_backward(ran, self._cotangent_of(ran), add=True)
@@ -64,7 +69,7 @@ class _Within:
         grads = self._grad.backward(state, ran, self._cotangent_of(ran))
         for leaf, grad in zip(ran.params, _own(grads, ran.params), strict=True):
             leaf.grad = grad
-        self._first, self._began = ran, True
+        self._params, self._spec = ran.params, ran.spec
 
     def _cotangent_of(self, ran: Ran) -> Tensor:
         if ran.loss.plain:
@@ -73,12 +78,12 @@ class _Within:
         return torch.where(ran.loss.weight == 0, 0.0, self._cotangent)
 
     def mean(self, total: Gradients) -> Gradients:
-        grads: list[Any] = [leaf.grad for leaf in self._first.params]
+        grads: list[Any] = [leaf.grad for leaf in self._params or []]
         finite = None if total.finite is None else total.finite & tree.all_finite(grads)
         if not (self._plain and self._factor is None):
             ratio = _safely(self._unit, total.loss.weight)
             tree.scale_leaves_(grads, ratio if self._factor is None else ratio / self._factor)
-        return replace(total, grads=tree.unflatten(self._first.spec, grads), finite=finite)
+        return replace(total, grads=tree.unflatten(self._spec, grads), finite=finite)
 
 
 class _After:

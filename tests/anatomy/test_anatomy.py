@@ -456,3 +456,13 @@ def test_accumulation_takes_one_set_of_gradients_where_nothing_is_done_to_each(i
     found = ft.anatomy(step, None, torch.empty(4, 1024, device="meta"))
     weights = 4 * 8 * 1024 * 1024
     assert sets * weights < found.most["gradients"] + found.most["temporaries"] < (sets + 0.3) * weights
+
+
+def test_nothing_of_a_piece_is_left_when_the_next_one_runs():
+    step, batch = build("gpt", "remat")
+    piece = tree.map(lambda leaf: leaf[:2], batch)
+    one, four = (
+        ft.anatomy(*given, measure=False)
+        for given in ((step, step.init(), piece), (ft.accumulate(4)(step), step.init(), batch))
+    )
+    assert one.most["activations"] == pytest.approx(four.most["activations"], rel=0.01)
