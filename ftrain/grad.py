@@ -263,6 +263,8 @@ def _puller(ran: Ran, params: PyTree, name: str, allow_unused: bool) -> Callable
         def taking(index: int, grad: Tensor | None) -> Tensor | None:
             if grad is None:  # So says a function of its own kind that has none to give.
                 return None
+            if grad.is_sparse:
+                raise _sparse(params, index, name)
             take(index, grad)
             # What the engine keeps in its place is a single number.
             return grad.new_zeros(()).expand_as(grad)
@@ -290,6 +292,8 @@ def _filled(
 ) -> list[Tensor]:
     """Give parameters that the loss does not use a zero gradient, if that is allowed."""
     used = [grad for grad in grads if grad is not None]
+    if any(grad.is_sparse for grad in used):
+        raise _sparse(params, next(i for i, grad in enumerate(grads) if grad is not None and grad.is_sparse), name)
     if len(used) == len(grads):
         return used
     if not allow_unused:
@@ -300,6 +304,13 @@ def _filled(
             "them with trainable=, or allow it with train_step(..., allow_unused=True)"
         )
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
+
+
+def _sparse(params: PyTree, index: int, name: str) -> LossError:
+    return LossError(
+        f"{name}: the gradient of {tree.path('params', tree.leaf_names(params)[index])} is sparse, and optimizers here "
+        "need a dense one; leave out sparse=True of the embedding"
+    )
 
 
 def _finite(total: Tensor, grads: list[Tensor]) -> Tensor:

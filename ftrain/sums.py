@@ -47,7 +47,7 @@ class _Within:
 
     def __init__(self, grad: ValueAndGrad, pieces: int) -> None:
         self._grad, self._pieces, self._plain = grad, pieces, True
-        # Leaves alone are kept, for the graph that hangs on a total holds what is to be recomputed of its piece.
+        # Of a piece, what is kept are the leaves and not the graph.
         self._params: list[Tensor] | None = None
 
     def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:

@@ -117,6 +117,17 @@ def test_an_unused_parameter_that_is_allowed_has_a_gradient_of_zero(wrappers):
     assert float(metrics["grad_norm"]) == pytest.approx(3**0.5)
 
 
+@pytest.mark.parametrize(
+    "wrappers", [(), (ft.accumulate(2),), (ft.update_in_backward(),)], ids=["plain", "accumulate", "late"]
+)
+def test_a_sparse_gradient(wrappers):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Embedding(5, 3, sparse=True))
+    loss = ft.from_module(model, lambda model, batch: model[0](model[1](batch["x"])).square().mean())
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
+    with failing(LossError, "the gradient of params.1.weight is sparse", "sparse=True"):
+        step(step.init(), {"x": torch.tensor([0, 1, 1, 4])})
+
+
 def changes_params(params, batch, buffers):
     with torch.no_grad():
         params["w"].add_(1)
