@@ -96,6 +96,7 @@ INSIDE = {
     "optim": {"counting", "leaves", "rounding", "storage", "quantized", "family", "nested"},
     "losses": {"inputs", "chunked"},
     "hints": {"facts", "rules", "calls"},
+    "tuning": {"amounts", "record", "search"},
     "ladder": {"techniques", "drawing", "record"},
     "transforms": set(),
     "anatomy": {

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 
 import ftrain as ft
-from ftrain import tree, tuning
+from ftrain import tree
 from ftrain.errors import ComposeError, ConsumedError, DeviceError, OptionError, StructureError
+from ftrain.tuning import run, search
+from ftrain.tuning.amounts import as_bytes
 from tests.ladder.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
 
 WIDTH, LENGTH = 64, 2048
@@ -28,8 +30,9 @@ def timed(monkeypatch):
             text = " ".join(str(racer._step).split())
             return next((took for mark, took in (times or {}).items() if mark in text), 1.0)
 
-        monkeypatch.setattr(tuning, "race", scripted(by_step))
-        monkeypatch.setattr(tuning, "anatomy", remembered(tuning.anatomy))
+        monkeypatch.setattr(run, "race", scripted(by_step))
+        for each in (run, search):
+            monkeypatch.setattr(each, "anatomy", remembered(each.anatomy))
         return ft.trials(step, options.pop("state", None) or step.init(), given, **options)
 
     return tune
@@ -179,8 +182,7 @@ def test_a_loss_that_cannot_be_evaluated_is_taken_by_its_law(timed):
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_two_of_many_pieces_show_how_large_all_are(policy):
     step, given = problem(ft.clip(1.0))
-    search = tuning._Search(step, None, given, "1GB")
-    found = search._predicted(8, policy)
+    found = search.Search(step, None, given, "1GB")._predicted(8, policy)
     needed = ft.anatomy(found.step, None, given)
     assert found.predicted == pytest.approx(needed.peak, rel=1e-3)
     assert found.flops == pytest.approx(sum(needed.flops.values()), rel=1e-2)
@@ -211,12 +213,12 @@ def test_a_model_that_no_machine_holds():
 
 def test_what_is_measured_above_the_limit_is_not_taken(timed, monkeypatch):
     step, given = problem()
-    measured = tuning._Search._measured
+    measured = run._measured
 
-    def pretending(self, candidate):
-        return 10**9 if not candidate.wrappers else measured(self, candidate)
+    def pretending(search, candidate):
+        return 10**9 if not candidate.wrappers else measured(search, candidate)
 
-    monkeypatch.setattr(tuning._Search, "_measured", pretending)
+    monkeypatch.setattr(run, "_measured", pretending)
     found = timed(step, given, {"accumulate": 2.0}, memory="100MB")
     assert wrappers(found.step) == ["accumulate"]
     assert verdicts(found)[1, "none"] == "takes 953.7 MiB, measured"
@@ -224,14 +226,11 @@ def test_what_is_measured_above_the_limit_is_not_taken(timed, monkeypatch):
 
 def test_what_runs_alone_and_not_beside_another_state_is_taken_as_it_was_predicted(timed, monkeypatch):
     step, given = problem()
-    anatomy = tuning.anatomy
 
-    def short(*given, measure=True):
-        if measure:
-            raise torch.OutOfMemoryError("on purpose")
-        return anatomy(*given, measure=False)
+    def short(*given, **options):
+        raise torch.OutOfMemoryError("on purpose")
 
-    monkeypatch.setattr(tuning, "anatomy", short)
+    monkeypatch.setattr(run, "anatomy", short)
     found = timed(step, given, memory="1GB")
     assert found.rows[0].verdict == "<- fastest; not measured"
     assert found.rows[0].measured is None
@@ -312,7 +311,7 @@ def test_no_amount_of_memory(memory):
 
 def test_amounts_of_memory():
     told = {"8GB": 8 * 10**9, "8GiB": 8 * 2**30, "1.5 mb": 1_500_000, "2TiB": 2**41, "10kB": 10_000, "7B": 7, 12: 12}
-    assert {each: tuning.as_bytes(each) for each in told} == told
+    assert {each: as_bytes(each) for each in told} == told
 
 
 def test_what_tune_refuses():

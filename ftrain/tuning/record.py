@@ -1,0 +1,69 @@
+"""What `tune` tried, and how it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ftrain.step import Step
+from ftrain.timing import Interval
+from ftrain.tuning.amounts import mib
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A microbatch with a policy, and what was found of it.
+
+    Args:
+        pieces: in how many pieces the batch is taken.
+        policy: what is rematerialised.
+        step: the step composed so.
+        predicted: bytes at the peak; None where that was not possible.
+        flops: floating-point operations of a step.
+        seconds: of a step; None where it was not timed.
+        measured: bytes at the peak; of the fastest alone.
+        verdict: what became of it.
+    """
+
+    pieces: int
+    policy: str
+    step: Step = dataclasses.field(repr=False)
+    predicted: int | None = None
+    flops: int = 0
+    seconds: Interval | None = None
+    measured: int | None = None
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What `tune` tried; `print` shows it.
+
+    Args:
+        step: the one that was chosen.
+        rows: all that were tried.
+        memory: bytes that there are.
+        examples: in a batch.
+    """
+
+    step: Step
+    rows: Sequence[Trial]
+    memory: int
+    examples: int
+
+    def __repr__(self) -> str:
+        least = min((row.flops for row in self.rows if row.flops), default=1)
+        lines = [f"{self.examples:,} examples within {mib(self.memory)}", ""]
+        lines.append(f"{'pieces':>6}  {'remat':<12} {'predicted':>12} {'FLOP':>6} {'ms a step':>10} {'examples/s':>11}")
+        for row in self.rows:
+            took = row.seconds.median if row.seconds else None
+            cells = [
+                f"{row.pieces:>6}  {row.policy:<12}",
+                f"{'' if row.predicted is None else mib(row.predicted):>12}",
+                f"{f'x{row.flops / least:.2f}' if row.flops else '':>6}",
+                f"{'' if took is None else f'{took * 1e3:,.1f}':>10}",
+                f"{'' if took is None else f'{self.examples / took:,.1f}':>11}",
+            ]
+            lines.append(f"{' '.join(cells)}  {row.verdict}".rstrip())
+        return "\n".join(lines)

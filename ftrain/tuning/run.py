@@ -1,0 +1,160 @@
+"""The microbatch and the rematerialisation that make a step fastest within so much memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from ftrain import tree
+from ftrain.anatomy import anatomy
+from ftrain.checks import require_positive
+from ftrain.errors import ComposeError, DeviceError
+from ftrain.pieces import is_out_of_memory, release
+from ftrain.purity import as_tree
+from ftrain.step import Step
+from ftrain.timing import Racer, interval, race
+from ftrain.tuning.amounts import mib
+from ftrain.tuning.record import Trial, Trials
+from ftrain.tuning.search import Search
+from ftrain.types import PyTree, TrainState
+from ftrain.variants import state_for
+
+MOST = 6
+"""Candidates that are timed."""
+
+UNTRIED = "computes more, or in more pieces"
+ROUNDS = 5
+log = logging.getLogger("ftrain")
+
+
+def tune(
+    step: Step, state: TrainState | None, batch: PyTree, *, memory: int | str | None = None, rounds: int = ROUNDS
+) -> Step:
+    """Return the same step with the microbatch and the rematerialisation that make it fastest within so much memory.
+
+    The batch stays as it is, and with it the update: by the law of `accumulate` it is the same in any number of pieces
+    (dropout and batch statistics are of each piece), and by that of `remat` whatever is kept. A loss that is seen to be
+    another one over the halves of the batch (a sum; a plain number over padding of different lengths; one that compares
+    examples) is under no such law, and its batch stays in the pieces in which it is given. What cannot fit is ruled
+    out by prediction and never runs, so that a model may be larger than this machine; of what can, the few that compute
+    least are timed, and the fastest is taken whose peak is measured within the limit. `ftrain.trials` returns the same
+    with all that was tried, which is also logged.
+
+    Args:
+        step: the step. `accumulate` and `remat` may be in it already, and are then chosen anew.
+        state: a state of it, which is left as it is; copies run beside it. Without one, that of the module of its
+            loss, which may be on the device ``meta``; nothing is timed then, and what computes least is taken.
+        batch: a batch, as large as those to come; on ``meta``, nothing is timed.
+        memory: bytes for state, batch and step together, as a number or as in ``"8GB"`` (10^9) and ``"8GiB"`` (2^30);
+            unless told, what the device has free and what the state has of it. The step is looked at as it is given:
+            `fit` donates, and then takes less; ``ft.donated()`` says so here.
+        rounds: how often each is timed.
+
+    Raises:
+        ComposeError: for what is no `Step`.
+        StructureError: for another state, or none where the loss is no module.
+        ConsumedError: for a state that was donated.
+        OptionError: for no amount of memory, or one below the state itself; the message says what takes it.
+        DeviceError: when nothing fits, with the anatomy of what takes least, or when the device cannot tell what is
+            free.
+    """
+    found = trials(step, state, batch, memory=memory, rounds=rounds)
+    log.info("tune: %s\n%s", found.step, found)
+    return found.step
+
+
+def trials(
+    step: Step, state: TrainState | None, batch: PyTree, *, memory: int | str | None = None, rounds: int = ROUNDS
+) -> Trials:
+    """Do what `tune` does, and return all that was tried with the step that was chosen.
+
+    Raises:
+        FtrainError: as `tune` does.
+    """
+    if not isinstance(step, Step):
+        raise ComposeError(f"tune: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
+    require_positive("tune", "rounds", rounds)
+    if state is not None:
+        step.require(state)
+        batch = tree.to(as_tree(batch), tree.device_of(state.params))
+    search = Search(step, state, as_tree(batch), memory)
+    rows = search.predicted()
+    fitting = [row for row in rows if not row.verdict]
+    if not fitting:
+        raise _nothing_fits(search, rows)
+    fitting.sort(key=lambda row: ((row.pieces, row.policy) != search.given, row.flops, row.pieces))
+    timed = _timed(search, fitting[:MOST], rounds)
+    chosen, tried = _verified(search, timed)
+    known = {(row.pieces, row.policy): row for row in [*rows, *tried]}
+    rows = [row if row.verdict else dataclasses.replace(row, verdict=UNTRIED) for row in known.values()]
+    return Trials(chosen, rows, search.memory, tree.batch_length(search.batch) or 1)
+
+
+def _timed(search: Search, rows: Sequence[Trial], rounds: int) -> list[Trial]:
+    """Return candidates with their times, fastest first; where nothing can run, those that compute least."""
+    state = search.state
+    if state is None or not search.runs:
+        return sorted(rows, key=lambda row: (row.flops, row.pieces))
+    racers = {str(index): _racer(search, row, state) for index, row in enumerate(rows)}
+    done = []
+    for row, times in zip(rows, race(racers, rounds, spares=_no_memory).values(), strict=True):
+        if isinstance(times, Exception):
+            done.append(dataclasses.replace(row, verdict="ran out of memory"))
+        else:
+            done.append(dataclasses.replace(row, seconds=interval(times), verdict="slower"))
+    return sorted(done, key=lambda row: row.seconds.median if row.seconds else float("inf"))
+
+
+def _racer(search: Search, row: Trial, state: TrainState) -> Racer:
+    device = tree.device_of(state.params)
+    return Racer(row.step, lambda: state_for(row.step, search.step, state), search.batch, device, row.predicted or 0)
+
+
+def _verified(search: Search, rows: Sequence[Trial]) -> tuple[Step, list[Trial]]:
+    """Return the step of the first whose peak is measured within the limit, and the candidates."""
+    done = list(rows)
+    for index, row in enumerate(done):
+        if row.seconds is None and search.runs:
+            continue
+        measured = _measured(search, row.step)
+        if measured is None or measured <= search.memory:
+            done[index] = dataclasses.replace(row, measured=measured, verdict=_chosen(row, measured))
+            return row.step, done
+        done[index] = dataclasses.replace(row, measured=measured, verdict=f"takes {mib(measured)}, measured")
+    raise _nothing_fits(search, done)
+
+
+def _measured(search: Search, step: Step) -> int | None:
+    """Bytes at the peak; None where nothing runs, or the further state that it takes does not fit."""
+    if search.state is None or not search.runs:
+        return None
+    try:
+        return anatomy(step, state_for(step, search.step, search.state), search.batch, fuse=False).measured
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        release(error, tree.device_of(search.state.params))
+        return None
+
+
+def _no_memory(name: str, error: Exception) -> bool:
+    return is_out_of_memory(error)
+
+
+def _chosen(row: Trial, measured: int | None) -> str:
+    if row.seconds is None:
+        return "<- computes least"
+    return f"<- fastest; {'not measured' if measured is None else f'{mib(measured)} measured'}"
+
+
+def _nothing_fits(search: Search, rows: Sequence[Trial]) -> DeviceError:
+    known = [row for row in rows if row.predicted is not None]
+    if not known:
+        return DeviceError(f"tune: nothing could be tried: {rows[0].verdict}")
+    least = min(known, key=lambda row: row.measured or row.predicted or 0)
+    size = mib(least.measured or least.predicted or 0)
+    least_of_all = f"in {least.pieces} piece{'s' * (least.pieces != 1)} with remat={least.policy} it is {size}"
+    head = f"tune: nothing fits into {mib(search.memory)}; {least_of_all}"
+    other = [f"Other pieces do not apply: {search.whole}"] * bool(search.whole)
+    return DeviceError("\n".join([head, *other, *search.shortage(least)]))

@@ -1,0 +1,179 @@
+"""Candidates for a microbatch and a policy, and what is predicted of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+
+from ftrain import backends, tree
+from ftrain.anatomy import anatomy
+from ftrain.anatomy.timeline import UPDATE
+from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, OptionError
+from ftrain.evaluate import eval_step
+from ftrain.pieces import cut, release
+from ftrain.shortage import shortage
+from ftrain.step import Step
+from ftrain.transforms.remat import remat
+from ftrain.tuning.amounts import as_bytes, mib
+from ftrain.tuning.record import Trial
+from ftrain.types import PyTree, TrainState
+from ftrain.variants import having, in_pieces_of, length_of, outline, pieces_of, smaller_optimizers, without
+
+NONE, OWN = "none", "as given"
+BUDGETS = 0.75, 0.5, 0.25
+SAME, SAME_NARROW = 1e-3, 1e-2
+"""By how much losses may differ that are the same, relative to the largest of them; in 16 bits."""
+
+
+class Search:
+    """Candidates, and what is predicted of them.
+
+    Args:
+        step: as given.
+        state: of it, or None.
+        batch: the batch.
+        memory: as given.
+
+    Raises:
+        OptionError: for no amount of memory, or one below the state itself.
+        DeviceError: when the device cannot tell what is free.
+    """
+
+    def __init__(self, step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None) -> None:
+        self.step, self.state, self.batch = step, state, batch
+        told = as_bytes(memory) if memory is not None else None
+        resting = anatomy(step, state, batch, measure=False, fuse=False).at_rest
+        self.memory = told if told is not None else self._free() + resting.total()
+        if resting.total() > self.memory:
+            raise _below(self, resting)
+        self.runs = state is not None and not any(leaf.is_meta for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
+
+    def _free(self) -> int:
+        record = backends.default() if self.state is None else backends.of(tree.device_of(self.state.params))
+        free = record.free()
+        if free is None:
+            raise DeviceError(f"tune: {record.describe()} cannot tell how much memory is free; say it, as memory='8GB'")
+        return free
+
+    def predicted(self) -> list[Trial]:
+        """Return what may be worth its time, most memory first, with a verdict on what is not."""
+        rows, plain = [self._predicted(*self.given)] * (self.given[1] == OWN), 0
+        if self.whole:
+            rows.append(Trial(2 * max(self.given[0], 1), "any", self.step, verdict=f"does not apply: {self.whole}"))
+        for pieces in self._counts():
+            own, *others = (self._predicted(pieces, policy) for policy in (NONE, "full"))
+            rows.append(own)
+            if not own.verdict:
+                # Smaller pieces compute no less; the next ones may suit the caches better.
+                plain += 1
+                if plain == 2:
+                    break
+                continue
+            rows += others
+            if others[0].predicted is None or not others[0].verdict:
+                policies = ["dots", *(f"budget={share:g}" for share in BUDGETS)]
+                rows += [self._predicted(pieces, policy) for policy in policies]
+        return rows
+
+    @property
+    def given(self) -> tuple[int, str]:
+        """The pieces and the policy of the step as it is given."""
+        with suppress(ComposeError):
+            return pieces_of(self.step), self._policy
+        return 0, self._policy
+
+    @property
+    def _policy(self) -> str:
+        return OWN if any(wrapper.name == "remat" for wrapper in self.step.wrappers) else NONE
+
+    def _counts(self) -> Iterator[int]:
+        """In how many pieces the batch can be taken, fewest first; 0 for those that it is taken in."""
+        try:
+            own, length = pieces_of(self.step), length_of(self.batch)
+        except (BatchError, ComposeError):
+            own = length = 0
+        if not length or self.whole:
+            yield own
+            return
+        powers = {2**power * many for power in range(length.bit_length()) for many in (1, own)}
+        yield from sorted(count for count in {*powers, own, length} if count <= length and length % count == 0)
+
+    @functools.cached_property
+    def whole(self) -> str:
+        """Why the batch stays in the pieces it is taken in: others are seen to change the loss."""
+        if self.state is None or not self.runs:
+            return ""
+        evaluated = eval_step(self.step.loss)
+        try:
+            whole, *halves = (evaluated(self.state, each)["loss"] for each in (self.batch, *cut(self.batch, 2)))
+        except Exception as error:  # Of whatever kind: some losses are for training alone, and memory may run out.
+            release(error, tree.device_of(self.state.params))
+            return ""
+        told, joined = float(whole), float(functools.reduce(lambda a, b: a + b, halves))
+        largest = max(abs(told), *(abs(float(half)) for half in halves))
+        if abs(told - joined) <= largest * (SAME_NARROW if self.step.loss.narrow else SAME) or told != told:
+            return ""
+        return f"the loss of the batch is {told:.4g}, and over its halves {joined:.4g}; return a Mean(total, weight)"
+
+    def _composed(self, pieces: int, policy: str, batch: PyTree) -> Step:
+        step = in_pieces_of(self.step, pieces, batch) if pieces and pieces != pieces_of(self.step) else self.step
+        if policy == OWN:
+            return step
+        step = without(step, "remat")
+        if policy == NONE:
+            return step
+        share = policy.removeprefix("budget=")
+        return having(step, remat(budget=float(share)) if share != policy else remat(policy))
+
+    def _predicted(self, pieces: int, policy: str) -> Trial:
+        try:
+            step = self._composed(pieces, policy, self.batch)
+            peak, flops = self._size(pieces, policy)
+        except FtrainError as error:
+            return Trial(pieces, policy, self.step, verdict=f"does not apply: {str(error).splitlines()[0]}")
+        row = Trial(pieces or 1, policy, step, peak, flops)
+        return dataclasses.replace(row, verdict="does not fit" if peak > self.memory else "")
+
+    def _shown(self, pieces: int, policy: str) -> tuple[Step, PyTree]:
+        """A candidate, with two of its pieces where it has more: the others take the same memory again."""
+        if pieces <= 2:
+            return self._composed(pieces, policy, self.batch), self.batch
+        length = 2 * (length_of(self.batch) // pieces)
+        cut = tree.map(lambda leaf: leaf[:length] if tree.is_tensor(leaf) and leaf.ndim else leaf, self.batch)
+        return self._composed(2, policy, cut), cut
+
+    def _size(self, pieces: int, policy: str) -> tuple[int, int]:
+        """Bytes at the peak of a candidate, and its operations."""
+        step, batch = self._shown(pieces, policy)
+        found = anatomy(step, self.outline(step), batch, measure=False, fuse=False)
+        again = sum(each.flops for each in found.timeline.operations if each.phase != UPDATE)
+        flops = sum(found.flops.values()) + again * max(pieces - 2, 0) // 2
+        return found.peak + _bytes(self.batch) - _bytes(batch), flops
+
+    def shortage(self, row: Trial) -> list[str]:
+        """Return lines that show where the memory of a candidate goes: of two pieces, where it has more."""
+        step, batch = self._shown(row.pieces, row.policy) if row.pieces else (row.step, self.batch)
+        return shortage(step, self.outline(step), batch)
+
+    def outline(self, step: Step) -> TrainState | None:
+        """Return the state as one of another step, without taking memory."""
+        return None if self.state is None else outline(step, self.step, self.state)
+
+
+def _bytes(batch: PyTree) -> int:
+    return sum(leaf.nbytes for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
+
+
+def _below(search: Search, resting: Counter[str]) -> OptionError:
+    total = mib(resting.total())
+    lines = [f"tune: memory is {mib(search.memory)}, and the state and the batch alone take {total}:"]
+    lines += [f"  {kind:<34} {mib(size):>12}" for kind, size in resting.items()]
+    lines.append("What would take less:")
+    with suppress(FtrainError):
+        for name, other in smaller_optimizers(search.step).items():
+            size = anatomy(other, search.outline(other), search.batch, measure=False, fuse=False).at_rest.total()
+            lines.append(f"  {f'ft.optim.{name}':<34} {mib(size):>12}")
+    return OptionError("\n".join([*lines, "  fewer parameters that train (trainable=, ft.lora), a smaller model"]))
