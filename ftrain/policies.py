@@ -105,8 +105,9 @@ class _Result(NamedTuple):
 class Kept:
     """What the operations of one run have returned, as far as they are to be kept, for one other run of the same.
 
-    Views, casts and what writes in place are always made again, and random numbers are always drawn again: each
-    costs little, and to leave one out would change what comes after it. What was written over since is computed again.
+    Views, casts, what writes in place and what is not differentiated are always made again, and random numbers are
+    always drawn again: each costs little, and to leave one out would change what comes after it. What was written over
+    since is computed again.
     """
 
     def __init__(self, keeps: Keeps) -> None:
@@ -202,7 +203,12 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_made_again(func: Any, args: Any, kwargs: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload):
         return True
-    return func.is_view or func._schema.is_mutable or func is _aten._to_copy.default or is_draw(func, args, kwargs)
+    if func.is_view or func._schema.is_mutable or func is _aten._to_copy.default or is_draw(func, args, kwargs):
+        return True
+    # What does not depend on what is differentiated may be there already when the other run comes: a model keeps tables.
+    return not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args) and not any(
+        leaf.requires_grad for leaf in _tensors((args, kwargs))
+    )
 
 
 def _tensors(value: PyTree) -> list[Tensor]:

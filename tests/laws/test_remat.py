@@ -174,6 +174,31 @@ def test_what_is_written_over_after_it_was_kept_is_made_again(how, policy):
     assert_equal(step(step.init(), batch.clone())[0], plain(plain.init(), batch.clone())[0])
 
 
+class Remembering(nn.Module):
+    """Makes a table by a product when it runs for the first time, and has it when it is computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.table = nn.Linear(WIDTH, WIDTH, bias=False), None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.eye(WIDTH, dtype=x.dtype) @ torch.full((WIDTH, WIDTH), 0.1, dtype=x.dtype)
+        return torch.sin(x @ self.own.weight @ self.table)
+
+
+@pytest.mark.parametrize("policy", ["full", "dots", everything], ids=["full", "dots", "everything"])
+def test_a_block_that_remembers_a_product(policy):
+    def trained(*wrappers):
+        torch.manual_seed(0)
+        model = nn.ModuleList(Remembering() for _ in range(2)).double()
+        loss = ft.from_module(model, lambda model, batch: model[1](model[0](batch)).square().mean())
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
+        return step(step.init(), torch.ones(2, WIDTH, dtype=torch.float64))[0]
+
+    assert_equal(trained(ft.remat(policy=policy, blocks=[Remembering])), trained())
+
+
 class Writing(nn.Module):
     """Writes over what it is given, which nothing but a recomputation needs afterwards."""
 
