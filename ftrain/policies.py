@@ -205,7 +205,7 @@ def _is_made_again(func: Any, args: Any, kwargs: Any) -> bool:
         return True
     if func.is_view or func._schema.is_mutable or func is _aten._to_copy.default or is_draw(func, args, kwargs):
         return True
-    # What does not depend on what is differentiated may be there already when the other run comes: a model keeps tables.
+    # What depends on nothing that is differentiated may be there when the other run comes: models remember tables.
     return not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args) and not any(
         leaf.requires_grad for leaf in _tensors((args, kwargs))
     )
