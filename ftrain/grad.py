@@ -137,7 +137,17 @@ def value_and_grad(
 
 @dataclass(frozen=True)
 class Ran:
-    """What a forward pass leaves: leaves that are differentiated, the total with its graph, and the rest without."""
+    """What a forward pass leaves.
+
+    Args:
+        params: leaves that are differentiated.
+        spec: their structure.
+        total: of the loss, with its graph; what follows has none.
+        loss: the loss.
+        metrics: what else it reported.
+        buffers: after it.
+        later: adds to the metrics what is known after the backward pass.
+    """
 
     params: list[Tensor]
     spec: optree.PyTreeSpec
@@ -145,6 +155,7 @@ class Ran:
     loss: Mean
     metrics: Metrics
     buffers: PyTree
+    later: Callable[[Metrics], Metrics] = lambda metrics: metrics
 
     def cotangent(self, factor: Tensor | None) -> Tensor:
         """The gradient of the mean, or of a multiple of it, with respect to its total."""
@@ -205,7 +216,7 @@ class ValueAndGrad:
         finite = _finite(ran.total, grads) if self.watch else None
         if factor is not None:
             grads = tree.scale_leaves(grads, 1.0 / factor)
-        return Gradients(tree.unflatten(ran.spec, grads), ran.loss, ran.metrics, ran.buffers, finite)
+        return Gradients(tree.unflatten(ran.spec, grads), ran.loss, ran.later(ran.metrics), ran.buffers, finite)
 
     def factor(self, state: TrainState, ran: Ran) -> Tensor | None:
         """By what the loss is multiplied while gradients are computed."""

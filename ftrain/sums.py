@@ -58,7 +58,7 @@ class _Within:
         else:
             run_backward(ran, self._cotangent_of(ran), add=True)
         finite = torch.isfinite(ran.loss.total) if self._grad.watch else None
-        return Gradients(None, ran.loss, ran.metrics, ran.buffers, finite)
+        return Gradients(None, ran.loss, ran.later(ran.metrics), ran.buffers, finite)
 
     def _begin(self, state: TrainState, ran: Ran) -> None:
         # In units of the first piece's mean, so that narrow gradients are as large as those of a mean.

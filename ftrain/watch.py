@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ftrain import keyed, tree
 from ftrain.blocks import forwarding, watched_by, within
 from ftrain.errors import ComposeError, LossError
-from ftrain.grad import report
+from ftrain.grad import Ran, around_forward, report
 from ftrain.policies import aside
 from ftrain.slots import Slot, bound, pristine, slots_of
-from ftrain.types import GradFn, Gradients, Loss, LossOutput, Mean, Metrics, PyTree, TrainState, replace
+from ftrain.types import GradFn, Loss, LossOutput, Mean, Metrics, PyTree, replace
 
 NAME = "with_amp"
 MODEL = "(model)"
@@ -108,12 +108,21 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
 
 def watched_gradients(grad: GradFn) -> GradFn:
     """Return a gradient that also reports the gradients which arrived at the parts of a watched loss."""
+    return around_forward(grad, _watching)
 
-    def watching(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+
+def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
+    def watching(*args: Any) -> Any:
         shares = _Shares()
+
+        def told(metrics: Metrics) -> Metrics:
+            return report(metrics, NAME, **shares.metrics())
+
         with _set(_backward, shares):
-            found = grad(state, batch, rng)
-        return replace(found, metrics=report(found.metrics, NAME, **shares.metrics()))
+            found = run(*args)
+        if isinstance(found, Ran):
+            return replace(found, later=told)
+        return replace(found, metrics=told(found.metrics))
 
     return watching
 

@@ -28,7 +28,8 @@ def accumulate(n: int) -> Wrapper:
 
     which is the gradient of the full batch for any weights. Every tensor of the batch is cut along
     its first axis; 0-d tensors and other leaves go to every piece. Buffers are handed from piece to
-    piece, so that batch statistics are of each piece.
+    piece, so that batch statistics are of each piece. The backward pass adds each gradient to its sum as it comes, so
+    that one set of gradients exists; where another wrapper sees those of each piece first (`clip` inside), two.
 
     Dropout is that of the full batch too where it is counter-based: what a loss draws by its own key, with
     `ftrain.random`, and what stock modules draw in a step that is compiled whole. Each example then has the same

@@ -56,7 +56,7 @@ def test_no_weight_at_all_moves_nothing_and_brings_no_nan(n, more, compiled):
 
 
 class Handed(torch.autograd.Function):
-    """The product of the parameters and a part of the batch, which it hands over as their gradient."""
+    """The product of the parameters and a part of the batch, which it hands over as their gradient where it can."""
 
     @staticmethod
     def forward(ctx, leaf, given):
@@ -65,10 +65,12 @@ class Handed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.saved_tensors[0], None
+        (given,) = ctx.saved_tensors
+        return given if grad == 1 else given * grad, None
 
 
-def test_gradients_that_are_not_its_own_are_not_written():
+@pytest.mark.parametrize("inner", [(), (ft.clip(1e9),)], ids=["added up", "seen first"])
+def test_gradients_that_are_not_its_own_are_not_written(inner):
     batch = {"x": torch.randn(4, 3), "y": torch.randn(4)}
     given = ft.tree.clone(batch)
 
@@ -82,7 +84,7 @@ def test_gradients_that_are_not_its_own_are_not_written():
         state = step.init({name: torch.zeros(3) for name in "abcd"})
         return ft.tree.map(torch.neg, step(state, batch)[0].params)
 
-    found = gradient(batch, ft.accumulate(2))
+    found = gradient(batch, *inner, ft.accumulate(2))
     assert torch.equal(batch["x"], given["x"])
     halves = [gradient({name: part[half : half + 2] for name, part in given.items()}) for half in (0, 2)]
     torch.testing.assert_close(found, ft.tree.map(lambda a, b: (a + b) / 2, *halves))
