@@ -20,7 +20,7 @@ from ftrain.pieces import RAISE, SPLIT, require_on_oom
 from ftrain.progress import show
 from ftrain.recorder import Count, Evaluate, Recorder
 from ftrain.saved import Saved
-from ftrain.splitting import Splitting, splitting
+from ftrain.splitting import Splitting, reloading
 from ftrain.step import Step
 from ftrain.types import PyTree
 
@@ -105,22 +105,18 @@ def fit(
             then, as `fit` returns it, in its ``result``.
     """
     _require(step, on_oom, log_every=log_every, evaluate_every=evaluate_every)
-    signals = [signal.SIGINT] + [signal.SIGTERM] * (checkpoints is not None)
     run = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)))
     saved = Saved(checkpoints, data, run, resume)
-    with checkpoints or nullcontext(), show(progress) as display, interruptible(signals) as interrupted:
+    with checkpoints or nullcontext(), show(progress) as display, interruptible(_signals(checkpoints)) as interrupted:
         stepping = step.donating if isinstance(step, Step) and donate else step
         state, position = saved.restore(state, donate=stepping is not step)
         # Only where a run that was not interrupted has asked, too.
         asked = run.last_evaluation == run.step if evaluate else run.step % log_every == 0 or saved.due(run.step)
-        latest, stopped = state, stop(run.history) if stop and run.history and asked else ""
+        latest, made, stopped = state, None, stop(run.history) if stop and run.history and asked else ""
         try:
-            made = None
             loop = functools.partial(iterate, data=data, steps=steps, epochs=epochs)
-            if on_oom == SPLIT and isinstance(stepping, Step):
-                records = splitting(loop, Splitting(stepping, run, display.say), state, position, saved)
-            else:
-                records = loop(stepping, state, position=position)
+            running = Splitting(stepping, run, display.say) if on_oom == SPLIT else stepping  # type: ignore[arg-type]
+            records = reloading(loop, running, state, position, saved)
             for made in () if stopped else records:
                 latest = made.state
                 run.add(made)
@@ -148,14 +144,25 @@ def fit(
             with suppress(ConsumedError):
                 run.read(latest, display, check=False)
             raise
-    ended = "data" if steps is None or run.step < steps else "steps"
-    run.history.stopped = "interrupt" if interrupted() else stopped or ended
+    run.history.stopped = "interrupt" if interrupted() else stopped or _ended(run.step, steps)
     result = FitResult(latest, run.history)
     if checkpoints and (number := interrupted()):
-        leaving = Interrupted(EXIT + number)
-        leaving.result = result
-        raise leaving
+        raise _leaving(EXIT + number, result)
     return result
+
+
+def _signals(checkpoints: Checkpoints | None) -> list[signal.Signals]:
+    return [signal.SIGINT] if checkpoints is None else [signal.SIGINT, signal.SIGTERM]
+
+
+def _ended(step: int, steps: int | None) -> str:
+    return "data" if steps is None or step < steps else "steps"
+
+
+def _leaving(code: int, result: FitResult) -> Interrupted:
+    leaving = Interrupted(code)
+    leaving.result = result
+    return leaving
 
 
 def _require(step: Any, on_oom: str, **every: int | None) -> None:

@@ -32,9 +32,9 @@ Loop = Callable[..., Generator[StepRecord, Any, None]]
 class _SpoiltError(DeviceError):
     """A step has failed that may have overwritten its state."""
 
-    def __init__(self, text: str, state: TrainState) -> None:
+    def __init__(self, text: str, step: Splitting, state: TrainState) -> None:
         super().__init__(text)
-        self.state = state
+        self.step, self.state = step, state
 
 
 class Splitting:
@@ -101,7 +101,7 @@ class Splitting:
             if not larger:
                 raise _too_large(self._whole, state, batch, spoilt=spoilt) from why
             if spoilt:
-                raise _spoilt(state) from why
+                raise _spoilt(self, state) from why
 
     def _reported(self, metrics: Metrics) -> Metrics:
         if self._pieces == self._told:
@@ -113,10 +113,10 @@ class Splitting:
         return report(metrics, "fit", **{COUNT: self._pieces})
 
 
-def splitting(
-    loop: Loop, step: Splitting, state: Any, position: Position | None, saved: Saved
+def reloading(
+    loop: Loop, step: Callable[..., Any], state: Any, position: Position | None, saved: Saved
 ) -> Generator[StepRecord, Any, None]:
-    """Run a loop, and go back to what was saved whenever a step has spoilt its state.
+    """Run a loop, and go back to what was saved whenever a `Splitting` has spoilt its state.
 
     Args:
         loop: ``(step, state, position=) -> generator``, such as `ftrain.iterate`.
@@ -133,7 +133,7 @@ def splitting(
             yield from loop(step, state, position=position)
         except _SpoiltError as error:
             state, position = saved.reload(error.state)
-            step.resume()
+            error.step.resume()
         else:
             return
 
@@ -221,8 +221,8 @@ def _restored(state: TrainState, copy: list[Any] | None) -> bool:
     return True
 
 
-def _spoilt(state: TrainState) -> DeviceError:
-    return _SpoiltError("fit: memory ran out when the step had begun to overwrite its state", state)
+def _spoilt(step: Splitting, state: TrainState) -> DeviceError:
+    return _SpoiltError("fit: memory ran out when the step had begun to overwrite its state", step, state)
 
 
 def _too_large(step: Step, state: TrainState, batch: PyTree, *, spoilt: bool) -> DeviceError:

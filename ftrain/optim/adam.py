@@ -13,6 +13,7 @@ from ftrain.optim.counting import counted, debias
 from ftrain.optim.family import (
     COUNT,
     NONE,
+    Fused,
     Number,
     Part,
     average,
@@ -202,8 +203,27 @@ def _adam(
             p.mul_(kept)
         descend_quotient(p, mu, largest.sqrt().div_(root).add_(eps), size)
 
+    return leafwise(
+        name,
+        lr,
+        rule,
+        state=dict.fromkeys(MOMENTS + ("nu_max",) * amsgrad, torch.zeros_like),
+        shared={COUNT: NONE},
+        constants=constants,
+        fused=_kernel(betas, eps, weight_decay, decoupled=decoupled, amsgrad=amsgrad, maximize=maximize),
+        storage=storage,
+        weight_decay=weight_decay,
+        decay_mask=decay_mask,
+        options={"amsgrad": amsgrad, "maximize": maximize},
+    )
+
+
+def _kernel(
+    betas: tuple[float, float], eps: float, weight_decay: float, *, decoupled: bool, amsgrad: bool, maximize: bool
+) -> Fused:
+    kernel, (b1, b2) = torch._fused_adamw_ if decoupled else torch._fused_adam_, betas
+
     def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
-        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         leaves = part.leaf
         kernel(
             leaves,
@@ -221,16 +241,4 @@ def _adam(
             maximize=maximize,
         )
 
-    return leafwise(
-        name,
-        lr,
-        rule,
-        state=dict.fromkeys(MOMENTS + ("nu_max",) * amsgrad, torch.zeros_like),
-        shared={COUNT: NONE},
-        constants=constants,
-        fused=fused,
-        storage=storage,
-        weight_decay=weight_decay,
-        decay_mask=decay_mask,
-        options={"amsgrad": amsgrad, "maximize": maximize},
-    )
+    return fused

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -79,6 +79,14 @@ class Part:
         """The gradient of what is made small: that of minus the loss to `maximize` it, and of L2 weight decay."""
         grad = self.grad.neg() if maximize else self.grad
         return grad.add(self.leaf, alpha=l2) if l2 and self.decay else grad
+
+
+class Columns(NamedTuple):
+    """The leaves of a tree, their gradients, and the moments by name."""
+
+    leaves: list[Tensor]
+    grads: list[Tensor]
+    moments: Mapping[str, list[Tensor]]
 
 
 Rule: TypeAlias = Callable[..., None]
@@ -189,39 +197,30 @@ class _Family:
         if not donate:
             leaves, *moments = [copies(column) for column in (leaves, *moments)]
             scalars = {key: value.clone() for key, value in scalars.items()}
-        self._write(plan, leaves, gradients, dict(zip(names, moments, strict=True)), scalars, hyper)
+        self._write(plan, Columns(leaves, gradients, dict(zip(names, moments, strict=True))), scalars, hyper)
         if donate:
             return params, opt_state
         params, _, *trees = tree.unflatten(spec, list(itertools.chain(leaves, gradients, *moments)))
         return params, {**scalars, **dict(zip(names, trees, strict=True))}
 
-    def _write(
-        self,
-        plan: Plan,
-        leaves: list[Tensor],
-        grads: list[Tensor],
-        moments: Mapping[str, list[Tensor]],
-        scalars: Mapping[str, Tensor],
-        hyper: Hyper,
-    ) -> None:
+    def _write(self, plan: Plan, mine: Columns, scalars: Mapping[str, Tensor], hyper: Hyper) -> None:
         rate = hyper["lr"]
         eager = not isinstance(rate, Tensor)
         if COUNT in scalars:
             scalars[COUNT].add_(1)
         kernel = self.fused if eager and plan.fusible else None
         if eager and not plan.aligned and (self.storage or kernel):
-            grads = like(grads, leaves)
-        mine = leaves, grads, moments
+            mine = mine._replace(grads=like(mine.grads, mine.leaves))
         vectors = None
         if self.storage:
             vectors = self.storage.lifted(plan, *mine, _key(self.name, self.storage, hyper), eager=eager)
         if kernel is not None:
-            for part in _lifted(list, vectors) if vectors else _parts(pick, plan.groups, *mine):
+            for part in _lifted(list, vectors) if vectors else _parts(pick, plan.groups, mine):
                 kernel(part, rate, scalars)
             return
         constants = (rate,) if self.constants is None else _settle(self.constants(rate, scalars), rate)
         cast, together = _caster(constants), self.foreach and eager
-        parts = _parts(_column, plan.blocks, *mine) if together else _singles(plan.decays, *mine)
+        parts = _parts(_column, plan.blocks, mine) if together else _singles(plan.decays, mine)
         if vectors:
             parts = _lifted(Column if together else _single, vectors)
         for part in parts:
@@ -260,16 +259,10 @@ def _caster(values: tuple[Number, ...]) -> Callable[[Tensor], tuple[Number, ...]
     return cast
 
 
-def _parts(
-    make: Callable[[list[int], list[Tensor]], Some],
-    groups: list[Group],
-    leaves: list[Tensor],
-    grads: list[Tensor],
-    state: Mapping[str, list[Tensor]],
-) -> Iterator[Part]:
+def _parts(make: Callable[[list[int], list[Tensor]], Some], groups: list[Group], mine: Columns) -> Iterator[Part]:
     for indices, decay in groups:
-        moments = {key: make(indices, column) for key, column in state.items()}
-        yield Part(make(indices, leaves), make(indices, grads), moments, decay, leaves[indices[0]])
+        moments = {key: make(indices, column) for key, column in mine.moments.items()}
+        yield Part(make(indices, mine.leaves), make(indices, mine.grads), moments, decay, mine.leaves[indices[0]])
 
 
 def _key(name: str, storage: Storage, hyper: Hyper) -> Tensor | None:
@@ -295,11 +288,9 @@ def _column(indices: list[int], leaves: list[Tensor]) -> Column:
     return Column(pick(indices, leaves))
 
 
-def _singles(
-    decays: list[bool], leaves: list[Tensor], grads: list[Tensor], state: Mapping[str, list[Tensor]]
-) -> Iterator[Part]:
-    for index, (leaf, grad, decay) in enumerate(zip(leaves, grads, decays, strict=True)):
-        yield Part(leaf, grad, {key: column[index] for key, column in state.items()}, decay, leaf)
+def _singles(decays: list[bool], mine: Columns) -> Iterator[Part]:
+    for index, (leaf, grad, decay) in enumerate(zip(mine.leaves, mine.grads, decays, strict=True)):
+        yield Part(leaf, grad, {key: column[index] for key, column in mine.moments.items()}, decay, leaf)
 
 
 # What formulas are made of.
