@@ -165,7 +165,7 @@ def plan_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], options: Mapping
     before, GraphLowering.save_output_code = GraphLowering.save_output_code, planner
     try:
         with config.patch(enable_autograd_cache=False):
-            _inductor(graph, fakes, mode, {**options, "fx_graph_cache": False})
+            _inductor(graph, fakes, mode, {**options, "fx_graph_cache": False, "cpp_wrapper": False})
     except _Planned:
         pass
     finally:

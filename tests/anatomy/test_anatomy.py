@@ -167,6 +167,17 @@ def test_what_a_fused_step_takes_is_for_what_it_takes_it_when_nothing_is_fused()
     assert {*serial.activations} - {*fused.activations} == {"words"}
 
 
+def test_a_wrapper_in_another_language_takes_what_that_in_python_takes():
+    step = ft.train_step(lambda params, batch: (batch * params["w"]).cos().sum(), optim.sgd(0.1))
+    peaks = {
+        ft.anatomy(
+            ft.compiled(cpp_wrapper=cpp)(step), step.init({"w": torch.ones(99)}), torch.ones(5, 99), measure=False
+        ).peak
+        for cpp in (False, True)
+    }
+    assert len(peaks) == 1
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_constant_of_a_graph_is_there_before_and_takes_nothing(backend):
     table = torch.randn(1000, 64)
