@@ -56,6 +56,8 @@ class _Within:
         if self._params is None:
             self._begin(state, ran)
         else:
+            if self._factor is not None and not ran.loss.plain:
+                self._enlarge(ran.loss.weight * self._pieces, self._factor)
             run_backward(ran, self._cotangent_of(ran), add=True)
         finite = torch.isfinite(ran.loss.total) if self._grad.watch else None
         return Gradients(None, ran.loss, ran.later(ran.metrics), ran.buffers, finite)
@@ -71,6 +73,16 @@ class _Within:
             leaf.grad = grad
         self._params, self._spec = ran.params, ran.spec
 
+    def _enlarge(self, unit: Tensor, factor: Tensor) -> None:
+        # What is scaled is narrow, and that of a piece of much more weight than the first would overflow.
+        larger = torch.maximum(self._unit, unit)
+        tree.scale_leaves_(self._grads, self._unit / larger)
+        self._unit, self._cotangent = larger, (factor / larger).to(self._cotangent.dtype)
+
+    @property
+    def _grads(self) -> list[Any]:
+        return [leaf.grad for leaf in self._params or ()]
+
     def _cotangent_of(self, ran: Ran) -> Tensor:
         if ran.loss.plain:
             return self._cotangent
@@ -78,7 +90,7 @@ class _Within:
         return torch.where(ran.loss.weight == 0, 0.0, self._cotangent)
 
     def mean(self, total: Gradients) -> Gradients:
-        grads: list[Any] = [leaf.grad for leaf in self._params or []]
+        grads = self._grads
         finite = None if total.finite is None else total.finite & tree.all_finite(grads)
         if not (self._plain and self._factor is None):
             ratio = _safely(self._unit, total.loss.weight)

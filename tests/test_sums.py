@@ -74,6 +74,23 @@ def test_pieces_of_any_weight_are_a_weighted_mean(weights):
     torch.testing.assert_close(metrics["loss"], known["loss"], rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.parametrize("weights", [[1.0, 60000.0], [60000.0, 1.0], [0.0, 60000.0]])
+def test_scaled_gradients_of_pieces_of_any_weight_do_not_overflow(weights):
+    """A mean does not, and neither does the sum: none is more than that of a mean."""
+
+    def loss(model, batch):
+        weight = batch["weight"].sum()
+        return ft.Mean(model(batch["x"]).float().mean() * weight, weight)
+
+    batch = {"x": torch.ones(2, 4), "weight": torch.tensor(weights)}
+    step = ft.train_step(ft.from_module(nn.Linear(4, 1), loss), optim.sgd(1.0))
+    state = step.init()
+    new, metrics = ft.compose(step, ft.with_amp("fp16"), ft.accumulate(2))(ft.with_amp("fp16")(step).init(), batch)
+    assert not metrics["skipped"]
+    expected, _ = step(state, batch)
+    torch.testing.assert_close(new.params, expected.params, rtol=1e-3, atol=1e-3)
+
+
 def test_a_piece_whose_gradient_is_not_finite_spoils_the_sum():
     loss = ft.from_module(nn.Linear(2, 1), lambda model, batch: model(batch["x"]).mean())
     step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(2), ft.skip_nonfinite(3))

@@ -90,8 +90,10 @@ def _gradients(model, names, batch, scale, *, poison):
             loss = loss * float("nan")
         for p in params:
             p.grad = None
-        # Narrow gradients are rounded in units of the mean of the first piece, unless each is a mean that is clipped.
-        unit = count if clip_first else unit or count * pieces
+        # Narrow gradients are rounded in units of the mean of the first piece, or of the largest so far where they are
+        # scaled, unless each is a mean that is clipped.
+        largest = count * pieces if unit is None or "fp16" in names else unit
+        unit = count if clip_first else max(unit or 0, largest)
         loss.backward(gradient=(1 / unit * scale).to(loss.dtype))
         finite = finite and bool(loss.isfinite()) and all(bool(p.grad.isfinite().all()) for p in params)
         for p in params:
