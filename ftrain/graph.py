@@ -145,8 +145,8 @@ class Plan:
     constants: Mapping[str, Tensor]
 
 
-def plan_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Plan:
-    """Let Inductor plan how it runs a captured graph, without compiling a kernel.
+def plan_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Plan | None:
+    """Let Inductor plan how it runs a captured graph, without compiling a kernel; of nothing to run there is no plan.
 
     Args:
         graph: from `capture`.
@@ -166,21 +166,21 @@ def plan_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], options: Mapping
     try:
         with config.patch(enable_autograd_cache=False):
             _inductor(graph, fakes, mode, {**options, "fx_graph_cache": False, "cpp_wrapper": False})
-    except _Planned:
+    except _Stopped:
         pass
     finally:
         GraphLowering.save_output_code = before
     return planner.plan
 
 
-class _Planned(BaseException):
+class _Stopped(BaseException):
     """Stops Inductor, which wraps no exception of this kind."""
 
 
 class _Planner:
     """Takes the code that Inductor has written, and stops it before its kernels are compiled."""
 
-    plan: Plan
+    plan: Plan | None = None
 
     def __call__(self, source: str) -> None:
         from torch._inductor.virtualized import V
@@ -188,7 +188,7 @@ class _Planner:
         buffers: Mapping[str, Any] = V.graph.name_to_buffer
         origins = {name: _numbers(buffer.get_origins()) for name, buffer in buffers.items()}
         self.plan = Plan(source, origins, dict(V.graph.constants))
-        raise _Planned
+        raise _Stopped
 
 
 def _numbers(nodes: Iterable[fx.Node]) -> list[int]:

@@ -166,7 +166,7 @@ RAISED = {
     "data/prefetch.py": {"first.error"},
     "checkpoint/files.py": {"OSError", "BlockingIOError"},
     "fit.py": {"leaving"},
-    "graph.py": {"_Planned"},
+    "graph.py": {"_Stopped"},
 }
 
 FILES = sorted(ROOT.rglob("*.py"))
