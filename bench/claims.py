@@ -131,8 +131,7 @@ UPDATE_TRIED = (
     "Short on ten leaves of 447 x 447 with NAdam, beside torch's loop over leaves: both sides make nine passes over "
     "memory, and what remains are microseconds of Python an operation. RAdam takes two passes fewer since (1.19 "
     "before). Muon takes 1.03 of torch's time on 1,000 leaves; on 148 leaves and more all others take 0.4 to 0.99. "
-    "Beside torchao, 8-bit AdamW takes 0.30 on 148 leaves and 1.86 on ten large ones, where torchao's kernels, compiled "
-    "leaf by leaf, have enough to do; nothing was tried there yet."
+    "Beside torchao, 8-bit AdamW takes 0.30 on 148 leaves and 1.86 on ten large ones, where nothing was tried yet."
 )
 COMPILED_TRIED = (
     "Muon is its matrix products, which both sides call, and was 0.98 and 1.18 in two runs and 0.99 to 1.01 in three "
