@@ -24,7 +24,7 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
     memory is taken and used again, and what is predicted is what its plan takes; that lasts about as long as to compile
     the step, without the compiler of C++. With other backends, and with ``fuse=False``, what its graph takes when its
     operations run one by one is predicted; Inductor stores up to a fifth less. A step that is split is predicted as if
-    it ran eagerly; what it keeps for its backward pass is up to the compiler, and Inductor took 23% less on a small GPT.
+    it ran eagerly; what it keeps for its backward pass is up to the compiler: Inductor took 23% less on a small GPT.
 
     Args:
         step: the step.
