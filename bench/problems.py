@@ -178,13 +178,13 @@ PROBLEMS: dict[str, Problem] = {
     },
     # Of these, only the parameters are used.
     **{
-        f"update {count}": Problem(
+        f"update {name}": Problem(
             f"{layers} layers of {width}",
             _mlp,
             Sizes(1, model={"width": width, "layers": layers}),
             Sizes(1, model={"width": 4, "layers": max(2, layers // 100)}),
         )
-        for count, layers, width in ((10, 5, 447), (1_000, 500, 45))
+        for name, layers, width in (("10", 5, 447), ("10 of whole blocks", 5, 448), ("1000", 500, 45))
     },
     **{
         f"update {count}": Problem(

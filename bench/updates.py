@@ -36,6 +36,8 @@ class Kind:
         peer: ``module:class`` of the library that has it.
         slow: the peer compiles for a minute.
         matrices: takes nothing else.
+        blocks: stored in blocks of 256 elements; the peer does that with leaves of whole blocks alone, and keeps others
+            in float32.
         tolerance: as a precision; looser where steps are signs, or rounded to few bits.
     """
 
@@ -46,6 +48,7 @@ class Kind:
     peer: str = ""
     slow: bool = False
     matrices: bool = False
+    blocks: bool = False
     tolerance: str = "fp32"
 
     @property
@@ -80,7 +83,7 @@ KINDS = {
     "lion": Kind("lion", peer="lion_pytorch:Lion", options={"b1": 0.9, "b2": 0.99}, tolerance="bf16"),
     "lamb": Kind("lamb"),
     "schedule_free_adamw": Kind("schedule_free_adamw", peer="schedulefree:AdamWScheduleFree"),
-    "adamw_8bit": Kind("adamw_8bit", peer="torchao.optim:AdamW8bit", slow=True, tolerance="bf16"),
+    "adamw_8bit": Kind("adamw_8bit", peer="torchao.optim:AdamW8bit", slow=True, blocks=True, tolerance="bf16"),
 }
 
 

@@ -54,7 +54,8 @@ def title(name: str, count: int) -> str:
 def _race(question: str, name: str, count: int, settings: Settings, entrants: list[Entrant]) -> list[Row]:
     if len(entrants) < 2:
         return []
-    task = settings.task(f"update {count}").with_options(optimizer=name)
+    few = "10 of whole blocks" if KINDS[name].blocks else "10"
+    task = settings.task(f"update {few if count == 10 else count}").with_options(optimizer=name)
     print(question, flush=True)
     contest = Race(question, task, settings, checked=CHECKED, tolerance=KINDS[name].tolerance)
     try:

@@ -39,22 +39,32 @@ class Column:
     """Tensors of one dtype and device that take every operation together.
 
     A method of it is torch's function for many tensors: ``a.lerp_(b, 0.1)`` is ``torch._foreach_lerp_(a, b, 0.1)``.
-    It has no operators, which would allocate where a formula means to write.
+    It has no operators, which would allocate where a formula means to write. In graphs, where a compiler fuses what it
+    sees of each tensor, it is the method of one after another.
     """
 
-    __slots__ = ("tensors",)
+    __slots__ = ("eager", "tensors")
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: list[Tensor], *, eager: bool = True) -> None:
+        self.tensors, self.eager = tensors, eager
 
     def __getattr__(self, name: str) -> Callable[..., Column]:
-        function = getattr(torch, f"_foreach_{name}")
+        function = getattr(torch, f"_foreach_{name}") if self.eager else partial(_one_by_one, name)
 
         def apply(*others: Some, **constants: float) -> Column:
             found = function(self.tensors, *[getattr(other, "tensors", other) for other in others], **constants)
-            return self if name.endswith("_") else Column(list(found))
+            return self if name.endswith("_") else self.like(list(found))
 
         return apply
+
+    def like(self, tensors: list[Tensor]) -> Column:
+        """Return a column of other tensors."""
+        return Column(tensors, eager=self.eager)
+
+
+def _one_by_one(name: str, tensors: list[Tensor], *others: Any, **constants: float) -> list[Tensor]:
+    columns = [other if isinstance(other, list) else [other] * len(tensors) for other in others]
+    return [getattr(tensor, name)(*each, **constants) for tensor, *each in zip(tensors, *columns, strict=True)]
 
 
 @dataclass(slots=True)
@@ -110,6 +120,7 @@ def leafwise(
     fused: Fused | None = None,
     half: bool = True,
     foreach: bool = True,
+    alike: bool = False,
     storage: Storage | None = None,
     weight_decay: float,
     decay_mask: Mask,
@@ -126,7 +137,8 @@ def leafwise(
         constants: works out what the rule needs of these and the rate; the rate alone, unless given.
         fused: the formula as a kernel of torch's; used eagerly where leaves and device allow.
         half: whether that kernel is right in 16 bits.
-        foreach: whether the rule takes many leaves at a time.
+        foreach: whether the rule takes many leaves at a time in eager mode.
+        alike: the rule takes all leaves of one shape at a time, in graphs too.
         storage: how parameters and moments are stored, where that is not as they are computed; the rule then works
             element by element, and writes vectors.
         weight_decay: applied by the rule itself; where it is 0, the mask does not part the leaves into groups.
@@ -139,8 +151,9 @@ def leafwise(
     if isinstance(lr, int | float) and lr < 0:
         require_range(name, "lr", lr, 0.0)
     schedule, decays = as_schedule(lr), as_select(f"{name}: decay_mask", decay_mask)
-    family = _Family(name, rule, state, shared or {}, constants, fused, foreach, storage)
-    planner = Planner(decays if weight_decay else everything, half=half, align=storage.align if storage else 0)
+    family = _Family(name, rule, state, shared or {}, constants, fused, foreach, alike, storage)
+    mask, align = decays if weight_decay else everything, storage.align if storage else 0
+    planner = Planner(mask, half=half, align=align, alike=alike)
 
     def init(params: PyTree) -> PyTree:
         require_matches(decays, params)
@@ -170,6 +183,7 @@ class _Family:
     constants: Constants | None
     fused: Fused | None
     foreach: bool
+    alike: bool
     storage: Storage | None
 
     def init(self, params: PyTree) -> PyTree:
@@ -220,7 +234,10 @@ class _Family:
             return
         constants = (rate,) if self.constants is None else _settle(self.constants(rate, scalars), rate)
         cast, together = _caster(constants), self.foreach and eager
-        parts = _parts(_column, plan.blocks, mine) if together else _singles(plan.decays, mine)
+        if self.alike or together:
+            parts = _parts(partial(_column, eager), plan.blocks, mine)
+        else:
+            parts = _singles(plan.decays, mine)
         if vectors:
             parts = _lifted(Column if together else _single, vectors)
         for part in parts:
@@ -284,8 +301,8 @@ def _single(leaves: list[Tensor]) -> Tensor:
     return leaf
 
 
-def _column(indices: list[int], leaves: list[Tensor]) -> Column:
-    return Column(pick(indices, leaves))
+def _column(eager: bool, indices: list[int], leaves: list[Tensor]) -> Column:
+    return Column(pick(indices, leaves), eager=eager)
 
 
 def _singles(decays: list[bool], mine: Columns) -> Iterator[Part]:
@@ -337,7 +354,7 @@ def combine(leaf: Some, other: Some, share: Tensor) -> Some:
 
 def _each(column: Some, value: Tensor) -> Column | None:
     """A tensor for each of many, where torch takes these one after another anyway: one pass for two or three."""
-    if not isinstance(column, Column) or backends.of(column.tensors[0].device).caches_memory:
+    if not isinstance(column, Column) or not column.eager or backends.of(column.tensors[0].device).caches_memory:
         return None
     return Column([value] * len(column.tensors))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -50,7 +51,8 @@ class Plan:
     Args:
         decays: of each leaf, whether weight decay applies.
         groups: the leaves as fused kernels take them.
-        blocks: the leaves as formulas take them: the groups, cut where new memory is paid for page by page.
+        blocks: the leaves as formulas take them: the groups, cut where new memory is paid for page by page, and parted
+            by shape where the formula asks for that.
         fusible: whether torch's fused kernels run on them at all.
         aligned: whether the gradients lie in memory as their leaves do, which fused kernels take for granted.
         writable: whether no element of what could be donated lies where another does.
@@ -91,11 +93,14 @@ class Planner:
         mask: which leaves decay.
         half: whether the fused kernels are right in 16 bits.
         align: make stretches of leaves, parted at multiples of so many elements; none, when it is 0.
+        alike: make blocks of leaves of one shape.
         among: where the leaves lie among others, when these are updated apart.
     """
 
-    def __init__(self, mask: Select, *, half: bool = True, align: int = 0, among: Among | None = None) -> None:
-        self._mask, self._half, self._align, self._among = mask, half, align, among
+    def __init__(
+        self, mask: Select, *, half: bool = True, align: int = 0, alike: bool = False, among: Among | None = None
+    ) -> None:
+        self._mask, self._half, self._align, self._alike, self._among = mask, half, align, alike, among
         self._flatten = Flattener()
         self._last: tuple[optree.PyTreeSpec, Guard, Plan] | None = None
 
@@ -105,7 +110,8 @@ class Planner:
         decays = [bool(self._mask(name, leaf)) for name, leaf in zip(names, leaves, strict=True)]
         places, size = _places(_groups(decays, leaves), leaves), sum(leaf.numel() for leaf in leaves)
         found = Among(dict(zip(names, places, strict=True)), size, self._is_fusible(leaves))
-        return [Planner(self._mask, half=self._half, align=self._align, among=found) for _ in range(parts)]
+        planner = partial(Planner, self._mask, half=self._half, align=self._align, alike=self._alike, among=found)
+        return [planner() for _ in range(parts)]
 
     def columns(self, *trees: PyTree) -> tuple[list[list[Tensor]], optree.PyTreeSpec]:
         """`columns` of trees that mostly have the structure of those before."""
@@ -127,7 +133,7 @@ class Planner:
         fusible = self._is_fusible(leaves, *moments)
         writable = not any(map(_is_expanded, itertools.chain(leaves, *moments)))
         groups = _groups(decays, leaves)
-        blocks = [(block, decay) for indices, decay in groups for block in _blocks(indices, leaves)]
+        blocks = [(block, decay) for indices, decay in groups for block in self._blocks(indices, leaves)]
         places, size = _places(groups, leaves), sum(leaf.numel() for leaf in leaves)
         if self._among is not None:
             places, size = [self._among.places[name] for name in tree.leaf_names(params)], self._among.size
@@ -138,6 +144,16 @@ class Planner:
             stretches = list(_stretches(groups, leaves, places, rigid, self._align))
             wholes = list(_stretches(groups, leaves, places, rigid, 0))
         return Plan(decays, groups, blocks, fusible, _aligned(leaves, grads), writable, stretches, wholes, size)
+
+    def _blocks(self, indices: list[int], leaves: list[Tensor]) -> Iterator[list[int]]:
+        cached = backends.of(leaves[indices[0]].device).caches_memory
+        if not self._alike:
+            return iter([indices]) if cached else _blocks(indices, leaves, BLOCK)
+        shapes: dict[torch.Size, list[int]] = {}
+        for index in indices:
+            shapes.setdefault(leaves[index].shape, []).append(index)
+        most = BLOCK << 6 if cached else BLOCK
+        return itertools.chain.from_iterable(_blocks(each, leaves, most) for each in shapes.values())
 
     def _is_fusible(self, leaves: list[Tensor], *moments: list[Tensor]) -> bool:
         if not all(backends.of(device).fused_optimizers for device in {leaf.device for leaf in leaves}):
@@ -178,15 +194,12 @@ def _groups(decays: list[bool], leaves: list[Tensor]) -> list[Group]:
     return list(found.values())
 
 
-def _blocks(indices: list[int], leaves: list[Tensor]) -> Iterator[list[int]]:
+def _blocks(indices: list[int], leaves: list[Tensor], most: int) -> Iterator[list[int]]:
     """Cut a group of at least one leaf; without these, a step of 148 x 256 x 256 took up to 1.6 times as long."""
-    if backends.of(leaves[indices[0]].device).caches_memory:
-        yield indices
-        return
     block: list[int] = []
     size = 0
     for index in indices:
-        if block and size + leaves[index].numel() > BLOCK:
+        if block and size + leaves[index].numel() > most:
             yield block
             block, size = [], 0
         block.append(index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from ftrain.types import Optimizer, PyTree, Schedule, replace
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Of the polynomial of the iteration; the paper's, steep at zero."""
+
+TINY = 16
+"""Matrices with no more rows, or columns, are rounded otherwise in batches than alone: a few in a thousand, by torch's
+kernels for the CPU. Of larger ones, 90,000 of twelve shapes were the same."""
 
 
 def muon(
@@ -48,7 +52,9 @@ def muon(
     >>> ft.optim.partition({"muon": ft.optim.muon(0.02), "adamw": ft.optim.adamw(3e-4)}, label).text
     'partition(muon: muon(constant(0.02), weight_decay=0.1), adamw: adamw(constant(3e-4)))'
 
-    The state is `momentum`.
+    The state is `momentum`. Matrices of one shape go through the products together, which is where the time is for
+    small ones: a tenth of it is left for 500 of 45 x 45. On devices other than the CPU, a batch may be rounded, in
+    bfloat16, otherwise than each matrix alone, as `update_in_backward` and `offload` take them.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
@@ -79,16 +85,16 @@ def muon(
 
     def rule(part: Part, rate: Number, kept: Number) -> None:
         p, g = part.leaf, part.grad
-        if p.numel() == 0:
+        rows, columns = part.like.shape
+        if rows * columns == 0:
             return
         b = average(part.state["momentum"], g, momentum)
-        o = _orthogonal(g.lerp(b, momentum) if nesterov else b, ns_coefficients, ns_steps, eps)
+        ahead = g.lerp(b, momentum) if nesterov else b
+        o = ahead.like(_orthogonal(ahead.tensors, ns_coefficients, ns_steps, eps))
         if weight_decay and part.decay:
             p.mul_(kept)
-        rows, columns = p.shape
         factor = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
-        # In bfloat16 the product with a tensor would be rounded; that with a number is not.
-        descend(p, o.to(p.dtype) if isinstance(rate, Tensor) else o, rate * factor)
+        descend(p, o, rate * factor)
 
     optimizer = leafwise(
         "muon",
@@ -96,7 +102,7 @@ def muon(
         rule,
         state={"momentum": torch.zeros_like},
         constants=constants,
-        foreach=False,
+        alike=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
     )
@@ -108,17 +114,33 @@ def muon(
     return replace(optimizer, init=init)
 
 
-def _orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Bring the singular values near 1, by products in bfloat16 of the smaller side."""
+def _orthogonal(
+    matrices: list[Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
+) -> list[Tensor]:
+    """Bring the singular values of matrices of one shape near 1, together where that is exact."""
+    if len(matrices) == 1 or min(matrices[0].shape) <= TINY:
+        return [_iterated(matrix, torch.addmm, coefficients, steps, eps) for matrix in matrices]
+    return list(_iterated(torch.stack(matrices), torch.baddbmm, coefficients, steps, eps).unbind())
+
+
+def _iterated(
+    matrix: Tensor,
+    add_product: Callable[..., Tensor],
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+) -> Tensor:
+    """Do so with a matrix, or a batch, by products in bfloat16 of the smaller side; in the dtype it came in."""
     a, b, c = coefficients
-    tall = matrix.size(0) > matrix.size(1)
-    x = matrix.to(torch.bfloat16, copy=True)
-    x = x.T if tall else x
-    x.div_(torch.linalg.vector_norm(x).clamp_(min=eps))
+    tall = matrix.size(-2) > matrix.size(-1)
+    x = matrix.to(torch.bfloat16)
+    x = x.mT if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    # Not left in bfloat16, in which its product with a rate that is a tensor would be rounded.
+    return (x.mT if tall else x).to(matrix.dtype)
 
 
 def _require_matrices(params: PyTree) -> None:

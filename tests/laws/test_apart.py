@@ -26,11 +26,14 @@ CUTS = {
 
 
 def make_nested(dtype):
-    """Leaves of odd sizes, more than a kernel takes at a time, deep in containers."""
+    """Leaves of odd sizes, more than a kernel takes at a time, two of one shape, deep in containers."""
     found = make_params(dtype)
     draw = torch.Generator().manual_seed(7)
-    more = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in ((37, 5), (61,), (3, 33))]
-    return {**found, "blocks": [{"weight": more[0], "bias": more[1]}, (more[2],)], "none": None}
+    more = [
+        torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
+        for shape in ((37, 5), (61,), (3, 33), *[(20, 17)] * 2)
+    ]
+    return {**found, "blocks": [{"weight": more[0], "bias": more[1]}, (more[2],)], "twins": more[3:], "none": None}
 
 
 def run(optimizer, cut, dtype, *, donate, steps=3):

@@ -139,6 +139,27 @@ EACH = [
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", [(20, 20), (17, 30), (30, 17), (8, 64), (2, 5), (520, 520)], ids=str)
+def test_matrices_of_one_shape_make_the_steps_of_each_alone_in_muon(shape, path, unfused):
+    if path == "unfused":
+        unfused()
+    start = {f"w{index}": randn(shape, index) for index in range(3)} | {"other": randn((8, 10), 9)}
+    decays = {"weight_decay": 0.1, "decay_mask": lambda name, leaf: name != "w1"}
+    steps = STEPS if shape[0] < 100 else 2
+
+    params, opt_state = train(ft.optim.muon(LR, **decays), path, start, steps)
+
+    for name in start:
+        leaf = start[name].clone().requires_grad_()
+        theirs = torch.optim.Muon([leaf], lr=LR, weight_decay=0.1 if name != "w1" else 0.0)
+        for step in range(steps):
+            leaf.grad = make_grads(start, step)[name]
+            theirs.step()
+        torch.testing.assert_close(params[name], leaf.detach(), **TIGHT)
+        assert torch.equal(opt_state["momentum"][name], theirs.state[leaf]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("name", "options"), EACH)
 def test_fifty_steps_equal_torchs(name, options, path, unfused):
     if path == "unfused":
