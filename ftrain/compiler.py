@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from ftrain import backends, graph, tree
 from ftrain.backends import Recorder
 from ftrain.devicegraph import Replayed
 from ftrain.errors import OptionError
+from ftrain.plan import UPDATE, Execute, Plan, plan_graph, planning_backend
 from ftrain.traced import Carrying, Compile, Traced
 from ftrain.types import LossFn, LossOutput, PyTree
 
@@ -24,7 +26,18 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """The settings of a compilation."""
+    """The settings of a compilation.
+
+    Args:
+        backend: of `torch.compile`; the one that suits the device, when it is None.
+        options: of Inductor, by name.
+        fullgraph: refuse to break the graph of a loss.
+        dynamic: compile a loss for changing shapes.
+        replay: record and replay on the device; where that is possible, when it is None.
+        cache_dir: where Inductor keeps its code.
+        max_graphs: as many for one step.
+        execute: runs what Inductor plans, in place of what it compiles.
+    """
 
     backend: str | None
     options: Mapping[str, Any]
@@ -33,19 +46,27 @@ class Compiler:
     replay: bool | None
     cache_dir: str | Path | None
     max_graphs: int
+    execute: Execute | None = None
+
+    def rehearsal(self, execute: Execute, device: torch.device) -> Compiler | None:
+        """Return a compiler that runs plans, for a device; None where Inductor plans nothing."""
+        return dataclasses.replace(self, execute=execute) if self.backend_for(device) == graph.INDUCTOR else None
 
     def compile(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int) -> graph.Flat:
         """Compile a captured graph for the device of its inputs."""
+        if self.execute is not None:
+            run = self.execute(captured, UPDATE, lambda: self.plan(captured, inputs))
+            return lambda *given: run(list(given))
         with self.cache(), backends.of(inputs[0].device).seeded(0):
             return graph.compile_graph(captured, inputs, self.backend_for(inputs[0].device), self.options)
 
-    def plan(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> graph.Plan | None:
+    def plan(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Plan | None:
         """Let Inductor plan how it runs a captured graph, if it is who compiles it."""
         device = inputs[0].device
         if self.backend_for(device) != graph.INDUCTOR:
             return None
         with backends.of(device).seeded(0):
-            return graph.plan_graph(captured, inputs, self.options)
+            return plan_graph(captured, inputs, self.options)
 
     def replaying(self) -> Compile:
         """Return `compile` for the graphs of one step, which the device records and replays if it can.
@@ -72,6 +93,11 @@ class Compiler:
     def compile_loss(self, loss: LossFn) -> LossFn:
         """Hand a loss to `torch.compile`, with the backend of the device that it is first called on."""
         settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
+        # Else as many steps with the loss of one function share the graphs that torch compiles for it, eight in all.
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+            settings["isolate_recompiles"] = True
+        if self.execute is not None:
+            return torch.compile(loss, backend=planning_backend(self.execute, self.options), **settings)
         settings["options"] = dict(self.options) or None
         found: dict[str, LossFn] = {}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ftrain import backends, random, tree
-from ftrain.types import RNG, Core, Hyper, LossFn, Metrics, PyTree, TrainState
+from ftrain.types import RNG, Core, Hyper, LossFn, Metrics, PyTree, TrainState, UpdateFn
 
 
 class Eager:
@@ -17,10 +17,16 @@ class Eager:
     Args:
         step: the step.
         around_loss: what becomes of its loss.
+        around_update: what becomes of its update.
     """
 
-    def __init__(self, step: Any, around_loss: Callable[[LossFn], LossFn] = lambda loss: loss) -> None:
-        self._core: Core = step.assemble(donate=step.donate, around_loss=around_loss)
+    def __init__(
+        self,
+        step: Any,
+        around_loss: Callable[[LossFn], LossFn] = lambda loss: loss,
+        around_update: Callable[[UpdateFn], UpdateFn] = lambda update: update,
+    ) -> None:
+        self._core: Core = step.assemble(donate=step.donate, around_loss=around_loss, around_update=around_update)
         self._needs_rng, self._draws = step.base.needs_rng, step.optimizer.needs_rng
         self.text = "eager(donate)" if step.donate else "eager"
 

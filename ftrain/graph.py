@@ -9,8 +9,7 @@ key (`ftrain.keyed.Keyed`), so a graph holds no hidden state.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,7 +32,6 @@ Flat: TypeAlias = Callable[..., Sequence[Tensor]]
 """A function from tensors, as positional arguments, to a sequence of tensors."""
 
 INDUCTOR = "inductor"
-NUMBER = "ftrain_number"
 VALUE_NEEDED = DataDependentOutputException, DynamicOutputShapeException
 TRUSTED = {"size_asserts": False, "alignment_asserts": False}
 """The shapes of the inputs are guarded before the graph is chosen, and asserting each again costs 0.3 us."""
@@ -119,80 +117,16 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str,
             return lookup_backend(backend)(graph, list(inputs))
     # With an environment of shapes, none of which it holds, or Inductor keeps nothing for the next start.
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    return _inductor(graph, [mode.from_tensor(x.detach(), static_shapes=True) for x in inputs], mode, options)
+    return compile_inductor(graph, [mode.from_tensor(x.detach(), static_shapes=True) for x in inputs], mode, options)
 
 
-def _inductor(graph: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, options: Mapping[str, Any]) -> Flat:
+def compile_inductor(graph: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, options: Mapping[str, Any]) -> Flat:
+    """Compile a captured graph with Inductor, for tensors without memory of a mode that knows shapes."""
     from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad(), tracing(TracingContext(mode)):
         patches = {**TRUSTED, **(SPARING if barrier.is_in(graph) else {}), **options}
         return compile_fx(graph, fakes, config_patches=patches)  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What Inductor makes of a captured graph.
-
-    Args:
-        source: Python code whose function ``call`` takes memory, calls kernels and gives memory back.
-        origins: name of a buffer in it -> numbers of the nodes of the graph that it is computed by.
-        constants: name in it -> tensor that is part of the graph.
-    """
-
-    source: str
-    origins: Mapping[str, Sequence[int]]
-    constants: Mapping[str, Tensor]
-
-
-def plan_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Plan | None:
-    """Let Inductor plan how it runs a captured graph, without compiling a kernel; of nothing to run there is no plan.
-
-    Args:
-        graph: from `capture`.
-        inputs: tensors of the shapes, dtypes and devices it was captured with; they need no memory.
-        options: settings of Inductor, by name.
-    """
-    from torch._functorch import config
-    from torch._inductor.graph import GraphLowering
-
-    # Of all that is written into a node, Inductor takes this over into what it makes of the node.
-    for number, node in enumerate(graph.graph.nodes):
-        node.meta["custom"] = {NUMBER: number}
-    mode, planner = FakeTensorMode(shape_env=ShapeEnv()), _Planner()
-    with mode:
-        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
-    before, GraphLowering.save_output_code = GraphLowering.save_output_code, planner
-    try:
-        with config.patch(enable_autograd_cache=False):
-            _inductor(graph, fakes, mode, {**options, "fx_graph_cache": False, "cpp_wrapper": False})
-    except _Stopped:
-        pass
-    finally:
-        GraphLowering.save_output_code = before
-    return planner.plan
-
-
-class _Stopped(BaseException):
-    """Stops Inductor, which wraps no exception of this kind."""
-
-
-class _Planner:
-    """Takes the code that Inductor has written, and stops it before its kernels are compiled."""
-
-    plan: Plan | None = None
-
-    def __call__(self, source: str) -> None:
-        from torch._inductor.virtualized import V
-
-        buffers: Mapping[str, Any] = V.graph.name_to_buffer
-        origins = {name: _numbers(buffer.get_origins()) for name, buffer in buffers.items()}
-        self.plan = Plan(source, origins, dict(V.graph.constants))
-        raise _Stopped
-
-
-def _numbers(nodes: Iterable[fx.Node]) -> list[int]:
-    return sorted({node.meta["custom"][NUMBER] for node in nodes if NUMBER in node.meta.get("custom", ())})
 
 
 def require_backend(function: str, backend: str, mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:

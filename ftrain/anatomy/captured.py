@@ -10,9 +10,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftrain import tree
-from ftrain.anatomy.timeline import FORWARD, UPDATE, Operation, Piece, Timeline, Tracker, phase_now
+from ftrain.anatomy.timeline import Operation, Piece, Timeline, Tracker, phase_now
 from ftrain.lowered import storages
 from ftrain.operations import flops, group_of, is_view
+from ftrain.plan import FORWARD, UPDATE
 from ftrain.types import PyTree
 
 PHASE, MODULE = "ftrain_phase", "ftrain_module"
@@ -101,7 +102,7 @@ def serial(captured: fx.GraphModule, inputs: PyTree, marked: Mapping[int, str], 
             elif pieces[key].phase == UPDATE and not pieces[key].kind:
                 pieces[key].kind = rest
         if is_operation(node):
-            found.operations[node] = _operation(node, phase)
+            found.operations[node] = operation_of(node, phase)
             timeline.operations.append(found.operations[node])
         for key in ends.pop(index, ()):
             pieces[key].died = len(timeline.operations)
@@ -122,7 +123,8 @@ def _last_uses(nodes: list[fx.Node]) -> dict[int, int]:
     return last
 
 
-def _operation(node: fx.Node, phase: str) -> Operation:
+def operation_of(node: fx.Node, phase: str) -> Operation:
+    """Return the operation that a node of a graph is."""
     target: Any = node.target
     name = target.overloadpacket.__name__
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda used: used.meta.get("val"))

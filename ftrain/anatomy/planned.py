@@ -1,23 +1,21 @@
-"""The timeline of a step as Inductor runs it: its plan, line by line, on tensors without memory."""
+"""What a graph takes as Inductor runs it: its plan, line by line, on tensors without memory."""
 
 from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ftrain import tree
-from ftrain.anatomy.captured import Serial
-from ftrain.anatomy.kinds import NEXT, TEMPORARIES
-from ftrain.anatomy.timeline import UPDATE, Ledger, Operation, Piece, Timeline
-from ftrain.graph import Plan
-from ftrain.lowered import storages
+from ftrain.anatomy.kinds import TEMPORARIES
+from ftrain.anatomy.timeline import Ledger, Operation, Piece
 from ftrain.operations import ELEMENTWISE
+from ftrain.plan import Plan
 
 MAKER = "async_compile"
 """In the code of Inductor, who compiles kernels."""
@@ -26,33 +24,60 @@ TAKES = "empty_strided", "reinterpret_tensor", "assert_", "alloc_from_pool"
 """How the names of functions begin that compute nothing."""
 
 
-class _Planned:
+@dataclass(frozen=True)
+class About:
+    """What is known of the nodes of a graph.
+
+    Args:
+        phase: of the step, in which the graph runs.
+        operations: number of a node -> its operation, if it is one.
+        piece: ``numbers of nodes -> piece``: for what memory is that these nodes are computed into; None where that is
+            not known.
+    """
+
+    phase: str
+    operations: Mapping[int, Operation]
+    piece: Callable[[Sequence[int]], Piece | None]
+
+
+class Script:
     """Runs a plan, in which kernels do nothing, and writes down what it takes.
 
     Args:
-        found: of the graph, what it takes when its operations run one by one.
-        plan: of the graph.
+        plan: of a graph.
+        about: what is known of the graph.
     """
 
-    def __init__(self, found: Serial, plan: Plan) -> None:
-        self._found, self._plan = found, plan
-        self._nodes, self._module = list(found.graph.graph.nodes), ast.parse(plan.source)
-        self._ledger, self._inputs = Ledger(), [n.meta["val"] for n in self._nodes if n.op == "placeholder"]
-        self._waiting = [number for number, node in enumerate(self._nodes) if node in found.operations]
-        self._names = self._prelude()
+    def __init__(self, plan: Plan, about: About) -> None:
+        self._plan, self._about, self._module = plan, about, ast.parse(plan.source)
+        self._known = self._prelude()
 
-    def run(self) -> Timeline:
-        """Run it."""
-        for given in self._inputs:
-            known = self._found.pieces[given.untyped_storage()._cdata]
-            self._ledger.take(given, known.kind, known.phase)
-        # Inductor takes the constants of the graph as inputs before the others.
-        self._names["args"] = [*self._found.graph.parameters(), *self._found.graph.buffers(), *self._inputs]
+    def run(self, args: list[Any], ledger: Ledger) -> dict[str, Any]:
+        """Run it on tensors without memory, and return what the graph returns: by its names, and all of it as "".
+
+        Args:
+            args: the inputs of the graph, which are taken from this list.
+            ledger: where it is written down.
+        """
+        names, waiting = {**self._known, "args": args}, sorted(self._about.operations)
         for line in self._lines():
-            self._line(line)
+            statement, *rest = line
+            if isinstance(statement, ast.Return):
+                returned = {name: names[name] for name in _names(statement) if name in self._plan.origins}
+                returned[""] = _value(statement, names)
+                break
+            _run(statement, names)
+            if isinstance(statement, ast.Assign) and isinstance(name := statement.targets[0], ast.Name):
+                # With the name of before taken away in the same line, memory is used again.
+                self._take(ledger, name.id, names[name.id], renew=bool(rest))
+            if _computes(statement):
+                found = {number for name in _names(statement) for number in self._plan.origins.get(name, ())}
+                waiting = self._compute(ledger, waiting, found, self._about.phase)
+            for each in rest:
+                _run(each, names)
         # What writes into inputs is not in the code by the name of what it computes.
-        self._compute(range(len(self._nodes)))
-        return self._ledger.timeline
+        self._compute(ledger, waiting, waiting, "")
+        return returned
 
     def _prelude(self) -> dict[str, Any]:
         """The names that the code knows, of which kernels do nothing."""
@@ -73,62 +98,26 @@ class _Planned:
         for _, line in itertools.groupby(call.body, key=lambda statement: statement.lineno):
             yield list(line)
 
-    def _line(self, line: list[ast.stmt]) -> None:
-        statement, *rest = line
-        if isinstance(statement, ast.Return):
-            self._keep(statement)
-            return
-        _run(statement, self._names)
-        if isinstance(statement, ast.Assign) and isinstance(name := statement.targets[0], ast.Name):
-            # With the name of before taken away in the same line, memory is used again.
-            self._take(name.id, renew=bool(rest))
-        if _computes(statement):
-            self._compute({number for name in _names(statement) for number in self._plan.origins.get(name, ())})
-        for each in rest:
-            _run(each, self._names)
-
-    def _take(self, name: str, *, renew: bool) -> None:
-        """Write down what is in a buffer now."""
-        known = self._known(name)
-        for tensor in tree.leaves(self._names[name]):
+    def _take(self, ledger: Ledger, name: str, made: Any, *, renew: bool) -> None:
+        """Write down what is in a buffer now: what the last node that is computed into it makes."""
+        known = self._about.piece(self._plan.origins.get(name, ())) or Piece(0, 0, self._about.phase, "", TEMPORARIES)
+        for tensor in tree.leaves(made):
             if isinstance(tensor, Tensor):
-                (self._ledger.renew if renew else self._ledger.take)(tensor, known.kind, known.phase, known.module)
+                (ledger.renew if renew else ledger.take)(tensor, known.kind, known.phase, known.module)
 
-    def _known(self, name: str) -> Piece:
-        """For what a buffer is: what the last node that is computed into it makes."""
-        for number in self._plan.origins.get(name, ())[-1:]:
-            for key, _ in storages(self._nodes[number]):
-                # What is written into an input is made elsewhere before.
-                if self._found.pieces[key].phase:
-                    return self._found.pieces[key]
-        return Piece(0, 0, UPDATE, "", TEMPORARIES)
-
-    def _compute(self, numbers: Container[int]) -> None:
-        """Write down the operations of a kernel."""
-        done = [number for number in self._waiting if number in numbers]
-        self._waiting = [number for number in self._waiting if number not in numbers]
-        found = [self._found.operations[self._nodes[number]] for number in done]
-        self._ledger.timeline.operations += found or [Operation(ELEMENTWISE, UPDATE, 0)]
-
-    def _keep(self, statement: ast.stmt) -> None:
-        """Say what is there when the step is done."""
-        self._ledger.mark([self._names[name] for name in _names(statement) if name in self._plan.origins], NEXT)
-
-
-def planned(found: Serial, plan: Plan) -> Timeline:
-    """Return what a graph takes when it runs as planned; its pieces are for what they are for in `found`.
-
-    Args:
-        found: of the graph, what it takes when its operations run one by one.
-        plan: of the graph.
-    """
-    values = (leaf for node in found.graph.graph.nodes for leaf in tree.leaves(node.meta.get("val")))
-    with next(leaf.fake_mode for leaf in values if isinstance(leaf, FakeTensor)), torch.no_grad():
-        return _Planned(found, plan).run()
+    def _compute(self, ledger: Ledger, waiting: list[int], numbers: Container[int], phase: str) -> list[int]:
+        """Write down the operations of a kernel, which is something in a phase, and return what waits still."""
+        found = [self._about.operations[number] for number in waiting if number in numbers]
+        ledger.timeline.operations += found or [Operation(ELEMENTWISE, phase, 0)] * bool(phase)
+        return [number for number in waiting if number not in numbers]
 
 
 def _run(statement: ast.stmt, names: dict[str, Any]) -> None:
     exec(compile(ast.Module([statement], []), "<plan>", "exec"), names)
+
+
+def _value(statement: ast.Return, names: dict[str, Any]) -> Any:
+    return eval(compile(ast.Expression(statement.value or ast.Tuple([], ast.Load())), "<plan>", "eval"), names)
 
 
 def _computes(statement: ast.stmt) -> bool:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ftrain import random, tree
-from ftrain.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, name_the_rest
+from ftrain import tree
+from ftrain.anatomy.kinds import BATCH, FROZEN, NEXT, OPTIMIZER, PARAMETERS, REST, name_the_rest
+from ftrain.anatomy.parts import Beside, Rehearsal
 from ftrain.anatomy.timeline import Timeline, Tracker
 from ftrain.anatomy.whole import predict_whole
+from ftrain.eager import Eager
 from ftrain.errors import TraceError
 from ftrain.graph import VALUE_NEEDED
 from ftrain.slots import bound, pristine, slots_of
 from ftrain.step import Step
 from ftrain.transfers import is_abstract, is_in_file
-from ftrain.types import RNG, Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
+from ftrain.types import PyTree, TrainState, replace
 
 
 def abstract_state(step: Step, module: nn.Module) -> TrainState:
@@ -59,9 +61,10 @@ def abstractly(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None
 
 
 def predict(step: Step, state: TrainState, batch: PyTree, *, fuse: bool) -> Timeline:
-    """Run a step on tensors without memory, operation by operation, and return what it took.
+    """Run a step on tensors without memory, and return what it took.
 
-    A step that is compiled whole is captured, and what its graph takes is returned; see `predict_whole`.
+    A step that is compiled whole is captured, and what its graph takes is returned; see `predict_whole`. What of a
+    split one is compiled runs as Inductor plans it, with `fuse`, and the rest operation by operation.
 
     Raises:
         TraceError: when the step asks for the value of a tensor.
@@ -75,9 +78,6 @@ def predict(step: Step, state: TrainState, batch: PyTree, *, fuse: bool) -> Time
     state, batch = tree.map(lambda leaf: _fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch))
     if (found := predict_whole(step, state, batch, hyper, fuse=fuse)) is not None:
         return found
-    key = _fake(mode, random.from_words(words)) if step.base.needs_rng else None
-    if step.optimizer.needs_rng:
-        hyper = {**hyper, RNG: _fake(mode, random.from_words(words))}  # type: ignore[dict-item]
     known = {
         PARAMETERS: state.params,
         FROZEN: state.frozen,
@@ -85,24 +85,23 @@ def predict(step: Step, state: TrainState, batch: PyTree, *, fuse: bool) -> Time
         REST: (state.buffers, state.slots),
         BATCH: batch,
     }
-    began: list[int] = []
-    tracker = Tracker({kind: _tensors(part) for kind, part in known.items()}, step.base.module)
-
+    kinds, given = {kind: _tensors(part) for kind, part in known.items()}, (state, batch, hyper, words)
+    rehearsal, parts = Rehearsal(step.base.module, mode), None
+    if fuse and hasattr(runner := step.runner, "rehearsal"):
+        parts = runner.rehearsal(rehearsal.execute, tree.device_of(state.params), rehearsal.watching)
+    if parts is None:
+        tracker, run = Tracker(kinds, step.base.module), Eager(step, around_update=rehearsal.watching)
+    else:
+        # What compiles would be written down, too.
+        with abstractly("anatomy", step, mode):
+            parts(*given)
+        tracker, run = Beside(kinds, None), parts
+    rehearsal.ledger = tracker.ledger
     tracker.ledger.leave_out([leaf for leaf, away in zip(_tensors(state.opt_state), elsewhere, strict=True) if away])
-
-    def marking(update: UpdateFn) -> UpdateFn:
-        def marked(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-            tracker.ledger.mark(_tensors(gradients.grads), GRADIENTS)
-            began.append(len(tracker.ledger.timeline.operations))
-            return update(state, gradients, hyper, donate=donate)
-
-        return marked
-
-    core = step.assemble(donate=step.donate, around_update=marking)
-    with abstractly("anatomy", step, mode), tracker, tracker.running.followed():
-        new, _ = core(state, batch, hyper, key)
+    with abstractly("anatomy", step, mode), tracker, tracker.running.followed() if parts is None else nullcontext():
+        new, _ = run(*given)
         tracker.ledger.mark(_tensors(new), NEXT)
-    name_the_rest(tracker.ledger.timeline, began[0])
+    name_the_rest(tracker.ledger.timeline, rehearsal.began)
     return tracker.ledger.timeline
 
 

@@ -20,11 +20,11 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
     The prediction runs the step operation by operation on tensors without memory, so that a model may be larger than
     this machine; groups of operations are those of Ivanov et al. 2021 (arXiv:2007.00072).
 
-    A step that is compiled whole is captured. Where Inductor compiles it, it plans which operations it fuses and when
-    memory is taken and used again, and what is predicted is what its plan takes; that lasts about as long as to compile
-    the step, without the compiler of C++. With other backends, and with ``fuse=False``, what its graph takes when its
-    operations run one by one is predicted; Inductor stores up to a fifth less. A step that is split is predicted as if
-    it ran eagerly; what it keeps for its backward pass is up to the compiler: Inductor took 23% less on a small GPT.
+    Where Inductor compiles a step, whole or split, it plans which operations it fuses, what it keeps for the backward
+    pass and when memory is taken and used again, and what is predicted is what its plans take; that lasts about as long
+    as to compile the step, without the compiler of C++. With other backends, and with ``fuse=False``, what the graph of
+    a whole step takes when its operations run one by one is predicted, and a split one as if it ran eagerly; Inductor
+    stores up to a quarter less. What kernels take for themselves is in no prediction.
 
     Args:
         step: the step.

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import tree
 from ftrain.operations import flops, group_of, is_view
+from ftrain.plan import BACKWARD, FORWARD, UPDATE
 from ftrain.running import Running
-
-FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
 @dataclass

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ftrain import tree
-from ftrain.anatomy.captured import Noting, labelled, serial
+from ftrain.anatomy.captured import Noting, Serial, labelled, serial
 from ftrain.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, name_the_rest
-from ftrain.anatomy.planned import planned
-from ftrain.anatomy.timeline import Timeline
+from ftrain.anatomy.planned import About, Script
+from ftrain.anatomy.timeline import Ledger, Piece, Timeline
 from ftrain.errors import TraceError
+from ftrain.lowered import storages
+from ftrain.plan import UPDATE, Plan
 from ftrain.step import Step
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 
@@ -59,7 +63,33 @@ def predict_whole(
     found = serial(captured, _labels(state, batch), marked, NEXT)
     name_the_rest(found.timeline, began[0])
     plan = runner.plan(captured) if fuse else None
-    return found.timeline if plan is None else planned(found, plan)
+    return found.timeline if plan is None else _planned(found, plan)
+
+
+def _planned(found: Serial, plan: Plan) -> Timeline:
+    """What the graph takes when it runs as planned; its pieces are for what they are for when it does not."""
+    nodes, graph, ledger = list(found.graph.graph.nodes), found.graph, Ledger()
+    inputs = [node.meta["val"] for node in nodes if node.op == "placeholder"]
+    numbers = {node: number for number, node in enumerate(nodes)}
+
+    def piece(origins: Sequence[int]) -> Piece | None:
+        for number in origins[-1:]:
+            for key, _ in storages(nodes[number]):
+                # What is written into an input is made elsewhere before.
+                if found.pieces[key].phase:
+                    return found.pieces[key]
+        return None
+
+    about = About(UPDATE, {numbers[node]: each for node, each in found.operations.items()}, piece)
+    values = (leaf for node in nodes for leaf in tree.leaves(node.meta.get("val")))
+    with next(leaf.fake_mode for leaf in values if isinstance(leaf, FakeTensor)), torch.no_grad():
+        for given in inputs:
+            known = found.pieces[given.untyped_storage()._cdata]
+            ledger.take(given, known.kind, known.phase)
+        # Inductor takes the constants of the graph as inputs before the others.
+        returned = Script(plan, about).run([*graph.parameters(), *graph.buffers(), *inputs], ledger)
+    ledger.mark([value for name, value in returned.items() if name], NEXT)
+    return ledger.timeline
 
 
 def _labels(state: TrainState, batch: PyTree) -> PyTree:

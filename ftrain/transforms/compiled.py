@@ -6,7 +6,7 @@ import logging
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +19,7 @@ from ftrain.errors import ComposeError, OptionError, TraceError
 from ftrain.inductor_random import Fused
 from ftrain.keyed import Keyed
 from ftrain.lowered import Lowered, count_nodes, explain, peak_bytes
+from ftrain.plan import Execute, Plan
 from ftrain.slots import pristine
 from ftrain.step import Step
 from ftrain.traced import Kinds, Traced
@@ -40,6 +41,7 @@ LOWERINGS = ("auto", "whole", "split")
 SPLIT_PULLS = (
     "a split step cannot be updated within its backward pass, which is one operation there and makes all gradients"
 )
+Around: TypeAlias = Callable[[UpdateFn], UpdateFn]
 log = logging.getLogger("ftrain")
 
 
@@ -123,8 +125,10 @@ def compiled(
 class _Compiled:
     """Runs a step compiled: whole, split, or whole if that can be captured and else split."""
 
-    def __init__(self, step: Step, lowering: str, compiler: Compiler) -> None:
-        self._step, self._lowering, self._compiler = step, lowering, compiler
+    def __init__(
+        self, step: Step, lowering: str, compiler: Compiler, around_update: Around = lambda update: update
+    ) -> None:
+        self._step, self._lowering, self._compiler, self._around = step, lowering, compiler, around_update
         self._names = list(step.optimizer.schedules)
         self._kinds = Kinds(compiler.max_graphs)
         self._may_split = lowering == "auto" and not step.pulls
@@ -170,7 +174,18 @@ class _Compiled:
         traced = Traced(self._drawing(core), lambda captured, inputs, carried: captured, 1, donate=self._step.donate)
         return traced.graph_for(*inputs).captured
 
-    def plan(self, captured: fx.GraphModule) -> graph.Plan | None:
+    def rehearsal(self, execute: Execute, device: torch.device, around_update: Around) -> Runner | None:
+        """Return what runs the step split, with plans in place of graphs; None where Inductor plans nothing.
+
+        Args:
+            execute: runs a plan.
+            device: of the state that it runs on.
+            around_update: what becomes of the update.
+        """
+        compiler = self._compiler.rehearsal(execute, device)
+        return None if compiler is None else _Compiled(self._step, "split", compiler, around_update)
+
+    def plan(self, captured: fx.GraphModule) -> Plan | None:
         """Return how Inductor runs what was captured, if it is who compiles it."""
         return self._compiler.plan(captured, [n.meta["val"] for n in captured.graph.nodes if n.op == "placeholder"])
 
@@ -190,7 +205,10 @@ class _Compiled:
         return drawing
 
     def _split(self) -> Callable[..., Any]:
-        core = self._step.assemble(around_loss=self._compiler.compile_loss, around_update=self._traced_update)
+        core = self._step.assemble(
+            around_loss=self._compiler.compile_loss,
+            around_update=lambda update: self._around(self._traced_update(update)),
+        )
 
         def run(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
             self._kinds.admit(batch=batch)
@@ -281,6 +299,11 @@ class _CompiledLoss:
         self._kinds.admit(batch=batch)
         with self._compiler.cache():
             return self._eager(state, batch, hyper, words)
+
+    def rehearsal(self, execute: Execute, device: torch.device, around_update: Around) -> Runner | None:
+        """As that of `_Compiled`."""
+        compiler = self._compiler.rehearsal(execute, device)
+        return None if compiler is None else Eager(self._step, compiler.compile_loss, around_update)
 
     def lower(self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> Lowered:
         """Say what of the loss is compiled for a state and a batch like these."""

@@ -10,10 +10,10 @@ from contextlib import suppress
 
 from ftrain import backends, tree
 from ftrain.anatomy import anatomy
-from ftrain.anatomy.timeline import UPDATE
 from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, OptionError
 from ftrain.evaluate import eval_step
 from ftrain.pieces import cut, release
+from ftrain.plan import UPDATE
 from ftrain.shortage import shortage
 from ftrain.step import Step
 from ftrain.transforms.remat import remat

@@ -140,6 +140,74 @@ def test_a_split_step_is_predicted_as_an_eager_one_within_five_percent(model, wr
     assert abs(found.measured / found.peak - 1) < 0.05, found
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("model", "wrapper", "options"),
+    [
+        ("gpt", "remat", {"donate": True}),
+        ("gpt", "plain", {"dynamic": True}),
+        ("bert", "accumulate", {}),
+        ("convnet", "bf16", {}),
+        ("convnet", "all", {"donate": True}),
+    ],
+)
+def test_the_predicted_peak_of_a_step_that_inductor_compiles_in_parts_is_exact(model, wrapper, options):
+    found = compiled_anatomy(
+        model, wrapper, **{"lowering": "split", **options} if "dynamic" not in options else options
+    )
+    assert found.peak == sum(found.at_peak.values())
+    assert -0.001 < found.measured / found.peak - 1 < 0.005, found
+
+
+def broken(model, batch):
+    x = model.words(batch["x"])
+    torch._dynamo.graph_break()
+    for block in model.blocks:
+        x = block(x)
+    return F.cross_entropy(model.head(x).flatten(0, 1), batch["x"].flatten())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_split_step_is_predicted_where_its_graph_breaks_and_where_its_state_is_in_files(tmp_path):
+    batch = words(True)[1]
+    step = ft.train_step(ft.from_module(Transformer(True), broken), optim.adamw(1e-3))
+    for wrappers in ((ft.compiled(lowering="split"),), (ft.offload("opt_state", directory=tmp_path), ft.compiled())):
+        whole = ft.compose(step, *wrappers)
+        found = ft.anatomy(whole, whole.init(), batch)
+        assert -0.001 < found.measured / found.peak - 1 < 0.005, found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_what_a_split_step_takes_is_for_what_an_eager_one_takes_it():
+    eager, split = (
+        ft.anatomy(*init(wrapped(build("gpt", "clip", optim.sgd(0.1)), *wrappers)), measure=False)
+        for wrappers in ((), (ft.compiled(lowering="split"),))
+    )
+    assert split.at_rest == eager.at_rest
+    assert {"blocks.0", "blocks.1"} <= {*split.activations} <= {*eager.activations, ""}
+    assert 0.5 * sum(eager.activations.values()) < sum(split.activations.values()) < sum(eager.activations.values())
+    assert split.flops["tensor contractions"] == eager.flops["tensor contractions"]
+    sizes = {kind: [found.most[kind] for found in (eager, split)] for kind in ("gradients", "next state")}
+    assert all(mine == pytest.approx(theirs, rel=0.01) for theirs, mine in sizes.values()), sizes
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_anatomy_leaves_what_a_split_step_has_compiled_as_it_is():
+    step, batch = build("convnet", "plain")
+    step = ft.compiled(lowering="split", backend="inductor")(step)
+    state = step.init()
+    first, _ = step(state, batch)
+    torch._dynamo.utils.counters.clear()
+    for _ in range(9):
+        ft.anatomy(step, state, batch, measure=False)
+    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    second, _ = step(state, batch)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
+    assert not torch._dynamo.utils.counters["recompile_limit"]
+    for a, b in zip(tree.leaves(first), tree.leaves(second), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("model", "wrapper", "donate"),
     [("gpt", "remat", True), ("bert", "bf16", False), ("convnet", "skip", False)],

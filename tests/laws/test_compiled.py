@@ -1,5 +1,6 @@
 """Compilation changes nothing but rounding: with Inductor, in two pieces, over many steps, with stock dropout."""
 
+import inspect
 import logging
 
 import pytest
@@ -206,3 +207,18 @@ def test_oracle_knows_every_wrapper():
         "empty_cache",
         "skip_nonfinite",
     }
+
+
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
+    reason="before 2.13, torch counts the graphs of all functions with one code together",
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_split_steps_with_one_loss_are_all_compiled():
+    torch._dynamo.utils.counters.clear()
+    most = torch._dynamo.config.recompile_limit
+    for width in range(2, most + 4):
+        loss = ft.from_module(torch.nn.Linear(width, 1), lambda model, batch: model(batch).square().mean())
+        step = ft.compiled(lowering="split", backend="aot_eager")(ft.train_step(loss, ft.optim.sgd(0.1)))
+        step(step.init(), torch.ones(4, width))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == most + 2
