@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftrain import tree
-from ftrain.anatomy.timeline import Operation, Piece, Timeline, Tracker, phase_now
+from ftrain.anatomy.timeline import Operation, Piece, Scratch, Timeline, Tracker, phase_now
 from ftrain.lowered import storages
 from ftrain.operations import flops, group_of, is_view
 from ftrain.plan import FORWARD, UPDATE
@@ -71,7 +71,7 @@ class Serial:
     operations: dict[fx.Node, Operation] = field(default_factory=dict)
 
 
-def serial(captured: fx.GraphModule, inputs: PyTree, marked: Mapping[int, str], rest: str) -> Serial:
+def serial(captured: fx.GraphModule, inputs: PyTree, marked: Mapping[int, str], rest: str, scratch: Scratch) -> Serial:
     """Return what a captured graph takes, from each node until the last that reads what it makes.
 
     Args:
@@ -79,6 +79,7 @@ def serial(captured: fx.GraphModule, inputs: PyTree, marked: Mapping[int, str], 
         inputs: labels of its inputs, in order; those beyond are not there before the step.
         marked: identity of a storage -> what it is for.
         rest: what is left of the step when it is done.
+        scratch: what kernels take for themselves.
     """
     found, nodes = Serial(captured), list(captured.graph.nodes)
     timeline, pieces, last = found.timeline, found.pieces, _last_uses(nodes)
@@ -103,6 +104,7 @@ def serial(captured: fx.GraphModule, inputs: PyTree, marked: Mapping[int, str], 
                 pieces[key].kind = rest
         if is_operation(node):
             found.operations[node] = operation_of(node, phase)
+            timeline.brief(scratch(*_called(node)[:2]), phase, node.meta.get(MODULE, ""))
             timeline.operations.append(found.operations[node])
         for key in ends.pop(index, ()):
             pieces[key].died = len(timeline.operations)
@@ -125,10 +127,15 @@ def _last_uses(nodes: list[fx.Node]) -> dict[int, int]:
 
 def operation_of(node: fx.Node, phase: str) -> Operation:
     """Return the operation that a node of a graph is."""
+    name, args, kwargs = _called(node)
+    return Operation(group_of(name), phase, flops(node.target, name, args, kwargs, node.meta.get("val")))
+
+
+def _called(node: fx.Node) -> tuple[str, Any, Any]:
+    """What a node calls, and with which values."""
     target: Any = node.target
-    name = target.overloadpacket.__name__
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda used: used.meta.get("val"))
-    return Operation(group_of(name), phase, flops(target, name, args, kwargs, node.meta.get("val")))
+    return target.overloadpacket.__name__, args, kwargs
 
 
 def _source(node: fx.Node, pieces: Mapping[int, Piece]) -> Piece | None:

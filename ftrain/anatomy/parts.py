@@ -14,7 +14,7 @@ from ftrain import tree
 from ftrain.anatomy.captured import is_operation, operation_of
 from ftrain.anatomy.kinds import GRADIENTS
 from ftrain.anatomy.planned import About, Script
-from ftrain.anatomy.timeline import Ledger, Piece, Tracker
+from ftrain.anatomy.timeline import Ledger, Piece, Scratch, Tracker
 from ftrain.plan import FORWARD, UPDATE, Boxed, Planning
 from ftrain.types import Gradients, Hyper, TrainState, UpdateFn
 
@@ -34,13 +34,14 @@ class Rehearsal:
     Args:
         module: whose parts are named.
         mode: that the tensors are of.
+        scratch: what kernels take for themselves.
     """
 
     began = 0
     """The first operation of the update that was last watched."""
 
-    def __init__(self, module: nn.Module | None, mode: FakeTensorMode) -> None:
-        self.ledger, self._mode = Ledger(), mode
+    def __init__(self, module: nn.Module | None, mode: FakeTensorMode, scratch: Scratch) -> None:
+        self.ledger, self._mode, self._scratch = Ledger(), mode, scratch
         self._names = {id(part): name for name, part in module.named_modules()} if module is not None else {}
 
     def watching(self, update: UpdateFn) -> UpdateFn:
@@ -61,7 +62,7 @@ class Rehearsal:
         plan = planning()
         if plan is None:
             return lambda args: graph(*args)
-        script = Script(plan, about)
+        script = Script(plan, about, self._scratch)
 
         def run(args: list[Any]) -> Sequence[Any]:
             args[:0] = constants

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import tree
 from ftrain.anatomy.kinds import TEMPORARIES
-from ftrain.anatomy.timeline import Ledger, Operation, Piece
+from ftrain.anatomy.timeline import Ledger, Operation, Piece, Scratch
 from ftrain.operations import ELEMENTWISE
 from ftrain.plan import Plan
 
@@ -46,10 +47,12 @@ class Script:
     Args:
         plan: of a graph.
         about: what is known of the graph.
+        scratch: what kernels take for themselves.
     """
 
-    def __init__(self, plan: Plan, about: About) -> None:
+    def __init__(self, plan: Plan, about: About, scratch: Scratch) -> None:
         self._plan, self._about, self._module = plan, about, ast.parse(plan.source)
+        self._scratch = scratch
         self._known = self._prelude()
 
     def run(self, args: list[Any], ledger: Ledger) -> dict[str, Any]:
@@ -66,10 +69,13 @@ class Script:
                 returned = {name: names[name] for name in _names(statement) if name in self._plan.origins}
                 returned[""] = _value(statement, names)
                 break
-            _run(statement, names)
+            with _Called() as called:
+                _run(statement, names)
             if isinstance(statement, ast.Assign) and isinstance(name := statement.targets[0], ast.Name):
                 # With the name of before taken away in the same line, memory is used again.
                 self._take(ledger, name.id, names[name.id], renew=bool(rest))
+            size = max((self._scratch(name, args) for name, args in called.found), default=0)
+            ledger.timeline.brief(size, self._about.phase, kind=TEMPORARIES)
             if _computes(statement):
                 found = {number for name in _names(statement) for number in self._plan.origins.get(name, ())}
                 waiting = self._compute(ledger, waiting, found, self._about.phase)
@@ -110,6 +116,18 @@ class Script:
         found = [self._about.operations[number] for number in waiting if number in numbers]
         ledger.timeline.operations += found or [Operation(ELEMENTWISE, phase, 0)] * bool(phase)
         return [number for number in waiting if number not in numbers]
+
+
+class _Called(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which operations are called, and with what."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append((func.overloadpacket.__name__, args))
+        return func(*args, **(kwargs or {}))
 
 
 def _run(statement: ast.stmt, names: dict[str, Any]) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ftrain import tree
+from ftrain import backends, tree
 from ftrain.anatomy.kinds import BATCH, FROZEN, NEXT, OPTIMIZER, PARAMETERS, REST, name_the_rest
 from ftrain.anatomy.parts import Beside, Rehearsal
-from ftrain.anatomy.timeline import Timeline, Tracker
+from ftrain.anatomy.timeline import Scratch, Timeline, Tracker
 from ftrain.anatomy.whole import predict_whole
 from ftrain.eager import Eager
 from ftrain.errors import TraceError
@@ -69,14 +69,16 @@ def predict(step: Step, state: TrainState, batch: PyTree, *, fuse: bool) -> Time
     Raises:
         TraceError: when the step asks for the value of a tensor.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode, device = FakeTensorMode(allow_non_fake_inputs=True), tree.device_of(state.params)
+    # A model on meta may be meant for any device.
+    scratch: Scratch = backends.of(device).scratch if device.type != "meta" else lambda name, args: 0
     hyper, words = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}, (0, 0)
     state = replace(state, step=None, rng=None)
     elsewhere = _elsewhere(state)
     # Where it is in use, it has the memory that it is without while it waits.
     state = replace(state, opt_state=tree.map(_dense, state.opt_state))
     state, batch = tree.map(lambda leaf: _fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch))
-    if (found := predict_whole(step, state, batch, hyper, fuse=fuse)) is not None:
+    if (found := predict_whole(step, state, batch, hyper, scratch, fuse=fuse)) is not None:
         return found
     known = {
         PARAMETERS: state.params,
@@ -86,16 +88,16 @@ def predict(step: Step, state: TrainState, batch: PyTree, *, fuse: bool) -> Time
         BATCH: batch,
     }
     kinds, given = {kind: _tensors(part) for kind, part in known.items()}, (state, batch, hyper, words)
-    rehearsal, parts = Rehearsal(step.base.module, mode), None
+    rehearsal, parts = Rehearsal(step.base.module, mode, scratch), None
     if fuse and hasattr(runner := step.runner, "rehearsal"):
         parts = runner.rehearsal(rehearsal.execute, tree.device_of(state.params), rehearsal.watching)
     if parts is None:
-        tracker, run = Tracker(kinds, step.base.module), Eager(step, around_update=rehearsal.watching)
+        tracker, run = Tracker(kinds, step.base.module, scratch), Eager(step, around_update=rehearsal.watching)
     else:
         # What compiles would be written down, too.
         with abstractly("anatomy", step, mode):
             parts(*given)
-        tracker, run = Beside(kinds, None), parts
+        tracker, run = Beside(kinds, None, scratch), parts
     rehearsal.ledger = tracker.ledger
     tracker.ledger.leave_out([leaf for leaf, away in zip(_tensors(state.opt_state), elsewhere, strict=True) if away])
     with abstractly("anatomy", step, mode), tracker, tracker.running.followed() if parts is None else nullcontext():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -16,6 +16,9 @@ from ftrain import tree
 from ftrain.operations import flops, group_of, is_view
 from ftrain.plan import BACKWARD, FORWARD, UPDATE
 from ftrain.running import Running
+
+Scratch: TypeAlias = Callable[[str, Sequence[Any]], int]
+"""``(name, args) -> bytes`` that the kernel of an operation takes for itself while it runs."""
 
 
 @dataclass
@@ -70,6 +73,12 @@ class Timeline:
                 changes[self.end(piece)] -= piece.size
         return list(itertools.accumulate(changes))[: len(self.operations)]
 
+    def brief(self, size: int, phase: str, module: str = "", kind: str = "") -> None:
+        """Write down what the next operation takes for itself."""
+        if size:
+            born = len(self.operations)
+            self.pieces.append(Piece(size, born, phase, module, kind, died=born + 1))
+
 
 class Ledger:
     """Writes down in a `Timeline` which memory is taken, and sees by itself when it is given back."""
@@ -123,11 +132,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         known: kind -> tensors that are there before.
         module: whose parts are named.
+        scratch: ``(name, args) -> bytes`` that a kernel takes for itself.
     """
 
-    def __init__(self, known: Mapping[str, Sequence[Tensor]], module: nn.Module | None) -> None:
+    def __init__(
+        self, known: Mapping[str, Sequence[Tensor]], module: nn.Module | None, scratch: Scratch = lambda name, args: 0
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger, self.running = Ledger(), Running(module)
+        self.ledger, self.running, self._scratch = Ledger(), Running(module), scratch
         for kind, tensors in known.items():
             for tensor in tensors:
                 self.ledger.take(tensor, kind)
@@ -143,6 +155,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 of = args[0] if name == "_to_copy" else None
                 self.ledger.take(leaf, phase=phase, module=self.running.name, of=of)
         if not is_view(func):
+            self.ledger.timeline.brief(self._scratch(name, args), phase, self.running.name)
             count = flops(func, name, args, kwargs, returned)
             self.ledger.timeline.operations.append(Operation(group_of(name), phase, count))
         return returned

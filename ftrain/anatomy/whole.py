@@ -13,7 +13,7 @@ from ftrain import tree
 from ftrain.anatomy.captured import Noting, Serial, labelled, serial
 from ftrain.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, name_the_rest
 from ftrain.anatomy.planned import About, Script
-from ftrain.anatomy.timeline import Ledger, Piece, Timeline
+from ftrain.anatomy.timeline import Ledger, Piece, Scratch, Timeline
 from ftrain.errors import TraceError
 from ftrain.lowered import storages
 from ftrain.plan import UPDATE, Plan
@@ -22,7 +22,7 @@ from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 
 
 def predict_whole(
-    step: Step, state: TrainState, batch: PyTree, hyper: dict[str, float], *, fuse: bool
+    step: Step, state: TrainState, batch: PyTree, hyper: dict[str, float], scratch: Scratch, *, fuse: bool
 ) -> Timeline | None:
     """Capture a step that is compiled whole, and return the timeline of its graph; None for another step.
 
@@ -31,6 +31,7 @@ def predict_whole(
         state: a state of it, of tensors without memory.
         batch: a batch, of tensors without memory.
         hyper: what the optimizer gets.
+        scratch: what kernels take for themselves.
         fuse: let Inductor plan what it fuses, if it is who compiles the step; else operations run one by one.
     """
     runner: Any = step.runner
@@ -60,13 +61,13 @@ def predict_whole(
         return None  # Then it is split, or says so when it runs.
     if captured is None:
         return None
-    found = serial(captured, _labels(state, batch), marked, NEXT)
+    found = serial(captured, _labels(state, batch), marked, NEXT, scratch)
     name_the_rest(found.timeline, began[0])
     plan = runner.plan(captured) if fuse else None
-    return found.timeline if plan is None else _planned(found, plan)
+    return found.timeline if plan is None else _planned(found, plan, scratch)
 
 
-def _planned(found: Serial, plan: Plan) -> Timeline:
+def _planned(found: Serial, plan: Plan, scratch: Scratch) -> Timeline:
     """What the graph takes when it runs as planned; its pieces are for what they are for when it does not."""
     nodes, graph, ledger = list(found.graph.graph.nodes), found.graph, Ledger()
     inputs = [node.meta["val"] for node in nodes if node.op == "placeholder"]
@@ -87,7 +88,7 @@ def _planned(found: Serial, plan: Plan) -> Timeline:
             known = found.pieces[given.untyped_storage()._cdata]
             ledger.take(given, known.kind, known.phase)
         # Inductor takes the constants of the graph as inputs before the others.
-        returned = Script(plan, about).run([*graph.parameters(), *graph.buffers(), *inputs], ledger)
+        returned = Script(plan, about, scratch).run([*graph.parameters(), *graph.buffers(), *inputs], ledger)
     ledger.mark([value for name, value in returned.items() if name], NEXT)
     return ledger.timeline
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ftrain.backends.onednn import scratch
 from ftrain.backends.registry import Backend, Memory
 
 STATM = Path("/proc/self/statm")
@@ -69,4 +70,5 @@ BACKEND = Backend(
     free=_free,
     distributed="gloo",
     fused_optimizers=True,
+    scratch=scratch,
 )

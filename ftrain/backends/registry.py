@@ -32,6 +32,7 @@ CALLS = (
     "free",
     "multiple",
     "float8",
+    "scratch",
 )
 
 
@@ -103,6 +104,8 @@ class Backend:
         copier: makes a `Copier` for copies beside other work; None where there is no such thing.
         float64: whether the device computes in float64.
         float8: whether this machine's device multiplies in float8 (e4m3, e5m2), as `torch._scaled_mm` does.
+        scratch: ``(name, args) -> int``, bytes that the kernel of an operation of ATen takes for itself while it runs;
+            0, unless told.
         platform: whose devices these are, where the name does not say it.
         package: of the vendor, which adds the device to torch; imported when the backend is asked for by name.
         install: how to get that package, for messages.
@@ -132,6 +135,7 @@ class Backend:
     copier: Callable[[], Copier] | None = None
     float64: bool = True
     float8: Callable[[], bool] = lambda: False
+    scratch: Callable[[str, Sequence[Any]], int] = lambda name, args: 0
     platform: str = ""
     package: str = ""
     install: str = ""
