@@ -129,13 +129,14 @@ FIT_TRIED = (
 )
 UPDATE_TRIED = (
     "Short on ten leaves of 447 x 447 with NAdam, beside torch's loop over leaves: both sides make nine passes over "
-    "memory, and what remains are microseconds of Python an operation. RAdam takes two passes fewer since (1.19 "
-    "before). Muon takes 1.03 of torch's time on 1,000 leaves; on 148 leaves and more all others take 0.4 to 0.99. "
-    "Beside torchao, 8-bit AdamW takes 0.30 on 148 leaves and 1.86 on ten large ones, where nothing was tried yet."
+    "memory, and what remains are microseconds of Python an operation; cut into windows that fit the caches it took "
+    "1.2 to 3 times as long. RAdam takes two passes fewer since (1.19 before). On 148 leaves and more all take 0.08 to "
+    "0.99. Muon took 1.03 on 1,000 leaves while matrices went through the products one by one. torchao keeps leaves "
+    "that are no whole blocks of 256 in float32; ten leaves of 448 x 448 are compared with it."
 )
 COMPILED_TRIED = (
-    "Muon is its matrix products, which both sides call, and was 0.98 and 1.18 in two runs and 0.99 to 1.01 in three "
-    "more of that alone; the others take 0.1 to 0.5 of the time."
+    "Muon on ten leaves is its matrix products, which both sides call; matrices of one shape are multiplied together "
+    "where there are more. The others take 0.1 to 0.5 of the time."
 )
 REMAT_TRIED = (
     "Blocks computed twice cost their forward pass, a third of their time; with half of a block, its feed-forward, the "
