@@ -158,6 +158,7 @@ WAITS = {
     ("anatomy", "measure"),
     ("doctor", "_seconds"),
     ("history", "_values"),
+    ("optim", "_read"),
     ("random", "words"),
     ("recorder", "read_metrics"),
     ("timing", "seconds"),

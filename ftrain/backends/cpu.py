@@ -70,5 +70,6 @@ BACKEND = Backend(
     free=_free,
     distributed="gloo",
     fused_optimizers=True,
+    immediate=True,
     scratch=scratch,
 )

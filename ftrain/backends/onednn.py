@@ -39,10 +39,11 @@ def _forward(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence
     options = [list(each) * (x.ndim - 2 if len(each) == 1 else 1) for each in (stride, padding, dilation)]
     axes = zip(x.shape[2:], weight.shape[2:], *options, strict=True)
     lengths = [(length + 2 * pad - gap * (width - 1) - 1) // step + 1 for length, width, step, pad, gap in axes]
-    made = x.shape[0] * math.prod(lengths) * x.element_size()
-    own: int = made * (-(-weight.shape[0] // block) * block)
+    made: int = x.shape[0] * math.prod(lengths) * x.element_size()
+    own = made * (-(-weight.shape[0] // block) * block)
     # First there are the copies and what it makes in its own layout, then that and what it returns.
-    return max(_blocked(x, block) + _blocked(weight, 1) + own - made * weight.shape[0], own)
+    before = _blocked(x, block) + _blocked(weight, 1) + own - made * weight.shape[0]
+    return max(before, own)
 
 
 def _backward(grad: Tensor, x: Tensor, weight: Tensor) -> int:

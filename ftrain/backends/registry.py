@@ -104,6 +104,8 @@ class Backend:
         copier: makes a `Copier` for copies beside other work; None where there is no such thing.
         float64: whether the device computes in float64.
         float8: whether this machine's device multiplies in float8 (e4m3, e5m2), as `torch._scaled_mm` does.
+        immediate: whether the device has done its work when a call returns, so that to read a value is to wait for
+            nothing.
         scratch: ``(name, args) -> int``, bytes that the kernel of an operation of ATen takes for itself while it runs;
             0, unless told.
         platform: whose devices these are, where the name does not say it.
@@ -135,6 +137,7 @@ class Backend:
     copier: Callable[[], Copier] | None = None
     float64: bool = True
     float8: Callable[[], bool] = lambda: False
+    immediate: bool = False
     scratch: Callable[[str, Sequence[Any]], int] = lambda name, args: 0
     platform: str = ""
     package: str = ""

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ftrain import backends, tree
 from ftrain.checks import require_range
@@ -233,6 +235,8 @@ class _Family:
                 kernel(part, rate, scalars)
             return
         constants = (rate,) if self.constants is None else _settle(self.constants(rate, scalars), rate)
+        if eager:
+            constants = tuple(map(_read, constants))
         cast, together = _caster(constants), self.foreach and eager
         if self.alike or together:
             parts = _parts(partial(_column, eager), plan.blocks, mine)
@@ -259,6 +263,15 @@ def _settle(values: tuple[Number, ...], rate: Number) -> tuple[Number, ...]:
         return values
     stored = iter(settled(*(value.to(rate.dtype) for value in tensors)))
     return tuple(next(stored) if isinstance(value, Tensor) else value for value in values)
+
+
+def _read(value: Number) -> Number:
+    """Return the number that a constant is, where that is to wait for nothing; kernels take it as it is."""
+    if not isinstance(value, Tensor) or not backends.of(value.device).immediate:
+        return value
+    if isinstance(value, FakeTensor):
+        return 1.0  # Of no value, as any.
+    return value if is_functorch_wrapped_tensor(value) else value.item()
 
 
 def _caster(values: tuple[Number, ...]) -> Callable[[Tensor], tuple[Number, ...]]:
@@ -347,8 +360,10 @@ def approach(leaf: Some, other: Some, share: Number) -> Some:
     return leaf.lerp_(other, each) if (each := _each(leaf, share)) else leaf.add_(other.sub(leaf).mul_(share))
 
 
-def combine(leaf: Some, other: Some, share: Tensor) -> Some:
+def combine(leaf: Some, other: Some, share: Number) -> Some:
     """``leaf + share other``, of new memory."""
+    if not isinstance(share, Tensor):
+        return leaf.add(other, alpha=share)
     return leaf.addcmul(other, each) if (each := _each(leaf, share)) else other.mul(share).add_(leaf)
 
 

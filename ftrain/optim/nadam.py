@@ -71,12 +71,13 @@ def nadam(
         count = counted(shared[COUNT])
         now, following = (b1 * (1 - 0.5 * power(0.96, t * momentum_decay)) for t in (count, count + 1))
         product = counted(shared["product"].mul_(now.float()))
-        # Both summands over the factor of the gradient, which goes to the denominator: one to scale less.
+        # Both summands over the factor of the gradient, which goes to the step: one to scale less.
         factor = (1 - now) / (1 - product)
-        share = following / (1 - product * following) / factor
-        return rate, share, debias(b2, count).sqrt() * factor, eps / factor, 1 - rate * weight_decay
+        share, root = following / (1 - product * following) / factor, debias(b2, count).sqrt()
+        # And the root of the second moment's bias to the step, so that nothing but eps is added to the denominator.
+        return rate * factor * root, share, eps * root, 1 - rate * weight_decay
 
-    def rule(part: Part, rate: Number, share: Tensor, root: Number, least: Number, kept: Number) -> None:
+    def rule(part: Part, size: Number, share: Number, least: Number, kept: Number) -> None:
         g = part.descent(maximize=maximize, l2=coupled)
         mu, nu = average(part.state["mu"], g, b1), average_squares(part.state["nu"], g, b2)
         u = combine(g, mu, share)
@@ -84,7 +85,7 @@ def nadam(
         del g
         if decoupled_weight_decay and weight_decay and part.decay:
             part.leaf.mul_(kept)
-        descend_quotient(part.leaf, u, nu.sqrt().div_(root).add_(least), rate)
+        descend_quotient(part.leaf, u, nu.sqrt().add_(least), size)
 
     return leafwise(
         "nadam",

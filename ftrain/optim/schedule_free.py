@@ -67,17 +67,20 @@ def schedule_free_adamw(
         weights = shared["weights"].add_(weight)
         shared["b1"].fill_(b1)
         share = torch.where(weights > 0, weight / weights, 0.0)
-        return rate, debias(b2, counted(shared[COUNT])).sqrt(), share, rate * (1 - b1 * (1 - share))
+        # The root of the second moment's bias goes to the steps, so that nothing but eps is added to the denominator.
+        root = debias(b2, counted(shared[COUNT])).sqrt()
+        size = rate * root
+        return size, size * (1 - b1 * (1 - share)), share, eps * root, -weight_decay / root
 
-    def rule(part: Part, rate: Number, root: Number, share: Number, step: Number) -> None:
+    def rule(part: Part, size: Number, step: Number, share: Number, least: Number, decay: Number) -> None:
         y, z, g = part.leaf, part.state["z"], part.grad
-        u = g.div(average_squares(part.state["nu"], g, b2).sqrt().div_(root).add_(eps))
+        u = g.div(average_squares(part.state["nu"], g, b2).sqrt().add_(least))
         if weight_decay and part.decay:
-            u.add_(y, alpha=weight_decay)
+            descend(u, y, decay)
         # y after the step, from y, z and u before it, without x.
         approach(y, z, share)
         descend(y, u, step)
-        descend(z, u, rate)
+        descend(z, u, size)
 
     return leafwise(
         "schedule_free_adamw",

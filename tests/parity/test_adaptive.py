@@ -1,7 +1,5 @@
 """Fifty steps of every option of every optimizer in float64, beside torch's or a formula written out."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -77,7 +75,7 @@ CASES = {
         {"ns_coefficients": (2.0, -1.5, 0.5)},
     ],
 }
-PATHS = ["eager", "donated", "unfused", "graph"]
+PATHS = ["eager", "donated", "unfused", "unread", "graph"]
 
 
 def randn(shape, seed):
@@ -118,16 +116,6 @@ def train(optimizer, path, params, steps=STEPS):
     return params, opt_state
 
 
-@pytest.fixture
-def unfused(monkeypatch):
-    backend = dataclasses.replace(ft.backends.get("cpu"), fused_optimizers=False)
-
-    def apply():
-        monkeypatch.setattr(ft.backends.registry, "_records", {"cpu": backend})
-
-    return apply
-
-
 def label(options):
     named = {name: value for name, value in options.items() if name != "decay_mask"}
     return "-".join(f"{name}={value}" for name, value in named.items()) or "plain"
@@ -140,9 +128,8 @@ EACH = [
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", [(20, 20), (17, 30), (30, 17), (8, 64), (2, 5), (520, 520)], ids=str)
-def test_matrices_of_one_shape_make_the_steps_of_each_alone_in_muon(shape, path, unfused):
-    if path == "unfused":
-        unfused()
+def test_matrices_of_one_shape_make_the_steps_of_each_alone_in_muon(shape, path, pretend):
+    pretend(path)
     start = {f"w{index}": randn(shape, index) for index in range(3)} | {"other": randn((8, 10), 9)}
     decays = {"weight_decay": 0.1, "decay_mask": lambda name, leaf: name != "w1"}
     steps = STEPS if shape[0] < 100 else 2
@@ -161,9 +148,8 @@ def test_matrices_of_one_shape_make_the_steps_of_each_alone_in_muon(shape, path,
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("name", "options"), EACH)
-def test_fifty_steps_equal_torchs(name, options, path, unfused):
-    if path == "unfused":
-        unfused()
+def test_fifty_steps_equal_torchs(name, options, path, pretend):
+    pretend(path)
     make, torchs, names = TORCHS[name]
     start = make_params(vectors=name != "muon")
     params, opt_state = train(make(LR, **{"weight_decay": 0.0, **options}), path, start)
@@ -235,7 +221,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS[:2] + PATHS[3:])
+@pytest.mark.parametrize("path", [*PATHS[:2], *PATHS[3:]])
 @pytest.mark.parametrize(
     ("name", "options"),
     [pytest.param(name, each, id=f"{name}-{label(each)}") for name, found in WRITTEN.items() for each in found],

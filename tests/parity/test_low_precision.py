@@ -1,6 +1,5 @@
 """Moments and parameters in few bits: beside formulas written out, and torchao; and their own laws."""
 
-import dataclasses
 import math
 
 import pytest
@@ -16,7 +15,7 @@ from ftrain.optim.rounding import noise, rounded
 from ftrain.optim.storage import Floats
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-PATHS = ["eager", "donated", "unfused", "graph"]
+PATHS = ["eager", "donated", "unfused", "unread", "graph"]
 
 
 def randn(shape, seed, dtype=F32):
@@ -45,12 +44,6 @@ def assert_same(found, needed):
     for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
-
-
-@pytest.fixture
-def unfused(monkeypatch):
-    backend = dataclasses.replace(ft.backends.get("cpu"), fused_optimizers=False)
-    return lambda: monkeypatch.setattr(ft.backends.registry, "_records", {"cpu": backend})
 
 
 # Rounding at random
@@ -185,10 +178,9 @@ def assert_rounded(found, needed, share=0.01):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_bfloat16_moments_equal_the_formula(path, dtype, stochastic, unfused):
+def test_bfloat16_moments_equal_the_formula(path, dtype, stochastic, pretend):
     """One step at a time from the same state, so that a flip of one rounding does not spread."""
-    if path == "unfused":
-        unfused()
+    pretend(path)
     optimizer = optim.adamw(0.01, weight_decay=0.1, state_dtype="bf16", stochastic_rounding=stochastic)
     params = {"w": randn((50, 60), 0, dtype)}
     state = optimizer.init(params)
@@ -254,10 +246,9 @@ OTHERS = [
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("make", "options"), OTHERS)
-def test_others_with_moments_in_bfloat16(make, options, path, unfused):
+def test_others_with_moments_in_bfloat16(make, options, path, pretend):
     """The next step from a state in bfloat16 is that of the plain optimizer from the same state in float32."""
-    if path == "unfused":
-        unfused()
+    pretend(path)
     low, plain = (make(0.01, weight_decay=0.1, **options, **more) for more in ({"state_dtype": "bf16"}, {}))
     params, state = run(low, make_params())
     (key,) = [key for key in state if key != "count"]
@@ -324,9 +315,8 @@ def test_a_block_of_zeros_and_one_of_nan():
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_8_bit_equals_the_formula(path, unfused):
-    if path == "unfused":
-        unfused()
+def test_8_bit_equals_the_formula(path, pretend):
+    pretend(path)
     optimizer = optim.adamw_8bit(0.01, weight_decay=0.1, block=100, min_size=1)
     forms = {"mu": Codes(True, 100, 1), "nu": Codes(False, 100, 1)}
     params = {"w": randn((50, 61), 0)}
