@@ -16,6 +16,7 @@ from ftrain.optim.family import (
     Part,
     average,
     average_squares,
+    descend,
     descend_quotient,
     leafwise,
     require_ranges,
@@ -85,7 +86,12 @@ def radam(
         del g
         if decoupled_weight_decay and weight_decay and part.decay:
             part.leaf.mul_(kept)
-        descend_quotient(part.leaf, mu, nu.sqrt().mul_(root).add_(least), rate)
+        if isinstance(root, Tensor):
+            descend_quotient(part.leaf, mu, nu.sqrt().mul_(root).add_(least), rate)
+        elif root:
+            descend_quotient(part.leaf, mu, nu.sqrt().add_(least / root), rate / root)
+        else:
+            descend(part.leaf, mu, rate / least)
 
     return leafwise(
         "radam",
