@@ -128,11 +128,11 @@ FIT_TRIED = (
     "each step."
 )
 UPDATE_TRIED = (
-    "On ten leaves of 447 x 447, NAdam took 1.11 to 1.20 of torch's loop over leaves while it divided the second moment "
-    "by its bias, and while constants were tensors on the CPU, too; cut into windows that fit the caches it took 1.2 to "
-    "3 times as long. Muon took 1.03 on 1,000 leaves while matrices went through the products one by one. torchao keeps "
-    "leaves that are no whole blocks of 256 in float32; ten leaves of 448 x 448 are compared with it. schedulefree is "
-    "faster on ten leaves, by a third: it writes into the gradients."
+    "On ten leaves of 447 x 447, NAdam took 1.11 to 1.20 of torch's loop over leaves while it divided the second "
+    "moment by its bias, and while constants were tensors on the CPU, too; cut into windows that fit the caches it "
+    "took 1.2 to 3 times as long. Muon took 1.03 on 1,000 leaves while matrices went through the products one by "
+    "one. torchao keeps leaves that are no whole blocks of 256 in float32; ten leaves of 448 x 448 are compared with"
+    " it. schedulefree is faster on ten leaves, by a third: it writes into the gradients."
 )
 COMPILED_TRIED = (
     "Muon on ten leaves is its matrix products, which both sides call; matrices of one shape are multiplied together "
@@ -148,11 +148,11 @@ JAX_TRIED = (
     "checks and hands over the leaves, and JAX does that in C++; Inductor's wrapper in C++ was slower."
 )
 TECHNIQUES_TRIED = (
-    "In races of 40 to 100 turns: remat() 1.00, 1.01, 1.03 and 1.035, all but products 1.02 to 1.06, accumulate 0.99 to "
-    "1.04, update in the backward pass 1.02, files 1.01. Accumulation runs the same operations as the loop by hand, each "
-    "of which takes some more or less from run to run; where parameters lie in memory, and who is built first, makes no "
-    "difference. It took 1.09 while gradients were added up when all of a microbatch were there. What is kept by a "
-    "policy is looked up in Python for each operation, by torch's selective checkpoint too."
+    "In races of 40 to 100 turns: remat() 1.00, 1.01, 1.03 and 1.035, all but products 1.02 to 1.06, accumulate 0.99"
+    " to 1.04, update in the backward pass 1.02, files 1.01. Accumulation runs the same operations as the loop by "
+    "hand, each of which takes some more or less from run to run; where parameters lie in memory, and who is built "
+    "first, makes no difference. It took 1.09 while gradients were added up when all of a microbatch were there. "
+    "What is kept by a policy is looked up in Python for each operation, by torch's selective checkpoint too."
 )
 TWELVE_TRIED = (
     "With nothing kept at all, `torch.utils.checkpoint` by hand takes as long as `remat()`: a second forward pass of "
