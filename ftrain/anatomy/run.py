@@ -24,7 +24,11 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
     pass and when memory is taken and used again, and what is predicted is what its plans take; that lasts about as long
     as to compile the step, without the compiler of C++. With other backends, and with ``fuse=False``, what the graph of
     a whole step takes when its operations run one by one is predicted, and a split one as if it ran eagerly; Inductor
-    stores up to a quarter less. What kernels take for themselves is in no prediction.
+    stores up to a quarter less. Plans are those for the CPU, wherever the state is.
+
+    What kernels take for themselves is predicted of convolutions on the CPU alone. Products of bfloat16 take some, too:
+    the measured peak was 16% above the predicted one on a split GPT of 165,000 parameters, and equal on one of 5.8
+    million.
 
     Args:
         step: the step.

@@ -67,7 +67,7 @@ def platform(request, monkeypatch):
 
 def test_every_field_is_of_its_kind(platform):
     record = platform.record
-    for name in ("pinned_memory", "fused_optimizers", "float64", "caches_memory"):
+    for name in ("pinned_memory", "fused_optimizers", "float64", "caches_memory", "immediate"):
         assert type(getattr(record, name)) is bool
     for name in registry.TEXTS:
         assert isinstance(getattr(record, name), str)
@@ -198,6 +198,8 @@ def test_a_cache_is_emptied_where_there_is_one(platform):
 def test_memory_is_kept_for_the_next_tensor_but_on_the_host(platform):
     """Also where nobody outside can empty that cache."""
     assert platform.record.caches_memory == (platform.key != "cpu")
+    # Elsewhere, to read a value is to wait.
+    assert platform.record.immediate == (platform.key == "cpu")
 
 
 @pytest.mark.parametrize("fails", [False, True])
