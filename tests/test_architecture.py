@@ -158,7 +158,7 @@ WAITS = {
     ("anatomy", "measure"),
     ("doctor", "_seconds"),
     ("history", "_values"),
-    ("optim", "_read"),
+    ("optim", "_number"),
     ("random", "words"),
     ("recorder", "read_metrics"),
     ("timing", "seconds"),

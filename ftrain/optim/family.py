@@ -236,7 +236,7 @@ class _Family:
             return
         constants = (rate,) if self.constants is None else _settle(self.constants(rate, scalars), rate)
         if eager:
-            constants = tuple(map(_read, constants))
+            constants = tuple(map(_number, constants))
         cast, together = _caster(constants), self.foreach and eager
         if self.alike or together:
             parts = _parts(partial(_column, eager), plan.blocks, mine)
@@ -265,7 +265,7 @@ def _settle(values: tuple[Number, ...], rate: Number) -> tuple[Number, ...]:
     return tuple(next(stored) if isinstance(value, Tensor) else value for value in values)
 
 
-def _read(value: Number) -> Number:
+def _number(value: Number) -> Number:
     """Return the number that a constant is, where that is to wait for nothing; kernels take it as it is."""
     if not isinstance(value, Tensor) or not backends.of(value.device).immediate:
         return value
