@@ -148,11 +148,11 @@ JAX_TRIED = (
     "checks and hands over the leaves, and JAX does that in C++; Inductor's wrapper in C++ was slower."
 )
 TECHNIQUES_TRIED = (
-    "In races of 40 to 100 turns: remat() 1.00, 1.01, 1.03 and 1.035, all but products 1.02 to 1.06, accumulate 0.99"
-    " to 1.04, update in the backward pass 1.02, files 1.01. Accumulation runs the same operations as the loop by "
-    "hand, each of which takes some more or less from run to run; where parameters lie in memory, and who is built "
-    "first, makes no difference. It took 1.09 while gradients were added up when all of a microbatch were there. "
-    "What is kept by a policy is looked up in Python for each operation, by torch's selective checkpoint too."
+    "In shorter races of 40 to 100 turns: remat() 1.00 to 1.035, all but products 1.02 to 1.06, accumulate 0.99 to "
+    "1.04, update in the backward pass 1.02, files 1.01. Accumulation runs the same operations as the loop by hand, "
+    "each of which takes some more; where parameters lie in memory, who is built first, one thread, and threads that"
+    " do not sleep make no difference. It took 1.09 while gradients were added up when all of a microbatch were "
+    "there. What is kept by a policy is looked up in Python for each operation, by torch's selective checkpoint too."
 )
 TWELVE_TRIED = (
     "With nothing kept at all, `torch.utils.checkpoint` by hand takes as long as `remat()`: a second forward pass of "
