@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftrain import backends, tree
 from ftrain.checks import require_range
@@ -267,11 +268,13 @@ def _settle(values: tuple[Number, ...], rate: Number) -> tuple[Number, ...]:
 
 def _number(value: Number) -> Number:
     """Return the number that a constant is, where that is to wait for nothing; kernels take it as it is."""
-    if not isinstance(value, Tensor) or not backends.of(value.device).immediate:
+    if not isinstance(value, Tensor) or torch.compiler.is_compiling() or not backends.of(value.device).immediate:
         return value
-    if isinstance(value, FakeTensor):
-        return 1.0  # Of no value, as any.
-    return value if is_functorch_wrapped_tensor(value) else value.item()
+    # In a graph it would be a constant, and a batch of them is no number.
+    if get_proxy_mode() is not None or is_functorch_wrapped_tensor(value):
+        return value
+    # Without a value, any will do.
+    return 1.0 if isinstance(value, FakeTensor) else value.item()
 
 
 def _caster(values: tuple[Number, ...]) -> Callable[[Tensor], tuple[Number, ...]]:

@@ -222,3 +222,19 @@ def test_split_steps_with_one_loss_are_all_compiled():
         step = ft.compiled(lowering="split", backend="aot_eager")(ft.train_step(loss, ft.optim.sgd(0.1)))
         step(step.init(), torch.ones(4, width))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == most + 2
+
+
+@pytest.mark.parametrize("name", ["nadam", "radam", "lamb", "adafactor", "schedule_free_adamw", "adamw_8bit", "muon"])
+def test_a_plain_function_that_updates_at_a_rate_that_is_a_number(name):
+    optimizer = getattr(ft.optim, name)(0.1)
+
+    def function(state, batch):
+        return optimizer.update({"w": state[0]["w"] * batch}, state[1], state[0], {"lr": 0.1}), {}
+
+    params = {"w": torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)}
+    found = needed = params, optimizer.init(params)
+    compiled = ft.compiled(backend="eager")(function)
+    # RAdam has another formula from its sixth update on.
+    for _ in range(7):
+        found, needed = compiled(found, torch.tensor(2.0))[0], function(needed, torch.tensor(2.0))[0]
+    torch.testing.assert_close(found, needed, rtol=1e-6, atol=1e-9)
