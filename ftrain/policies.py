@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -201,14 +202,20 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_made_again(func: Any, args: Any, kwargs: Any) -> bool:
-    if not isinstance(func, torch._ops.OpOverload):
-        return True
-    if func.is_view or func._schema.is_mutable or func is _aten._to_copy.default or is_draw(func, args, kwargs):
+    if _is_always_made_again(func) or is_draw(func, args, kwargs):
         return True
     # What depends on nothing that is differentiated may be there when the other run comes: models remember tables.
-    return not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args) and not any(
-        leaf.requires_grad for leaf in _tensors((args, kwargs))
-    )
+    for leaf in args:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            return False
+    return not any(leaf.requires_grad for leaf in _tensors((args, kwargs)))
+
+
+@functools.cache
+def _is_always_made_again(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload):
+        return True
+    return func.is_view or func._schema.is_mutable or func is _aten._to_copy.default
 
 
 def _tensors(value: PyTree) -> list[Tensor]:

@@ -92,7 +92,7 @@ STAIRCASE = [
 INSIDE = {
     "adapters": {"config", "weights", "targets", "layers", "modules", "trees", "lora", "merging"},
     # What devices have in common, and the record of NVIDIA's GPUs, of which AMD's is a variant.
-    "backends": {"registry", "copying", "device_module", "cuda", "onednn"},
+    "backends": {"registry", "copying", "device_module", "cuda", "onednn", "resident"},
     "schedules": {"text", "inputs", "curve", "decays", "cosines", "roots", "stable", "joined", "pieces"},
     "optim": {"counting", "leaves", "rounding", "storage", "quantized", "family", "nested"},
     "losses": {"inputs", "chunked"},

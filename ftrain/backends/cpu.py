@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +10,9 @@ from pathlib import Path
 import torch
 
 from ftrain.backends.onednn import scratch
-from ftrain.backends.registry import Backend, Memory
+from ftrain.backends.registry import Backend
+from ftrain.backends.resident import resident
 
-STATM = Path("/proc/self/statm")
 MEMINFO = Path("/proc/meminfo")
 LIMIT, USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
@@ -38,15 +36,6 @@ def _generators() -> Callable[[], None]:
     return put_back
 
 
-def _memory() -> Memory:
-    """Resident memory of the process: there is no allocator of our own to ask."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    current = int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else peak
-    # The two are counted in different places, and not at the same moment.
-    return Memory(current=current, peak=max(current, peak))
-
-
 def _free() -> int | None:
     """What the kernel would give without swapping, within the limit of a container (cgroup v2)."""
     if not MEMINFO.exists():
@@ -66,7 +55,7 @@ BACKEND = Backend(
     seeded=_seeded,
     generators=_generators,
     synchronize=lambda: None,
-    memory=_memory,
+    memory=resident,
     free=_free,
     distributed="gloo",
     fused_optimizers=True,

@@ -1,0 +1,64 @@
+"""How much memory this process has, as its system tells."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+from ftrain.backends.registry import Memory
+from ftrain.errors import DeviceError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+STATM = Path("/proc/self/statm")
+
+
+def resident() -> Memory:
+    """Return the resident memory of the process.
+
+    Raises:
+        DeviceError: when the system does not tell.
+    """
+    return _of_windows() if resource is None else _of_unix()
+
+
+def _of_unix() -> Memory:
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    current = int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else peak
+    # The two are counted in different places, and not at the same moment.
+    return Memory(current=current, peak=max(current, peak))
+
+
+class _Counters(ctypes.Structure):
+    """``PROCESS_MEMORY_COUNTERS``, https://learn.microsoft.com/windows/win32/api/psapi/ns-psapi-process_memory_counters."""
+
+    _fields_ = (
+        ("cb", ctypes.c_uint32),
+        ("PageFaultCount", ctypes.c_uint32),
+        ("PeakWorkingSetSize", ctypes.c_size_t),
+        ("WorkingSetSize", ctypes.c_size_t),
+        ("QuotaPeakPagedPoolUsage", ctypes.c_size_t),
+        ("QuotaPagedPoolUsage", ctypes.c_size_t),
+        ("QuotaPeakNonPagedPoolUsage", ctypes.c_size_t),
+        ("QuotaNonPagedPoolUsage", ctypes.c_size_t),
+        ("PagefileUsage", ctypes.c_size_t),
+        ("PeakPagefileUsage", ctypes.c_size_t),
+    )
+
+
+def _of_windows() -> Memory:
+    windows: Any = ctypes
+    system = windows.WinDLL("kernel32", use_last_error=True)
+    system.GetCurrentProcess.restype = ctypes.c_void_p
+    ask = system.K32GetProcessMemoryInfo
+    ask.argtypes = ctypes.c_void_p, ctypes.POINTER(_Counters), ctypes.c_uint32
+    found = _Counters(cb=ctypes.sizeof(_Counters))
+    if not ask(system.GetCurrentProcess(), ctypes.byref(found), found.cb):
+        raise DeviceError(f"cpu: Windows does not say what memory the process has: {windows.get_last_error()}")
+    return Memory(current=found.WorkingSetSize, peak=found.PeakWorkingSetSize)
