@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
@@ -14,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from ftrain.errors import LossError, StructureError
 from ftrain.grad import normalise
 from ftrain.purity import merge
-from ftrain.slots import Slot, bound, fill, named_tensors, slots_of
+from ftrain.slots import Slot, fill, named_tensors, put, restored, slots_of
 from ftrain.tree import MAX_LISTED
 from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
 
@@ -49,10 +48,8 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     _require_module(module, criterion)
     # What torch.compile wraps is the module itself: its names have no prefix, and the step is compiled as a whole.
     module = getattr(module, "_orig_mod", module)
-    slots, places = (
-        slots_of(module),
-        [place for part in module.modules() for place in (part._parameters, part._buffers)],
-    )
+    slots = slots_of(module)
+    places = [place for part in module.modules() for place in (part._parameters, part._buffers)]
     known = {slot.name for slot in slots if not slot.is_buffer}
     text = _criterion_name(criterion, module)
     run: Criterion = criterion or own_loss
@@ -62,7 +59,8 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         if len(params) > len(known):
             raise LossError(_surplus(text, [name for name in params if name not in known]))
         values = _values(slots, params, {name: buffer.clone() for name, buffer in (buffers or {}).items()}, text)
-        with _restored(places), bound(slots, values):
+        with restored(places):
+            put(slots, values)
             returned = run(module, batch, rng=rng) if needs_rng else run(module, batch)
             after = {slot.name: slot.place[slot.key] for slot in slots if slot.is_buffer}
         mean, metrics, _ = normalise(returned, None, text)
@@ -190,22 +188,6 @@ def _surplus(text: str, names: list[str]) -> str:
         f"{text}: params has {listed}, which the module has not; with adapters (ft.lora) evaluate the step's own loss, "
         "ft.eval_step(step.loss), or merge them into the weights, ft.adapters.merge(step, state)"
     )
-
-
-class _restored:  # noqa: N801
-    """Context that takes out of a module what appears in it meanwhile: nothing of a run may stay there."""
-
-    def __init__(self, places: Sequence[dict[str, Any]]) -> None:
-        self._places = places
-
-    def __enter__(self) -> None:
-        self._before = [dict(place) for place in self._places]
-
-    def __exit__(self, *error: object) -> None:
-        for place, held in zip(self._places, self._before, strict=True):
-            if len(place) != len(held) or (held and not all(map(operator.is_, place.values(), held.values()))):
-                place.clear()
-                place.update(held)
 
 
 def moding(module: nn.Module) -> Callable[[bool], AbstractContextManager[None]]:

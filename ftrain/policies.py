@@ -171,14 +171,15 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Watch what an operation returned, when it is memory that is kept, in another tensor and no view of it."""
         if self._seen:
             for leaf in _tensors(returned):
-                self._seen.get(_memory(leaf), []).append((_cut(leaf), leaf._version))
+                if (seen := self._seen.get(_memory(leaf))) is not None:
+                    seen.append((_cut(leaf), leaf._version))
 
     def _result(self, returned: Any, given: PyTree) -> _Result | None:
         """What to keep of what an operation returned; nothing of memory that it was given, which costs nothing."""
         if not set(map(_memory, _tensors(returned))).isdisjoint(map(_memory, _tensors(given))):
             return None
         # Cut off: autograd attaches the graph to what is returned, which must not be kept alive.
-        value = tree.map(lambda leaf: _cut(leaf) if isinstance(leaf, Tensor) else leaf, returned)
+        value = _all_cut(returned)
         seen = [(leaf, leaf._version) for leaf in _tensors(value)]
         self._seen.update((_memory(leaf), seen) for leaf, _ in seen)
         return _Result(value, seen)
@@ -197,7 +198,7 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in self._results and not _is_made_again(func, args, kwargs):
             result = next(self._results[func], None)
             if result is not None and result.is_intact:
-                return tree.map(lambda leaf: _cut(leaf) if isinstance(leaf, Tensor) else leaf, result.value)
+                return _all_cut(result.value)
         return func(*args, **kwargs)
 
 
@@ -219,11 +220,19 @@ def _is_always_made_again(func: Any) -> bool:
 
 
 def _tensors(value: PyTree) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
     return [leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _memory(leaf: Tensor) -> int:
     return leaf.untyped_storage()._cdata if leaf.layout == torch.strided else id(leaf)
+
+
+def _all_cut(value: PyTree) -> PyTree:
+    if isinstance(value, Tensor):
+        return _cut(value)
+    return tree.map(lambda leaf: _cut(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _cut(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ PARTS = "params", "frozen", "batch", "buffers"
 """What a loss is given, in the order in which `call` has it."""
 
 
+_version = operator.attrgetter("_version")
+
+
 def call(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: Tensor | None, name: str) -> LossOutput:
     """Call a loss and check that it changed nothing that it was given.
 
@@ -37,14 +41,14 @@ def call(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: T
     """
     # Containers of its own: what it does to these is nobody's business.
     params, frozen, batch, buffers = tree.unflatten(spec, leaves)
-    before = _versions(leaves)
+    before = versions(leaves)
     try:
         output = loss(merge(params, frozen), batch, rng=rng, buffers=buffers)
     except RuntimeError as error:
         if LEAF_WRITTEN not in str(error):
             raise
         raise _changed(name, _written(loss, leaves, spec, rng), spec) from error
-    after = _versions(leaves)
+    after = versions(leaves)
     if after != before:
         changed = [a != b for a, b in zip(after, before, strict=True)]
         raise _changed(name, changed.index(True), spec)
@@ -63,22 +67,22 @@ def merge(params: PyTree, frozen: PyTree) -> PyTree:
     return params if frozen is None else tree.overlay(params, frozen)
 
 
-def _versions(leaves: Sequence[Any]) -> list[int | None]:
-    """Torch counts the in-place changes of every tensor, those made in inference mode excepted."""
+def versions(leaves: Sequence[Any]) -> list[int | None]:
+    """Return how often each tensor was written in place; None for what is none, or was made in inference mode."""
     try:
-        return [leaf._version if isinstance(leaf, Tensor) else None for leaf in leaves]
-    except RuntimeError:  # Of tensors made in inference mode, which is rare, and asked of each takes as long again.
+        return [*map(_version, leaves)]
+    except (AttributeError, RuntimeError):  # Something else, or made so: to ask of each first takes twice as long.
         return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves]
 
 
 def _written(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, rng: Tensor | None) -> int:
     """Find the parameter that a loss writes, by giving it copies that it can."""
     copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    before = _versions(copies)
+    before = versions(copies)
     params, frozen, batch, buffers = tree.unflatten(spec, copies)
     with torch.enable_grad():
         loss(merge(params, frozen), batch, rng=rng, buffers=buffers)
-    changed = [a != b for a, b in zip(_versions(copies), before, strict=True)]
+    changed = [a != b for a, b in zip(versions(copies), before, strict=True)]
     return changed.index(True) if any(changed) else 0
 
 

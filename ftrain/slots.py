@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -45,15 +46,31 @@ class bound:  # noqa: N801
 
     def __enter__(self) -> None:
         self._before = [place[key] for place, key, _, _ in self._slots]
-        _put(self._slots, self._values)
+        put(self._slots, self._values)
 
     def __exit__(self, *error: object) -> None:
-        _put(self._slots, self._before)
+        put(self._slots, self._before)
 
 
-def _put(slots: Sequence[Slot], values: Sequence[Any]) -> None:
+def put(slots: Sequence[Slot], values: Sequence[Any]) -> None:
+    """Put tensors into their places."""
     for (place, key, _, _), value in zip(slots, values, strict=True):
         place[key] = value
+
+
+class restored:  # noqa: N801
+    """Context after which dicts hold again what they held: nothing that came in meanwhile may stay there."""
+
+    def __init__(self, places: Sequence[dict[str, Any]]) -> None:
+        self._places = places
+
+    def __enter__(self) -> None:
+        self._before = [*map(dict.copy, self._places)]
+
+    def __exit__(self, *error: object) -> None:
+        # Of a module there are hundreds: without a line of Python for each.
+        deque(map(dict.clear, self._places), maxlen=0)
+        deque(map(dict.update, self._places, self._before), maxlen=0)
 
 
 @contextmanager

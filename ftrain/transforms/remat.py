@@ -18,6 +18,7 @@ from ftrain.blocks import Blocks, Region, Wanted, find_blocks, within
 from ftrain.budget import Budget
 from ftrain.errors import ComposeError, LossError, OptionError
 from ftrain.policies import FULL, NONE, Kept, Policy, keeps_of, name_of, require_policy
+from ftrain.purity import versions
 from ftrain.slots import Slot, bound
 from ftrain.transfers import is_abstract
 from ftrain.types import Loss, LossOutput, PyTree
@@ -173,13 +174,16 @@ class _Repeatable:
     ) -> None:
         self._function, self._slots, self._names = function, list(slots), names
         # What a block does to its buffers must happen once: recomputation works on copies.
-        self._values = [s.place[s.key].clone() if s.is_buffer else s.place[s.key] for s in slots]
-        self._versions = self._read_versions()
-        inside = [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
+        self._values = [place[key].clone() if is_buffer else place[key] for place, key, _, is_buffer in slots]
+        self._params = [value for value, slot in zip(self._values, slots, strict=True) if not slot[-1]]
+        self._versions = versions(self._params)
+        inside = [] if all(isinstance(leaf, Tensor) for leaf in given) else tree.leaves(given)
         # Those that it is given as they are, autograd looks after.
-        held = [leaf for leaf in inside if not (leaf.is_inference() or any(leaf is each for each in given))]
-        self._inside = [(leaf, leaf._version) for leaf in held]
-        self._drawing_again = _noted([*inside, *self._values])
+        self._inside = [leaf for leaf in inside if isinstance(leaf, Tensor) and not any(leaf is e for e in given)]
+        self._inside_versions = versions(self._inside)
+        # Where parameters are, all is.
+        held = self._params[:1] or [leaf for leaf in (*given, *inside) if isinstance(leaf, Tensor)]
+        self._drawing_again = _noted(held)
         keeps = keeps_of(policy)
         self._kept = None if keeps is None else Kept(keeps)
         self._ran = False
@@ -200,13 +204,13 @@ class _Repeatable:
             self._ran = True
             with nullcontext() if self._kept is None else self._kept.keeping():
                 return self._run(given)
-        if self._read_versions() != self._versions:
+        if versions(self._params) != self._versions:
             raise LossError(
                 "remat: a parameter of a block was overwritten before the block was computed again: a block that uses "
                 "it detached is nothing that update_in_backward waits for. Do not donate the state, or leave out one "
                 "of the two"
             )
-        if any(leaf._version != version for leaf, version in self._inside):
+        if versions(self._inside) != self._inside_versions:
             raise LossError(
                 "remat: a tensor in a container that a block was given was changed in place before the block was "
                 "computed again; take the operation that is not in place (x = x.add(1) and not x.add_(1))"
@@ -225,11 +229,6 @@ class _Repeatable:
     def _run(self, given: Sequence[Any]) -> Any:
         count = len(given) - len(self._names)
         return self._function(*given[:count], **dict(zip(self._names, given[count:], strict=True)))
-
-    def _read_versions(self) -> list[int]:
-        """How often each parameter has been written; buffers are copies of its own."""
-        pairs = zip(self._slots, self._values, strict=True)
-        return [leaf._version for slot, leaf in pairs if not slot.is_buffer and not leaf.is_inference()]
 
 
 def _noted(tensors: Sequence[Tensor]) -> Callable[[], AbstractContextManager[None]]:
