@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import DeviceError
-from ftrain.grad import report
+from ftrain.grad import Ran, around_forward, report
 from ftrain.loop import Position, StepRecord, device_of
 from ftrain.pieces import cut, is_out_of_memory, most_pieces, release
 from ftrain.recorder import Recorder
@@ -183,27 +183,36 @@ def _split(grad: GradFn, pieces: int) -> GradFn:
         if len(parts) == 1:
             return grad(state, batch, rng)
         lengths = {tree.batch_length(part) for part in parts}
-        found = in_turn(grad if len(lengths) == 1 else _by_length(grad), state, parts, rng)
+        found = in_turn(grad if len(lengths) == 1 else around_forward(grad, _by_length), state, parts, rng)
         # No plain number any more, of which each counts once: an `accumulate` around this must weigh it.
         return replace(found, loss=Mean(found.loss.total, found.loss.weight))
 
     return splitting
 
 
-def _by_length(grad: GradFn) -> GradFn:
-    """Let numbers of which nobody knows of how many examples they are count by the length of the batch."""
+def _by_length(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let numbers of which nobody knows of how many examples they are count by the length of the batch.
 
-    def weighed(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        found, length = grad(state, batch, rng), tree.batch_length(batch) or 1
-        loss, metrics = found.loss, {}
+    Args:
+        run: ``(state, batch, ...)``, a forward pass, or a `GradFn` of which it cannot be had alone.
+    """
+
+    def running(state: TrainState, batch: PyTree, *more: Any) -> Any:
+        found, length = run(state, batch, *more), tree.batch_length(batch) or 1
+        loss, weight = found.loss, torch.full_like(found.loss.weight, length)
         if loss.plain:
-            loss = Mean(loss.total * length, loss.weight * length)
-        for name, metric in found.metrics.items():
-            weight = torch.full_like(found.loss.weight, length)
-            metrics[name] = metric if isinstance(metric, Mean) else Mean(metric * weight, weight)
-        return replace(found, loss=loss, metrics=metrics)
+            loss = Mean(loss.total * weight, loss.weight * weight)
 
-    return weighed
+        def weighed(metrics: Metrics) -> Metrics:
+            return {name: m if isinstance(m, Mean) else Mean(m * weight, weight) for name, m in metrics.items()}
+
+        if not isinstance(found, Ran):
+            return replace(found, loss=loss, metrics=weighed(found.metrics))
+        with torch.enable_grad():
+            total = found.total * weight if found.loss.plain else found.total
+        return replace(found, total=total, loss=loss, later=lambda metrics: weighed(found.later(metrics)))
+
+    return running
 
 
 def _on_host(state: TrainState) -> list[Any]:
