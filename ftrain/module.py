@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 
 from ftrain.errors import LossError, StructureError
 from ftrain.grad import normalise
 from ftrain.purity import merge
-from ftrain.slots import Slot, fill, named_tensors, put, restored, slots_of
+from ftrain.slots import Lent, Slot, fill, named_tensors, put, restored, slots_of
 from ftrain.tree import MAX_LISTED
 from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
 
@@ -32,8 +33,10 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
 
     The module serves as a skeleton only: it runs on the parameters and buffers of the state, in
     training mode in a training step and in evaluation mode in an evaluation step, and is afterwards
-    as it was. Buffers that it changes (BatchNorm's statistics) are returned, not changed. Tied
-    parameters are one parameter. Parameters with ``requires_grad=False`` are frozen.
+    as it was. Where it recomputes parts of itself (`torch.utils.checkpoint`,
+    ``gradient_checkpointing_enable()`` of transformers), it does so on these, too; `remat` is the wrapper
+    for it. Buffers that it changes (BatchNorm's statistics) are returned, not changed. Tied parameters
+    are one parameter. Parameters with ``requires_grad=False`` are frozen.
 
     Args:
         module: any module; models of transformers too.
@@ -50,6 +53,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     module = getattr(module, "_orig_mod", module)
     slots = slots_of(module)
     places = [place for part in module.modules() for place in (part._parameters, part._buffers)]
+    lent, mode = Lent(places), moding(module)
     known = {slot.name for slot in slots if not slot.is_buffer}
     text = _criterion_name(criterion, module)
     run: Criterion = criterion or own_loss
@@ -59,14 +63,20 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         if len(params) > len(known):
             raise LossError(_surplus(text, [name for name in params if name not in known]))
         values = _values(slots, params, {name: buffer.clone() for name, buffer in (buffers or {}).items()}, text)
-        with restored(places):
+        # Dynamo would make it a part of its graph that the tensors stay there.
+        with restored(places) if is_dynamo_compiling() else lent:
             put(slots, values)
             returned = run(module, batch, rng=rng) if needs_rng else run(module, batch)
             after = {slot.name: slot.place[slot.key] for slot in slots if slot.is_buffer}
         mean, metrics, _ = normalise(returned, None, text)
         return mean, metrics, after
 
-    return Loss(loss, text, scope=moding(module), module=module, needs_rng=needs_rng)
+    @contextmanager
+    def scope(training: bool) -> Iterator[None]:
+        with mode(training), lent.kept():
+            yield
+
+    return Loss(loss, text, scope=scope, module=module, needs_rng=needs_rng)
 
 
 def _require_module(module: Any, criterion: Any) -> None:

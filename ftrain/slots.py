@@ -68,9 +68,53 @@ class restored:  # noqa: N801
         self._before = [*map(dict.copy, self._places)]
 
     def __exit__(self, *error: object) -> None:
-        # Of a module there are hundreds: without a line of Python for each.
-        deque(map(dict.clear, self._places), maxlen=0)
-        deque(map(dict.update, self._places, self._before), maxlen=0)
+        refill(self._places, self._before)
+
+
+def refill(places: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> None:
+    """Let dicts hold what others hold."""
+    # Of a module there are hundreds: without a line of Python for each.
+    deque(map(dict.clear, places), maxlen=0)
+    deque(map(dict.update, places, held), maxlen=0)
+
+
+class Lent:
+    """Context in which the dicts of a module are somebody's, who may put other tensors there.
+
+    A run that is part of a step has them until the step is over (`kept`), or the next run begins: in the backward pass,
+    models that use `torch.utils.checkpoint` run parts of themselves again.
+    """
+
+    def __init__(self, places: Sequence[dict[str, Any]]) -> None:
+        self._places = places
+        self._before: list[dict[str, Any]] | None = None
+        self._steps = 0
+
+    def __enter__(self) -> None:
+        if self._before is None:
+            self._before = [*map(dict.copy, self._places)]
+        else:
+            refill(self._places, self._before)
+
+    def __exit__(self, *error: object) -> None:
+        if self._steps == 0:
+            self._give_back()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Context of a step."""
+        self._steps += 1
+        try:
+            yield
+        finally:
+            self._steps -= 1
+            if self._steps == 0:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        if self._before is not None:
+            refill(self._places, self._before)
+            self._before = None
 
 
 @contextmanager

@@ -91,6 +91,8 @@ class _Within:
 
     def mean(self, total: Gradients) -> Gradients:
         grads = self._grads
+        for leaf in self._params or ():
+            leaf.grad = None  # Who else has the leaf must not keep it from being given back.
         finite = None if total.finite is None else total.finite & tree.all_finite(grads)
         if not (self._plain and self._factor is None):
             ratio = _safely(self._unit, total.loss.weight)

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import ftrain as ft
-from ftrain.errors import OptionError, StructureError
+from ftrain.errors import OptionError, StructureError, TraceError
 
 LR = 0.1
 STEPS = 3
@@ -702,3 +703,99 @@ def test_remat_of_a_hugging_face_model_changes_no_bit():
     states = [step(step.init(), hugging_face_batch("gpt2", 0))[0] for step in steps]
     for (_, found), key in itertools.product([(0, states[1]), (1, states[2])], states[0].params):
         assert torch.equal(found.params[key], states[0].params[key])
+
+
+class Recomputing(nn.Module):
+    """A model that checkpoints a part of itself, as those of transformers can be told to."""
+
+    def __init__(self, recomputes, rate=0.0):
+        super().__init__()
+        self.first, self.recomputes = nn.Linear(4, 4), recomputes
+        self.part = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(rate), nn.Linear(4, 4))
+
+    def forward(self, x):
+        x = self.first(x)
+        return checkpoint(self.part, x, use_reentrant=False) if self.recomputes else self.part(x)
+
+
+def trained(*wrappers, recomputes, rate=0.0):
+    torch.manual_seed(0)
+    model = Recomputing(recomputes, rate)
+    loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.5, momentum=0.9)), *wrappers)
+    state, before = step.init(), photograph(model)
+    for index in range(3):
+        state, _ = step(state, {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(index))})
+    assert_as_it_was(model, before)
+    return state.params
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "wrappers",
+    [
+        (),
+        (ft.accumulate(2),),
+        (ft.with_amp("bf16"), ft.clip(0.1)),
+        (ft.remat(blocks=["part"]),),
+        (ft.update_in_backward(),),
+        (ft.donated(), ft.ema(0.9)),
+        (ft.compiled(lowering="split", backend="aot_eager"),),
+    ],
+    ids=lambda wrappers: "+".join(each.text for each in wrappers),
+)
+def test_a_model_that_recomputes_a_part_of_itself_does_so_on_the_state(wrappers, rate):
+    found, needed = (trained(*wrappers, recomputes=flag, rate=rate) for flag in (True, False))
+    for name, leaf in needed.items():
+        assert torch.equal(found[name], leaf), name
+
+
+def test_a_whole_graph_is_not_told_what_a_model_drew_before():
+    whole = ft.compiled(lowering="whole", backend="aot_eager")
+    found, needed = (trained(whole, recomputes=flag) for flag in (True, False))
+    assert all(torch.equal(found[name], needed[name]) for name in needed)
+    with pytest.raises(TraceError, match=r"run again by torch.utils.checkpoint.*ft.remat\(\) in place"):
+        trained(whole, recomputes=True, rate=0.5)
+    split = trained(ft.compiled(backend="aot_eager"), recomputes=True, rate=0.5)
+    needed = trained(recomputes=False, rate=0.5)
+    torch.testing.assert_close(split, needed, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_checkpointing_of_transformers_changes_no_bit():
+    states = []
+    for checkpointing in (False, True):
+        model = hugging_face("gpt2")
+        if checkpointing:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        step = step_of(model, None)
+        state = step.init()
+        for index in range(STEPS):
+            state, _ = step(state, hugging_face_batch("gpt2", index))
+        states.append(state)
+    for name, leaf in states[0].params.items():
+        assert torch.equal(states[1].params[name], leaf), name
+
+
+class Registering(nn.Module):
+    """Registers what it needs when it first runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not hasattr(self, "scaled"):
+            self.register_buffer("scaled", torch.full((4,), 0.5), persistent=False)
+        return torch.tanh(self.inner(x) * self.scaled)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.remat(),), (ft.remat("dots"), ft.accumulate(2))], ids=len)
+def test_what_a_model_registers_as_it_runs_does_not_stay(wrappers):
+    model = nn.Sequential(Registering(), Registering())
+    loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
+    state, _ = step(step.init(), {"x": torch.randn(4, 4)})
+    assert list(model.named_buffers()) == []
+    assert not state.buffers

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftrain.anatomy.drawing import draw
 from ftrain.anatomy.kinds import ACTIVATIONS, COPIES, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
@@ -20,6 +20,7 @@ WEIGHTS = PARAMETERS, COPIES, OPTIMIZER, GRADIENTS
 """What is counted in bytes a parameter."""
 
 MOST_SHOWN = 12
+OVERHEAD = "what the framework and its kernels take for themselves"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,13 @@ class Anatomy:
         """Bytes for each trained parameter: weights, their copies, optimizer state and gradients."""
         return {kind: self.most[kind] / max(self.params, 1) for kind in WEIGHTS if self.most.get(kind)}
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return all but the timeline as dicts, text and numbers, such as JSON can hold: bytes, operations, seconds."""
+        whole = "peak", "measured", "overhead", "params"
+        parts = "at_peak", "at_rest", "activations", "most", "bytes_a_parameter", "flops"
+        told = {name: getattr(self, name) for name in whole} | {name: dict(getattr(self, name)) for name in parts}
+        return {**told, "seconds": None if self.seconds is None else dict(self.seconds)}
+
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
         """Draw the memory over the operations of the step, into a PNG or SVG if there is a path; needs matplotlib.
 
@@ -90,6 +98,8 @@ class Anatomy:
             lines.append(f"  {kind:<26} {size / unit:>12,.1f} {name}  {size / self.peak:6.1%}")
             if kind == ACTIVATIONS:
                 lines += [f"    {part or '(loss)':<24} {held / unit:>12,.1f} {name}" for part, held in self._shown()]
+        if self.overhead is not None:
+            lines.append(f"  {'measured beyond that':<26} {self.overhead / unit:>12,.1f} {name}  {OVERHEAD}")
         each = self.bytes_a_parameter
         parts = " + ".join(f"{value:.3g} {kind}" for kind, value in each.items())
         return [*lines, f"{sum(each.values()):.3g} bytes a parameter: {parts}"]

@@ -34,6 +34,9 @@ GROWTH = 2.0
 GROWTH_INTERVAL = 2000
 """The constants of `torch.amp.GradScaler`."""
 
+LEAST_SCALE = 2.0**-24
+"""The smallest number of float16: a scale that becomes 0 would make NaN of the gradients that come after."""
+
 
 @wrapper
 def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapper:
@@ -42,7 +45,8 @@ def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapp
     Parameters, gradients and optimizer state keep their dtype. With ``"bf16"`` and ``"fp16"`` the loss
     runs under `torch.autocast`. With ``"fp16"`` the gradient is taken with a cotangent that adapts, as in
     `torch.amp.GradScaler`: a step that overflows changes nothing but this wrapper's `scale` and `good`
-    (steps since the last change) and the step count, and the metric `loss_scale` is the scale that the step used.
+    (steps since the last change) and the step count, and the metric `loss_scale` is the scale that the step used, which
+    never falls below 2**-24.
     ``"tf32"`` lets float32 products run in TF32, on every device here that has it.
 
     ``"fp8"`` is ``"bf16"`` in which the linear layers of a module, the last one aside, multiply in float8, forward and
@@ -217,6 +221,6 @@ def _account(slot: PyTree, finite: Tensor) -> PyTree:
     grow = good >= GROWTH_INTERVAL
     grown = torch.where(grow & torch.isfinite(larger), larger, slot["scale"])
     return {
-        "scale": torch.where(finite, grown, slot["scale"] / GROWTH),
+        "scale": torch.where(finite, grown, (slot["scale"] / GROWTH).clamp_min(LEAST_SCALE)),
         "good": torch.where(finite & ~grow, good, 0),
     }

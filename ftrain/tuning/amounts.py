@@ -28,5 +28,5 @@ def as_bytes(memory: int | str) -> int:
 
 
 def mib(size: float) -> str:
-    """Return how many MiB so many bytes are."""
-    return f"{size / 2**20:,.1f} MiB"
+    """Return how many MiB so many bytes are, or KiB where it is less than one."""
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"

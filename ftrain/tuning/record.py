@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ftrain.hints import Hint
 from ftrain.step import Step
 from ftrain.timing import Interval
 from ftrain.tuning.amounts import mib
@@ -45,12 +46,14 @@ class Trials:
         rows: all that were tried.
         memory: bytes that there are.
         examples: in a batch.
+        hints: what costs the chosen step its speed; none where nothing was timed.
     """
 
     step: Step
     rows: Sequence[Trial]
     memory: int
     examples: int
+    hints: Sequence[Hint] = ()
 
     def __repr__(self) -> str:
         least = min((row.flops for row in self.rows if row.flops), default=1)
@@ -66,4 +69,4 @@ class Trials:
                 f"{'' if took is None else f'{self.examples / took:,.1f}':>11}",
             ]
             lines.append(f"{' '.join(cells)}  {row.verdict}".rstrip())
-        return "\n".join(lines)
+        return "\n".join([*lines, *[""] * bool(self.hints), *(f"  {hint}" for hint in self.hints)])

@@ -10,10 +10,11 @@ from ftrain import tree
 from ftrain.anatomy import anatomy
 from ftrain.checks import require_positive
 from ftrain.errors import ComposeError, DeviceError
+from ftrain.hints import Hint, facts_of, judge
 from ftrain.pieces import is_out_of_memory, release
 from ftrain.purity import as_tree
 from ftrain.step import Step
-from ftrain.timing import Racer, interval, race
+from ftrain.timing import Interval, Racer, interval, race
 from ftrain.tuning.amounts import mib
 from ftrain.tuning.record import Trial, Trials
 from ftrain.tuning.search import Search
@@ -39,7 +40,7 @@ def tune(
     examples) is under no such law, and its batch stays in the pieces in which it is given. What cannot fit is ruled
     out by prediction and never runs, so that a model may be larger than this machine; of what can, the few that compute
     least are timed, and the fastest is taken whose peak is measured within the limit. `ftrain.trials` returns the same
-    with all that was tried, which is also logged.
+    with all that was tried, and with what costs the chosen step its speed (`ftrain.hints`), which is also logged.
 
     Args:
         step: the step. `accumulate` and `remat` may be in it already, and are then chosen anew.
@@ -88,7 +89,8 @@ def trials(
     chosen, tried = _verified(search, timed)
     known = {(row.pieces, row.policy): row for row in [*rows, *tried]}
     rows = [row if row.verdict else dataclasses.replace(row, verdict=UNTRIED) for row in known.values()]
-    return Trials(chosen, rows, search.memory, tree.batch_length(search.batch) or 1)
+    took = next((row.seconds for row in timed if row.step is chosen), None)
+    return Trials(chosen, rows, search.memory, tree.batch_length(search.batch) or 1, _hints(search, chosen, took))
 
 
 def _timed(search: Search, rows: Sequence[Trial], rounds: int) -> list[Trial]:
@@ -123,6 +125,14 @@ def _verified(search: Search, rows: Sequence[Trial]) -> tuple[Step, list[Trial]]
             return row.step, done
         done[index] = dataclasses.replace(row, measured=measured, verdict=f"takes {mib(measured)}, measured")
     raise _nothing_fits(search, done)
+
+
+def _hints(search: Search, step: Step, took: Interval | None) -> list[Hint]:
+    """Return what costs the chosen step its speed."""
+    if search.state is None or took is None:
+        return []
+    found = anatomy(step, search.outline(step), search.batch, measure=False, fuse=False)
+    return judge(facts_of(step, state_for(step, search.step, search.state), search.batch, found, took.median))
 
 
 def _measured(search: Search, step: Step) -> int | None:

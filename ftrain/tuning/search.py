@@ -10,16 +10,18 @@ from contextlib import suppress
 
 from ftrain import backends, tree
 from ftrain.anatomy import anatomy
+from ftrain.anatomy.kinds import OPTIMIZER
+from ftrain.anatomy.predicted import abstract_state
 from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, OptionError
 from ftrain.evaluate import eval_step
-from ftrain.pieces import cut, release
+from ftrain.pieces import cut, is_out_of_memory, release
 from ftrain.plan import UPDATE
 from ftrain.shortage import shortage
 from ftrain.step import Step
 from ftrain.transforms.remat import remat
 from ftrain.tuning.amounts import as_bytes, mib
 from ftrain.tuning.record import Trial
-from ftrain.types import PyTree, TrainState
+from ftrain.types import Mean, PyTree, TrainState
 from ftrain.variants import having, in_pieces_of, length_of, outline, pieces_of, smaller_optimizers, without
 
 NONE, OWN = "none", "as given"
@@ -106,12 +108,16 @@ class Search:
         """Why the batch stays in the pieces it is taken in: others are seen to change the loss."""
         if self.state is None or not self.runs:
             return ""
-        evaluated = eval_step(self.step.loss)
+        evaluated, halves = eval_step(self.step.loss), list[Mean]()
+        whole: Mean | None = None
         try:
-            whole, *halves = (evaluated(self.state, each)["loss"] for each in (self.batch, *cut(self.batch, 2)))
+            whole = evaluated(self.state, self.batch)["loss"]
+            halves += [evaluated(self.state, half)["loss"] for half in cut(self.batch, 2)]
         except Exception as error:  # Of whatever kind: some losses are for training alone, and memory may run out.
+            lacking = whole is None or is_out_of_memory(error)
+            failed = "" if lacking else f"the loss fails over half of the batch: {_line(error)}"
             release(error, tree.device_of(self.state.params))
-            return ""
+            return failed
         told, joined = float(whole), float(functools.reduce(lambda a, b: a + b, halves))
         largest = max(abs(told), *(abs(float(half)) for half in halves))
         if abs(told - joined) <= largest * (SAME_NARROW if self.step.loss.narrow else SAME) or told != told:
@@ -132,8 +138,11 @@ class Search:
         try:
             step = self._composed(pieces, policy, self.batch)
             peak, flops = self._size(pieces, policy)
-        except FtrainError as error:
-            return Trial(pieces, policy, self.step, verdict=f"does not apply: {str(error).splitlines()[0]}")
+        except Exception as error:
+            if not isinstance(error, FtrainError) and pieces in (0, self.given[0]):
+                raise
+            # Of whatever kind: nobody has said that the loss can be cut.
+            return Trial(pieces, policy, self.step, verdict=f"does not apply: {_line(error)}")
         row = Trial(pieces or 1, policy, step, peak, flops)
         return dataclasses.replace(row, verdict="does not fit" if peak > self.memory else "")
 
@@ -163,8 +172,18 @@ class Search:
         return None if self.state is None else outline(step, self.step, self.state)
 
 
-def _bytes(batch: PyTree) -> int:
-    return sum(leaf.nbytes for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
+def _begun(search: Search, step: Step) -> TrainState | None:
+    """Return a state of another step without taking memory."""
+    module = step.base.module
+    return abstract_state(step, module) if search.state is None and module is not None else search.outline(step)
+
+
+def _bytes(values: PyTree) -> int:
+    return sum(leaf.nbytes for leaf in tree.leaves(values) if tree.is_tensor(leaf))
+
+
+def _line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _below(search: Search, resting: Counter[str]) -> OptionError:
@@ -174,6 +193,7 @@ def _below(search: Search, resting: Counter[str]) -> OptionError:
     lines.append("What would take less:")
     with suppress(FtrainError):
         for name, other in smaller_optimizers(search.step).items():
-            size = anatomy(other, search.outline(other), search.batch, measure=False, fuse=False).at_rest.total()
+            state = _begun(search, other)
+            size = resting.total() - resting[OPTIMIZER] + _bytes(state and state.opt_state)
             lines.append(f"  {f'ft.optim.{name}':<34} {mib(size):>12}")
     return OptionError("\n".join([*lines, "  fewer parameters that train (trainable=, ft.lora), a smaller model"]))

@@ -94,3 +94,19 @@ def test_without_the_wrapper_nothing_is_skipped():
     assert torch.isnan(metrics["loss"])
     assert torch.isnan(state.params["w"]).all()
     step.check(state)
+
+
+def test_however_many_steps_overflow_the_next_good_one_is_good():
+    """Halved 200 times, a scale of 2**16 would be 0, and what is divided by it NaN."""
+    step = make(scaled, ft.with_amp("fp16"))
+    state = step.init(params())
+    bad, good = batches("inf", 1)
+    for _ in range(200):
+        state, metrics = step(state, bad)
+        assert bool(metrics["skipped"])
+    assert_bitwise(state.params, params())
+    assert float(state.slots["with_amp"]["scale"]) == 2.0**-24
+    state, metrics = step(state, good)
+    assert not bool(metrics["skipped"])
+    needed, _ = make(scaled)(make(scaled).init(params()), good)
+    torch.testing.assert_close(state.params, needed.params)

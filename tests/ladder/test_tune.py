@@ -2,16 +2,19 @@
 
 import dataclasses
 import logging
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, ConsumedError, DeviceError, OptionError, StructureError
 from ftrain.tuning import run, search
-from ftrain.tuning.amounts import as_bytes
+from ftrain.tuning.amounts import as_bytes, mib
+from ftrain.variants import smaller_optimizers
 from tests.ladder.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
 
 WIDTH, LENGTH = 64, 2048
@@ -280,9 +283,58 @@ def test_less_memory_than_the_state_takes():
     with pytest.raises(OptionError) as caught:
         ft.tune(step, step.init(), given, memory="300 KiB")
     text = str(caught.value)
-    assert "tune: memory is 0.3 MiB, and the state and the batch alone take 0.7 MiB:" in text
+    assert "tune: memory is 300.0 KiB, and the state and the batch alone take 710.8 KiB:" in text
     for line in ("parameters", "optimizer state", "What would take less:", "ft.optim.adamw_8bit", "trainable="):
         assert line in text
+
+
+def test_other_optimizers_are_sized_and_not_run(monkeypatch):
+    """To predict a step of 8-bit AdamW takes some time for each million of parameters."""
+    step, given = make(width=WIDTH), batch(256, WIDTH)
+    needed = {name: anatomy_of(other, given) for name, other in smaller_optimizers(step).items()}
+    asked = []
+    monkeypatch.setattr(search, "anatomy", lambda *args, **options: asked.append(1) or ft.anatomy(*args, **options))
+    for state in (step.init(), None):
+        with pytest.raises(OptionError) as caught:
+            ft.tune(step, state, given, memory="300 KiB")
+        for name, size in needed.items():
+            assert re.search(rf"{re.escape(name)} +{mib(size)}", str(caught.value))
+    assert len(asked) == 2
+
+
+def anatomy_of(step, given):
+    return ft.anatomy(step, None, given, measure=False).at_rest.total()
+
+
+class Remembering(nn.Module):
+    """A state of the size of the batch, which cannot be cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("held", torch.zeros(8, 4))
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x) + self.held).square().mean()
+
+
+def test_a_batch_that_cannot_be_cut_stays_whole():
+    step = ft.train_step(ft.from_module(Remembering(), lambda model, batch: model(batch["x"])), ft.optim.adamw(1e-3))
+    found = ft.trials(step, step.init(), {"x": torch.randn(8, 4)}, memory="1MB", rounds=1)
+    assert found.step is not None
+    assert [row.pieces for row in found.rows if row.seconds] == [1]
+    assert "the loss fails over half of the batch: The size of tensor" in str(found)
+    unseen = ft.trials(step, None, {"x": torch.randn(8, 4)}, memory="1MB")
+    assert {row.pieces for row in unseen.rows if row.predicted} == {1, 8}  # Of one example, torch makes eight.
+
+
+def test_it_says_what_costs_the_chosen_step_its_speed(caplog):
+    step, given = make(width=4), batch(8, 4)
+    with caplog.at_level(logging.INFO, "ftrain"):
+        ft.tune(step, step.init(), given, memory="1GB", rounds=1)
+    assert "launches: " in caplog.text
+    assert "Use ft.compiled()" in caplog.text
+    assert not ft.trials(step, None, given, memory="1GB").hints
 
 
 def test_nothing_fits():
