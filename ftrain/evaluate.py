@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, purity, tree
-from ftrain.errors import ComposeError, DataError, OptionError
+from ftrain.errors import ComposeError, DataError, DeviceError, OptionError
 from ftrain.grad import adapt, detach
 from ftrain.pieces import RAISE, cut, is_out_of_memory, most_pieces, release, require_on_oom
 from ftrain.purity import as_tree
@@ -85,14 +85,16 @@ def evaluate(
         data: any iterable of batches.
         dtype: evaluate in ``"bf16"`` or ``"fp16"``: parameters and buffers are cast once, into a copy, and the loss
             runs under autocast. Without it both stay as they are. The batch does so always, and with it labels and
-            weights; where a norm reads float32 data directly, cast these in the loss.
+            weights; where a norm reads float32 data directly, cast these in the loss. What is beyond 65,504, a variance
+            of BatchNorm say, is infinite in ``"fp16"``.
         on_oom: ``"split"`` evaluates a batch for which there is no memory in twice as many pieces, and those after
             it too; the means stay exact.
 
     Raises:
         DataError: when there is no batch.
         OptionError: for another dtype, or another `on_oom`.
-        DeviceError: for a dtype that the device cannot compute in.
+        DeviceError: for a dtype that the device cannot compute in, or when with ``"split"`` not even a single example
+            fits.
         ComposeError: when `step` is no evaluation step, or its loss computes in another narrow dtype by `with_amp`.
     """
     if not isinstance(step, EvalStep):
@@ -110,14 +112,32 @@ def evaluate(
             try:
                 found = _in_pieces(step, state, batch, pieces)
             except RuntimeError as error:
-                if on_oom == RAISE or not is_out_of_memory(error) or pieces >= most_pieces(batch):
+                if on_oom == RAISE or not is_out_of_memory(error):
                     raise
+                if pieces >= most_pieces(batch):
+                    raise _too_large(step, state, batch) from error
                 release(error, device)
                 pieces *= 2
         sums.add(found)
     if not sums.totals:
         raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
     return sums.read()
+
+
+def _too_large(step: EvalStep, state: TrainState, batch: PyTree) -> DeviceError:
+    (example, *_), sizes = cut(batch, most_pieces(batch)), []
+    for name, part in {
+        "parameters": (state.params, state.frozen),
+        "buffers": state.buffers,
+        "the example": example,
+    }.items():
+        size = sum(leaf.nbytes for leaf in tree.leaves(part) if tree.is_tensor(leaf))
+        sizes.append(f"{name} {size / 2**20:,.1f} MiB")
+    return DeviceError(
+        f"evaluate: memory ran out with a single example of {step.loss.text}: {', '.join(sizes)}; the rest is what the "
+        "model makes of it. Shorter examples, evaluate(..., dtype='bf16'), or a model with nothing else beside it on "
+        "the device, such as the state of a training, need less"
+    )
 
 
 class _Sums:

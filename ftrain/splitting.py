@@ -85,8 +85,9 @@ class Splitting:
                     copy = _on_host(state)
                 self._phase.may_write = self._compiled
                 new, metrics = self._step(state, batch)
-            except RuntimeError as error:
+            except Exception as error:
                 if not is_out_of_memory(error):
+                    self._explain(error, batch)
                     raise
                 why = error
             else:
@@ -102,6 +103,14 @@ class Splitting:
                 raise _too_large(self._whole, state, batch, spoilt=spoilt) from why
             if spoilt:
                 raise _spoilt(self, state) from why
+
+    def _explain(self, error: Exception, batch: PyTree) -> None:
+        if self._pieces > 1:
+            lengths = sorted({tree.batch_length(part) or 1 for part in cut(batch, self._pieces)})
+            error.add_note(
+                f"fit: on_oom='split' had cut the batch into pieces of {' and '.join(map(str, lengths))} examples, for "
+                "memory had run out; a model that needs more of them at once (BatchNorm does) cannot be cut so far"
+            )
 
     def _reported(self, metrics: Metrics) -> Metrics:
         if self._pieces == self._told:
@@ -151,7 +160,7 @@ def in_pieces(step: Step, pieces: int, phase: _Phase | None = None) -> Step:
         phase: is told where the step is.
     """
     inner = [Wrapper(COUNT, f"split({pieces})", "grad", grad=lambda grad: _split(grad, pieces))] * (pieces > 1)
-    outer = [Wrapper("watched", "watched", "grad", grad=phase.watch)] if phase is not None else []
+    outer = [Wrapper("watched", "fit(on_oom='split')", "grad", grad=phase.watch)] if phase is not None else []
     return dataclasses.replace(step, wrappers=(*inner, *step.wrappers, *outer))
 
 

@@ -109,8 +109,10 @@ def as_directory(directory: str | os.PathLike[str]) -> Path:
     """Return a directory in which files can be made; makes it, if it is not there.
 
     Raises:
-        OptionError: when it cannot be written.
+        OptionError: when it is none, or cannot be written.
     """
+    if not isinstance(directory, str | os.PathLike):
+        raise OptionError(f"offload: directory is {directory!r}, needs a path")
     found = Path(directory).expanduser()
     try:
         found.mkdir(parents=True, exist_ok=True)

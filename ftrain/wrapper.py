@@ -82,7 +82,8 @@ class Wrapper:
         raise ComposeError(
             f"{self.text}: acts on the {self.arrow} inside of a Step, and {name} is a {type(step).__name__}; "
             "by the time a plain function returns, its update has happened. Build it with ft.train_step(loss_fn, "
-            "optimizer), or wrap the Steps it is made of"
+            "optimizer), or wrap the Steps it is made of; what is a function among the arguments of "
+            f"{self.name} is given by name"
         )
 
 

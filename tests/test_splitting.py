@@ -556,8 +556,8 @@ def test_an_evaluation_in_pieces_is_exact(examples, kind):
 
 def test_an_evaluation_raises_what_cannot_be_helped():
     state = make().init(params())
-    for on_oom, examples in (("raise", 3), ("split", 0)):
-        with pytest.raises(torch.OutOfMemoryError):
+    for on_oom, examples, error in (("raise", 3, torch.OutOfMemoryError), ("split", 0, DeviceError)):
+        with pytest.raises(error):
             ft.evaluate(ft.eval_step(limited(examples)), state, batches(), on_oom=on_oom)
     with pytest.raises(OptionError, match="on_oom"):
         ft.evaluate(ft.eval_step(still), state, batches(), on_oom="skip")
@@ -580,3 +580,33 @@ def test_an_evaluation_shrinks_nothing_but_itself():
     )
     assert training == [6, 6, 6]
     assert not splits(history)
+
+
+def test_a_model_that_needs_more_examples_at_once_is_told_why_it_has_fewer():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+    def criterion(model, batch):
+        if len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return model(batch["x"]).square().mean()
+
+    step = ft.train_step(ft.from_module(net, criterion), ft.optim.sgd(0.1))
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        fit(step, [{"x": torch.randn(8, 3)}, {"x": torch.randn(5, 3)}], state=step.init())
+    assert "cut the batch into pieces of 1 and 2 examples, for memory had run out" in caught.value.__notes__[0]
+
+
+def test_who_needs_all_gradients_is_named_as_the_user_wrote_it():
+    step = ft.compose(ft.train_step(still, ft.optim.sgd(0.1)), ft.update_in_backward())
+    with pytest.raises(ComposeError, match=r"fit\(on_oom='split'\) needs all gradients at once"):
+        fit(step, batches())
+
+
+def test_an_evaluation_of_a_single_example_that_does_not_fit():
+    def never(params, batch):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(
+        DeviceError, match=r"evaluate: memory ran out with a single example of never: parameters 0\.0 MiB"
+    ):
+        ft.evaluate(ft.eval_step(never), make().init(params()), batches(), on_oom="split")

@@ -26,9 +26,10 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
     a whole step takes when its operations run one by one is predicted, and a split one as if it ran eagerly; Inductor
     stores up to a quarter less. Plans are those for the CPU, wherever the state is.
 
-    What kernels take for themselves is predicted of convolutions on the CPU alone. Products of bfloat16 take some, too:
-    the measured peak was 16% above the predicted one on a split GPT of 165,000 parameters, and equal on one of 5.8
-    million.
+    What kernels take for themselves is predicted of convolutions on the CPU alone, in bfloat16 but for a part (5% of a
+    net of them, 11% of one over volumes). Products of bfloat16 in compiled steps take some, too: the measured peak was
+    16% above the predicted one on a split GPT of 165,000 parameters, 9% on a small whole one, and equal on one of 5.8
+    million. So does `nn.LSTM`, with which the peak was up to three times the predicted one.
 
     Args:
         step: the step.

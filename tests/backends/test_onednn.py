@@ -1,4 +1,4 @@
-"""What oneDNN takes for itself is what the profiler of torch sees."""
+"""What convolutions take for themselves is what the profiler of torch sees."""
 
 import pytest
 import torch
@@ -36,6 +36,31 @@ def test_a_convolution_takes_what_is_said(inputs, outputs, layout, dtype):
         assert (scratch(name, args) > 0) == (layout is not LAST)
 
 
+SHAPES = {
+    "to a few channels": ((8, 32, 48, 48), (3, 32, 3, 3), 1),
+    "from a few channels": ((8, 3, 48, 48), (32, 3, 3, 3), 1),
+    "of channels that fill no block": ((8, 12, 32, 32), (32, 12, 3, 3), 1),
+    "of sequences": ((32, 16, 256), (64, 16, 5), 1),
+    "of sequences, in steps": ((8, 128, 512), (64, 128, 3), 2),
+    "of volumes": ((4, 16, 16, 16, 16), (16, 16, 3, 3, 3), 1),
+}
+
+
+@pytest.mark.parametrize("mask", [(True, True, True), (False, True, True), (True, False, False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_convolutions_of_all_kinds_take_what_is_said(name, dtype, mask):
+    shape, kernel, stride = SHAPES[name]
+    axes = len(shape) - 2
+    x, weight = torch.randn(shape, dtype=dtype), torch.randn(kernel, dtype=dtype)
+    options = [stride] * axes, [kernel[-1] // 2] * axes, [1] * axes, False, [0] * axes, 1
+    grad = torch.randn_like(torch.ops.aten.convolution(x, weight, None, *options))
+    forward, backward = (x, weight, None, *options), (grad, x, weight, None, *options, list(mask))
+    for name, args in (("convolution", forward), ("convolution_backward", backward)):
+        taken, returned = most(lambda name=name, args=args: getattr(torch.ops.aten, name)(*args))
+        assert returned + scratch(name, args) == pytest.approx(taken, rel=0.1), (name, taken, returned)
+
+
 def test_what_comes_in_two_layouts_is_brought_into_one():
     x = torch.randn(32, 32, 16, 16).to(memory_format=LAST)
     weight, grad = torch.randn(32, 32, 3, 3), torch.randn(32, 32, 16, 16)
@@ -45,10 +70,10 @@ def test_what_comes_in_two_layouts_is_brought_into_one():
     assert scratch("convolution_backward", args) == grad.nbytes + weight.nbytes
 
 
-@pytest.mark.parametrize("shape", [(8, 3, 16, 16), (8, 32, 16)], ids=["three channels", "a sequence"])
-def test_what_is_taken_as_it_is(shape):
-    x, weight = torch.randn(shape), torch.randn(32, shape[1], *[3] * (len(shape) - 2))
-    assert scratch("convolution_backward", (x, x, weight, None, [1], [1], [1], False)) <= weight.nbytes
+def test_what_is_taken_as_it_is():
+    x, weight, grad = torch.randn(8, 3, 16, 16), torch.randn(32, 3, 3, 3), torch.randn(8, 32, 16, 16)
+    args = grad, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False]
+    assert grad.nbytes <= scratch("convolution_backward", args) < grad.nbytes + x.nbytes
     assert scratch("mm", (x, weight)) == 0
 
 
