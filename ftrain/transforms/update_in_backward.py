@@ -15,7 +15,7 @@ from ftrain.types import Gradients, Hyper, Optimizer, TrainState, UpdateFn, cons
 from ftrain.wrapper import Wrapper, wrapper
 
 NAME = "update_in_backward"
-TOGETHER = 1 << 18
+TOGETHER = 1 << 19
 """Bytes of gradients that wait for each other, so that the many small ones do not cost an update each."""
 
 
