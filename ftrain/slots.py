@@ -89,15 +89,21 @@ class Lent:
         self._places = places
         self._before: list[dict[str, Any]] | None = None
         self._steps = 0
+        # Of each run that is under way, what was there when it began, if that is a run within another.
+        self._runs: list[list[dict[str, Any]] | None] = []
 
     def __enter__(self) -> None:
+        self._runs.append([*map(dict.copy, self._places)] if self._runs else None)
         if self._before is None:
             self._before = [*map(dict.copy, self._places)]
         else:
             refill(self._places, self._before)
 
     def __exit__(self, *error: object) -> None:
-        if self._steps == 0:
+        outer = self._runs.pop()
+        if outer is not None:
+            refill(self._places, outer)
+        elif self._steps == 0:
             self._give_back()
 
     @contextmanager

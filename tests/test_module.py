@@ -799,3 +799,35 @@ def test_what_a_model_registers_as_it_runs_does_not_stay(wrappers):
     state, _ = step(step.init(), {"x": torch.randn(4, 4)})
     assert list(model.named_buffers()) == []
     assert not state.buffers
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.remat(blocks=["1"]),)], ids=len)
+def test_a_loss_may_run_within_itself(wrappers):
+    """A teacher, say: the same model on other parameters, halfway through."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    teacher = {name: torch.full_like(param, 0.1) for name, param in model.named_parameters()}
+    inside = []
+
+    def criterion(model, batch):
+        out = model[0](batch["x"])
+        if not inside:
+            inside.append(True)
+            with torch.no_grad():
+                wanted, _, _ = loss.fn(teacher, batch, rng=None, buffers={})
+            inside.clear()
+            return (model[1](out) - wanted.value).square().mean()
+        return model[1](out).mean()
+
+    loss = ft.from_module(model, criterion)
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
+    state, batch = step.init(), {"x": torch.randn(4, 3)}
+    for run in (
+        lambda: step(state, batch)[1]["loss"],
+        lambda: loss.fn(state.params, batch, rng=None, buffers={})[0].value,
+    ):
+        x, p = batch["x"], state.params
+        layer = lambda x, p, n: F.linear(x, p[f"{n}.weight"], p[f"{n}.bias"])  # noqa: E731
+        target = layer(layer(x, teacher, 0), teacher, 1).mean()
+        before = photograph(model)
+        torch.testing.assert_close(run(), (layer(layer(x, p, 0), p, 1) - target).square().mean())
+        assert_as_it_was(model, before)

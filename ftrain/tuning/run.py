@@ -132,7 +132,14 @@ def _hints(search: Search, step: Step, took: Interval | None) -> list[Hint]:
     if search.state is None or took is None:
         return []
     found = anatomy(step, search.outline(step), search.batch, measure=False, fuse=False)
-    return judge(facts_of(step, state_for(step, search.step, search.state), search.batch, found, took.median))
+    try:
+        return judge(facts_of(step, state_for(step, search.step, search.state), search.batch, found, took.median))
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        # The step fits, but not with another state beside it.
+        release(error, tree.device_of(search.state.params))
+        return []
 
 
 def _measured(search: Search, step: Step) -> int | None:
