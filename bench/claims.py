@@ -155,7 +155,7 @@ TECHNIQUES_TRIED = (
     "and whether its parameters were written, which the loops by hand do not."
 )
 TWELVE_TRIED = (
-    "1.27 in three runs of 72 to 120 turns, and 1.35 in the longest, of 150, in which all that is computed again took "
+    "1.27 in three runs of 90 to 120 turns, and 1.35 in the longest, of 150, in which all that is computed again took "
     "longer. With nothing kept at all, `torch.utils.checkpoint` by hand takes as long as `remat()`: a second forward "
     "pass of these small blocks is more than a third of their time."
 )
