@@ -22,9 +22,6 @@ PARTS = "params", "frozen", "batch", "buffers"
 """What a loss is given, in the order in which `call` has it."""
 
 
-_version = operator.attrgetter("_version")
-
-
 def call(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: Tensor | None, name: str) -> LossOutput:
     """Call a loss and check that it changed nothing that it was given.
 
@@ -65,6 +62,9 @@ def as_tree(batch: Any) -> PyTree:
 def merge(params: PyTree, frozen: PyTree) -> PyTree:
     """Put trainable and frozen parameters back together; each is None where the other has a leaf."""
     return params if frozen is None else tree.overlay(params, frozen)
+
+
+_version = operator.attrgetter("_version")
 
 
 def versions(leaves: Sequence[Any]) -> list[int | None]:

@@ -175,11 +175,11 @@ class _Repeatable:
         self._function, self._slots, self._names = function, list(slots), names
         # What a block does to its buffers must happen once: recomputation works on copies.
         self._values = [place[key].clone() if is_buffer else place[key] for place, key, _, is_buffer in slots]
-        self._params = [value for value, slot in zip(self._values, slots, strict=True) if not slot[-1]]
+        self._params = [value for value, slot in zip(self._values, slots, strict=True) if not slot.is_buffer]
         self._versions = versions(self._params)
         inside = [] if all(isinstance(leaf, Tensor) for leaf in given) else tree.leaves(given)
         # Those that it is given as they are, autograd looks after.
-        self._inside = [leaf for leaf in inside if isinstance(leaf, Tensor) and not any(leaf is e for e in given)]
+        self._inside = [leaf for leaf in inside if isinstance(leaf, Tensor) and not any(leaf is each for each in given)]
         self._inside_versions = versions(self._inside)
         # Where parameters are, all is.
         held = self._params[:1] or [leaf for leaf in (*given, *inside) if isinstance(leaf, Tensor)]
