@@ -55,7 +55,6 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.examples: tuple[int, int] | None = None
         """In a piece of a batch, the number of its first example, and how many it has."""
         self._chunks: dict[tuple[int, torch.device], Tensor] = {}
-        self._replays = 0
 
     @contextmanager
     def for_examples(self, start: int, length: int, offset: int) -> Iterator[None]:
@@ -77,12 +76,10 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def replay(self, offset: int) -> Iterator[None]:
         """Draw again from draw `offset` on, as a recomputation must; afterwards continue where it was."""
         resumed, self.offset = self.offset, offset
-        self._replays += 1
         try:
             yield
         finally:
             self.offset = resumed
-            self._replays -= 1
 
     @contextmanager
     def drawing_from(self, key: Tensor) -> Iterator[None]:
@@ -118,7 +115,7 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         unbounded = arguments.get("to", 0) is None
         if draw is None or unbounded or arguments.get("generator") is not None:
             raise TraceError(_refusal(func, arguments))
-        if self._replays == 0 and _is_recomputed():
+        if is_run_again():
             raise TraceError(
                 f"Keyed: {func} is run again by torch.utils.checkpoint, which does not know of the key and would draw "
                 "other numbers; let the step do it: ft.remat() in place of the model's own checkpointing"
@@ -139,10 +136,14 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return key if self.examples is None else random.for_examples(key, *self.examples)
 
 
-def _is_recomputed() -> bool:
+def is_run_again() -> bool:
     """Whether this is a recomputation of `torch.utils.checkpoint`, which shows in what watches saved tensors then."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook")
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return False
+    # Those of `recompute` hide what was there before them.
+    hidden: bool = getattr(getattr(hooks[0], "__self__", None), "is_run_again", False)
+    return hidden or hooks[0].__qualname__.startswith("_recomputation_hook")
 
 
 def current() -> Keyed | None:

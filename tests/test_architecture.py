@@ -28,6 +28,7 @@ STAIRCASE = [
     "philox",
     "random",
     "keyed",
+    "recompute",
     "barrier",
     "policies",
     "operations",
@@ -170,6 +171,7 @@ RAISED = {
     "checkpoint/files.py": {"OSError", "BlockingIOError"},
     "fit.py": {"leaving"},
     "plan.py": {"_Stopped"},
+    "recompute.py": {"_Stopped"},
 }
 
 FILES = sorted(ROOT.rglob("*.py"))

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ftrain import barrier, keyed, tree
 from ftrain.blocks import Blocks, Region, Wanted, find_blocks, within
@@ -19,6 +18,7 @@ from ftrain.budget import Budget
 from ftrain.errors import ComposeError, LossError, OptionError
 from ftrain.policies import FULL, NONE, Kept, Policy, keeps_of, name_of, require_policy
 from ftrain.purity import versions
+from ftrain.recompute import recomputed
 from ftrain.slots import Slot, bound
 from ftrain.transfers import is_abstract
 from ftrain.types import Loss, LossOutput, PyTree
@@ -134,6 +134,9 @@ def _text(policy: Policy, chosen: Sequence[Policy], budget: float | None) -> str
 
 
 def _region(policy: Policy, met: list[int], plan: Budget | None) -> Region:
+    # Both runs of a block are of operations one by one: what Dynamo compiles keeps other tensors.
+    by_operation: Any = torch.compiler.disable(recomputed)  # type: ignore[no-untyped-call]
+
     def region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
         met[0] += 1
         chosen = plan.turn() if plan is not None else policy if choice is None else choice
@@ -143,12 +146,12 @@ def _region(policy: Policy, met: list[int], plan: Budget | None) -> Region:
         # By place, as what is named would be held and not saved: unseen by who sends away or watches what is saved.
         given = (*args, *kwargs.values())
         repeatable = _Repeatable(inside, slots, chosen, given, list(kwargs))
-        returned = checkpoint(repeatable, *given, use_reentrant=False, preserve_rng_state=False)
+        returned = by_operation(repeatable.first, repeatable.again, given)
         if barrier.is_captured():
             repeatable.wait_for(returned)
         return returned
 
-    # Dynamo may compile the inside of a block, but not this: its own checkpoint would not run `_Repeatable` again.
+    # Dynamo may compile the inside of a block that is not computed again.
     again: Region = torch.compiler.disable(region, recursive=False)  # type: ignore[no-untyped-call]
     return again
 
@@ -186,7 +189,6 @@ class _Repeatable:
         self._drawing_again = _noted(held)
         keeps = keeps_of(policy)
         self._kept = None if keeps is None else Kept(keeps)
-        self._ran = False
         self._gradient: Tensor | None = None
 
     def wait_for(self, returned: PyTree) -> None:
@@ -198,12 +200,13 @@ class _Repeatable:
     def _arrived(self, gradient: Tensor) -> None:
         self._gradient = gradient
 
-    def __call__(self, *given: Any) -> Any:
-        """Run the block, the first time as it is, and afterwards as it was."""
-        if not self._ran:
-            self._ran = True
-            with nullcontext() if self._kept is None else self._kept.keeping():
-                return self._run(given)
+    def first(self, *given: Any) -> Any:
+        """Run the block as it is."""
+        with nullcontext() if self._kept is None else self._kept.keeping():
+            return self._run(given)
+
+    def again(self, *given: Any) -> Any:
+        """Run it as it was."""
         if versions(self._params) != self._versions:
             raise LossError(
                 "remat: a parameter of a block was overwritten before the block was computed again: a block that uses "

@@ -1,0 +1,160 @@
+"""Run a function a second time, in the backward pass, in place of keeping what its gradient needs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ftrain import keyed, tree
+from ftrain.errors import LossError
+
+Run: TypeAlias = Callable[..., Any]
+
+_TENSOR = object()
+
+
+def recomputed(first: Run, again: Run, given: Sequence[Any]) -> Any:
+    """Return ``first(*given)``, of which autograd keeps nothing but the tensors in `given`.
+
+    When a gradient first needs what it would have kept, ``again(*given)`` runs, under the autocast and the default
+    device of the first run, until all of that is there. `torch.utils.checkpoint` does so where it is not reentrant,
+    and keeps the host busy for twice as long, which shows where operations are short.
+
+    Args:
+        first: the function.
+        again: what does the same to the bit, whatever happened in between.
+        given: its arguments. Autograd looks after the tensors among them: an error tells when they were written over,
+            and hooks for what is saved get to see them.
+
+    Raises:
+        LossError: in the backward pass, when the second run would keep other tensors than the first: of another
+            shape, or fewer.
+    """
+    if not torch.is_grad_enabled():
+        return first(*given)
+    run = _Recomputed(again, given)
+    with saved_tensors_hooks(run.pack, run.unpack):
+        return first(*given)
+
+
+class _Place:
+    """What the graph holds in place of a tensor."""
+
+    __slots__ = ("__weakref__", "shape", "tensor")
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
+        self.tensor: Tensor | None = None
+
+
+class _Stopped(BaseException):
+    """All that is needed is there. A function that catches its own errors must not catch this."""
+
+
+class _Recomputed:
+    """One run of a function, and what its gradient needs."""
+
+    def __init__(self, again: Run, given: Sequence[Any]) -> None:
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        self._again, self._given = again, [_TENSOR if isinstance(each, Tensor) else each for each in given]
+        self._then = _now({each.device.type for each in tensors} | {tree.HOST.type})
+        # Beside one that needs a gradient, for there is no node without.
+        self._saved = _Saved.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn  # type: ignore[no-untyped-call]
+        self.is_run_again = keyed.is_run_again()
+        # A place that is gone is one that nobody needs any more.
+        self._places: list[weakref.ref[_Place]] = []
+
+    def pack(self, tensor: Tensor) -> _Place:
+        """Let a tensor go."""
+        place = _Place(tensor.shape)
+        self._places.append(weakref.ref(place))
+        return place
+
+    def unpack(self, place: _Place) -> Tensor:
+        """Return it, made again together with all that were let go."""
+        while place.tensor is None:
+            self._fill()
+        tensor, place.tensor = place.tensor, None
+        return tensor
+
+    def _fill(self) -> None:
+        count, made = len(self._places), 0
+
+        def keep(tensor: Tensor) -> Tensor:
+            nonlocal made
+            kept = tensor.detach() if tensor.requires_grad else tensor
+            place = self._places[made]()
+            if place is not None:
+                if place.shape != kept.shape:
+                    _refuse(f"a shape of {tuple(kept.shape)} in place of {tuple(place.shape)}")
+                place.tensor = kept
+            made += 1
+            if made == count:
+                raise _Stopped
+            return kept
+
+        try:
+            with saved_tensors_hooks(keep, _same), torch.enable_grad(), _under(self._then):
+                self._again(*self._arguments())
+        except _Stopped:
+            return
+        _refuse(f"{made} in place of {count}")
+
+    def _arguments(self) -> list[Any]:
+        tensors = iter(self._saved.saved_tensors[1:])
+        return [next(tensors) if each is _TENSOR else each for each in self._given]
+
+
+class _Saved(torch.autograd.Function):
+    """Has tensors saved as operations have theirs; of what comes out there is no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _refuse(found: str) -> NoReturn:
+    raise LossError(
+        f"remat: a block that was computed again kept other tensors for its gradient than at first, {found}: it must "
+        "do the same each time, whatever it has counted or remembered since. Change it, or leave it out of the blocks"
+    )
+
+
+class _Around(NamedTuple):
+    """What decides from outside what operations do: the default device, and autocast."""
+
+    device: torch.device
+    caches: bool
+    casts: tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def _now(kinds: Iterable[str]) -> _Around:
+    kinds = filter(torch.amp.is_autocast_available, kinds)
+    casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return _Around(torch.get_default_device(), torch.is_autocast_cache_enabled(), casts)
+
+
+def _under(then: _Around) -> AbstractContextManager[None]:
+    now = _now(kind for kind, *_ in then.casts)
+    return nullcontext() if now == then else _changed(then, now)
+
+
+@contextmanager
+def _changed(then: _Around, now: _Around) -> Iterator[None]:
+    with ExitStack() as stack:
+        if then.device != now.device:
+            stack.enter_context(then.device)
+        for kind, is_on, dtype in then.casts:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=then.caches))
+        yield
