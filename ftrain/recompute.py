@@ -64,8 +64,8 @@ class _Recomputed:
         tensors = [each for each in given if isinstance(each, Tensor)]
         self._again, self._given = again, [_TENSOR if isinstance(each, Tensor) else each for each in given]
         self._then = _now({each.device.type for each in tensors} | {tree.HOST.type})
-        # Beside one that needs a gradient, for there is no node without.
-        self._saved = _Saved.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn  # type: ignore[no-untyped-call]
+        # Beside one that needs a gradient, for there is no node without; the node lives as long as what it made.
+        self._saved: Tensor = _Saved.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
         self.is_run_again = keyed.is_run_again()
         # A place that is gone is one that nobody needs any more.
         self._places: list[weakref.ref[_Place]] = []
@@ -107,7 +107,8 @@ class _Recomputed:
         _refuse(f"{made} in place of {count}")
 
     def _arguments(self) -> list[Any]:
-        tensors = iter(self._saved.saved_tensors[1:])
+        node: Any = self._saved.grad_fn
+        tensors = iter(node.saved_tensors[1:])
         return [next(tensors) if each is _TENSOR else each for each in self._given]
 
 
