@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -13,34 +13,40 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import keyed, tree
 from ftrain.errors import LossError
+from ftrain.types import PyTree
 
 Run: TypeAlias = Callable[..., Any]
+
+WRITTEN = "modified by an inplace operation"
+"""What torch says of a saved tensor that was written."""
 
 _TENSOR = object()
 
 
-def recomputed(first: Run, again: Run, given: Sequence[Any]) -> Any:
-    """Return ``first(*given)``, of which autograd keeps nothing but the tensors in `given`.
+def recomputed(first: Run, again: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return ``first(*args, **kwargs)``, of which autograd keeps nothing but the tensors among the arguments.
 
-    When a gradient first needs what it would have kept, ``again(*given)`` runs, under the autocast and the default
+    When a gradient first needs what it would have kept, `again` runs on the same, under the autocast and the default
     device of the first run, until all of that is there. `torch.utils.checkpoint` does so where it is not reentrant,
     and keeps the host busy for twice as long, which shows where operations are short.
 
     Args:
         first: the function.
         again: what does the same to the bit, whatever happened in between.
-        given: its arguments. Autograd looks after the tensors among them: an error tells when they were written over,
-            and hooks for what is saved get to see them.
+        args: its arguments; trees of tensors and of other things. Autograd looks after the tensors: an error tells
+            when they were written over, and hooks for what is saved get to see them. Containers are what they were,
+            whatever the first run put into them.
+        kwargs: those that are named.
 
     Raises:
-        LossError: in the backward pass, when the second run would keep other tensors than the first: of another
-            shape, or fewer.
+        LossError: in the backward pass, when a tensor among the arguments was written over, or when the second run
+            would keep other tensors than the first: of another shape, or fewer.
     """
     if not torch.is_grad_enabled():
-        return first(*given)
-    run = _Recomputed(again, given)
+        return first(*args, **kwargs)
+    run = _Recomputed(again, (args, kwargs))
     with saved_tensors_hooks(run.pack, run.unpack):
-        return first(*given)
+        return first(*args, **kwargs)
 
 
 class _Place:
@@ -60,10 +66,11 @@ class _Stopped(BaseException):
 class _Recomputed:
     """One run of a function, and what its gradient needs."""
 
-    def __init__(self, again: Run, given: Sequence[Any]) -> None:
-        tensors = [each for each in given if isinstance(each, Tensor)]
-        self._again, self._given = again, [_TENSOR if isinstance(each, Tensor) else each for each in given]
-        self._then = _now({each.device.type for each in tensors} | {tree.HOST.type})
+    def __init__(self, again: Run, given: PyTree) -> None:
+        leaves, self._spec = tree.flatten(given)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._again, self._leaves = again, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._then = _now({leaf.device.type for leaf in tensors} | {tree.HOST.type})
         # Beside one that needs a gradient, for there is no node without; the node lives as long as what it made.
         self._saved: Tensor = _Saved.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
         self.is_run_again = keyed.is_run_again()
@@ -99,17 +106,26 @@ class _Recomputed:
                 raise _Stopped
             return kept
 
+        args, kwargs = self._given()
         try:
             with saved_tensors_hooks(keep, _same), torch.enable_grad(), _under(self._then):
-                self._again(*self._arguments())
+                self._again(*args, **kwargs)
         except _Stopped:
             return
         _refuse(f"{made} in place of {count}")
 
-    def _arguments(self) -> list[Any]:
+    def _given(self) -> Any:
         node: Any = self._saved.grad_fn
-        tensors = iter(node.saved_tensors[1:])
-        return [next(tensors) if each is _TENSOR else each for each in self._given]
+        try:
+            tensors = iter(node.saved_tensors[1:])
+        except RuntimeError as error:
+            if WRITTEN not in str(error):
+                raise
+            raise LossError(
+                "remat: a tensor that a block was given was changed in place before the block was computed again; take "
+                "the operation that is not in place (x = x.add(1) and not x.add_(1))"
+            ) from error
+        return tree.unflatten(self._spec, [next(tensors) if leaf is _TENSOR else leaf for leaf in self._leaves])
 
 
 class _Saved(torch.autograd.Function):

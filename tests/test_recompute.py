@@ -17,7 +17,7 @@ SIZE = 4
 
 
 def twice(function):
-    return lambda *given: recomputed(function, function, given)
+    return lambda *args, **kwargs: recomputed(function, function, args, kwargs)
 
 
 def leaf(*shape):
@@ -105,20 +105,24 @@ def test_who_asks_twice_for_what_is_saved_gets_it_twice():
 def test_arguments_are_what_they_were():
     seen = []
 
-    def function(*given):
-        seen.append(given)
-        return given[1] * given[3]["w"] * given[4]
+    def function(nothing, x, text, inside, *, scale, collected):
+        seen.append((nothing, x, text, inside, scale, [*collected]))
+        collected.append(x)
+        return x * inside["w"] * scale
 
-    x, w = leaf(), leaf()
-    given = (None, x, "text", {"w": w}, torch.full((SIZE, SIZE), 2.0, dtype=torch.float64))
-    found = torch.autograd.grad(twice(function)(*given).sum(), (x, w))
+    x, w, collected = leaf(), leaf(), ["begun"]
+    given = (None, x, "text", {"z": 1, "w": w})
+    scale = torch.full((SIZE, SIZE), 2.0, dtype=torch.float64)
+    found = torch.autograd.grad(twice(function)(*given, scale=scale, collected=collected).sum(), (x, w))
     assert all(map(torch.equal, found, (2 * w, 2 * x)))
-    first, second = seen
-    assert second[0] is None
-    assert second[2:4] == first[2:4]
-    assert torch.equal(second[1], x)
-    assert second[1].requires_grad
-    assert not second[4].requires_grad
+    for first, second in zip(*seen, strict=True):
+        assert ft.tree.signature(second) == ft.tree.signature(first)
+    assert [*seen[1][3]] == ["z", "w"]
+    assert torch.equal(seen[1][1], x)
+    assert seen[1][1].requires_grad
+    assert seen[1][3]["w"].requires_grad
+    assert not seen[1][4].requires_grad
+    assert collected == ["begun", x]
 
 
 def test_it_is_run_again_once_and_no_further_than_it_must():
@@ -243,7 +247,7 @@ def test_arguments_that_were_written_over_are_an_error():
     x = leaf() * 1
     value = twice(catching)(x, leaf())
     x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(LossError, match="a tensor that a block was given was changed in place"):
         value.sum().backward()
 
 

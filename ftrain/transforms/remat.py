@@ -143,10 +143,8 @@ def _region(policy: Policy, met: list[int], plan: Budget | None) -> Region:
         inside = partial(within, again if plan is None else None, function)
         if chosen == NONE:
             return inside(*args, **kwargs)
-        # By place, as what is named would be held and not saved: unseen by who sends away or watches what is saved.
-        given = (*args, *kwargs.values())
-        repeatable = _Repeatable(inside, slots, chosen, given, list(kwargs))
-        returned = by_operation(repeatable.first, repeatable.again, given)
+        repeatable = _Repeatable(inside, slots, chosen, (args, kwargs))
+        returned = by_operation(repeatable.first, repeatable.again, args, kwargs)
         if barrier.is_captured():
             repeatable.wait_for(returned)
         return returned
@@ -164,28 +162,16 @@ class _Repeatable:
         slots: its places for parameters and buffers.
         policy: what to keep.
         given: what it is run on.
-        names: of the last of these, which it is given by name.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        slots: Sequence[Slot],
-        policy: Policy,
-        given: Sequence[Any],
-        names: list[str],
-    ) -> None:
-        self._function, self._slots, self._names = function, list(slots), names
+    def __init__(self, function: Callable[..., Any], slots: Sequence[Slot], policy: Policy, given: PyTree) -> None:
+        self._function, self._slots = function, list(slots)
         # What a block does to its buffers must happen once: recomputation works on copies.
         self._values = [place[key].clone() if is_buffer else place[key] for place, key, _, is_buffer in slots]
         self._params = [value for value, slot in zip(self._values, slots, strict=True) if not slot.is_buffer]
         self._versions = versions(self._params)
-        inside = [] if all(isinstance(leaf, Tensor) for leaf in given) else tree.leaves(given)
-        # Those that it is given as they are, autograd looks after.
-        self._inside = [leaf for leaf in inside if isinstance(leaf, Tensor) and not any(leaf is each for each in given)]
-        self._inside_versions = versions(self._inside)
         # Where parameters are, all is.
-        held = self._params[:1] or [leaf for leaf in (*given, *inside) if isinstance(leaf, Tensor)]
+        held = self._params[:1] or [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
         self._drawing_again = _noted(held)
         keeps = keeps_of(policy)
         self._kept = None if keeps is None else Kept(keeps)
@@ -200,12 +186,12 @@ class _Repeatable:
     def _arrived(self, gradient: Tensor) -> None:
         self._gradient = gradient
 
-    def first(self, *given: Any) -> Any:
+    def first(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block as it is."""
         with nullcontext() if self._kept is None else self._kept.keeping():
-            return self._run(given)
+            return self._function(*args, **kwargs)
 
-    def again(self, *given: Any) -> Any:
+    def again(self, *args: Any, **kwargs: Any) -> Any:
         """Run it as it was."""
         if versions(self._params) != self._versions:
             raise LossError(
@@ -213,25 +199,17 @@ class _Repeatable:
                 "it detached is nothing that update_in_backward waits for. Do not donate the state, or leave out one "
                 "of the two"
             )
-        if versions(self._inside) != self._inside_versions:
-            raise LossError(
-                "remat: a tensor in a container that a block was given was changed in place before the block was "
-                "computed again; take the operation that is not in place (x = x.add(1) and not x.add_(1))"
-            )
         stream, key = keyed.current(), None
         if self._gradient is not None:
-            given, key = barrier.after(self._gradient, (given, stream.key if stream is not None else None))
+            given = args, kwargs, stream.key if stream is not None else None
+            args, kwargs, key = barrier.after(self._gradient, given)
         with (
             bound(self._slots, self._values),
             self._drawing_again(),
             nullcontext() if stream is None or key is None else stream.drawing_from(key),
             nullcontext() if self._kept is None else self._kept.reusing(),
         ):
-            return self._run(given)
-
-    def _run(self, given: Sequence[Any]) -> Any:
-        count = len(given) - len(self._names)
-        return self._function(*given[:count], **dict(zip(self._names, given[count:], strict=True)))
+            return self._function(*args, **kwargs)
 
 
 def _noted(tensors: Sequence[Tensor]) -> Callable[[], AbstractContextManager[None]]:
