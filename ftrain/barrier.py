@@ -48,11 +48,15 @@ def after(gradient: Tensor, values: PyTree) -> PyTree:
     """
     found = [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
     computed = any(not leaf.is_leaf for leaf in found)
+    # One that is there twice stays one tensor.
+    made: dict[int, Tensor] = {}
 
     def delayed(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (leaf.is_leaf if computed else leaf.requires_grad):
             return leaf
-        return _Delayed.apply(leaf, gradient)  # type: ignore[no-untyped-call]
+        if id(leaf) not in made:
+            made[id(leaf)] = _Delayed.apply(leaf, gradient)  # type: ignore[no-untyped-call]
+        return made[id(leaf)]
 
     return tree.map(delayed, values)
 

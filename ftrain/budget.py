@@ -100,6 +100,12 @@ class Budget:
                     f"remat: a budget needs the sizes of blocks, which are found on tensors without values, and "
                     f"{self._loss.text} asks for a value ({error.func}); give blocks={{name: policy}} in its place"
                 ) from error
+            except RuntimeError as error:
+                raise TraceError(
+                    "remat: a budget needs the sizes of blocks, which are found on tensors without values, on which "
+                    f"{self._loss.text} fails: {error}. If it runs without remat, give blocks={{name: policy}} in "
+                    "place of the budget"
+                ) from error
         return found
 
 

@@ -143,7 +143,7 @@ def is_run_again() -> bool:
         return False
     # Those of `recompute` hide what was there before them.
     hidden: bool = getattr(getattr(hooks[0], "__self__", None), "is_run_again", False)
-    return hidden or hooks[0].__qualname__.startswith("_recomputation_hook")
+    return hidden or getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
 
 
 def current() -> Keyed | None:

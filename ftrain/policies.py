@@ -115,14 +115,21 @@ class Kept:
         self._keeps = keeps
         # By operation, since casts are cached in one run and not in the other.
         self._results: dict[Any, list[_Result | None]] = defaultdict(list)
+        self._is_reused = False
 
     def keeping(self) -> TorchDispatchMode:
         """Return the context of the first run."""
-        return _Keeping(self._keeps, self._results)
+        return _Keeping(self._keeps, self._results, lambda: self._is_reused)
 
-    def reusing(self) -> TorchDispatchMode:
-        """Return the context of the second run."""
-        return _Reusing(self._results)
+    @contextmanager
+    def reusing(self) -> Iterator[None]:
+        """Make the context of another run, which may begin within the first, when that takes a gradient."""
+        before, self._is_reused = self._is_reused, True
+        try:
+            with _Reusing(self._results):
+                yield
+        finally:
+            self._is_reused = before
 
 
 _aside: ContextVar[bool] = ContextVar("ftrain_aside", default=False)
@@ -146,9 +153,9 @@ def is_aside() -> bool:
 class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keep what is to be kept."""
 
-    def __init__(self, keeps: Keeps, results: dict[Any, list[_Result | None]]) -> None:
+    def __init__(self, keeps: Keeps, results: dict[Any, list[_Result | None]], is_paused: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._keeps, self._results = keeps, results
+        self._keeps, self._results, self._is_paused = keeps, results, is_paused
         # By memory, which the results hold: what else sees it counts for itself who writes, as after `_unsafe_view`.
         self._seen: dict[int, list[tuple[Tensor, int]]] = {}
 
@@ -156,7 +163,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
-        if not (_aside.get() or _is_made_again(func, args, kwargs)):
+        if not (_aside.get() or self._is_paused() or _is_made_again(func, args, kwargs)):
             wanted: Any = self._keeps(func, *args, **kwargs)
             if not isinstance(wanted, bool):
                 name = name_of(self._keeps)
@@ -203,7 +210,7 @@ class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_made_again(func: Any, args: Any, kwargs: Any) -> bool:
-    if _is_always_made_again(func) or is_draw(func, args, kwargs):
+    if _is_always_made_again(func) or torch.is_inference_mode_enabled() or is_draw(func, args, kwargs):
         return True
     # What depends on nothing that is differentiated may be there when the other run comes: models remember tables.
     for leaf in args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ftrain import keyed, tree
+from ftrain import barrier, keyed, tree
 from ftrain.errors import LossError
 from ftrain.types import PyTree
 
@@ -20,10 +20,17 @@ Run: TypeAlias = Callable[..., Any]
 WRITTEN = "modified by an inplace operation"
 """What torch says of a saved tensor that was written."""
 
-_TENSOR = object()
+CHANGED = (
+    "was changed in place before the block was computed again; take the operation that is not in place (x = x.add(1) "
+    "and not x.add_(1))"
+)
+
+_Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
 
-def recomputed(first: Run, again: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def recomputed(
+    first: Run, again: Run, args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device = tree.HOST
+) -> Any:
     """Return ``first(*args, **kwargs)``, of which autograd keeps nothing but the tensors among the arguments.
 
     When a gradient first needs what it would have kept, `again` runs on the same, under the autocast and the default
@@ -37,14 +44,16 @@ def recomputed(first: Run, again: Run, args: Sequence[Any], kwargs: Mapping[str,
             when they were written over, and hooks for what is saved get to see them. Containers are what they were,
             whatever the first run put into them.
         kwargs: those that are named.
+        device: where it computes; autocast is noted for this one and the host.
 
     Raises:
-        LossError: in the backward pass, when a tensor among the arguments was written over, or when the second run
-            would keep other tensors than the first: of another shape, or fewer.
+        LossError: in the backward pass, when a tensor among the arguments was written over, or one that would have
+            been kept, or when the second run would keep other tensors than the first: of another shape, dtype or
+            device, or fewer.
     """
     if not torch.is_grad_enabled():
         return first(*args, **kwargs)
-    run = _Recomputed(again, (args, kwargs))
+    run = _Recomputed(again, (args, kwargs), device)
     with saved_tensors_hooks(run.pack, run.unpack):
         return first(*args, **kwargs)
 
@@ -52,34 +61,36 @@ def recomputed(first: Run, again: Run, args: Sequence[Any], kwargs: Mapping[str,
 class _Place:
     """What the graph holds in place of a tensor."""
 
-    __slots__ = ("__weakref__", "shape", "tensor")
+    __slots__ = ("__weakref__", "kind", "tensor", "version")
 
-    def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
+    def __init__(self, kind: _Kind) -> None:
+        self.kind, self.version = kind, 0
         self.tensor: Tensor | None = None
 
 
 class _Stopped(BaseException):
-    """All that is needed is there. A function that catches its own errors must not catch this."""
+    """All that is needed is there, or never will be. A function that catches its own errors must not catch this."""
 
 
 class _Recomputed:
     """One run of a function, and what its gradient needs."""
 
-    def __init__(self, again: Run, given: PyTree) -> None:
+    def __init__(self, again: Run, given: PyTree, device: torch.device) -> None:
         leaves, self._spec = tree.flatten(given)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._again, self._leaves = again, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._then = _now({leaf.device.type for leaf in tensors} | {tree.HOST.type})
+        # One that is given twice is one tensor again: functions ask whether `query is key`.
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        self._again, self._then = again, _now({device.type, tree.HOST.type})
+        self._leaves = [_Argument(id(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._names = list(tensors)
         # Beside one that needs a gradient, for there is no node without; the node lives as long as what it made.
-        self._saved: Tensor = _Saved.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
+        self._saved: Tensor = _Saved.apply(torch.empty(0, requires_grad=True), *tensors.values())  # type: ignore[no-untyped-call]
         self.is_run_again = keyed.is_run_again()
         # A place that is gone is one that nobody needs any more.
         self._places: list[weakref.ref[_Place]] = []
 
     def pack(self, tensor: Tensor) -> _Place:
         """Let a tensor go."""
-        place = _Place(tensor.shape)
+        place = _Place(_kind(tensor))
         self._places.append(weakref.ref(place))
         return place
 
@@ -88,53 +99,84 @@ class _Recomputed:
         while place.tensor is None:
             self._fill()
         tensor, place.tensor = place.tensor, None
+        if tensor._version != place.version:
+            raise LossError(f"remat: a tensor that a block needs for its gradient {CHANGED}")
         return tensor
 
     def _fill(self) -> None:
-        count, made = len(self._places), 0
+        count, made, other = len(self._places), 0, ""
+        args, kwargs = self._given()
 
         def keep(tensor: Tensor) -> Tensor:
-            nonlocal made
+            nonlocal made, other
             kept = tensor.detach() if tensor.requires_grad else tensor
             place = self._places[made]()
-            if place is not None:
-                if place.shape != kept.shape:
-                    _refuse(f"a shape of {tuple(kept.shape)} in place of {tuple(place.shape)}")
-                place.tensor = kept
             made += 1
+            if place is not None:
+                if place.kind != _kind(kept):
+                    other = f"{_text(_kind(kept))} in place of {_text(place.kind)}"
+                    raise _Stopped
+                place.tensor, place.version = kept, kept._version
             if made == count:
                 raise _Stopped
             return kept
 
-        args, kwargs = self._given()
         try:
             with saved_tensors_hooks(keep, _same), torch.enable_grad(), _under(self._then):
                 self._again(*args, **kwargs)
         except _Stopped:
-            return
-        _refuse(f"{made} in place of {count}")
+            pass
+        if other or made < count:
+            _refuse(other or f"{made} in place of {count}")
 
     def _given(self) -> Any:
         node: Any = self._saved.grad_fn
         try:
-            tensors = iter(node.saved_tensors[1:])
+            tensors = dict(zip(self._names, map(_own, node.saved_tensors[1:]), strict=True))
         except RuntimeError as error:
             if WRITTEN not in str(error):
                 raise
-            raise LossError(
-                "remat: a tensor that a block was given was changed in place before the block was computed again; take "
-                "the operation that is not in place (x = x.add(1) and not x.add_(1))"
-            ) from error
-        return tree.unflatten(self._spec, [next(tensors) if leaf is _TENSOR else leaf for leaf in self._leaves])
+            raise LossError(f"remat: a tensor that a block was given {CHANGED}") from error
+        leaves = [tensors[leaf.name] if isinstance(leaf, _Argument) else leaf for leaf in self._leaves]
+        return tree.unflatten(self._spec, leaves)
+
+
+class _Argument(NamedTuple):
+    """A tensor among the arguments."""
+
+    name: int
 
 
 class _Saved(torch.autograd.Function):
     """Has tensors saved as operations have theirs; of what comes out there is no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
+    def forward(*tensors: Tensor) -> Tensor:
         return torch.empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        return torch.zeros(0)
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _text(kind: _Kind) -> str:
+    shape, dtype, device = kind
+    return f"{dtype} of shape {tuple(shape)} on {device}"
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Cut a tensor off its graph: a hook that the function puts on it must not be one more of the first run."""
+    if tensor.is_leaf or barrier.is_captured():
+        return tensor
+    return tensor.detach().requires_grad_()
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -143,8 +185,9 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _refuse(found: str) -> NoReturn:
     raise LossError(
-        f"remat: a block that was computed again kept other tensors for its gradient than at first, {found}: it must "
-        "do the same each time, whatever it has counted or remembered since. Change it, or leave it out of the blocks"
+        f"remat: a block that was computed again needed other tensors for its gradient than at first, {found}: it must "
+        "do the same each time. What it has filled or counted since makes a difference (a cache of keys and values: "
+        "use_cache=False), and so does a context that was entered around the forward pass alone"
     )
 
 

@@ -1,5 +1,6 @@
 """Keys and draws: published vectors, golden bits, one answer however it is run, and stock operations under Keyed."""
 
+import functools
 import itertools
 import math
 from unittest import mock
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ftrain import keyed, philox, random
 from ftrain.errors import OptionError, TraceError
 from ftrain.keyed import Keyed
+from ftrain.recompute import recomputed
 
 INT64 = st.integers(-(2**63), 2**64 - 1)
 WORD = st.integers(0, 2**32 - 1)
@@ -695,17 +697,14 @@ def test_recomputation_with_replay_gives_the_same_gradient():
     def block(x):
         return F.dropout(x.sin(), 0.5).exp()
 
-    def repeatable(x, offset):
+    def repeatable(offset, x):
         with keyed.current().replay(offset):
             return block(x)
 
     def grad(remat):
         x = torch.linspace(-1, 1, 64, requires_grad=True)
         with Keyed(random.key(6)) as stream:
-            if remat:
-                y = checkpoint(repeatable, x, stream.offset, use_reentrant=False, preserve_rng_state=False)
-            else:
-                y = block(x)
+            y = recomputed(block, functools.partial(repeatable, stream.offset), (x,), {}) if remat else block(x)
             return torch.autograd.grad(y.sum(), x)[0]
 
     same(grad(remat=True), grad(remat=False))

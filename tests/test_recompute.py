@@ -1,7 +1,9 @@
 """What is run again for the backward pass gives the same gradients, keeps only its arguments, and stops early."""
 
+import functools
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -256,10 +258,13 @@ def test_arguments_that_were_written_over_are_an_error():
     [
         (lambda x: x.sin(), "1 in place of 3:"),
         (lambda x: x.sum() * 2, "0 in place of 3:"),
-        (lambda x: x[:2].sin().sin().sin(), r"a shape of \(2, 4\) in place of \(4, 4\):"),
+        (lambda x: x[:2].sin().sin().sin(), r"torch.float32 of shape \(2, 4\) on cpu in place of .* \(4, 4\) on cpu:"),
+        (lambda x: x.half().sin().sin().sin(), "torch.float16 of shape .* in place of torch.float32 of shape"),
     ],
+    ids=["fewer", "none", "shape", "dtype"],
 )
-def test_what_does_not_do_the_same_twice_is_an_error(change, message):
+@pytest.mark.parametrize("catches", [False, True])
+def test_what_does_not_do_the_same_twice_is_an_error(change, message, catches):
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -267,12 +272,82 @@ def test_what_does_not_do_the_same_twice_is_an_error(change, message):
 
         def forward(self, x):
             self.runs += 1
-            return x.sin().sin().sin() if self.runs % 2 else change(x)
+            if self.runs % 2:
+                return x.sin().sin().sin()
+            try:
+                return change(x)
+            except Exception:
+                if catches:
+                    return x
+                raise
 
     loss = ft.from_module(Counting(), lambda model, batch: model(batch * model.own).sum())
     step = ft.remat(blocks=[Counting])(ft.train_step(loss, ft.optim.sgd(0.1)))
-    with pytest.raises(LossError, match=f"remat: a block that was computed again kept other .* at first, {message}"):
+    with pytest.raises(LossError, match=f"remat: a block that was computed again needed other .* at first, {message}"):
         step(step.init(), torch.ones(SIZE, SIZE))
+
+
+def test_what_is_written_over_after_it_was_saved_is_an_error_as_it_is_without():
+    def function(x, w):
+        hidden = torch.sigmoid(x @ w)
+        hidden *= 2
+        return hidden.sin()
+
+    for run, kind in ((function, RuntimeError), (twice(function), LossError)):
+        value = run(leaf(), leaf())
+        with pytest.raises(kind, match=r"modified by an inplace|needs for its gradient was changed in place"):
+            value.sum().backward()
+
+
+def test_hooks_on_arguments_are_called_once():
+    def function(x):
+        x.register_hook(lambda grad: grad * 0.5)
+        return x.sin().exp()
+
+    x, found = leaf(), []
+    for run in (function, twice(function)):
+        found.append(torch.autograd.grad(run(x * 1).sum(), x)[0])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("around", ["nothing", "a block", "hooks"])
+def test_a_tensor_that_is_given_twice_is_one_tensor_again(around):
+    seen = []
+
+    def function(q, k, named):
+        seen.append(q is k is named["v"])
+        return q.sin() * k.exp() * named["v"]
+
+    def run(x):
+        inner = twice(function)(x, x, named={"v": x})
+        return inner * 2
+
+    x = leaf() * 1
+    if around == "a block":
+        run = twice(run)
+    with torch.autograd.graph.saved_tensors_hooks(*[lambda each: each] * 2) if around == "hooks" else nullcontext():
+        value = run(x)
+    value.sum().backward()
+    assert seen == [True, True]
+
+
+def test_hooks_of_others_may_be_any_callable():
+    class Hook:
+        def __call__(self, tensor):
+            return tensor
+
+    x = leaf()
+    with torch.autograd.graph.saved_tensors_hooks(functools.partial(Hook()), Hook()):
+        value = twice(torch.sin)(x)
+    assert torch.equal(torch.autograd.grad(value.sum(), x)[0], x.detach().cos())
+
+
+# On its first use, torch compiles its own formulas by what it has deprecated.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_mode_without_a_backward_pass():
+    x, tangent = leaf().detach(), leaf().detach()
+    expected = torch.func.jvp(torch.sin, (x,), (tangent,))
+    assert all(map(torch.equal, torch.func.jvp(twice(torch.sin), (x,), (tangent,)), expected))
 
 
 class Own(nn.Module):

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ftrain import barrier, keyed, tree
+from ftrain import backends, barrier, keyed, tree
 from ftrain.blocks import Blocks, Region, Wanted, find_blocks, within
 from ftrain.budget import Budget
 from ftrain.errors import ComposeError, LossError, OptionError
@@ -23,6 +23,8 @@ from ftrain.slots import Slot, bound
 from ftrain.transfers import is_abstract
 from ftrain.types import Loss, LossOutput, PyTree
 from ftrain.wrapper import Wrapper, wrapper
+
+Again: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 @wrapper
@@ -87,9 +89,9 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
                 begin(params, batch, rng, buffers)
             if torch.compiler.is_dynamo_compiling():  # Counting would be a guard of its graph.
                 return loss.fn(params, batch, rng=rng, buffers=buffers)
-            before = met[0]
             returned = loss.fn(params, batch, rng=rng, buffers=buffers)
-            if met[0] == before:
+            # Later on, a model may leave all of them out, as in layer dropout.
+            if met[0] == 0:
                 raise ComposeError(
                     f"remat: {loss.text} ran no block; mark the functions to recompute with ft.block(function), "
                     "or name modules with blocks=[...]"
@@ -143,8 +145,10 @@ def _region(policy: Policy, met: list[int], plan: Budget | None) -> Region:
         inside = partial(within, again if plan is None else None, function)
         if chosen == NONE:
             return inside(*args, **kwargs)
-        repeatable = _Repeatable(inside, slots, chosen, (args, kwargs))
-        returned = by_operation(repeatable.first, repeatable.again, args, kwargs)
+        held = _held(slots, (args, kwargs))
+        device = _device_of(held)
+        repeatable = _Repeatable(inside, slots, chosen, _noted(held, device))
+        returned = by_operation(repeatable.first, repeatable.again, args, kwargs, device=device)
         if barrier.is_captured():
             repeatable.wait_for(returned)
         return returned
@@ -161,18 +165,17 @@ class _Repeatable:
         function: the block.
         slots: its places for parameters and buffers.
         policy: what to keep.
-        given: what it is run on.
+        drawing_again: makes a context in which torch draws what it would have drawn before the first run.
     """
 
-    def __init__(self, function: Callable[..., Any], slots: Sequence[Slot], policy: Policy, given: PyTree) -> None:
-        self._function, self._slots = function, list(slots)
+    def __init__(
+        self, function: Callable[..., Any], slots: Sequence[Slot], policy: Policy, drawing_again: Again
+    ) -> None:
+        self._function, self._slots, self._drawing_again = function, list(slots), drawing_again
+        self._before = [place[key] for place, key, *_ in slots]
+        self._versions = versions(self._before)
         # What a block does to its buffers must happen once: recomputation works on copies.
         self._values = [place[key].clone() if is_buffer else place[key] for place, key, _, is_buffer in slots]
-        self._params = [value for value, slot in zip(self._values, slots, strict=True) if not slot.is_buffer]
-        self._versions = versions(self._params)
-        # Where parameters are, all is.
-        held = self._params[:1] or [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
-        self._drawing_again = _noted(held)
         keeps = keeps_of(policy)
         self._kept = None if keeps is None else Kept(keeps)
         self._gradient: Tensor | None = None
@@ -193,27 +196,48 @@ class _Repeatable:
 
     def again(self, *args: Any, **kwargs: Any) -> Any:
         """Run it as it was."""
-        if versions(self._params) != self._versions:
-            raise LossError(
-                "remat: a parameter of a block was overwritten before the block was computed again: a block that uses "
-                "it detached is nothing that update_in_backward waits for. Do not donate the state, or leave out one "
-                "of the two"
-            )
         stream, key = keyed.current(), None
         if self._gradient is not None:
             given = args, kwargs, stream.key if stream is not None else None
             args, kwargs, key = barrier.after(self._gradient, given)
         with (
-            bound(self._slots, self._values),
+            bound(self._slots, self._as_then()),
             self._drawing_again(),
             nullcontext() if stream is None or key is None else stream.drawing_from(key),
             nullcontext() if self._kept is None else self._kept.reusing(),
         ):
             return self._function(*args, **kwargs)
 
+    def _as_then(self) -> list[Tensor]:
+        """What the slots held; a copy of what the block wrote to, for it writes to that again."""
+        now = versions(self._before)
+        if now == self._versions:
+            return self._values
+        values = []
+        for slot, value, found, before in zip(self._slots, self._values, now, self._versions, strict=True):
+            if found != before and not slot.is_buffer:
+                raise LossError(
+                    f"remat: the parameter {slot.name} of a block was overwritten before the block was computed again: "
+                    "update_in_backward does not wait for blocks that use it detached, or after all that their "
+                    "gradient needs. Do not donate the state, or leave out one of the two"
+                )
+            values.append(value if found == before else value.clone())
+        return values
 
-def _noted(tensors: Sequence[Tensor]) -> Callable[[], AbstractContextManager[None]]:
-    if any(map(is_abstract, tensors)) and keyed.current() is None:
+
+def _held(slots: Sequence[Slot], given: PyTree) -> list[Tensor]:
+    """Return tensors that tell where a block computes."""
+    return [place[key] for place, key, *_ in slots] or [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
+
+
+def _device_of(held: Sequence[Tensor]) -> torch.device:
+    if not held:
+        return backends.default().device
+    return next((leaf.device for leaf in held if leaf.device != tree.HOST), tree.HOST)
+
+
+def _noted(held: Sequence[Tensor], device: torch.device) -> Again:
+    if any(map(is_abstract, held)) and keyed.current() is None:
         return nullcontext
     # Not left to torch, which notes the generators of CUDA and XPU alone, and those only of its arguments' devices.
-    return keyed.noted(next((leaf.device for leaf in tensors if leaf.device != tree.HOST), tree.HOST))
+    return keyed.noted(device)

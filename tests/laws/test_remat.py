@@ -228,6 +228,103 @@ def test_a_block_that_writes_over_what_it_is_given_is_no_silent_error(how):
         step(step.init(), batch)
 
 
+class Normed(nn.Module):
+    """Estimates a norm anew in each run, from where the last one ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return torch.tanh(self.own(x))
+
+
+class Sloping(nn.Module):
+    """Takes a gradient itself, of what it has written over."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        hidden = self.up(x)
+        hidden += 1
+        (slope,) = torch.autograd.grad(torch.sin(hidden).square().sum(), x, create_graph=True)
+        return torch.sin(self.out(torch.sin(self.down(slope))))
+
+
+class Looking(nn.Module):
+    """Looks at a value in passing."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.seen = nn.Linear(WIDTH, WIDTH), 0.0
+
+    def forward(self, x):
+        with torch.inference_mode():
+            self.seen = self.own(x).sum().item()
+        return torch.tanh(self.own(x))
+
+
+def penalised(model, batch):
+    """A penalty on gradients, for which blocks are computed again before the backward pass, and in it once more."""
+    x = out = batch.clone().requires_grad_()
+    for block in model:
+        out = block(out)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.square().mean() + slope.square().mean()
+
+
+@pytest.mark.parametrize("kind", [Normed, Sloping, Looking])
+@pytest.mark.parametrize("policy", ["full", "dots", everything], ids=["full", "dots", "everything"])
+def test_blocks_that_are_computed_again_within_the_loss(kind, policy):
+    def trained(*wrappers):
+        torch.manual_seed(0)
+        model = nn.ModuleList(kind() for _ in range(2)).double()
+        step = ft.compose(ft.train_step(ft.from_module(model, penalised), ft.optim.sgd(0.1)), *wrappers)
+        state, batch = step.init(), torch.randn(3, WIDTH, dtype=torch.float64)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        return state
+
+    assert_equal(trained(ft.remat(policy=policy, blocks=[kind])), trained())
+
+
+@pytest.mark.parametrize("around", ["eager", "captured"])
+def test_blocks_within_blocks_that_look_whether_they_attend_to_themselves(around):
+    def trained(*wrappers):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True) for _ in range(2))
+        loss = ft.from_module(layers.double(), lambda model, batch: model[1](model[0](batch)).square().mean())
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers, *AROUND[around])
+        return step(step.init(), torch.randn(2, 3, WIDTH, dtype=torch.float64))[0]
+
+    assert_equal(trained(ft.remat(blocks=[nn.TransformerEncoderLayer, nn.MultiheadAttention])), trained())
+
+
+def test_a_model_that_leaves_out_all_of_its_blocks_once():
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.own = nn.Parameter(torch.ones(()))
+
+        def forward(self, x, drops):
+            for block in () if drops else self.blocks:
+                x = torch.sin(block(x))
+            return x * self.own
+
+    def loss(model, batch):
+        return model(batch["x"], batch["drops"]).square().mean()
+
+    step = ft.remat(blocks=[nn.Linear])(
+        ft.train_step(ft.from_module(Dropping(), loss), ft.optim.sgd(0.1), allow_unused=True)
+    )
+    state = step.init()
+    for drops in (False, True, False):
+        state, _ = step(state, {"x": torch.ones(2, WIDTH), "drops": drops})
+
+
 def anatomy(*wrappers, batch=BATCH, **sizes):
     step = build(*wrappers, p=0.0, dtype=torch.float32, **sizes)
     return ft.anatomy(step, None, make_batch(batch=batch))

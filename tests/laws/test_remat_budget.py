@@ -148,6 +148,23 @@ def test_a_loss_that_asks_for_a_value():
         step(step.init(), make_batch())
 
 
+def test_a_loss_that_cannot_run_without_values():
+    def loss(params, batch):
+        return product(params["w"], batch).sum()
+
+    @ft.block
+    def product(w, x):
+        if type(x) is not torch.Tensor:
+            raise RuntimeError("no kernel for this")
+        return x @ w
+
+    step = ft.remat(budget=0.5)(ft.train_step(loss, ft.optim.sgd(0.1)))
+    with pytest.raises(
+        TraceError, match=r"sizes of blocks.*fails: no kernel for this\. If it runs without remat, give"
+    ):
+        step(step.init({"w": torch.ones(2, 2)}), torch.ones(2, 2))
+
+
 def test_how_it_prints():
     assert "remat(budget=0.5, blocks=4)" in repr(build(ft.remat(budget=0.5, blocks=[Block])))
 
