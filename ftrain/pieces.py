@@ -14,9 +14,17 @@ from ftrain.transfers import copier_of
 from ftrain.types import PyTree
 
 ON_OOM = RAISE, SPLIT = "raise", "split"
-TEXTS = "out of memory", "can't allocate memory", "out_of_memory", "resource_exhausted", "status_alloc_failed"
+TEXTS = (
+    "out of memory",
+    "can't allocate memory",
+    "out_of_memory",
+    "resource_exhausted",
+    "status_alloc_failed",
+    "could not create a primitive",
+)
 """What devices say that have no class of their own for it, the allocator of the host, and libraries of kernels:
-``CUBLAS_STATUS_ALLOC_FAILED``, https://docs.nvidia.com/cuda/cublas/index.html#cublasstatus-t."""
+``CUBLAS_STATUS_ALLOC_FAILED``, https://docs.nvidia.com/cuda/cublas/index.html#cublasstatus-t, and oneDNN, whose text is
+the same whatever it lacks: memory where the same operation has run before."""
 
 
 def require_on_oom(function: str, on_oom: str) -> None:
@@ -31,7 +39,7 @@ def require_on_oom(function: str, on_oom: str) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device, or the host, has no memory left."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in TEXTS)
 

@@ -14,6 +14,9 @@ from ftrain.transforms.remat import remat
 from ftrain.types import PyTree, TrainState
 from ftrain.variants import outline, smaller_optimizers
 
+WORTH = 0.995
+"""Of the memory of a step, what another one may take at most to be worth a line."""
+
 
 def shortage(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
     """Return lines that show where the memory of a step goes, and what would need less."""
@@ -44,13 +47,14 @@ def _smaller(step: Step, state: TrainState | None, batch: PyTree, found: Anatomy
         except FtrainError:
             continue
         least = peak_of(other, there, batch)
-        if least is not None and least.peak < found.peak:
+        if least is not None and least.peak < WORTH * found.peak:
             yield name, least.peak
 
 
 def _ways(step: Step) -> Iterator[tuple[str, Step]]:
-    for wrappers in ((donated(),), (remat(),), (with_amp("bf16"),), (remat(), with_amp("bf16"))):
+    ways = {"ft.donated()": donated(), "ft.remat()": remat(), 'ft.with_amp("bf16")': with_amp("bf16")}
+    for names in (*((name,) for name in ways), tuple(ways)[1:]):
         with suppress(FtrainError):
-            yield " and ".join(f"ft.{wrapper.text}" for wrapper in wrappers), compose(step, *wrappers)
+            yield " and ".join(names), compose(step, *(ways[name] for name in names))
     with suppress(FtrainError):
         yield from ((f"ft.optim.{name}", other) for name, other in smaller_optimizers(step).items())

@@ -259,9 +259,10 @@ def test_arguments_that_were_written_over_are_an_error():
         (lambda x: x.sin(), "1 in place of 3:"),
         (lambda x: x.sum() * 2, "0 in place of 3:"),
         (lambda x: x[:2].sin().sin().sin(), r"torch.float32 of shape \(2, 4\) on cpu in place of .* \(4, 4\) on cpu:"),
+        (lambda x: x.sin().sin()[:2].sin(), r"torch.float32 of shape \(2, 4\) on cpu in place of"),
         (lambda x: x.half().sin().sin().sin(), "torch.float16 of shape .* in place of torch.float32 of shape"),
     ],
-    ids=["fewer", "none", "shape", "dtype"],
+    ids=["fewer", "none", "shape", "last", "dtype"],
 )
 @pytest.mark.parametrize("catches", [False, True])
 def test_what_does_not_do_the_same_twice_is_an_error(change, message, catches):

@@ -486,6 +486,8 @@ def test_what_the_allocator_of_the_host_says():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))
+    assert is_out_of_memory(MemoryError("Unable to allocate 1.2 GiB"))
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert not is_out_of_memory(RuntimeError("index out of range"))
 

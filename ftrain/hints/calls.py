@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,7 +94,9 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what a call returns, and the rank of the kernel of attention that it ran."""
         before, self._kernels, self._silent = self._kernels, [], silent
         try:
-            returned = call()
+            # What such a call would keep for a gradient is none of what a rematerialised block keeps.
+            with saved_tensors_hooks(_same, _same) if silent else nullcontext():
+                returned = call()
             return returned, min(self._kernels, default=SLOWEST)
         finally:
             self._kernels, self._silent = before, False
@@ -109,6 +113,10 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = 2 * rows * inner * columns * (many[0] if many else 1)
             self.products.append(Product(self.running.name, rows, inner, columns, left.dtype, exact, flops))
         return returned
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _is_exact(dtype: torch.dtype) -> bool:

@@ -193,6 +193,18 @@ def test_what_forces_a_slow_kernel_of_attention(options, rank, causes):
     assert (seen.module, seen.rank, seen.causes) == ("", rank, causes)
 
 
+@pytest.mark.parametrize("policy", ["full", "dots", "attention"])
+def test_attention_of_blocks_that_are_computed_again(policy):
+    """What runs once more to be watched would be missed there."""
+
+    def found(*wrappers):
+        blocks = nn.Sequential(Attend(learned=True), Attend(dropout_p=0.1), Attend())
+        return watch(*attending(blocks, *wrappers))[1]
+
+    assert found(ft.remat(policy, blocks=[Attend])) == found()
+    assert [each.rank for each in found()] == [SLOWEST, SLOWEST, FASTEST]
+
+
 def test_attention_of_torch_that_returns_its_weights():
     class Multihead(nn.Module):
         def __init__(self, **options):
@@ -218,8 +230,11 @@ def test_a_mask_that_an_efficient_kernel_takes_and_a_flash_kernel_does_not(monke
 
     class Slower(Attend):
         def forward(self, x):
-            monkeypatch.setattr(type(flash), "name", lambda op: "efficient" if op is flash and masked[0] else name(op))
+            monkeypatch.setattr(type(flash), "name", named)
             return super().forward(x)
+
+    def named(op):
+        return name(op) + "_efficient" * (op is flash and masked[0])
 
     masked, without = [True], calls._without
 
