@@ -242,8 +242,11 @@ def test_a_mask_that_an_efficient_kernel_takes_and_a_flash_kernel_does_not(monke
         masked[0] = False
         return without(*given)
 
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    # Torch looks an operation up by its name when it meets it for the first time.
+    watch(*attending(Attend(attn_mask=mask)))
     monkeypatch.setattr(calls, "_without", telling)
-    _, (seen,) = watch(*attending(Slower(attn_mask=torch.ones(8, 8, dtype=torch.bool))))
+    _, (seen,) = watch(*attending(Slower(attn_mask=mask)))
     assert (seen.rank, seen.causes) == (MIDDLING, {"attn_mask": "bool[8, 8]"})
 
 
