@@ -65,6 +65,7 @@ class Facts:
         multiple: of what lengths of axes should be multiples, by dtype.
         tf32: whether the device has it.
         rates: operations a second in a large product, by dtype.
+        gain: how many times as fast the largest of its products is in bfloat16 as in float32.
         launch: seconds that the smallest operation takes.
         seconds: of a step.
         doubled: examples a second of twice the batch, relative to the batch; None where that was not measured.
@@ -81,6 +82,7 @@ class Facts:
     multiple: Callable[[torch.dtype], int]
     tf32: bool
     rates: Mapping[torch.dtype, float]
+    gain: float
     launch: float
     seconds: float
     doubled: Interval | None = None

@@ -87,13 +87,24 @@ def _tf32(facts: Facts) -> Iterator[Hint]:
 
 def _narrow(facts: Facts) -> Iterator[Hint]:
     share = _exact(facts)
-    gain = facts.rates.get(torch.bfloat16, 0.0) / facts.rates.get(torch.float32, float("inf"))
-    if not facts.mixed and share >= MANY and gain >= GAIN and not _in_vain(facts, 'with_amp("bf16")'):
+    if (
+        not facts.mixed
+        and share >= MANY
+        and facts.gain >= GAIN
+        and _whole(facts) >= MORE
+        and not _in_vain(facts, 'with_amp("bf16")')
+    ):
         yield Hint(
             "float32",
-            f"{share:.0%} of the products are in float32, and large ones are {gain:.1f} times as fast in bfloat16",
+            f"{share:.0%} of the products are in float32, the largest {facts.gain:.1f} times as fast in bfloat16",
             'Use ft.with_amp("bf16")',
         )
+
+
+def _whole(facts: Facts) -> float:
+    """How many times as fast a step could be if its products alone were (Amdahl 1967)."""
+    products = min(facts.flops / facts.rates.get(torch.float32, float("inf")) / facts.seconds, 1.0)
+    return 1 / (1 - products + products / facts.gain)
 
 
 def _in_vain(facts: Facts, technique: str) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ftrain import backends, tree
 from ftrain.anatomy import Anatomy, anatomy
 from ftrain.errors import BatchError, ComposeError
 from ftrain.hints.calls import watch
-from ftrain.hints.facts import Facts
+from ftrain.hints.facts import Facts, Product
 from ftrain.hints.rules import Hint, judge
 from ftrain.operations import CONTRACTION
 from ftrain.purity import as_tree
@@ -114,6 +115,7 @@ def facts_of(
             for dtype in WIDE_AND_NARROW
             if dtype in (torch.float32, *record.autocast_dtypes())
         },
+        gain=_gain(device, products) if torch.bfloat16 in record.autocast_dtypes() else 1.0,
         launch=_launch(device),
         seconds=took,
         doubled=doubled,
@@ -130,6 +132,19 @@ def _rate(device: torch.device, dtype: torch.dtype) -> float:
         left = torch.ones(edge, edge, device=device, dtype=dtype)
         took = min(seconds(lambda each=left: each @ each, device) for _ in range(REPEATS))  # type: ignore[misc]
     return 2 * edge**3 / took
+
+
+def _gain(device: torch.device, products: Sequence[Product]) -> float:
+    """How many times as fast the largest product of a step is in bfloat16 as in float32."""
+    largest = max(products, key=lambda each: each.flops, default=None)
+    if largest is None:
+        return 1.0
+    rows, inner, columns = (min(length, LARGEST) for length in (largest.rows, largest.inner, largest.columns))
+    took = []
+    for dtype in WIDE_AND_NARROW:
+        left, right = (torch.ones(shape, device=device, dtype=dtype) for shape in ((rows, inner), (inner, columns)))
+        took.append(min(seconds(partial(torch.mm, left, right), device) for _ in range(REPEATS)))
+    return took[0] / took[1]
 
 
 def _launch(device: torch.device) -> float:

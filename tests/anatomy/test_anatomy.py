@@ -76,6 +76,12 @@ WRAPPERS = {
     "fp16": (ft.with_amp("fp16"),),
     "remat": (ft.remat(),),
     "dots": (ft.remat("dots"),),
+    "attention": (ft.remat("attention"),),
+    "budget": (ft.remat(budget=0.5),),
+    "update in backward": (ft.update_in_backward(), ft.donated()),
+    "by value": (ft.clip(value=0.01),),
+    "clip within": (ft.clip(1.0), ft.accumulate(4)),
+    "watched": (ft.with_amp("bf16", watch=True),),
     "accumulate": (ft.accumulate(4),),
     "clip": (ft.clip(1.0),),
     "ema": (ft.ema(),),
@@ -89,9 +95,8 @@ def build(model, wrapper, optimizer=None, **options):
     loss, batch = MODELS[model]()
     wrappers = WRAPPERS[wrapper]
     if model == "convnet":
-        wrappers = [
-            ft.remat(each.name and "full", blocks=["0", "1"]) if each.name == "remat" else each for each in wrappers
-        ]
+        kind = {"dots": {"policy": "dots"}, "budget": {"budget": 0.5}}.get(wrapper, {})
+        wrappers = [ft.remat(**kind, blocks=["0", "1"]) if each.name == "remat" else each for each in wrappers]
     step = ft.compose(ft.train_step(loss, optimizer or optim.adamw(1e-3), **options), *wrappers)
     return step, batch
 

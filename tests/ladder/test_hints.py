@@ -33,6 +33,7 @@ FINE = Facts(
     multiple=lambda dtype: 64 if dtype == BF16 else 32,
     tf32=True,
     rates={F32: 1e13, BF16: 1e14},
+    gain=10.0,
     launch=1e-6,
     seconds=0.03,
     doubled=Interval(0.98, 1.0, 1.02),
@@ -96,8 +97,9 @@ def test_narrow_products():
     exact = {"products": [product(dtype=F32, exact=True)], "tf32": False, "mixed": False}
     assert found(**exact) == ["float32"]
     assert "10.0 times as fast in bfloat16" in told(**exact)
-    assert found(**exact, rates={F32: 1e13, BF16: 1.2e13}) == []
-    assert found(**exact, rates={F32: 1e13}) == []
+    assert found(**exact, gain=1.2) == []
+    # Of a tenth of a step, no gain is one of the step.
+    assert found(**exact, seconds=3.0) == []
     assert found(**{**exact, "mixed": True}) == []
     # What has been tried, and was no faster.
     assert found(**exact, tried={'with_amp("bf16")': Interval(0.9, 1.1, 1.2)}) == []
@@ -285,6 +287,7 @@ def test_facts_of_a_step():
     assert facts.multiple(BF16) == 1
     assert set(facts.rates) == {F32, BF16}
     assert min(facts.rates.values()) > 1e6
+    assert 1e-3 < facts.gain < 1e3
     assert 1e-8 < facts.launch < 1e-2
 
 
