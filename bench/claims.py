@@ -152,8 +152,8 @@ TECHNIQUES_TRIED = (
     "again), all but products 0.99 (1.00 to 1.04 before), accumulate 1.02 to 1.04 (1.09 while gradients were added up "
     "when all of a microbatch were there), files 1.02 to 1.04, update in the backward pass 0.98 to 0.99 (1.03 to 1.08 "
     "while small gradients waited for a quarter of a megabyte of each other). What accumulation adds is most of it "
-    "torch's: its engine is told which leaves to add to, so that no other tensor is given a gradient, and finds the way "
-    "to them each time."
+    "torch's: its engine is told which leaves to add to, so that no other tensor is given a gradient, and finds the "
+    "way to them each time."
 )
 
 CLAIMS = (
