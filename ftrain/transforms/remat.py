@@ -56,7 +56,8 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
         OptionError: for an unknown policy, a budget outside of [0, 1] or beside policies, or when there is no
             such block.
         ComposeError: when a pure loss ran without meeting a function marked by `ft.block`.
-        LossError: from the step, when what a block was given was overwritten before the block was computed again.
+        LossError: from the step, when what a block was given or keeps was overwritten before the block was computed
+            again, or when the block did not do the same then.
         TraceError: from the step, when with a budget the loss asks for the value of a tensor, or takes a gradient.
     """
     require_policy("remat", policy)
