@@ -15,6 +15,7 @@ from ftrain import optim as optim
 from ftrain import random as random
 from ftrain import schedules as schedules
 from ftrain import tree as tree
+from ftrain._version import __version__ as __version__
 from ftrain.adapters import lora as lora
 from ftrain.anatomy import Anatomy as Anatomy
 from ftrain.anatomy import anatomy as anatomy
@@ -63,5 +64,3 @@ from ftrain.types import Mean as Mean
 from ftrain.types import TrainState as TrainState
 from ftrain.wrapper import Wrapper as Wrapper
 from ftrain.wrapper import wrapper as wrapper
-
-__version__ = "0.1.0"

@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ftrain import backends
+from ftrain._version import __version__
 from ftrain.backends import Backend
 from ftrain.backends.registry import CHOICE
 from ftrain.checkpoint.report import size
@@ -62,7 +63,7 @@ def _versions() -> Iterator[str]:
         version = _version(name)
         if version and (extra is None or extra[1] in EXTRAS):
             needed.setdefault(name, f"{name} {version}")
-    yield f"ftrain {_version('ftrain') or 'from a checkout'}, Python {platform.python_version()}, {platform.platform()}"
+    yield f"ftrain {__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield ", ".join(needed.values()) or f"torch {torch.__version__}"
     if os.environ.get(CHOICE):
         yield f"{CHOICE}={os.environ[CHOICE]}"

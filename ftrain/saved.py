@@ -14,6 +14,7 @@ from ftrain import tree
 from ftrain.checkpoint import Checkpoints
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.run import Found
+from ftrain.checkpoint.saving import require_savable
 from ftrain.errors import CheckpointError, DeviceError, OptionError
 from ftrain.loop import Position, StepRecord, device_of, position_of
 from ftrain.recorder import Recorder
@@ -42,11 +43,16 @@ class Saved:
         """Return the state to start from, and where in the data; with `donate` in the memory of the one given.
 
         Raises:
-            CheckpointError: when it is not as `resume` demands, or nothing that is there can be read.
+            CheckpointError: when it is not as `resume` demands, or nothing that is there can be read, or the state
+                cannot be saved.
             StructureError: when what is there is of another structure.
+            OptionError: for names of texts that lead elsewhere.
         """
         if self._checkpoints is None:
             return state, None
+        # What the first save would refuse is refused before a step is made.
+        run = {"record": self._run.packed(), "position": self._began, "began": self._began}
+        require_savable({"state": state, "run": run}, self._checkpoints.texts)
         where = self._checkpoints.directory
         if self._resume == "never" and (steps := self._checkpoints.steps()):
             raise CheckpointError(

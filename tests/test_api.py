@@ -521,7 +521,8 @@ def test_types_are_shipped():
     assert (ROOT / "py.typed").is_file()
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))
     assert "py.typed" in project["tool"]["setuptools"]["package-data"]["ftrain"]
-    assert ft.__version__ == project["project"]["version"]
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "ftrain._version.__version__"}
 
 
 @pytest.mark.parametrize("name", [*SIGNATURES, *BEGINNINGS])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import platform
 import re
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ftrain._version import __version__
 from ftrain.checkpoint.layout import DTYPES, Kind, is_dense
 from ftrain.checkpoint.skeleton import Json, decode, encode
 from ftrain.errors import CheckpointError
@@ -79,7 +79,7 @@ class Manifest:
 def environment(device: torch.device) -> dict[str, Any]:
     """What the bits of a computation depend on, as far as it can be told."""
     return {
-        "ftrain": importlib.metadata.version("ftrain"),
+        "ftrain": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "machine": platform.machine(),

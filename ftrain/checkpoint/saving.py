@@ -88,12 +88,27 @@ def write(path: Path, described: Described, notes: Notes) -> None:
         CheckpointError: as `save` does.
         OptionError: as `save` does.
     """
-    placed = place(described.leaves)
-    for name in notes.texts:
-        if not FILE_NAME.fullmatch(name) or name == NAME or name in {item.file for item in placed}:
-            raise OptionError(f"save: texts has the name {name!r}; needs a relative one that is free")
+    placed = _placed(described, notes.texts)
     with made(path, [leaf.value for leaf in described.leaves]) as temporary:
         _fill(temporary, described, placed, notes)
+
+
+def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
+    """Check all of a save that does not depend on the disk, without copying or reading a tensor.
+
+    Raises:
+        CheckpointError: for what cannot be saved in the tree.
+        OptionError: for a name in `texts` that leads elsewhere.
+    """
+    _placed(describe(tree), texts)
+
+
+def _placed(described: Described, texts: Mapping[str, str]) -> list[Placed]:
+    placed = place(described.leaves)
+    for name in texts:
+        if not FILE_NAME.fullmatch(name) or name == NAME or name in {item.file for item in placed}:
+            raise OptionError(f"save: texts has the name {name!r}; needs a relative one that is free")
+    return placed
 
 
 @contextmanager

@@ -1,7 +1,11 @@
 """Resuming: however a run was cut into pieces, it is the uninterrupted one, to the bit."""
 
 import json
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ import ftrain as ft
 from ftrain.errors import CheckpointError, OptionError, StructureError
 from ftrain.history import History
 
+ROOT = Path(ft.__file__).parents[1]
 STEPS, BATCHES, EVERY = 12, 5, 3
 
 
@@ -364,3 +369,43 @@ def test_nothing_is_warned_of_in_the_usual_case(tmp_path):
         warnings.simplefilter("error")
         for steps in (4, 8):
             fit(make(), batches(), steps=steps, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+
+
+def test_what_cannot_be_saved_is_refused_before_a_step(tmp_path):
+    made = []
+
+    def count(state, batch):
+        made.append(batch)
+        return state, {}
+
+    texts = {"../config.json": "{}"}
+    with pytest.raises(CheckpointError, match=r"state\.names: \{1, 2\} is a builtins\.set"):
+        ft.fit(count, {"names": {1, 2}}, batches(), checkpoints=ft.Checkpoints(tmp_path, every=9), progress=False)
+    with pytest.raises(OptionError, match=r"texts has the name '\.\./config\.json'"):
+        ft.fit(count, {}, batches(), checkpoints=ft.Checkpoints(tmp_path, every=9, texts=texts), progress=False)
+    assert not made
+
+
+SAVE_FROM_A_CHECKOUT = """
+import importlib.metadata, sys, torch
+import ftrain as ft
+
+assert not list(importlib.metadata.distributions(name="ftrain"))
+step = ft.train_step(lambda params, batch: (batch @ params["w"]).square().mean(), ft.optim.sgd(0.1))
+checkpoints = ft.Checkpoints(sys.argv[1], every=1)
+ft.fit(step, step.init({"w": torch.ones(4)}), [torch.ones(2, 4)], checkpoints=checkpoints, progress=False)
+print(checkpoints.latest().environment["ftrain"])
+"""
+
+
+def test_a_checkout_that_is_not_installed_saves(tmp_path):
+    """Every installed package but this one, whose files are found by PYTHONPATH."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for installed in Path(torch.__file__).parents[1].iterdir():
+        if "ftrain" not in installed.name:
+            (packages / installed.name).symlink_to(installed)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)])}
+    command = [sys.executable, "-S", "-c", SAVE_FROM_A_CHECKOUT, str(tmp_path / "run")]
+    found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout.strip()) == (0, ft.__version__), found.stderr

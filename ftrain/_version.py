@@ -1,0 +1,3 @@
+"""The version of the package, which needs no installation to be read."""
+
+__version__ = "0.1.0"
