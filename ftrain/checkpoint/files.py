@@ -10,11 +10,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 try:
     import fcntl
 except ImportError:  # pragma: no cover
     fcntl = None  # type: ignore[assignment]
+
+SYSTEM_HAS_LOCKS = fcntl is not None
 
 NOT_THROUGH_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 # A FIFO would otherwise wait for somebody to write to it.
@@ -23,7 +26,62 @@ AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 LOOKS, BETWEEN = 20, 0.01
 """How often to look who holds a lock, and after how many seconds again."""
 
-_held: dict[tuple[int, str], int] = {}
+UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
+"""What a file system says that has no locks."""
+
+_held: set[int] = set()
+"""Descriptors by which this process holds locks."""
+
+
+class Lock(NamedTuple):
+    """A lock that was taken.
+
+    Args:
+        path: of its file.
+        descriptor: by which it is held.
+        process: which holds it.
+        excludes: whether others are kept out; not where the system or the file system has no locks.
+    """
+
+    path: Path
+    descriptor: int
+    process: int
+    excludes: bool
+
+
+def _close_in_child() -> None:
+    """Close what a forked process has of the locks of its parent, and would keep when the parent has ended.
+
+    Closing takes nothing from the parent, as `fcntl.flock(LOCK_UN)` would.
+    """
+    for descriptor in _held:
+        with suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _flock(descriptor: int) -> bool:
+    """Lock an open file or directory; False where there are no locks.
+
+    Not `fcntl.lockf`: such a lock ends as soon as anything in the process closes the same file.
+
+    Raises:
+        BlockingIOError: when another has it.
+    """
+    if not SYSTEM_HAS_LOCKS:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in UNSUPPORTED:
+            return False
+        raise
+    _held.add(descriptor)
+    return True
 
 
 def make_directory(path: Path) -> None:
@@ -90,25 +148,31 @@ def rename(old: Path, new: Path) -> None:
 def hold(path: Path) -> int:
     """Mark a directory as in use by this process, for as long as that lives; the mark is a descriptor."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | NOT_THROUGH_LINKS)
-    if fcntl is not None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        _flock(descriptor)
+    except BaseException:
+        release(descriptor)
+        raise
     return descriptor
 
 
 def release(descriptor: int) -> None:
     """Take the mark of `hold` away."""
+    _held.discard(descriptor)
     # Nothing was written through it, so that no error can be of what matters; and it is closed in any case.
     with suppress(OSError):
         os.close(descriptor)
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether no process holds a directory."""
+    """Whether no process holds a directory; where there are no locks, none can be said to be."""
     try:
-        release(hold(path))
+        descriptor = hold(path)
     except OSError:
         return False
-    return True
+    abandoned = descriptor in _held
+    release(descriptor)
+    return abandoned
 
 
 @contextmanager
@@ -202,33 +266,48 @@ def touch(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def lock(path: Path, holder: Mapping[str, object]) -> int:
-    """Lock a file for this process, write into it who holds it, and return its descriptor.
+def lock(path: Path, holder: Mapping[str, object]) -> Lock:
+    """Lock a file for this process, and write into it who holds it.
 
-    The lock ends with the process, however that ends, and processes that it has forked do not keep it.
+    The lock ends with the process, however that ends; opening and closing the file elsewhere does not end it, and
+    forked processes neither keep it nor give it away.
 
     Raises:
-        BlockingIOError: when it is held; the message is what the holder has written.
+        BlockingIOError: when it is held, by this process too; the message is what the holder has written.
     """
-    # Locks of one process do not exclude each other; a fork knows those of its parent, and has none of them.
-    here = os.getpid(), os.path.realpath(path)
-    if here in _held:
-        raise BlockingIOError(json.dumps(holder))
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NOT_THROUGH_LINKS, 0o644)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NOT_THROUGH_LINKS, 0o644)
+        try:
+            held = Lock(path, descriptor, os.getpid(), _flock(descriptor))
+            if is_held(held):
+                os.ftruncate(descriptor, 0)
+                write(descriptor, json.dumps(holder).encode())
+                return held
+        except (BlockingIOError, PermissionError):
+            said = _holder(descriptor)
+            release(descriptor)
+            raise BlockingIOError(said) from None
+        except BaseException:
+            release(descriptor)
+            raise
+        # Between opening and locking it another process has removed it: what counts is the file of that name.
+        release(descriptor)
+
+
+def is_held(held: Lock) -> bool:
+    """Whether a lock is this process's still: not its parent's, and of the file that has the name now.
+
+    Raises:
+        OSError: when that cannot be found out.
+    """
+    if held.process != os.getpid():
+        return False
     try:
-        if fcntl is not None:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        write(descriptor, json.dumps(holder).encode())
-    except (BlockingIOError, PermissionError):
-        said = _holder(descriptor)
-        os.close(descriptor)
-        raise BlockingIOError(said) from None
-    except BaseException:
-        os.close(descriptor)
-        raise
-    _held[here] = descriptor
-    return descriptor
+        there = os.stat(held.path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    here = os.fstat(held.descriptor)
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
 def _holder(descriptor: int) -> str:
@@ -242,11 +321,10 @@ def _holder(descriptor: int) -> str:
     return said.decode(errors="replace") or "another process"
 
 
-def unlock(descriptor: int) -> None:
-    """Give a lock back."""
-    mine = [here for here, held in _held.items() if held == descriptor and here[0] == os.getpid()]
-    for here in mine:
-        del _held[here]
-        with suppress(OSError):
-            os.ftruncate(descriptor, 0)
-    release(descriptor)
+def unlock(held: Lock) -> None:
+    """Give a lock back; that of a parent stays the parent's."""
+    if held.process != os.getpid():
+        return
+    with suppress(OSError):
+        os.ftruncate(held.descriptor, 0)
+    release(held.descriptor)

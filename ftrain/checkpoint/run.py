@@ -105,7 +105,7 @@ class Checkpoints:
         self.best, self.mode, self.async_, self.texts = best, mode, async_, dict(texts or {})
         self.begun = False
         """Whether a run has been here before this context, though it may have saved nothing."""
-        self._lock: int | None = None
+        self._lock: files.Lock | None = None
         self._run = ""
         self._pool: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
@@ -127,6 +127,12 @@ class Checkpoints:
                 files.make_directories(self.directory)
                 self.begun = files.exists(self.directory / LOCK)
                 self._lock = files.lock(self.directory / LOCK, holder)
+                if not self._lock.excludes:
+                    warnings.warn(
+                        f"Checkpoints: the file system of {self.directory} has no locks, so that nothing keeps another "
+                        "process from writing there; see to it that there is none",
+                        stacklevel=3,
+                    )
                 # What a killed process has renamed is there, and may not be on the disk.
                 files.sync_directory(self.directory)
                 clear(self.directory)
@@ -197,8 +203,7 @@ class Checkpoints:
         Raises:
             CheckpointError: when this or the save before could not be written, or outside of the context.
         """
-        if self._lock is None:
-            raise CheckpointError("Checkpoints.save: not open for writing; use it as a context: with checkpoints: ...")
+        self._require_lock("save")
         self.wait()
         described = describe(dict(parts))
         device = device_of(described.leaves)
@@ -214,6 +219,26 @@ class Checkpoints:
         self._pending = self._pool.submit(self._write, step, copied, notes)
         if wait:
             self.wait()
+
+    def _require_lock(self, function: str) -> None:
+        held = self._lock
+        if held is None:
+            raise CheckpointError(
+                f"Checkpoints.{function}: not open for writing; use it as a context: with checkpoints: ..."
+            )
+        with _named(self.directory):
+            if files.is_held(held):
+                return
+        if held.process != os.getpid():
+            why = f"it is open for writing in process {held.process}, of which this one is a copy; open it here anew"
+        elif not files.exists(self.directory):
+            why = "it was renamed or removed while this process wrote to it, and nothing more can be saved there"
+        else:
+            why = (
+                f"its {LOCK} was removed or replaced while this process wrote to it, so that another one may write "
+                "there now; leave that file alone, and go on from the newest checkpoint"
+            )
+        raise CheckpointError(f"Checkpoints.{function}: {self.directory}: {why}")
 
     def check(self) -> None:
         """Raise the error of a save in the background that has ended.

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from ftrain.checkpoint import files
 
-READING = {"listdir", "lstat", "fstat", "preadv", "pread", "statvfs"}
+READING = {"listdir", "stat", "lstat", "fstat", "preadv", "pread", "statvfs"}
 WRITING = {"open", "close", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "ftruncate"}
 CALLS = READING | WRITING
-ANSWERING = {"getpid", "path", "path.isdir", "path.lexists", "path.realpath"}
+ANSWERING = {"getpid", "path", "path.isdir", "path.lexists", "register_at_fork"}
 """What else `files` asks of `os`, where an error is an answer."""
 
 
@@ -141,7 +141,9 @@ class Recorded(Calls):
     def revive(self):
         """A new process begins."""
         self.dies = None
-        files._held.clear()
+        # With the old one ended what it held.
+        for descriptor in [*files._held]:
+            files.release(descriptor)
 
     def call(self, number, name, function, args):
         if name == "close":

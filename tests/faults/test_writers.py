@@ -1,9 +1,11 @@
 """Two that would write to one directory: one does, and the other is told at once who that is."""
 
+import importlib.util
 import os
 import shutil
 import signal
 import socket
+import sys
 import time
 
 import pytest
@@ -172,3 +174,161 @@ def test_reading_needs_no_lock(tmp_path):
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, {"state": state()}, wait=True)
         assert ft.Checkpoints(tmp_path, every=1).latest().step == 1
+
+
+# What else has the lock file in its hands
+
+
+def write_and_copy(tell, directory, copy):
+    """Be the writer, and do with the directory what a logger may."""
+    with ft.Checkpoints(directory, every=1) as checkpoints:
+        checkpoints.save(1, {"state": state()}, wait=True)
+        copy(directory)
+        tell("copied")
+        time.sleep(30)
+
+
+def asked_again(directory):
+    with pytest.raises(CheckpointError):
+        ft.Checkpoints(directory, every=1).__enter__()
+
+
+def nothing(tell):
+    tell("nothing")
+
+
+COPIES = {
+    "copied": lambda directory: shutil.copytree(directory, directory.with_name("copy")),
+    "read": lambda directory: (directory / ".lock").read_bytes(),
+    "asked for again": asked_again,
+    "left by a child": lambda directory: forked(nothing),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_writer_that_opens_and_closes_its_own_lock_keeps_it(how, tmp_path):
+    child = Child(write_and_copy, tmp_path / "run", COPIES[how])
+    assert child.hear() == "copied"
+    with pytest.raises(CheckpointError, match=f'"process": {child.pid}'):
+        ft.Checkpoints(tmp_path / "run", every=1).__enter__()
+    child.signal(signal.SIGKILL)
+    child.end()
+    with ft.Checkpoints(tmp_path / "run", every=1) as checkpoints:
+        checkpoints.save(2, {"state": state()})
+
+
+def test_a_child_that_outlives_a_killed_writer_does_not_keep_its_lock(tmp_path):
+    """As workers of a data loader do, for some seconds."""
+    start, stop = os.pipe()
+
+    def linger(tell):
+        checkpoints = ft.Checkpoints(tmp_path, every=1)
+        checkpoints.__enter__()
+        if not os.fork():
+            os.close(stop)
+            os.read(start, 1)
+            os._exit(0)
+        tell("forked")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = Child(linger)
+    assert child.hear() == "forked"
+    assert child.end() == -signal.SIGKILL
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, {"state": state()})
+    os.close(stop)
+    os.close(start)
+
+
+def save_in_child(tell, checkpoints):
+    try:
+        checkpoints.save(2, {"state": state()})
+    except CheckpointError as error:
+        tell(str(error))
+
+
+def test_a_child_cannot_save_with_the_lock_of_its_parent(tmp_path):
+    with ft.Checkpoints(tmp_path, every=1) as checkpoints:
+        said = forked(save_in_child, checkpoints)
+        assert f"open for writing in process {os.getpid()}" in said
+        checkpoints.save(1, {"state": state()})
+    assert checkpoints.steps() == [1]
+
+
+def removed(directory):
+    (directory / ".lock").unlink()
+
+
+def replaced(directory):
+    removed(directory)
+    (directory / ".lock").touch()
+
+
+def renamed(directory):
+    directory.rename(directory.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("lose", "said"),
+    [
+        (removed, "its .lock was removed or replaced"),
+        (replaced, "its .lock was removed or replaced"),
+        (renamed, "it was renamed or removed"),
+        (shutil.rmtree, "it was renamed or removed"),
+    ],
+    ids=["lock removed", "lock replaced", "directory renamed", "directory removed"],
+)
+def test_a_writer_that_has_lost_its_lock_is_told_before_it_saves(lose, said, tmp_path):
+    directory = tmp_path / "run"
+    with ft.Checkpoints(directory, every=1) as checkpoints:
+        checkpoints.save(1, {"state": state()}, wait=True)
+        lose(directory)
+        with pytest.raises(CheckpointError, match=said):
+            checkpoints.save(2, {"state": state()})
+    # Nothing was made anew where the run was.
+    assert lose in (removed, replaced) or not directory.exists()
+
+
+def test_a_lock_that_is_removed_while_it_is_taken_is_taken_again(tmp_path, monkeypatch):
+    """Else two would hold a lock, each of a file of its own."""
+    real, times_locked = files._flock, []
+
+    def flock(descriptor):
+        times_locked.append(descriptor)
+        if len(times_locked) == 1:
+            (tmp_path / ".lock").unlink()
+        return real(descriptor)
+
+    monkeypatch.setattr(files, "_flock", flock)
+    with ft.Checkpoints(tmp_path, every=1):
+        assert len(times_locked) == 2
+        with pytest.raises(CheckpointError, match="is being written to by"):
+            ft.Checkpoints(tmp_path, every=1).__enter__()
+
+
+@pytest.mark.parametrize("number", sorted(files.UNSUPPORTED))
+def test_a_file_system_without_locks_is_written_to_with_a_warning(number, tmp_path, monkeypatch):
+    def flock(descriptor, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    leftover = tmp_path / f".step-000000000009.{'0' * 32}.tmp"
+    leftover.mkdir()
+    with (
+        pytest.warns(UserWarning, match="has no locks, so that nothing keeps another process"),
+        ft.Checkpoints(tmp_path, every=1) as checkpoints,
+    ):
+        checkpoints.save(1, {"state": state()})
+    assert checkpoints.steps() == [1]
+    # It may be another's, which is writing it.
+    assert leftover.exists()
+
+
+def test_the_module_needs_no_locks_of_the_system(monkeypatch):
+    """Where there is no fcntl and no fork, as on Windows, it is imported all the same."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.delattr(os, "register_at_fork")
+    spec = importlib.util.spec_from_file_location("files_elsewhere", files.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.fcntl is None
