@@ -111,7 +111,7 @@ def evaluate(
         while found is None:
             try:
                 found = _in_pieces(step, state, batch, pieces)
-            except RuntimeError as error:
+            except Exception as error:
                 if on_oom == RAISE or not is_out_of_memory(error):
                     raise
                 if pieces >= most_pieces(batch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import traceback
 from typing import Any
@@ -17,14 +18,23 @@ ON_OOM = RAISE, SPLIT = "raise", "split"
 TEXTS = (
     "out of memory",
     "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "memoryerror",
+    "can't start new thread",
     "out_of_memory",
     "resource_exhausted",
     "status_alloc_failed",
-    "could not create a primitive",
 )
-"""What devices say that have no class of their own for it, the allocator of the host, and libraries of kernels:
-``CUBLAS_STATUS_ALLOC_FAILED``, https://docs.nvidia.com/cuda/cublas/index.html#cublasstatus-t, and oneDNN, whose text is
-the same whatever it lacks: memory where the same operation has run before."""
+"""What devices say that have no class of their own for it, the allocators of the host, compilers of the error that has
+stopped them, threads that find no memory for their stack, and libraries of kernels: ``CUBLAS_STATUS_ALLOC_FAILED``,
+https://docs.nvidia.com/cuda/cublas/index.html#cublasstatus-t."""
+
+UNSAID = "could not create a primitive"
+"""What oneDNN says whatever it lacks: memory, or an implementation."""
+
+HEADROOM = 1 << 30
+"""Bytes that a host can give, untouched, which is not short of memory."""
 
 
 def require_on_oom(function: str, on_oom: str) -> None:
@@ -38,10 +48,27 @@ def require_on_oom(function: str, on_oom: str) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the host, has no memory left."""
+    """Whether an error says that a device, or the host, has no memory left.
+
+    That oneDNN could not create a primitive says so only if the host cannot give a further GiB of addresses (a limit
+    such as ``ulimit -v``, or no overcommitment): else it is a fault of another kind, which smaller pieces do not mend.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in TEXTS)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(each in text for each in TEXTS) or (UNSAID in text and not _has_headroom())
+
+
+def _has_headroom() -> bool:
+    try:
+        torch.empty(HEADROOM, dtype=torch.uint8, device=tree.HOST)
+    except RuntimeError:
+        return False
+    return True
 
 
 def release(error: BaseException, device: torch.device) -> None:

@@ -161,7 +161,7 @@ def _turn(racers: Mapping[str, Racer], name: str) -> float:
             racer.close()
     try:
         return racers[name].turn()
-    except RuntimeError as error:
+    except Exception as error:
         if not is_out_of_memory(error):
             raise
         for racer in racers.values():

@@ -1,5 +1,6 @@
 """Running out of memory: at whatever operation, the update is that of the same batch in pieces."""
 
+import errno
 import itertools
 import math
 import re
@@ -486,8 +487,11 @@ def test_what_the_allocator_of_the_host_says():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
-    assert is_out_of_memory(RuntimeError("could not create a primitive"))
     assert is_out_of_memory(MemoryError("Unable to allocate 1.2 GiB"))
+    assert is_out_of_memory(RuntimeError("backend='inductor' raised:\nMemoryError: "))
+    assert is_out_of_memory(RuntimeError("std::bad_alloc"))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     assert not is_out_of_memory(RuntimeError("index out of range"))
 

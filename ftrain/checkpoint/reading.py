@@ -17,7 +17,8 @@ from ftrain.checkpoint.layout import LARGEST, as_bytes, layout
 from ftrain.checkpoint.manifest import MOST_BYTES, NAME, Manifest, Stored, parse
 from ftrain.checkpoint.matching import choose, filled, renamed
 from ftrain.checkpoint.skeleton import Json, children, contents, describe, rebuild
-from ftrain.errors import CheckpointError, StructureError
+from ftrain.errors import CheckpointError, DeviceError, StructureError
+from ftrain.pieces import is_out_of_memory
 from ftrain.types import PyTree
 
 READERS = 2
@@ -49,6 +50,7 @@ def load(
 
     Raises:
         CheckpointError: when there is none, or it is damaged; the message names the file and the tensor.
+        DeviceError: when memory runs out while it is read.
         StructureError: when it differs from `like`; it lists every path at once.
         OptionError: for a name in `rename` that nothing has.
     """
@@ -122,6 +124,7 @@ def verify(path: str | Path) -> Manifest:
 
     Raises:
         CheckpointError: when there is none, or it is damaged; the message names the file and the tensor.
+        DeviceError: when memory runs out while it is read.
     """
     path = Path(path)
     with _named(path):
@@ -133,12 +136,17 @@ def verify(path: str | Path) -> Manifest:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong in reading into an error that names the checkpoint."""
+    """Turn whatever goes wrong in reading into an error that names the checkpoint: of the host, if it lacks memory."""
     try:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error.__cause__
     except (OSError, RuntimeError, MemoryError, OverflowError) as error:
+        if is_out_of_memory(error):
+            raise DeviceError(
+                f"{path}: memory ran out while it was read ({type(error).__name__}: {error}), which says nothing of "
+                "its bytes; free memory, or raise the limit of the process (ulimit -v)"
+            ) from error
         raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
 

@@ -229,7 +229,7 @@ class _Trial:
         """Bytes at the peak, or None where the second state that it takes does not fit."""
         try:
             return self._resting[row.name] + measure(case.step, self._begun(case), case.batch).more
-        except RuntimeError as error:
+        except Exception as error:
             if not is_out_of_memory(error):
                 raise
             release(error, self.device)

@@ -134,7 +134,7 @@ def _hints(search: Search, step: Step, took: Interval | None) -> list[Hint]:
     found = anatomy(step, search.outline(step), search.batch, measure=False, fuse=False)
     try:
         return judge(facts_of(step, state_for(step, search.step, search.state), search.batch, found, took.median))
-    except RuntimeError as error:
+    except Exception as error:
         if not is_out_of_memory(error):
             raise
         # The step fits, but not with another state beside it.
@@ -148,7 +148,7 @@ def _measured(search: Search, step: Step) -> int | None:
         return None
     try:
         return anatomy(step, state_for(step, search.step, search.state), search.batch, fuse=False).measured
-    except RuntimeError as error:
+    except Exception as error:
         if not is_out_of_memory(error):
             raise
         release(error, tree.device_of(search.state.params))
