@@ -7,7 +7,7 @@ same bits on every device, eager, traced, compiled, vmapped and recomputed.
 from __future__ import annotations
 
 import functools
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ def philox(key: Tensor, counter: Words) -> Words:
     return c0, c1 & mask, c2, c3 & mask
 
 
-def philox_host(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """`philox` on the host, in plain Python integers."""
+def philox_host(key: tuple[int, int], counter: tuple[Any, int, int, int]) -> tuple[Any, Any, Any, Any]:
+    """`philox` on the host, in plain Python integers; the first counter may be a numpy array of dtype uint64."""
     (m0, m1), mask = _MULTIPLIERS, MASK
     c0, c1, c2, c3 = counter
     for k0, k1 in _key_schedule(key):

@@ -27,6 +27,9 @@ class Source(Protocol):
     def num_batches(self) -> int | None:
         """How many batches a pass has, if that is known."""
 
+    def as_of(self, state: Mapping[str, Any]) -> Source:
+        """Return the source with the order that a position was saved in, which may be that of an earlier version."""
+
     def check(self, place: Place) -> str | None:
         """Say what is wrong with a place."""
 
@@ -92,39 +95,25 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned: the next pass has the batches that were left.
 
+        After a position that an earlier version saved, this pass and those that follow keep that version's order.
+
         Raises:
             DataError: when it is no such state, or of a loader of other data or options; lists what differs.
         """
-        wrong = self._differences(state)
+        source = self._source.as_of(state)
+        wrong = _differences(source, state)
         if wrong:
             raise DataError(
                 "Loader.load_state_dict: the position does not fit this loader:\n  "
                 + "\n  ".join(wrong)
                 + "\nMake the loader as it was when the position was saved, or begin without it"
             )
-        optional = {name: state[name] for name in self._source.optional if name in state}
+        optional = {name: state[name] for name in source.optional if name in state}
+        self._source = source
         self._pass += 1
         self._epoch = state["epoch"]
         self.skipped = self._skipped_before = state["skipped"]
         self._start = self._at = {**{name: state[name] for name in self._source.start}, **optional}
-
-    def _differences(self, state: Mapping[str, Any]) -> list[str]:
-        counters = ["epoch", "skipped", *self._source.start]
-        facts = self._source.facts
-        wrong = [f"{name}: missing" for name in [*counters, *facts] if name not in state]
-        wrong += [f"{name}: unexpected" for name in state if name not in {*counters, *facts, *self._source.optional}]
-        wrong += [
-            f"{name}: found {state[name]!r}, needs a whole number of at least 0"
-            for name in counters
-            if name in state and not _is_count(state[name])
-        ]
-        wrong += [
-            f"{name}: found {state[name]!r}, this loader has {value!r}"
-            for name, value in facts.items()
-            if name in state and state[name] != value
-        ]
-        outside = None if wrong else self._source.check({name: state[name] for name in self._source.start})
-        return wrong + ([outside] if outside else [])
 
     def _require_latest(self, number: int) -> None:
         if number != self._pass:
@@ -146,6 +135,25 @@ class Loader:
                 stacklevel=3,
             )
         self.skipped += len(bad)
+
+
+def _differences(source: Source, state: Mapping[str, Any]) -> list[str]:
+    counters = ["epoch", "skipped", *source.start]
+    facts = source.facts
+    wrong = [f"{name}: missing" for name in [*counters, *facts] if name not in state]
+    wrong += [f"{name}: unexpected" for name in state if name not in {*counters, *facts, *source.optional}]
+    wrong += [
+        f"{name}: found {state[name]!r}, needs a whole number of at least 0"
+        for name in counters
+        if name in state and not _is_count(state[name])
+    ]
+    wrong += [
+        f"{name}: found {state[name]!r}, this loader has {value!r}"
+        for name, value in facts.items()
+        if name in state and state[name] != value
+    ]
+    outside = None if wrong else source.check({name: state[name] for name in source.start})
+    return wrong + ([outside] if outside else [])
 
 
 def _failed(failure: Failure, hint: str) -> DataError:

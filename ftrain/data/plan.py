@@ -14,7 +14,7 @@ import numpy as np
 from ftrain import random
 from ftrain.data import draws
 from ftrain.data.cuts import Cut
-from ftrain.data.order import Indices, permuted, shuffled, stretch
+from ftrain.data.order import ORDERS, Indices, stretch
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Plan:
         shuffle: whether the order is shuffled; else it is that of the data.
         drop_last: whether the samples are left out that make no whole batch; else they are shared out among the
             ranks, and when there are fewer than ranks, the first ones of the pass are repeated to make up for it.
+        order: the version of the order, of `ORDERS`.
     """
 
     size: int
@@ -50,6 +51,7 @@ class Plan:
     seed: int
     shuffle: bool
     drop_last: bool
+    order: int = 2
 
     @property
     def used(self) -> int:
@@ -77,15 +79,16 @@ class Plan:
         if not self.shuffle or len(batches) == 1:
             return batches
         key = random.fold_in_words(draws.stream(self.seed, epoch, draws.WINDOW), number)
-        return [batches[i] for i in permuted(np.arange(len(batches)), len(batches), key)]
+        return [batches[i] for i in ORDERS[self.order](np.arange(len(batches)), len(batches), key)]
 
     def _index(self, epoch: int, first: int, count: int) -> Indices:
         """What the order has from a place on; it begins again at its end."""
         if not self.shuffle:
             return np.arange(first, first + count) % self.size
+        order, words = ORDERS[self.order], draws.stream(self.seed, epoch, draws.ORDER)
         if first + count <= self.size:
-            return stretch(first, count, self.size, seed=self.seed, epoch=epoch)
-        return shuffled(np.arange(first, first + count) % self.size, self.size, seed=self.seed, epoch=epoch)
+            return stretch(order, first, count, self.size, words)
+        return order(np.arange(first, first + count) % self.size, self.size, words)
 
     def requests(self, epoch: int, window: int, batch: int) -> Iterator[Request]:
         """Ask for the batches of a pass, from a position on."""
@@ -93,5 +96,5 @@ class Plan:
             batches = self.window(epoch, number)
             for k in range(batch, len(batches)):
                 after = (number, k + 1) if k + 1 < len(batches) else (number + 1, 0)
-                yield Request(epoch, [int(i) for i in batches[k]], after)
+                yield Request(epoch, list(map(int, batches[k])), after)
             batch = 0

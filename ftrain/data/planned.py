@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ftrain.data.fetch import Fetched, Place
+from ftrain.data.order import ORDERS
 from ftrain.data.plan import Plan
 from ftrain.data.workers import Workers
 
@@ -16,13 +18,20 @@ class Planned:
     def __init__(self, plan: Plan, workers: Workers, facts: dict[str, Any]) -> None:
         self.start: Place = {"window": 0, "batch": 0}
         self.optional: tuple[str, ...] = ()
-        self.facts = facts
+        # A position of version 1 does not name it.
+        self.facts = {**facts, "order": plan.order} if plan.order > 1 else facts
+        self._facts = facts
         self._plan, self._workers = plan, workers
 
     @property
     def num_batches(self) -> int | None:
         """How many batches a pass has, where this does not depend on lengths."""
         return self._plan.num_batches
+
+    def as_of(self, state: Mapping[str, Any]) -> Planned:
+        """Return the same with batches in the order in which a position was saved."""
+        version = state.get("order", 1)
+        return Planned(replace(self._plan, order=version), self._workers, self._facts) if version in ORDERS else self
 
     def check(self, place: Place) -> str | None:
         """Say what is wrong with a place."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -134,6 +134,10 @@ class Streamed:
             return None
         length, size = len(self._stream.dataset), self._stream.batch_size
         return length // size if self._stream.drop_last else -(-length // size)
+
+    def as_of(self, state: Mapping[str, Any]) -> Streamed:
+        """Return itself: it comes in its own order."""
+        return self
 
     def check(self, place: Place) -> str | None:
         """Say what is wrong with a place."""

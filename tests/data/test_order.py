@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrain import data
+from ftrain import data, random
+from ftrain.data import order
 from ftrain.errors import OptionError
 
 HUGE = 10**15
@@ -56,19 +57,56 @@ def test_an_index_outside(index, size):
 
 
 def test_the_order_stays_what_it_was_and_so_do_positions_of_old_runs():
-    assert data.shuffled(range(10), 10, seed=1, epoch=2).tolist() == [9, 0, 8, 3, 5, 7, 1, 6, 4, 2]
+    assert data.shuffled(range(10), 10, seed=1, epoch=2).tolist() == [5, 6, 7, 0, 2, 9, 1, 8, 3, 4]
+    size = order.BLOCK + 1
+    assert data.shuffled(range(6), size, seed=1, epoch=2).tolist() == [129, 3475, 1997, 3798, 3209, 2839]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_permutations_are_equally_likely(size):
+@given(st.integers(0, order.BLOCK), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_up_to_a_block_it_is_the_permutation_of_a_key(size, low, high):
+    found = order.sorted_draws(size, (low, high))
+    assert found.dtype == np.int64
+    assert found.tolist() == random.permutation(random.from_words((low, high)), size).tolist()
+
+
+def deviations(counts, each):
+    """By how many standard deviations a chi-squared statistic is off that of cells which are equally likely."""
+    degrees = counts.size - 1
+    return (((counts - each) ** 2 / each).sum() - degrees) / (2 * degrees) ** 0.5
+
+
+@pytest.mark.parametrize(("size", "each"), [(2, 120), (3, 120), (4, 60), (5, 100), (6, 8), (7, 1)])
+def test_all_permutations_are_equally_likely(size, each):
     orders = list(itertools.permutations(range(size)))
-    each = 120
-    counts = Counter(tuple(data.shuffled(range(size), size, seed=seed).tolist()) for seed in range(each * len(orders)))
-    squared = sum((counts[order] - each) ** 2 / each for order in orders)
-    degrees = len(orders) - 1
-    # Five standard deviations of a chi-squared variable.
-    assert abs(squared - degrees) < 5 * (2 * degrees) ** 0.5
-    assert set(counts) == set(orders)
+    counts = Counter(
+        tuple(data.shuffled(range(size), size, epoch=epoch).tolist()) for epoch in range(each * len(orders))
+    )
+    assert abs(deviations(np.array([counts[found] for found in orders]), each)) < 5
+
+
+@pytest.mark.parametrize("size", [8, 9, 13, 24, 64])
+def test_every_place_and_every_pair_of_neighbours_is_equally_likely(size):
+    epochs = 4 * size
+    found = np.stack([data.shuffled(range(size), size, epoch=epoch) for epoch in range(epochs)])
+    places, pairs = np.zeros((size, size)), np.zeros((size, size))
+    for place in range(size):
+        np.add.at(places, (place, found[:, place]), 1)
+        np.add.at(pairs, (found[:, place - 1], found[:, place]), place > 0)
+    assert abs(deviations(places, epochs / size)) < 5
+    assert abs(deviations(pairs[~np.eye(size, dtype=bool)], epochs / size)) < 5
+
+
+@pytest.mark.parametrize("size", [order.BLOCK - 1, order.BLOCK, order.BLOCK + 1, 2 * order.BLOCK])
+def test_bins_of_places_and_of_neighbours_are_equally_likely_on_both_sides_of_a_block(size):
+    bins, epochs = 16, 40
+    counts, pairs = np.zeros((bins, bins)), np.zeros((bins, bins))
+    for epoch in range(epochs):
+        where = data.shuffled(np.arange(size), size, epoch=epoch) * bins // size
+        np.add.at(counts, (np.arange(size) * bins // size, where), 1)
+        np.add.at(pairs, (where[:-1], where[1:]), 1)
+    assert abs(deviations(pairs, pairs.sum() / bins**2)) < 5
+    # Rows and columns sum to what they must, which takes a little of the deviation away.
+    assert abs(deviations(counts, counts.sum() / bins**2)) < 5
 
 
 @pytest.mark.parametrize("size", [5, 9, 16, 25, 49])
