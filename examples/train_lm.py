@@ -235,7 +235,12 @@ def options() -> argparse.Namespace:
     add("clip", 1.0, "largest norm of the gradient")
     add("seed", 0, "of the weights and of the windows")
     add("device", ft.backends.default().name, "where to train")
-    add("amp", "bf16", "dtype to compute in; weights stay float32", choices=["bf16", "fp16", "none"])
+    add(
+        "amp",
+        "auto",
+        "dtype to compute in, bf16 where that is native with auto; weights stay float32",
+        choices=["auto", "bf16", "fp16", "none"],
+    )
     parser.add_argument("--remat", action="store_true", help="keep no activations inside of blocks, compute them twice")
     parser.add_argument("--no-compile", action="store_true", help="run the step operation by operation")
     add("eval-batches", 100, "batches of held-out text to evaluate on")
@@ -305,7 +310,8 @@ def main() -> None:
     tell("device", ft.backends.of(o.device).describe())
     if made := checkpoints.steps():
         tell("resumed", f"after step {made[-1]}, from {checkpoints.directory}")
-    print(f"\n{step}\n", flush=True)
+    state = step.init(seed=o.seed)
+    print(f"\n{step}\n", flush=True)  # with a state it knows its device, and so the dtype that auto takes there
 
     eval_step = ft.eval_step(ft.from_module(model, predict_bytes))
     windows = SpreadWindows(held_out, o.batch, o.length, o.eval_batches)
@@ -317,7 +323,7 @@ def main() -> None:
     start = time.perf_counter()
     state, history = ft.fit(
         step,
-        step.init(seed=o.seed),
+        state,
         RandomWindows(train, o.batch, o.length, o.seed),
         steps=o.steps,
         evaluate=evaluate,

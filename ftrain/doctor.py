@@ -113,7 +113,10 @@ def _memory(record: Backend) -> str:
 
 
 def _dtypes(record: Backend) -> str:
-    return ", ".join(map(_name, record.autocast_dtypes())) or "none"
+    """Each dtype of autocast, and whether it is native: what is emulated is slower than float32."""
+    native = record.native_dtypes
+    kinds = (f"{_name(each)} ({'native' if each in native else 'emulated'})" for each in record.autocast_dtypes())
+    return ", ".join(kinds) or "none"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from ftrain.errors import ComposeError, DataError, DeviceError, OptionError
 from ftrain.grad import adapt, detach
 from ftrain.pieces import RAISE, cut, is_out_of_memory, most_pieces, release, require_on_oom
 from ftrain.purity import as_tree
-from ftrain.transforms.amp import DTYPES, autocast, name_of, require_dtype
+from ftrain.transforms.amp import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.types import Loss, Mean, PyTree, TrainState, replace
 from ftrain.wrapper import Wrapper
 
@@ -84,7 +84,8 @@ def evaluate(
         state: whose parameters are evaluated; `ftrain.averaged(state)` for those of `ema`.
         data: any iterable of batches.
         dtype: evaluate in ``"bf16"`` or ``"fp16"``: parameters and buffers are cast once, into a copy, and the loss
-            runs under autocast. Without it both stay as they are. The batch does so always, and with it labels and
+            runs under autocast. Without it both stay as they are; ``"auto"`` is ``"bf16"`` where the device multiplies
+            in it natively (`Backend.native_dtypes`), and else None. The batch does so always, and with it labels and
             weights; where a norm reads float32 data directly, cast these in the loss. What is beyond 65,504, a variance
             of BatchNorm say, is infinite in ``"fp16"``.
         on_oom: ``"split"`` evaluates a batch for which there is no memory in twice as many pieces, and those after
@@ -101,8 +102,10 @@ def evaluate(
         raise ComposeError(f"evaluate: the step is a {type(step).__name__}; needs one of ft.eval_step(loss_fn)")
     require_on_oom("evaluate", on_oom)
     device = tree.device_of(state.params)
+    if dtype == "auto" and auto_dtype(backends.of(device)) == "float32":
+        dtype = None
     if dtype is not None:
-        step, state = _narrowed(step, state, dtype)
+        step, state = _narrowed(step, state, "bf16" if dtype == "auto" else dtype)
     sums = _Sums()
     pieces = 1
     for given in data:
@@ -201,10 +204,10 @@ def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tu
     """The step and the state that compute in a narrow dtype."""
     name = name_of(dtype)
     if name not in DTYPES:
-        raise OptionError(f"evaluate: dtype is {dtype!r}; choices are {', '.join(DTYPES)} and None")
+        raise OptionError(f"evaluate: dtype is {dtype!r}; choices are auto, {', '.join(DTYPES)} and None")
     require_dtype("evaluate", name, backends.of(tree.device_of(state.params)))
     loss, wanted = step.loss, DTYPES[name]
-    if loss.narrow not in ("", name):
+    if loss.narrow not in ("", name) and (loss.narrow, name) != ("auto", "bf16"):
         raise ComposeError(
             f"evaluate: dtype is {dtype!r}, and the loss computes in {loss.narrow}: {loss.text}; leave dtype out, or "
             "evaluate the loss without with_amp"

@@ -378,8 +378,9 @@ class Step:
 
     def __repr__(self) -> str:
         texts = {arrow: [w.text for w in self.wrappers if w.arrow == arrow] for arrow in ARROWS}
+        choices = [f"[{w.choice()}]" for w in self.wrappers if w.choice and w.choice()]
         lines = {
-            "loss": self.loss.text,
+            "loss": " ".join([self.loss.text, *choices]),
             "grad": " <- ".join(["value_and_grad", *texts["grad"]]),
             "update": " <- ".join([self.optimizer.text, *texts["update"]]),
             "step": " <- ".join([self._ran.runner.text, *(w.text for w in self.wrappers if w.after)]),

@@ -44,6 +44,7 @@ class Wrapper:
         after: ``(Backend, steps) -> None``, called on the host after each step, when the state has made so many.
         check: ``(slot, bad steps in a row) -> None``, raises on the host what they show to be wrong.
         require: ``(Backend, params) -> None``, raises when the device or the trained parameters cannot do this.
+        choice: ``() -> str``, what it has chosen for the devices that it has met, for `print`; empty before.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Wrapper:
     after: Callable[[Backend, int], None] | None = None
     check: Callable[[PyTree, int], None] | None = None
     require: Callable[[Backend, PyTree], None] | None = None
+    choice: Callable[[], str] | None = None
 
     def __call__(self, step: Any) -> Any:
         """Return the step with this wrapper applied.

@@ -348,7 +348,7 @@ SIGNATURES = {
     "EvalStep.__call__": "(self, state, batch)",
     "evaluate": "(step, state, data, *, dtype=None, on_oom='raise')",
     "iterate": "(step, state, data, *, steps=None, epochs=None, position=None)",
-    "with_amp": "(dtype='bf16', *, watch=False)",
+    "with_amp": "(dtype='auto', *, watch=False)",
     "remat": "(policy='full', blocks=None, *, budget=None)",
     "matmul_precision": "(precision)",
     "precision_report": "(found)",

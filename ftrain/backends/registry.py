@@ -24,6 +24,7 @@ CALLS = (
     "available",
     "describe",
     "autocast_dtypes",
+    "emulated_dtypes",
     "seeded",
     "generators",
     "synchronize",
@@ -91,6 +92,8 @@ class Backend:
         synchronize: wait until the device has done all queued work.
         memory: bytes in use.
         distributed: the name of the `torch.distributed` backend.
+        emulated_dtypes: those of `autocast_dtypes` whose products are computed by converting to float32 and back,
+            which makes them slower than products in float32.
         free: bytes that can still be taken, those of the cache included; None where the device cannot tell.
         multiple: ``dtype -> int``, of what the lengths of axes should be multiples for products at full speed.
         tf32: makes a context in which float32 products may use TF32, or None where there is no TF32.
@@ -125,6 +128,7 @@ class Backend:
     synchronize: Callable[[], None] = _NEEDED
     memory: Callable[[], Memory] = _NEEDED
     distributed: str = _NEEDED
+    emulated_dtypes: Callable[[], tuple[torch.dtype, ...]] = tuple
     free: Callable[[], int | None] = lambda: None
     multiple: Callable[[torch.dtype], int] = lambda dtype: 1
     tf32: Callable[[], AbstractContextManager[None] | None] = lambda: None
@@ -159,6 +163,12 @@ class Backend:
                 raise OptionError(f"Backend {name}: {call} is {getattr(self, call)!r}; needs a function, or None")
         if self.caches_memory is None:
             object.__setattr__(self, "caches_memory", self.empty_cache is not None)
+
+    @property
+    def native_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of `autocast_dtypes` in which this machine's device multiplies at least as fast as in float32."""
+        emulated = self.emulated_dtypes()
+        return tuple(dtype for dtype in self.autocast_dtypes() if dtype not in emulated)
 
     @property
     def present(self) -> bool:

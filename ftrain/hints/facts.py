@@ -71,6 +71,7 @@ class Facts:
         doubled: examples a second of twice the batch, relative to the batch; None where that was not measured.
         loading: seconds of the data; None where there is none.
         tried: examples a second with a technique, relative to the step as given, where that was measured.
+        emulated: the narrow dtypes that the device multiplies in by converting to float32 and back.
     """
 
     products: Sequence[Product]
@@ -88,3 +89,4 @@ class Facts:
     doubled: Interval | None = None
     loading: Loading | None = None
     tried: Mapping[str, Interval] = field(default_factory=dict)
+    emulated: Sequence[torch.dtype] = ()

@@ -101,6 +101,20 @@ def _narrow(facts: Facts) -> Iterator[Hint]:
         )
 
 
+def _emulated(facts: Facts) -> Iterator[Hint]:
+    """Products in a narrow dtype that the device converts to float32 and back."""
+    total = sum(each.flops for each in facts.products)
+    for dtype in facts.emulated:
+        share = sum(each.flops for each in facts.products if each.dtype == dtype) / max(total, 1)
+        if share >= SHARE:
+            name = str(dtype).removeprefix("torch.")
+            yield Hint(
+                "emulated dtype",
+                f"{share:.0%} of the products are in {name}, which this device emulates: slower than float32",
+                'Use ft.with_amp("auto"), or compute in float32',
+            )
+
+
 def _whole(facts: Facts) -> float:
     """How many times as fast a step could be if its products alone were (Amdahl 1967)."""
     products = min(facts.flops / facts.rates.get(torch.float32, float("inf")) / facts.seconds, 1.0)
@@ -162,4 +176,4 @@ def _loader(facts: Facts) -> Iterator[Hint]:
         )
 
 
-RULES = _loader, _launches, _batch, _narrow, _tf32, _dimensions, _attention
+RULES = _loader, _launches, _batch, _emulated, _narrow, _tf32, _dimensions, _attention

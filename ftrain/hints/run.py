@@ -35,10 +35,11 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
     """Return what costs a step its speed: short sentences with what was found, measured here, and what to do.
 
     Looked for are a source of data that the device waits for; operations that take longer to start than their products
-    take; a batch too small to fill the device; products in float32 where bfloat16 is faster or TF32 is off; lengths of
-    axes that are no multiples of what the device's record says (NVIDIA's guide to matrix multiplication has 8, and from
-    compute capability 8.0 on 64, in 16 bits); and arguments of attention that force a slower kernel. Takes seconds:
-    the step runs on copies of the state, with the batch and with twice the batch.
+    take; a batch too small to fill the device; products in a narrow dtype that the device emulates; products in
+    float32 where bfloat16 is native and faster, or TF32 is off; lengths of axes that are no multiples of what the
+    device's record says (NVIDIA's guide to matrix multiplication has 8, and from compute capability 8.0 on 64, in 16
+    bits); and arguments of attention that force a slower kernel. Takes seconds: the step runs on copies of the state,
+    with the batch and with twice the batch.
 
     Args:
         step: the step.
@@ -111,16 +112,15 @@ def facts_of(
         multiple=record.multiple,
         tf32=record.tf32() is not None,
         rates={
-            dtype: _rate(device, dtype)
-            for dtype in WIDE_AND_NARROW
-            if dtype in (torch.float32, *record.autocast_dtypes())
+            dtype: _rate(device, dtype) for dtype in WIDE_AND_NARROW if dtype in (torch.float32, *record.native_dtypes)
         },
-        gain=_gain(device, products) if torch.bfloat16 in record.autocast_dtypes() else 1.0,
+        gain=_gain(device, products) if torch.bfloat16 in record.native_dtypes else 1.0,
         launch=_launch(device),
         seconds=took,
         doubled=doubled,
         loading=loading,
         tried=tried or {},
+        emulated=record.emulated_dtypes(),
     )
 
 

@@ -19,6 +19,7 @@ from ftrain.pieces import is_out_of_memory, release
 from ftrain.purity import as_tree
 from ftrain.step import Step
 from ftrain.timing import Loading, Racer, interval, loading, race
+from ftrain.transforms.amp import DTYPES
 from ftrain.types import PyTree, TrainState
 from ftrain.variants import outline, state_for
 
@@ -186,7 +187,7 @@ class _Trial:
         row = Row(group, technique.method, technique.name, _examples(self.given.batch))
         if isinstance(case, FtrainError):
             return dataclasses.replace(row, note=str(case))
-        row = dataclasses.replace(row, examples=_examples(case.batch))
+        row = dataclasses.replace(row, examples=_examples(case.batch), emulated=self._emulates(case.step))
         try:
             begun = outline(case.step, self.given.step, self.state)
             self._resting[row.name] = sum(
@@ -207,6 +208,9 @@ class _Trial:
             note = f"does not fit: {found.peak / 2**20:,.0f} MiB predicted, {free / 2**20:,.0f} MiB free"
             return dataclasses.replace(row, note=note)
         return row
+
+    def _emulates(self, step: Step) -> bool:
+        return DTYPES.get(step.loss.narrow) in backends.of(self.device).emulated_dtypes()
 
     def _racer(self, case: Case, needs: int | None) -> Racer:
         return Racer(case.step, lambda: self._begun(case), case.batch, self.device, needs or 0)

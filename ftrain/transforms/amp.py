@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,9 +24,11 @@ from ftrain.wrapper import Wrapper, wrapper
 NAME = "with_amp"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-CHOICES = ("bf16", "fp16", "tf32", "fp8")
+CHOICES = ("auto", "bf16", "fp16", "tf32", "fp8")
+log = logging.getLogger("ftrain")
 
 UNWATCHED = {
+    "auto": "which may compute in float32",
     "tf32": "which has the range of float32, so that nothing overflows",
     "fp8": "whose products are scaled one by one, and whose results are bf16",
 }
@@ -39,7 +43,7 @@ LEAST_SCALE = 2.0**-24
 
 
 @wrapper
-def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapper:
+def with_amp(dtype: str | torch.dtype = "auto", *, watch: bool = False) -> Wrapper:
     """Run the loss in mixed precision (Micikevicius et al. 2018, arXiv:1710.03740).
 
     Parameters, gradients and optimizer state keep their dtype. With ``"bf16"`` and ``"fp16"`` the loss
@@ -47,6 +51,13 @@ def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapp
     `torch.amp.GradScaler`: a step that overflows changes nothing but this wrapper's `scale` and `good`
     (steps since the last change) and the step count, and the metric `loss_scale` is the scale that the step used, which
     never falls below 2**-24.
+
+    ``"auto"`` is ``"bf16"`` on a device that multiplies in it natively (`Backend.native_dtypes`). Elsewhere it changes
+    nothing, and the step computes in float32: on a CPU without AVX512_BF16, say, which emulates bfloat16 many times
+    slower. It never takes ``"fp16"``, which needs a loss scale in the state; ask for that by name, for GPUs older than
+    Ampere. `print` shows what it took as soon as the step has a state. ``"bf16"`` and ``"fp16"`` by name are used even
+    where the device emulates them; the log then says once that they are slow.
+
     ``"tf32"`` lets float32 products run in TF32, on every device here that has it.
 
     ``"fp8"`` is ``"bf16"`` in which the linear layers of a module, the last one aside, multiply in float8, forward and
@@ -71,13 +82,13 @@ def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapp
     caches of transformers) is not watched, and those in it are.
 
     Args:
-        dtype: ``"bf16"``, ``"fp16"``, ``"tf32"`` or ``"fp8"``, or the `torch.dtype` of the first two.
+        dtype: ``"auto"``, ``"bf16"``, ``"fp16"``, ``"tf32"`` or ``"fp8"``, or `torch.bfloat16` or `torch.float16`.
         watch: report what overflows and underflows, part by part.
 
     Raises:
         OptionError: for another dtype, or a `watch` that is no bool; for `watch` with ``"tf32"``, whose numbers have
-            the range of float32, or with ``"fp8"``, whose products are scaled one by one; for ``"fp8"`` where there is
-            no module with such layers.
+            the range of float32, with ``"fp8"``, whose products are scaled one by one, or with ``"auto"``, which may
+            be float32; for ``"fp8"`` where there is no module with such layers.
         FtrainError: for ``"fp8"`` without torchao.
         ComposeError: for ``"fp8"`` with adapters; for ``"tf32"`` beside `ftrain.matmul_precision`; from the step, when
             it is watched and a pure loss has met no function that is marked by `ft.block`.
@@ -99,6 +110,8 @@ def with_amp(dtype: str | torch.dtype = "bf16", *, watch: bool = False) -> Wrapp
         return Wrapper(NAME, text, "loss", loss=_with_fp8, require=_require_fp8)
     if name == "tf32":
         return Wrapper(NAME, text, "loss", loss=_with_tf32, require=_require_tf32)
+    if name == "auto":
+        return _with_auto(text)
 
     def wrap(loss: Loss) -> Loss:
         made = dataclasses.replace(loss, fn=autocast(loss.fn, DTYPES[name]), text=f"{loss.text} <- {text}", narrow=name)
@@ -137,6 +150,25 @@ def require_dtype(function: str, name: str, backend: backends.Backend) -> None:
     if DTYPES[name] not in able:
         other = ", ".join([*(NAMES[choice] for choice in able), "float32"])
         raise DeviceError(f"{function}: {backend.describe()} cannot compute in {name}; it has {other}")
+    if DTYPES[name] in backend.emulated_dtypes():
+        _warn_of_emulation(function, name, backend.describe())
+
+
+@functools.cache
+def _warn_of_emulation(function: str, name: str, device: str) -> None:
+    """Log what an emulated dtype costs, once in a process."""
+    log.warning(
+        "%s: %s is emulated on %s, and may take ten times as long as float32; "
+        "'auto' takes bf16 where that is native, and float32 elsewhere",
+        function,
+        name,
+        device,
+    )
+
+
+def auto_dtype(backend: backends.Backend) -> str:
+    """Return what ``"auto"`` is on a device: ``"bf16"`` where that is native, else ``"float32"``."""
+    return "bf16" if torch.bfloat16 in backend.native_dtypes else "float32"
 
 
 def _require_wide(name: str, params: PyTree) -> None:
@@ -158,6 +190,36 @@ def autocast(loss: LossFn, dtype: torch.dtype) -> LossFn:
             return loss(params, batch, rng=rng, buffers=buffers)
 
     return cast
+
+
+def _with_auto(text: str) -> Wrapper:
+    taken: dict[str, str] = {}
+
+    def require(backend: backends.Backend, params: PyTree) -> None:
+        # Noted here, since a compiler that traces the loss cannot trace how a record looks at its device.
+        taken[backend.name] = auto_dtype(backend)
+        if taken[backend.name] == "bf16":
+            _require_wide("bf16", params)
+
+    def dtype_on(device: torch.device) -> str:
+        # The only device that it has met, if so: anatomy lets tensors of the host stand for those of the device.
+        if len(taken) == 1:
+            return next(iter(taken.values()))
+        return taken[device.type] if device.type in taken else auto_dtype(backends.of(device))
+
+    def wrap(loss: Loss) -> Loss:
+        narrow = autocast(loss.fn, torch.bfloat16)
+
+        def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            run = narrow if dtype_on(tree.device_of(params)) == "bf16" else loss.fn
+            return run(params, batch, rng=rng, buffers=buffers)
+
+        return dataclasses.replace(loss, fn=fn, text=f"{loss.text} <- {text}", narrow="auto")
+
+    def choice() -> str:
+        return "auto: " + ", ".join(f"{dtype} on {device}" for device, dtype in taken.items()) if taken else ""
+
+    return Wrapper(NAME, text, "loss", loss=wrap, require=require, choice=choice)
 
 
 def _with_fp8(loss: Loss) -> Loss:

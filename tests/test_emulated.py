@@ -1,0 +1,268 @@
+"""Narrow dtypes that a device multiplies in natively, or by emulation: what its record says, and who heeds it."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain import doctor
+from ftrain.backends import cpu, registry
+from ftrain.errors import ComposeError, OptionError, StructureError
+from ftrain.hints import facts_of, judge
+from ftrain.hints import run as hints_run
+from ftrain.ladder import run
+from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
+from tests.ladder.problem import scripted
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture
+def emulating(monkeypatch):
+    """Replace the CPU's record by one that emulates these dtypes; the devices of two tests have different names."""
+    monkeypatch.setattr(registry, "_records", dict(registry._records))
+
+    def replace(*dtypes, name="some CPU"):
+        record = dataclasses.replace(cpu.BACKEND, emulated_dtypes=lambda: dtypes, describe=lambda: name)
+        ft.backends.register(record)
+        return record
+
+    return replace
+
+
+# The record of the CPU
+
+
+CPUS = {
+    "AVX2": ("x86_64", {}, "", (False, False), ()),
+    "AVX2 with dot products": ("x86_64", {"avx_ne_convert": True}, "", (True, True), ()),
+    "AVX-512, which oneDNN computes in bfloat16 with, but by conversion": ("x86_64", {}, "", (True, False), ()),
+    "AVX-512 with bfloat16": ("x86_64", {"avx512_bf16": True}, "", (True, False), (BF16,)),
+    "AMX": ("x86_64", {"avx512_bf16": True, "avx512_fp16": True}, "", (True, True), (BF16, FP16)),
+    "AMX held to AVX2": ("x86_64", {"avx512_bf16": True, "avx512_fp16": True}, "avx2", (True, True), ()),
+    "AMX held to AVX-512": ("x86_64", {"avx512_bf16": True, "avx512_fp16": True}, "AVX512_CORE", (True, True), ()),
+    "AMX held to its bfloat16": (
+        "x86_64",
+        {"avx512_bf16": True, "avx512_fp16": True},
+        "AVX512_CORE_BF16",
+        (True, True),
+        (BF16,),
+    ),
+    "Graviton 3": ("arm64", {"bf16": True}, "", (True, False), (BF16,)),
+    "Graviton 2": ("arm64", {}, "", (False, False), ()),
+}
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_the_record_of_the_cpu_tells_native_from_emulated(name, monkeypatch):
+    architecture, capabilities, limit, computes, native = CPUS[name]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": architecture, **capabilities})
+    monkeypatch.setattr(cpu, "_onednn_computes_in", dict(zip((BF16, FP16), computes, strict=True)).__getitem__)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert cpu.BACKEND.native_dtypes == native
+    assert {*native, *cpu.BACKEND.emulated_dtypes()} == {BF16, FP16}
+
+
+def test_what_onednn_says_of_this_cpu_and_nothing_is_native_without_it(monkeypatch):
+    native = cpu.BACKEND.native_dtypes
+    assert all(cpu._onednn_computes_in(dtype) for dtype in native)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert cpu.BACKEND.native_dtypes == ()
+
+
+def test_a_cpu_that_is_held_to_avx2_emulates_both(monkeypatch):
+    """On ARM the variable says nothing."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    if str(torch.cpu.get_capabilities()["architecture"]).startswith("x86"):
+        assert cpu.BACKEND.emulated_dtypes() == (BF16, FP16)
+
+
+def test_a_record_that_says_nothing_emulates_nothing():
+    record = dataclasses.replace(cpu.BACKEND, emulated_dtypes=tuple)
+    assert record.native_dtypes == record.autocast_dtypes()
+    with failing(OptionError, "Backend cpu", "emulated_dtypes is True", "needs a function"):
+        dataclasses.replace(cpu.BACKEND, emulated_dtypes=True)
+
+
+# with_amp("auto")
+
+
+@pytest.mark.parametrize("more", [(), (ft.compiled(backend="aot_eager", lowering="whole"),)], ids=["", "whole"])
+@pytest.mark.parametrize(("emulated", "same"), [((BF16, FP16), ()), ((FP16,), ("bf16",)), ((BF16,), ())], ids=str)
+def test_auto_is_bf16_where_that_is_native_and_else_nothing(emulated, same, more, emulating):
+    """Never fp16: the structure of the state does not depend on the device."""
+    emulating(*emulated)
+    ends = []
+    for wrappers in ([ft.with_amp("auto")], [ft.with_amp(dtype) for dtype in same]):
+        step = make(squares, *wrappers, *more)
+        state = step.init(params())
+        for _ in range(3):
+            state, _ = step(state, batch())
+        ends.append(state)
+    assert_bitwise(*ends)
+
+
+def test_auto_is_the_default():
+    assert ft.with_amp().text == ft.with_amp("auto").text == "with_amp(auto)"
+    assert "with_amp(auto)" in repr(ft.with_amp(make()))
+
+
+def test_print_shows_what_auto_took_once_there_is_a_state(emulating):
+    for emulated, dtype in ((BF16,), "float32"), ((), "bf16"):
+        emulating(*emulated)
+        step = make(squares, ft.with_amp("auto"), ft.clip(1.0))
+        assert repr(step).splitlines()[0] == "loss    squares <- with_amp(auto)"
+        step.init(params())
+        assert repr(step).splitlines()[0] == f"loss    squares <- with_amp(auto) [auto: {dtype} on cpu]"
+
+
+def test_a_step_compiles_once_under_auto(emulating):
+    """The traced loss reads what was chosen, and does not look at the device again."""
+    for emulated in ((BF16,), ()):
+        record = emulating(*emulated)
+        seen = []
+
+        def loss(params, batch, seen=seen):
+            seen.append((batch["x"] @ params["w"]).dtype)
+            return squares(params, batch)
+
+        step = make(loss, ft.with_amp("auto"), ft.compiled(backend="aot_eager", lowering="split"))
+        state = step.init(params())
+        # What a record asks of its device is not what a compiler traces.
+        ft.backends.register(dataclasses.replace(record, emulated_dtypes=lambda: 1 / 0))
+        vars(state)["_origin"] = step._origin
+        step(state, batch())
+        assert set(seen) == {torch.float32 if emulated else BF16}
+
+
+def test_auto_refuses_float16_parameters_only_where_it_computes_in_bf16(emulating):
+    half = {name: leaf.half() for name, leaf in params().items()}
+    emulating(BF16, FP16)
+    make(squares, ft.with_amp("auto")).init(half)
+    emulating()
+    with failing(StructureError, "with_amp(bf16)", "params.b", "float16"):
+        make(squares, ft.with_amp("auto")).init(half)
+
+
+def test_auto_is_not_watched():
+    with failing(OptionError, "with_amp", "watch=True with auto", "watch bf16 or fp16"):
+        ft.with_amp("auto", watch=True)
+
+
+def test_anatomy_counts_what_auto_takes(emulating):
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
+    loss = ft.from_module(model, lambda model, batch: model(batch).float().square().mean())
+    each = {}
+    for emulated in ((BF16,), ()):
+        emulating(*emulated)
+        step = ft.with_amp("auto")(ft.train_step(loss, ft.optim.sgd(0.1)))
+        found = ft.anatomy(step, step.init(), torch.randn(8, 64), measure=False)
+        each[emulated] = sum(found.bytes_a_parameter.values())
+    assert each[()] == each[(BF16,)] + 2
+
+
+@pytest.mark.parametrize(("emulated", "same"), [((BF16, FP16), None), ((FP16,), "bf16")], ids=str)
+def test_an_evaluation_in_auto(emulated, same, emulating):
+    emulating(*emulated)
+    state, given = make().init(params()), [batch(), batch(2)]
+    evaluated = [ft.evaluate(ft.eval_step(squares), state, given, dtype=dtype) for dtype in ("auto", same)]
+    assert evaluated[0] == evaluated[1]
+    # A loss that computes in what auto takes may be evaluated in it, and in bf16.
+    step = make(squares, ft.with_amp("auto"))
+    for dtype in ("auto", "bf16", None):
+        ft.evaluate(ft.eval_step(step.loss), step.init(params()), given, dtype=dtype)
+    with failing(ComposeError, "evaluate", "'fp16'", "computes in auto"):
+        ft.evaluate(ft.eval_step(step.loss), state, given, dtype="fp16")
+
+
+# Those who ask for an emulated dtype
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_an_emulated_dtype_works_and_says_once_what_it_costs(dtype, emulating, caplog):
+    emulating(BF16, FP16, name=f"a CPU without {dtype}")
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        for _ in range(2):
+            step = make(squares, ft.with_amp(dtype))
+            state, metrics = step(step.init(params()), batch())
+            assert metrics["loss"] > 0
+            step(state, batch())
+    (said,) = [record.getMessage() for record in caplog.records]
+    for piece in ("with_amp", f"{dtype} is emulated on a CPU without {dtype}", "ten times", "'auto'", "float32"):
+        assert piece in said
+
+
+def test_an_evaluation_in_an_emulated_dtype_says_so_too(emulating, caplog):
+    emulating(BF16, name="a CPU that evaluates")
+    for _ in range(2):
+        ft.evaluate(ft.eval_step(squares), make().init(params()), [batch()], dtype="bf16")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("evaluate: bf16 is emulated on a CPU that evaluates")
+
+
+def test_nothing_is_said_where_a_dtype_is_native_or_nobody_asks_for_it(emulating, caplog):
+    emulating(name="a CPU with both")
+    make(squares, ft.with_amp("fp16")).init(params())
+    emulating(BF16, FP16, name="a CPU that is asked for neither")
+    make(squares, ft.with_amp("auto")).init(params())
+    ft.evaluate(ft.eval_step(squares), make().init(params()), [batch()], dtype="auto")
+    assert caplog.records == []
+
+
+# hints, ladder, doctor
+
+
+def linear(*wrappers):
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    loss = ft.from_module(model, lambda model, batch: model(batch["x"]).float().square().mean())
+    return ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers), {"x": torch.randn(32, 64)}
+
+
+def advised(step, given):
+    state = step.init()
+    known = ft.anatomy(step, state, given, measure=False)
+    # A step whose time is all products, so that whatever makes them faster is worth a hint.
+    facts = dataclasses.replace(facts_of(step, state, given, known, 1e-9), launch=0.0)
+    return facts, {hint.name: str(hint) for hint in judge(facts)}
+
+
+def test_hints_do_not_advise_what_is_emulated_and_name_it(emulating, monkeypatch):
+    monkeypatch.setattr(hints_run, "_rate", lambda device, dtype: 1e12)
+    monkeypatch.setattr(hints_run, "_gain", lambda device, products: 5.0)
+    emulating(FP16)
+    assert 'Use ft.with_amp("bf16")' in advised(*linear())[1]["float32"]
+    emulating(BF16, FP16)
+    facts, hints = advised(*linear())
+    assert (facts.gain, set(facts.rates)) == (1.0, {torch.float32})
+    assert "float32" not in hints
+    for wrapper in (ft.with_amp("bf16"), ft.with_amp("fp16")):
+        said = advised(*linear(wrapper))[1]["emulated dtype"]
+        assert "100% of the products" in said
+        assert 'Use ft.with_amp("auto")' in said
+    assert "emulated dtype" not in advised(*linear(ft.with_amp("auto")))[1]
+    emulating()
+    assert "emulated dtype" not in advised(*linear(ft.with_amp("bf16")))[1]
+
+
+def test_the_row_of_a_ladder_says_emulated(emulating, monkeypatch):
+    monkeypatch.setattr(run, "race", scripted({}))
+    monkeypatch.setattr(run, "judge", lambda facts: [])
+    emulating(FP16)
+    step, given = linear()
+    found = ft.ladder(step, step.init(), given, techniques=["mixed precision"], stacked=False, rounds=1)
+    assert [row.name for row in found.rows if row.emulated] == ['with_amp("fp16")']
+    lines = repr(found).splitlines()
+    assert [line.split()[1:2] for line in lines if "emulated" in line] == [["emulated"], ["the"]]
+    assert [row["emulated"] for row in found.as_dict()["rows"]] == [False, False, True, False]
+    # Where nothing is, nothing is explained.
+    emulating()
+    found = ft.ladder(step, step.init(), given, techniques=['with_amp("fp16")'], stacked=False, rounds=1)
+    assert "emulated" not in repr(found)
+
+
+def test_the_doctor_says_what_is_native(emulating):
+    assert doctor._dtypes(emulating(FP16)) == "bfloat16 (native), float16 (emulated)"
+    assert doctor._dtypes(dataclasses.replace(cpu.BACKEND, autocast_dtypes=tuple)) == "none"
