@@ -285,7 +285,7 @@ def test_facts_of_a_step():
     assert facts.operations > 50
     assert facts.flops > 2 * 64 * 16 * 32 * 6
     assert facts.multiple(BF16) == 1
-    assert set(facts.rates) == {F32, BF16}
+    assert set(facts.rates) == {F32, *({BF16} & {*ft.backends.get("cpu").native_dtypes})}
     assert min(facts.rates.values()) > 1e6
     assert 1e-3 < facts.gain < 1e3
     assert 1e-8 < facts.launch < 1e-2
