@@ -14,6 +14,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,11 +80,13 @@ def _is_native(dtype: torch.dtype) -> bool:
 
 
 def _onednn_computes_in(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
+    onednn: Any = torch.backends.mkldnn
+    if not onednn.is_available():
         return False
     kernels = torch.ops.mkldnn
-    able = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    return bool(getattr(kernels, able[dtype])())
+    if dtype == torch.bfloat16:
+        return bool(kernels._is_mkldnn_bf16_supported())
+    return bool(kernels._is_mkldnn_fp16_supported())
 
 
 BACKEND = Backend(
