@@ -139,6 +139,7 @@ INSIDE = {
         "saving",
         "matching",
         "reading",
+        "replacing",
         "run",
         "report",
     },

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Self
 from ftrain import backends
 from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import environment
-from ftrain.checkpoint.reading import load_parts, read_manifest, verify
-from ftrain.checkpoint.saving import Notes, clear, device_of, write
+from ftrain.checkpoint.reading import load_parts, read_manifest
+from ftrain.checkpoint.replacing import current, discard, put, settle
+from ftrain.checkpoint.saving import Notes, clear, device_of
 from ftrain.checkpoint.skeleton import Described, describe
 from ftrain.checkpoint.staging import Staging
 from ftrain.checks import require_positive
@@ -26,7 +27,7 @@ from ftrain.errors import CheckpointError, OptionError
 from ftrain.types import PyTree
 
 LOCK = ".lock"
-NAME = re.compile(r"step-(\d{12,})")
+NAME = re.compile(r"step-(\d{12,})(?:\.new)?")
 PINNED = ".pinned"
 MODES = {"min": 1.0, "max": -1.0}
 
@@ -136,6 +137,8 @@ class Checkpoints:
                 # What a killed process has renamed is there, and may not be on the disk.
                 files.sync_directory(self.directory)
                 clear(self.directory)
+                for step in self.steps():
+                    settle(self._place(step), step)
                 self._look()
         except BaseException:
             self._unlock()
@@ -162,6 +165,9 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Return the directory of a step's checkpoint, whether it is there or not."""
+        return current(self._place(step))
+
+    def _place(self, step: int) -> Path:
         return self.directory / f"step-{step:012d}"
 
     def steps(self) -> list[int]:
@@ -194,6 +200,8 @@ class Checkpoints:
     ) -> None:
         """Save trees by name as the checkpoint of a step; they may change as soon as this returns.
 
+        A checkpoint that this run has of the step already is replaced, if anything in it differs.
+
         Args:
             step: steps that the state has made.
             parts: the state as ``"state"``, and whatever belongs to it.
@@ -201,7 +209,8 @@ class Checkpoints:
             wait: until it is on the disk.
 
         Raises:
-            CheckpointError: when this or the save before could not be written, or outside of the context.
+            CheckpointError: when this or the save before could not be written, or there is one of this step that
+                another run has saved; outside of the context, and when the directory or its lock is no longer there.
         """
         self._require_lock("save")
         self.wait()
@@ -305,11 +314,9 @@ class Checkpoints:
         return None
 
     def _write(self, step: int, described: Described, notes: Notes) -> None:
-        path = self.path(step)
-        if files.exists(path) and not self._make_way(path, step):
-            return
-        write(path, described, notes)
-        verify(path)
+        path = self._place(step)
+        with _named(self.directory):
+            put(path, step, described, notes)
         self._note(step)
         try:
             self._rotate(step)
@@ -317,16 +324,6 @@ class Checkpoints:
             raise CheckpointError(
                 f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
             ) from error
-
-    def _make_way(self, path: Path, step: int) -> bool:
-        """Whether a step must be written again: what is there is damaged or another's, and put aside."""
-        with _named(path.parent):
-            if not _is_whole(path, step):
-                files.rename(path, path.parent / f"damaged-{path.name}-{uuid.uuid4().hex}")
-                return True
-            # It may be there because a save of it could neither be finished nor taken back.
-            files.sync_directory(path.parent)
-            return False
 
     def _look(self) -> None:
         self._values = {}
@@ -366,19 +363,10 @@ class Checkpoints:
             kept.add(self._best())
         for step in steps:
             if step not in kept and not files.exists(self._pin(step)):
-                doomed = self.directory / f".{self.path(step).name}.{uuid.uuid4().hex}.tmp"
-                files.rename(self.path(step), doomed)
-                files.remove(doomed)
+                discard(self.path(step))
 
     def _pin(self, step: int) -> Path:
-        return self.directory / f"{self.path(step).name}{PINNED}"
-
-
-def _is_whole(path: Path, step: int) -> bool:
-    try:
-        return verify(path).step == step
-    except CheckpointError:
-        return False
+        return self.directory / f"{self._place(step).name}{PINNED}"
 
 
 @contextmanager

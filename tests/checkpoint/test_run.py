@@ -8,8 +8,7 @@ import torch
 
 import ftrain as ft
 from ftrain import checkpoint
-from ftrain.checkpoint import files
-from ftrain.checkpoint import run as runs
+from ftrain.checkpoint import files, replacing
 from ftrain.errors import CheckpointError, OptionError, StructureError
 
 
@@ -76,14 +75,14 @@ def test_pinned_ones_stay(tmp_path):
 
 def test_the_state_is_copied_at_the_call(tmp_path, monkeypatch):
     begun, go = threading.Event(), threading.Event()
-    write = runs.write
+    write = replacing.write
 
     def slow(*args):
         begun.set()
         go.wait(10)
         write(*args)
 
-    monkeypatch.setattr(runs, "write", slow)
+    monkeypatch.setattr(replacing, "write", slow)
     given = tree(1)
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, given)
@@ -130,7 +129,7 @@ def test_an_error_in_the_background_surfaces(tmp_path, monkeypatch):
 
 
 def test_nothing_is_removed_when_the_new_one_is_not_whole(tmp_path, monkeypatch):
-    write = runs.write
+    write = replacing.write
 
     def torn(path, *rest):
         write(path, *rest)
@@ -138,7 +137,7 @@ def test_nothing_is_removed_when_the_new_one_is_not_whole(tmp_path, monkeypatch)
         file.write_bytes(file.read_bytes()[:-1] + b"!")
 
     fill(tmp_path, [1], keep=1)
-    monkeypatch.setattr(runs, "write", torn)
+    monkeypatch.setattr(replacing, "write", torn)
     with (
         pytest.raises(CheckpointError, match="not those that were saved"),
         ft.Checkpoints(tmp_path, every=1, keep=1) as checkpoints,
@@ -187,6 +186,56 @@ def test_a_step_that_is_there_and_whole_is_not_written_again(tmp_path):
     before = (checkpoints.path(1) / "MANIFEST.json").read_bytes()
     fill(tmp_path, [1])
     assert (checkpoints.path(1) / "MANIFEST.json").read_bytes() == before
+
+
+def test_a_step_of_the_same_run_is_replaced(tmp_path, async_):
+    with ft.Checkpoints(tmp_path, every=1, best="loss", async_=async_) as checkpoints:
+        checkpoints.save(1, tree(1), metrics={"loss": 1.0})
+        checkpoints.save(2, tree(2))
+        # More is known of the same state, then the state is another one.
+        checkpoints.save(2, tree(2), metrics={"loss": 0.5})
+        checkpoints.wait()
+        assert checkpoints.latest(best=True).step == 2
+        checkpoints.save(2, tree(5), metrics={"loss": 2.0})
+        checkpoints.wait()
+        assert checkpoints.latest(best=True).step == 1
+    assert checkpoints.latest().parts["state"]["x"].tolist() == [5, 5, 5]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-000000000001", "step-000000000002"]
+
+
+def test_a_step_of_another_run_is_not_replaced(tmp_path):
+    before = fill(tmp_path, [1]).latest()
+    with (
+        pytest.raises(CheckpointError, match=r"step-000000000001 is of another run.*use another directory"),
+        ft.Checkpoints(tmp_path, every=1) as checkpoints,
+    ):
+        checkpoints.save(1, tree(2))
+    assert torch.equal(checkpoints.latest().parts["state"]["x"], before.parts["state"]["x"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-000000000001"]
+    # Gone on from, it is the same run.
+    with checkpoints:
+        checkpoints.latest()
+        checkpoints.save(1, tree(2))
+    assert checkpoints.latest().parts["run"] == {"step": 2}
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_process_that_ended_while_it_replaced_one(damaged, tmp_path):
+    checkpoints = fill(tmp_path, [1])
+    with checkpoints:
+        shutil.copytree(checkpoints.path(1), tmp_path / "step-000000000001.new")
+        shutil.rmtree(checkpoints.path(1))
+        # Who only reads finds it, too.
+        assert ft.Checkpoints(tmp_path, every=1).steps() == [1]
+        assert ft.Checkpoints(tmp_path, every=1).latest().step == 1
+    with checkpoints:
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-000000000001"]
+        shutil.copytree(checkpoints.path(1), tmp_path / "step-000000000001.new")
+        if damaged:
+            damage(tmp_path / "step-000000000001.new")
+    with checkpoints:
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-000000000001"]
+        assert checkpoints.latest().step == 1
 
 
 def test_another_structure_is_no_damage(tmp_path):

@@ -44,6 +44,13 @@ def pins(directory, step, **options):
         writing.pin(step)
 
 
+def replaces(directory, step, **options):
+    with checkpoints(directory, **options) as writing:
+        # So that it is the same run.
+        writing.latest()
+        writing.save(step, tree(step), metrics={"loss": 0.5}, wait=True)
+
+
 # What is there, what is done, and the steps that may be the newest one afterwards.
 STORIES = {
     "first": ((), saves, 1, {None, 1}, {}),
@@ -51,6 +58,8 @@ STORIES = {
     "rotation_async": ((1, 2), saves, 3, {2, 3}, {"async_": True}),
     "rotation_of_the_only_one": ((1,), saves, 2, {1, 2}, {"keep": 1}),
     "again": ((1, 2), saves, 2, {2}, {}),
+    "replaced": ((1, 2), replaces, 2, {2}, {}),
+    "replaced_the_only_one": ((1,), replaces, 1, {1}, {"keep": 1}),
     "pin": ((1, 2), pins, 2, {2}, {}),
 }
 stories = pytest.mark.parametrize("story", STORIES)

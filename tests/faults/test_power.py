@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from ftrain.checkpoint import load, save
+from ftrain.checkpoint import load, save, verify
 from ftrain.errors import CheckpointError
 from tests.faults.disk import Disk, PowerCut, Recorded, laid_out, through
 from tests.faults.figures import record, times
@@ -76,12 +76,30 @@ def refused(disk, root):
         disk.say("saved", 1)
 
 
+def replaced(disk, root):
+    """The last checkpoint is replaced by one of other metrics."""
+    with checkpoints(root / "runs" / "a") as writing:
+        for step, loss in ((1, 1.0), (PINNED, 2.0), (PINNED, 3.0)):
+            disk.say("begun", step)
+            writing.save(step, tree(step), metrics={"loss": loss})
+            disk.say("saved", step)
+        disk.say("replaced", PINNED)
+
+
+def check_replaced(root, saved, begun, replaced):
+    check_run(root, saved, begun, False)
+    if saved == PINNED:
+        loss = verify(checkpoints(root / "runs" / "a").path(PINNED)).metrics["loss"]
+        assert loss == 3.0 if replaced else loss in (2.0, 3.0)
+
+
 STORIES = {
     "run": (run, check_run, {}),
     "async": (run, check_run, {"async_": True}),
     "keep_1": (run, check_run, {"keep": 1}),
     "save": (alone, check_alone, {}),
     "refused": (refused, check_run, {}),
+    "replaced": (replaced, check_replaced, {}),
 }
 stories = pytest.mark.parametrize("story", STORIES)
 
@@ -107,10 +125,10 @@ def moments(log):
 
 
 def known(log):
-    """What was acknowledged, what was begun, and whether the pin was set."""
+    """What was acknowledged, what was begun, and whether the pin was set or the last one replaced."""
     said = [line[1:] for line in log if line[0] == "said"]
     steps = {name: max((step for what, step in said if what == name), default=0) for name in ("saved", "begun")}
-    return steps["saved"], steps["begun"], ("pinned", PINNED) in said
+    return steps["saved"], steps["begun"], bool({("pinned", PINNED), ("replaced", PINNED)} & {*said})
 
 
 def outcomes(log, check, scratch, *, after=None):
@@ -158,7 +176,7 @@ SYNCS = {
     "directory_of_the_run": ("run", "make_directories < __enter__", None),
     "directory_of_a_save": ("save", "make_directories < _prepare", None),
     "renamed_before_a_kill": ("kill", "__enter__", None),
-    "renamed_in_a_save_that_failed": ("refused", "_make_way < _write", None),
+    "replaced": ("replaced", "settle < put", None),
     "pin": ("run", "touch < pin", None),
 }
 
