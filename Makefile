@@ -5,7 +5,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: train test faults lint format bench clean
+# The oldest torch, as ftrain itself names it, in an environment of its own.
+OLD := $(VENV)-oldest
+OLD_TORCH := torch==$(shell sed -n 's/^TESTED = (\([0-9]*\), \([0-9]*\)).*/\1.\2.0/p' ftrain/_torch.py)
+OLD_TESTS := tests/test_module.py tests/test_lowered.py tests/test_recompute.py tests/test_versions.py
+
+.PHONY: train test test-oldest faults lint format bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +22,17 @@ train: $(READY)  ## Train a byte-level GPT on Python's own standard library (ARG
 
 test: $(READY)  ## Run every test, the doctests and the code blocks of the documentation.
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+$(OLD)/.ready: pyproject.toml constraints.txt ftrain/_torch.py
+	rm -f $@
+	$(PYTHON) -m venv $(OLD)
+	grep -v '^torch' constraints.txt > $(OLD)/constraints.txt
+	$(OLD)/bin/pip install --quiet --disable-pip-version-check --retries 1 -c $(OLD)/constraints.txt \
+		'$(OLD_TORCH)' -e . pytest pytest-xdist hypothesis \
+		&& touch $@ || echo "test-oldest: not run, for $(OLD_TORCH) cannot be installed here"
+
+test-oldest: $(OLD)/.ready  ## Run some of the tests with the oldest torch (a download of 3 GB), if it can be had.
+	if [ -e $(OLD)/.ready ]; then $(OLD)/bin/python -m pytest -n 2 --dist worksteal $(OLD_TESTS) $(ARGS); fi
 
 faults: $(READY)  ## Kill, crash, fill, flip and fuzz as often as the table of faults says; takes hours.
 	FTRAIN_FAULTS=full $(BIN)/python -m pytest tests/faults $(ARGS)
@@ -35,4 +51,4 @@ bench: $(READY)  ## Measure a step beside the loops and libraries that it replac
 	$(BIN)/python -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(OLD) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,6 +4,7 @@ A training step maps ``(state, batch)`` to ``(state, metrics)``; mixed precision
 rematerialisation, clipping, averaging and compilation are wrappers that take a step and return a step.
 """
 
+from ftrain import _torch as _torch
 from ftrain import adapters as adapters
 from ftrain import backends as backends
 from ftrain import checkpoint as checkpoint

@@ -60,5 +60,9 @@ class Interrupted(SystemExit):
     result: Any = None
 
 
+class VersionError(FtrainError, ImportError):
+    """The installed torch is older than ftrain needs, or lacks something that ftrain relies on."""
+
+
 class CheckpointError(FtrainError, RuntimeError):
     """A checkpoint could not be written, is damaged, or does not fit."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ftrain import backends, random
+from ftrain import _torch, backends, random
 from ftrain.errors import TraceError
 
 _Arguments: TypeAlias = dict[str, Any]
@@ -138,12 +138,12 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def is_run_again() -> bool:
     """Whether this is a recomputation of `torch.utils.checkpoint`, which shows in what watches saved tensors then."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = _torch.top_saved_tensors_hooks(True)
     if hooks is None:
         return False
     # Those of `recompute` hide what was there before them.
     hidden: bool = getattr(getattr(hooks[0], "__self__", None), "is_run_again", False)
-    return hidden or getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
+    return hidden or _torch.recomputes(hooks[0])
 
 
 def current() -> Keyed | None:

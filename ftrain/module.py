@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 
+from ftrain import _torch
 from ftrain.errors import LossError, StructureError
 from ftrain.grad import normalise
 from ftrain.purity import merge
@@ -50,7 +51,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     """
     _require_module(module, criterion)
     # What torch.compile wraps is the module itself: its names have no prefix, and the step is compiled as a whole.
-    module = getattr(module, "_orig_mod", module)
+    module = _torch.original(module)
     slots = slots_of(module)
     places = [place for part in module.modules() for place in (part._parameters, part._buffers)]
     lent, mode = Lent(places), moding(module)

@@ -114,6 +114,7 @@ MODULES = {
         "OptionError",
         "StructureError",
         "TraceError",
+        "VersionError",
     ],
     "loggers": ["Logger", "Record", "jsonl", "rewind"],
     "losses": ["accuracy", "binary_cross_entropy", "cross_entropy", "linear_cross_entropy", "mse"],

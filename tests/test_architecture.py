@@ -17,6 +17,7 @@ PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf
 STAIRCASE = [
     "_version",
     "errors",
+    "_torch",
     "backends",
     "checks",
     "figures",

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ftrain import tree
 from ftrain.anatomy.kinds import TEMPORARIES
 from ftrain.anatomy.timeline import Ledger, Operation, Piece, Scratch
+from ftrain.errors import TraceError
 from ftrain.operations import ELEMENTWISE
 from ftrain.plan import Plan
 
@@ -96,6 +97,11 @@ class Script:
             elif isinstance(statement, ast.Assign):
                 names |= {target.id: _nothing for target in statement.targets if isinstance(target, ast.Name)}
         taking = {name: _take for name in names if name.startswith("empty_strided")}
+        if not taking:
+            raise TraceError(
+                f"anatomy: in torch {torch.__version__}, the code that Inductor writes takes memory by another name "
+                "than empty_strided, and cannot be read; pass fuse=False"
+            )
         return {**names, **taking, "reinterpret_tensor": _view, "assert_size_stride": _nothing}
 
     def _lines(self) -> Iterator[list[ast.stmt]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ftrain import _torch
 from ftrain.data.fetch import Batches, Fetched, named
 from ftrain.data.plan import Request
 from ftrain.errors import DataError
@@ -133,10 +134,10 @@ def answered(loader: DataLoader[Fetched], timeout: float, awaited: Callable[[], 
 
 
 def _stop(answers: Any) -> None:
-    # Torch has no public name for it. Left to the garbage collector, which comes by when the error is forgotten, it
+    # Left to the garbage collector, which comes by when the error is forgotten, it
     # takes five seconds a worker: the collector closes the queues before it lets the loader say that it is over.
     with suppress(RuntimeError):  # Of another worker, whose death torch signals meanwhile.
-        getattr(answers, "_shutdown_workers", lambda: None)()
+        _torch.stop_workers(answers)
 
 
 class _Asked:

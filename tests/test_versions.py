@@ -1,0 +1,114 @@
+"""Which versions of torch are accepted, and that what ftrain needs of torch's private names is asked for at import."""
+
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import checkpoint
+from torch.utils.data import dataloader
+
+from ftrain import _torch
+from ftrain.anatomy import planned
+from ftrain.errors import TraceError, VersionError
+from ftrain.plan import Plan
+
+ROOT = Path(_torch.__file__).parents[1]
+OLDEST, NEWEST = (".".join(map(str, version)) for version in _torch.TESTED)
+
+
+def run_again(monkeypatch, version):
+    """Import the module once more, with another version of torch."""
+    monkeypatch.setattr(torch, "__version__", version)
+    return runpy.run_path(_torch.__file__)
+
+
+@pytest.mark.parametrize("version", ["1.13.1+cu117", "2.10.0"])
+def test_an_older_torch_is_refused(version, monkeypatch):
+    with pytest.raises(VersionError, match=rf"torch is {version.replace('+', '.')}; needs {OLDEST} or newer") as error:
+        run_again(monkeypatch, version)
+    assert isinstance(error.value, ImportError)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cpu", "2.13.0a0+git1234567"])
+def test_tested_versions_are_taken_in_silence(version, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_again(monkeypatch, version)
+
+
+@pytest.mark.parametrize("version", ["2.14.0", "2.101.0.dev20300101", "3.0.0"])
+def test_a_newer_torch_is_warned_of(version, monkeypatch):
+    with pytest.warns(UserWarning, match=rf"torch is {version}; ftrain is tested with {OLDEST} to {NEWEST}") as found:
+        run_again(monkeypatch, version)
+    assert len(found) == 1
+    assert "\n" not in str(found[0].message)
+
+
+def renamed(init):
+    def __init__(self, target_frame_ref, gid):  # noqa: N807
+        def keep(x):
+            return x
+
+    return __init__
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (checkpoint, "_recomputation_hook"),
+        (torch._C._autograd, "_top_saved_tensors_default_hooks"),
+        (dataloader, "_MultiProcessingDataLoaderIter"),
+        (dataloader._MultiProcessingDataLoaderIter, "_shutdown_workers"),
+    ],
+)
+def test_a_private_name_that_is_gone_is_an_error_at_import(owner, name, monkeypatch):
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(VersionError, match=rf"changed something private.*{name}.*; use torch {OLDEST} to {NEWEST}"):
+        runpy.run_path(_torch.__file__)
+
+
+def test_a_hook_of_another_name_is_an_error_at_import(monkeypatch):
+    """By its name alone a recomputation is known, which must not draw other dropout masks in silence."""
+    monkeypatch.setattr(checkpoint._recomputation_hook, "__init__", renamed)
+    with pytest.raises(VersionError, match=r"changed something private.*pack_hook"):
+        runpy.run_path(_torch.__file__)
+
+
+def test_code_of_inductor_that_takes_memory_by_another_name_is_an_error():
+    """Read as code that takes none, it would be predicted to need none."""
+    about = planned.About("forward", {}, lambda numbers: None)
+    with pytest.raises(TraceError, match="another name than empty_strided"):
+        planned.Script(Plan("def call(args):\n    return ()\n", {}, {}, []), about, lambda name, args: 0)
+
+
+def test_the_versions_are_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert f"torch>={OLDEST}" in project["project"]["dependencies"]
+    assert re.search(rf"^torch=={re.escape(NEWEST)}\.", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
+    assert f"torch {OLDEST} to {NEWEST}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    command = ["make", "--no-print-directory", "-n", "test-oldest"]
+    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"torch=={OLDEST}.0" in asked
+
+
+OLD_TORCH = """
+import torch
+from torch.utils import _python_dispatch
+
+torch.__version__ = "2.10.0"
+# As if it did not have this yet, without which most modules of ftrain cannot be imported.
+del _python_dispatch._disable_current_modes
+import ftrain
+"""
+
+
+def test_the_version_is_asked_for_before_anything_else():
+    command = [sys.executable, "-c", OLD_TORCH]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert found.stderr.splitlines()[-1].startswith("ftrain.errors.VersionError: ftrain: torch is 2.10.0; needs")
