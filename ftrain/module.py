@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
@@ -14,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from ftrain import _torch
 from ftrain.errors import LossError, StructureError
 from ftrain.grad import normalise
+from ftrain.label_weights import Weigh, weigher, with_any_label
 from ftrain.purity import merge
 from ftrain.slots import Lent, Slot, fill, named_tensors, put, restored, slots_of
 from ftrain.tree import MAX_LISTED
@@ -22,11 +26,7 @@ from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
 Criterion: TypeAlias = Callable[..., Any]
 
 
-CAUSAL = ("CausalLM", "LMHeadModel", "DoubleHeadsModel")
-"""What the names of transformers' models have in them whose loss shifts the labels by one."""
-
-IGNORED = -100
-"""The label that transformers leaves out of a loss."""
+log = logging.getLogger("ftrain")
 
 
 def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
@@ -43,7 +43,10 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         module: any module; models of transformers too.
         criterion: ``criterion(model, batch)``, which may take ``rng=``, and returns a 0-d tensor or
             `Mean`, alone or with a dict of metrics. Without one, ``model(**batch).loss``, as
-            transformers' models compute it, weighted by the labels that count.
+            transformers' models compute it, weighted by the labels that count, where the model declares what
+            its loss is the mean of (`ftrain.label_weights.LOSS_TYPES`; positions of answers beyond the text must
+            be beyond it for start and end alike). Other losses (sums of several, those with a router's beside, and
+            of modules that are not of transformers) count as a plain number; the logger ``ftrain`` says so.
 
     Raises:
         LossError: when `module` is no module or the criterion cannot be called; and from the loss, when
@@ -57,7 +60,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     lent, mode = Lent(places), moding(module)
     known = {slot.name for slot in slots if not slot.is_buffer}
     text = _criterion_name(criterion, module)
-    run: Criterion = criterion or own_loss
+    run: Criterion = criterion or partial(own_loss, weigh=_weigher(module))
     needs_rng = "rng" in inspect.signature(run).parameters
 
     def loss(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
@@ -101,11 +104,23 @@ def _require_module(module: Any, criterion: Any) -> None:
         )
 
 
-def own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | Mean:
+def _weigher(module: nn.Module) -> Weigh | None:
+    weigh = weigher(module)
+    if weigh is None:
+        log.warning(
+            "from_module: the loss of %s itself is not known to be a mean over labels, so it counts as a plain number: "
+            "once for each microbatch, and in evaluation once for each example. Where it is a mean over something of "
+            "which examples have more or less (tokens), give a criterion(model, batch) that returns a Mean",
+            type(module).__name__,
+        )
+    return weigh
+
+
+def own_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None = None) -> Tensor | Mean:
     """Return ``module(**batch).loss``, as transformers' models define it.
 
-    With integer labels, as the `Mean` over those that are not -100 (of a causal model, over those that have
-    a token before them), so that microbatches with more padding count less.
+    With `weigh`, as the `Mean` over the labels that count, so that microbatches with more padding count less, and one
+    without any label not at all. A loss that has others added to it is a plain number.
 
     Raises:
         LossError: when the batch is no mapping or the model computes no loss from it.
@@ -115,18 +130,23 @@ def own_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor | Mean:
             f"from_module: without a criterion the batch is passed as keywords, found {type(batch).__name__}; "
             "needs a dict, or a criterion(model, batch)"
         )
-    loss: Tensor | None = getattr(module(**batch), "loss", None)
+    weight = weigh(batch) if weigh else None
+    outputs = module(**(batch if weight is None else with_any_label(batch, weight)))
+    loss: Tensor | None = getattr(outputs, "loss", None)
     if loss is None:
         raise LossError(
             f"from_module: {type(module).__name__}(**batch) has no .loss; add labels to the batch (it has "
             f"{', '.join(batch)}) or give a criterion(model, batch)"
         )
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or not isinstance(loss, Tensor) or loss.ndim:
+    if weight is None or not isinstance(loss, Tensor) or loss.ndim or _has_other_losses(outputs):
         return loss
-    causal = labels.ndim > 1 and any(mark in type(module).__name__ for mark in CAUSAL)
-    weight = ((labels[..., 1:] if causal else labels) != IGNORED).sum().to(loss.dtype)
-    return Mean(loss * weight, weight)
+    # The count in the dtype of a narrow loss would be rounded, or infinite.
+    weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
+    return Mean((loss * weight).masked_fill(weight == 0, 0), weight)
+
+
+def _has_other_losses(outputs: Any) -> bool:
+    return isinstance(outputs, Mapping) and any("loss" in name and name != "loss" for name in outputs)
 
 
 def to_module(module: nn.Module, state: TrainState) -> nn.Module:

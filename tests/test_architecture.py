@@ -50,6 +50,7 @@ STAIRCASE = [
     "watch",
     "float8",
     "budget",
+    "label_weights",
     "module",
     "graph",
     "traced",

@@ -1,0 +1,222 @@
+"""The weight of the loss that a model of transformers computes itself: over how many labels it is the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Weigh: TypeAlias = Callable[[Mapping[str, Any]], Tensor | None]
+"""``batch -> weight``, a 0-d tensor; None where the loss is no mean over labels."""
+
+Rule: TypeAlias = Callable[[Any, Mapping[str, Any]], Tensor | None]
+"""The same, given the configuration of the model first."""
+
+IGNORED = -100
+"""The label that transformers leaves out of a loss."""
+
+LABELS = ("labels", "start_positions", "end_positions")
+"""What transformers' models call their labels."""
+
+
+def _tokens(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    labels = _integers(batch, "labels")
+    return None if labels is None else _count(labels)
+
+
+def _next_tokens(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    shifted, labels = _integers(batch, "shift_labels"), _integers(batch, "labels")
+    if shifted is not None:
+        return _count(shifted)
+    return None if labels is None else _count(labels[..., 1:])
+
+
+def _generated(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    parts = (config, getattr(config, "text_config", None))
+    has_encoder = any(getattr(part, "is_encoder_decoder", False) for part in parts)
+    return (_tokens if has_encoder else _next_tokens)(config, batch)
+
+
+def _classified(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor):
+        return None
+    indices = labels.dtype in (torch.int64, torch.int32) and config.num_labels > 1
+    if config.problem_type == "single_label_classification" or (config.problem_type is None and indices):
+        return _count(labels)
+    return _size(labels, labels.numel())
+
+
+def _pixels(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    labels = _integers(batch, "labels")
+    if labels is None:
+        return None
+    # With a single class it is a mean over all pixels, with 0 for those that are left out.
+    return _count(labels, config.semantic_loss_ignore_index) if config.num_labels > 1 else _size(labels, labels.numel())
+
+
+def _answers(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    start, end = _integers(batch, "start_positions"), _integers(batch, "end_positions")
+    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+    if start is None or end is None or not isinstance(tokens, Tensor):
+        return None
+    # A position behind the text counts for nothing. Half of the loss is a mean over starts, half over ends.
+    return ((start < tokens.shape[1]).sum() + (end < tokens.shape[1]).sum()) / 2
+
+
+def _utterances(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
+    labels = _integers(batch, "labels")
+    return None if labels is None else _size(labels, len(labels))
+
+
+def _integers(batch: Mapping[str, Any], name: str) -> Tensor | None:
+    labels = batch.get(name)
+    return labels if isinstance(labels, Tensor) and not labels.is_floating_point() else None
+
+
+def _count(labels: Tensor, ignored: int = IGNORED) -> Tensor:
+    return (labels != ignored).sum()
+
+
+def _size(labels: Tensor, size: int) -> Tensor:
+    return labels.new_full((), size, dtype=torch.int64)
+
+
+LOSS_TYPES: Mapping[str, Rule] = {
+    "ForCausalLM": _next_tokens,
+    "ForMaskedLM": _tokens,
+    "ForTokenClassification": _tokens,
+    "ForMultipleChoice": _tokens,
+    "ForNextSentencePrediction": _tokens,
+    "ForConditionalGeneration": _generated,
+    "ForSequenceClassification": _classified,
+    "ForImageClassification": _classified,
+    "ForVideoClassification": _classified,
+    "ForAudioClassification": _classified,
+    "ForQuestionAnswering": _answers,
+    "ForSemanticSegmentation": _pixels,
+    "ForCTC": _utterances,
+}
+"""By ``model.loss_type``, which transformers takes from the name of the class, or by the end of this name."""
+
+CLASSES: Mapping[str, Rule | None] = {
+    **dict.fromkeys(
+        (
+            "BertLMHeadModel",
+            "BertGenerationDecoder",
+            "CTRLLMHeadModel",
+            "GPT2LMHeadModel",
+            "OpenAIGPTLMHeadModel",
+            "ReformerModelWithLMHead",
+        ),
+        _next_tokens,
+    ),
+    # Labels of these are not shifted.
+    **dict.fromkeys(
+        (
+            "BartForCausalLM",
+            "BigBirdPegasusForCausalLM",
+            "BlenderbotForCausalLM",
+            "BlenderbotSmallForCausalLM",
+            "CpmAntForCausalLM",
+            "EncoderDecoderModel",
+            "FlaubertWithLMHeadModel",
+            "MBartForCausalLM",
+            "MarianForCausalLM",
+            "MarianMTModel",
+            "MvpForCausalLM",
+            "PLBartForCausalLM",
+            "PegasusForCausalLM",
+            "SpeechEncoderDecoderModel",
+            "TrOCRForCausalLM",
+            "VisionEncoderDecoderModel",
+            "WhisperForCausalLM",
+            "XLMWithLMHeadModel",
+            "XLNetLMHeadModel",
+        ),
+        _tokens,
+    ),
+    # Sums of several losses, and means over something else than the labels that are not -100.
+    **dict.fromkeys(
+        (
+            "BioGptForTokenClassification",
+            "BlipForQuestionAnswering",
+            "BrosForTokenClassification",
+            "BrosSpadeEEForTokenClassification",
+            "BrosSpadeELForTokenClassification",
+            "FlaubertForQuestionAnswering",
+            "GraniteDoclingForConditionalGeneration",
+            "GraniteSpeechForConditionalGeneration",
+            "GraniteSpeechPlusForConditionalGeneration",
+            "HiggsAudioV2ForConditionalGeneration",
+            "LayoutLMv3ForQuestionAnswering",
+            "LukeForMaskedLM",
+            "LxmertForQuestionAnswering",
+            "MraForTokenClassification",
+            "MusicgenForCausalLM",
+            "MusicgenForConditionalGeneration",
+            "MusicgenMelodyForCausalLM",
+            "MusicgenMelodyForConditionalGeneration",
+            "ProphetNetForCausalLM",
+            "ProphetNetForConditionalGeneration",
+            "Qwen2AudioForConditionalGeneration",
+            "TapasForQuestionAnswering",
+            "VibeVoiceForConditionalGeneration",
+            "ViltForQuestionAnswering",
+            "VisualBertForQuestionAnswering",
+            "XLMForQuestionAnswering",
+            "XLMRobertaXLForTokenClassification",
+            "XLNetForQuestionAnswering",
+            "YosoForTokenClassification",
+        )
+    ),
+}
+"""Classes of transformers whose loss type says nothing, or not what they compute."""
+
+
+def weigher(module: nn.Module) -> Weigh | None:
+    """Return what weighs a model's own loss, or None where it is not known to be a mean over labels.
+
+    That is decided by what the model declares: its ``loss_type``, as models of transformers have it, the class, and
+    the parts of a loss that its configuration asks for.
+    """
+    # What peft wraps around a model.
+    base = getattr(module, "get_base_model", None)
+    model: Any = base() if callable(base) else module
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "loss_type") or _is_replaced(model) or _adds_losses(config):
+        return None
+    rule = _rule(model, config)
+    return None if rule is None else partial(rule, config)
+
+
+def _rule(model: Any, config: Any) -> Rule | None:
+    name = type(model).__name__
+    if name in CLASSES:
+        return CLASSES[name]
+    declared = model.loss_type or next((kind for kind in LOSS_TYPES if name.endswith(kind)), "")
+    summed = declared == "ForCTC" and config.ctc_loss_reduction != "mean"
+    return None if summed else LOSS_TYPES.get(declared)
+
+
+def _is_replaced(model: Any) -> bool:
+    """Whether the loss function is another than the one that belongs to the loss type."""
+    # Without a loss type, transformers complains when it is asked for the function.
+    return bool(model.loss_type) and model.loss_function.__module__.split(".")[0] != "transformers"
+
+
+def _adds_losses(config: Any) -> bool:
+    """Whether a loss of routers or of the logits' size comes on top."""
+    parts = (config, getattr(config, "text_config", None))
+    return any(getattr(part, name, None) for part in parts for name in ("output_router_logits", "z_loss_coefficient"))
+
+
+def with_any_label(batch: Mapping[str, Any], weight: Tensor) -> Mapping[str, Any]:
+    """Return a batch whose labels are all 0 when none of them counts, so that the loss and its gradient are finite."""
+    labels = {
+        name: labels.masked_fill(weight == 0, 0) for name in LABELS if (labels := _integers(batch, name)) is not None
+    }
+    return {**batch, **labels}

@@ -1,0 +1,441 @@
+"""The loss that a model of transformers computes itself, weighted by the labels that count."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.label_weights import LOSS_TYPES
+from ftrain.splitting import in_pieces
+
+transformers = pytest.importorskip("transformers")
+transformers.utils.logging.set_verbosity_error()
+
+ROWS, LENGTH, VOCABULARY = 4, 6, 17
+BERT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "max_position_embeddings": 12,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8,
+    "max_position_embeddings": 12,
+    "pad_token_id": 0,
+}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 8,
+    "d_kv": 4,
+    "d_ff": 8,
+    "num_layers": 1,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+VISION = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "image_size": 4,
+    "patch_size": 2,
+}
+
+
+def ids(seed=0, high=VOCABULARY, shape=(ROWS, LENGTH)):
+    return torch.randint(1, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uneven(labels, ignored=-100):
+    """Of the first row all labels, of the second one half, of the third one a single one, of the last one none."""
+    kept = torch.tensor([LENGTH, LENGTH // 2, 2, 0])
+    return labels.masked_fill(torch.arange(LENGTH) >= kept[:, None], ignored)
+
+
+def text(**labels):
+    return {"input_ids": ids(), "attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.int64), **labels}
+
+
+def images(channels=3, size=4):
+    return torch.randn(ROWS, channels, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def bert(kind, **options):
+    return lambda: getattr(transformers, kind)(transformers.BertConfig(**BERT, **options))
+
+
+def llava():
+    vision = transformers.CLIPVisionConfig(**VISION, projection_dim=8)
+    language = transformers.LlamaConfig(**LLAMA)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=language, image_token_id=VOCABULARY - 1)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def segformer():
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=1,
+        depths=[1],
+        sr_ratios=[1],
+        hidden_sizes=[8],
+        patch_sizes=[3],
+        strides=[2],
+        num_attention_heads=[2],
+        decoder_hidden_size=8,
+        num_labels=3,
+        drop_path_rate=0.0,
+        classifier_dropout_prob=0.0,
+    )
+    model = transformers.SegformerForSemanticSegmentation(config)
+    model.decode_head.batch_norm = nn.Identity()
+    return model
+
+
+def wav2vec2(**options):
+    config = transformers.Wav2Vec2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        conv_dim=(8,),
+        conv_kernel=(4,),
+        conv_stride=(2,),
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        hidden_dropout=0.0,
+        activation_dropout=0.0,
+        attention_dropout=0.0,
+        feat_proj_dropout=0.0,
+        final_dropout=0.0,
+        layerdrop=0.0,
+        apply_spec_augment=False,
+        **options,
+    )
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+MODELS = {
+    "ForCausalLM": (
+        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)),
+        lambda: text(labels=uneven(ids(1))),
+    ),
+    "GPT2LMHeadModel": (
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=VOCABULARY,
+                n_embd=8,
+                n_layer=1,
+                n_head=2,
+                n_positions=12,
+                bos_token_id=0,
+                eos_token_id=0,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
+        ),
+        lambda: text(labels=uneven(ids(1))),
+    ),
+    "BartForCausalLM": (
+        lambda: transformers.BartForCausalLM(
+            transformers.BartConfig(
+                vocab_size=VOCABULARY,
+                d_model=8,
+                decoder_layers=1,
+                decoder_attention_heads=2,
+                decoder_ffn_dim=8,
+                max_position_embeddings=12,
+                dropout=0.0,
+            )
+        ),
+        lambda: text(labels=uneven(ids(1))),
+    ),
+    "XLNetLMHeadModel": (
+        lambda: transformers.XLNetLMHeadModel(
+            transformers.XLNetConfig(vocab_size=VOCABULARY, d_model=8, n_layer=1, n_head=2, d_inner=8, dropout=0.0)
+        ),
+        lambda: text(labels=uneven(ids(1))),
+    ),
+    "ForMaskedLM": (bert("BertForMaskedLM"), lambda: text(labels=uneven(ids(1)))),
+    "ForTokenClassification": (
+        bert("BertForTokenClassification", num_labels=3),
+        lambda: text(labels=uneven(ids(1, high=3))),
+    ),
+    "ForMultipleChoice": (
+        bert("BertForMultipleChoice"),
+        lambda: {"input_ids": ids(shape=(ROWS, 2, LENGTH)), "labels": torch.tensor([0, 1, 1, -100])},
+    ),
+    "ForNextSentencePrediction": (
+        bert("BertForNextSentencePrediction"),
+        lambda: text(labels=torch.tensor([0, 1, 1, -100])),
+    ),
+    "ForSequenceClassification": (
+        bert("BertForSequenceClassification", num_labels=3),
+        lambda: text(labels=torch.tensor([0, 2, 1, -100])),
+    ),
+    "regression": (
+        bert("BertForSequenceClassification", num_labels=1),
+        lambda: text(labels=torch.randn(ROWS, dtype=torch.float64)),
+    ),
+    "several labels": (
+        bert("BertForSequenceClassification", num_labels=3),
+        lambda: text(labels=torch.rand(ROWS, 3, dtype=torch.float64)),
+    ),
+    "ForQuestionAnswering": (
+        bert("BertForQuestionAnswering"),
+        lambda: text(
+            start_positions=torch.tensor([1, 0, LENGTH, LENGTH]), end_positions=torch.tensor([2, 1, 99, LENGTH])
+        ),
+    ),
+    "ForConditionalGeneration": (llava, lambda: text(labels=uneven(ids(1)))),
+    "ForConditionalGeneration with an encoder": (
+        lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
+        lambda: text(labels=uneven(ids(1))),
+    ),
+    "ForImageClassification": (
+        lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**VISION, num_labels=3)),
+        lambda: {"pixel_values": images(), "labels": torch.tensor([0, 2, 1, -100])},
+    ),
+    "ForVideoClassification": (
+        lambda: transformers.VideoMAEForVideoClassification(
+            transformers.VideoMAEConfig(**VISION, num_frames=2, num_labels=3)
+        ),
+        lambda: {"pixel_values": images()[:, None].expand(-1, 2, -1, -1, -1), "labels": torch.tensor([0, 2, 1, -100])},
+    ),
+    "ForAudioClassification": (
+        lambda: transformers.ASTForAudioClassification(
+            transformers.ASTConfig(
+                **{**VISION, "image_size": None},
+                frequency_stride=2,
+                time_stride=2,
+                max_length=4,
+                num_mel_bins=4,
+                num_labels=3,
+            )
+        ),
+        lambda: {"input_values": images()[:, 0], "labels": torch.tensor([0, 2, 1, -100])},
+    ),
+    "ForSemanticSegmentation": (
+        segformer,
+        lambda: {"pixel_values": images(size=LENGTH), "labels": uneven(ids(1, 3), 255)[:, None].expand(-1, LENGTH, -1)},
+    ),
+    "ForCTC": (
+        lambda: wav2vec2(ctc_loss_reduction="mean"),
+        lambda: {
+            "input_values": torch.randn(ROWS, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
+            "labels": uneven(ids(1)),
+        },
+    ),
+}
+
+
+def make(build):
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        # Deprecations inside of transformers and what it imports are not ours to fix.
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        return build().double()
+
+
+def trained(model, batch, *wrappers):
+    step = ft.compose(ft.train_step(ft.from_module(model), ft.optim.sgd(0.1), allow_unused=True), *wrappers)
+    return step(step.init(), batch)
+
+
+def test_every_loss_type_has_a_model():
+    assert set(LOSS_TYPES) <= set(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_microbatches_with_uneven_labels_are_the_full_batch(name, caplog):
+    build, batch = MODELS[name]
+    model, batch = make(build), batch()
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        full, metrics = trained(model, batch)
+    assert not caplog.records
+    assert float(metrics["loss"]) == pytest.approx(float(model(**batch).loss.detach()), rel=1e-6)
+    pieces, found = trained(model, batch, ft.accumulate(ROWS))
+    assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-6)
+    # Logits of some models are turned into float32 for the loss.
+    torch.testing.assert_close(pieces.params, full.params, rtol=1e-6, atol=1e-7)
+
+
+MIXTRAL = {**LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1}
+PLAIN = {
+    "two losses": (
+        bert("BertForPreTraining"),
+        lambda: text(labels=uneven(ids(1), 0), next_sentence_label=torch.tensor([0, 1, 1, 0])),
+    ),
+    "router": (
+        lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL, output_router_logits=True)),
+        lambda: text(labels=ids(1)),
+    ),
+    "routers": (
+        lambda: transformers.SwitchTransformersForConditionalGeneration(
+            transformers.SwitchTransformersConfig(
+                **T5, num_experts=2, router_jitter_noise=0.0, output_router_logits=True
+            )
+        ),
+        lambda: text(labels=ids(1)),
+    ),
+    "sum": (lambda: wav2vec2(ctc_loss_reduction="sum"), MODELS["ForCTC"][1]),
+    "replaced": (lambda: replaced(bert("BertForMaskedLM")()), lambda: text(labels=ids(1))),
+    "none of transformers": (lambda: HandWritten(), lambda: {"labels": ids(1)}),
+}
+
+
+class HandWritten(nn.Module):
+    """Divides by the number of its labels, so that without any its loss and gradients are NaN."""
+
+    def __init__(self, **declared):
+        super().__init__()
+        self.logits = nn.Parameter(torch.randn(LENGTH, VOCABULARY))
+        vars(self).update(declared)
+
+    def forward(self, labels):
+        kept = labels != -100
+        losses = -self.logits.log_softmax(-1).expand(len(labels), -1, -1).gather(2, labels.clamp_min(0)[..., None])
+        return transformers.modeling_outputs.MaskedLMOutput(loss=(losses[..., 0] * kept).sum() / kept.sum())
+
+
+def declared():
+    """As a model of somebody's own does, with the code of the model beside its weights."""
+    function = lambda *inputs: None  # noqa: E731
+    function.__module__ = "transformers.loss"
+    return HandWritten(loss_type="ForMaskedLM", loss_function=function, config=transformers.PretrainedConfig())
+
+
+def replaced(model):
+    model.loss_function = lambda *inputs, **options: None
+    return model
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_is_no_mean_over_labels_counts_as_a_plain_number_and_says_so_once(name, caplog):
+    build, batch = PLAIN[name]
+    model = make(build).float()  # The routers' products are in single precision.
+    batch = {key: value.float() if value.is_floating_point() else value for key, value in batch().items()}
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        _, found = trained(model, batch, ft.accumulate(ROWS))
+    (record,) = caplog.records
+    assert f"loss of {type(model).__name__} itself" in record.message
+    assert "returns a Mean" in record.message
+    rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(ROWS)]
+    needed = sum(float(model.train()(**row).loss.detach()) for row in rows) / ROWS
+    assert float(found["loss"]) == pytest.approx(needed, rel=1e-6)
+    if name == "router":
+        model.config.output_router_logits = False
+        with caplog.at_level(logging.WARNING, "ftrain"):
+            ft.from_module(model)
+        assert len(caplog.records) == 1
+
+
+NOTHING = {"labels": torch.full((2, LENGTH), -100)}
+HALF = {"labels": torch.cat([ids(1, shape=(2, LENGTH)), NOTHING["labels"]])}
+SOME = {"labels": HALF["labels"][:2]}
+COMPILED = [ft.compiled(lowering=lowering, backend="aot_eager") for lowering in ("whole", "split")]
+
+
+NAMES = ["plain", "skip_nonfinite", "fp16", "update_in_backward", "whole", "split"]
+
+
+@pytest.mark.parametrize("name", ["bert", "one token", *NAMES])
+def test_a_batch_without_a_label_changes_nothing(name):
+    wrappers = {
+        "skip_nonfinite": ft.skip_nonfinite(1),
+        "fp16": ft.with_amp("fp16"),
+        "update_in_backward": ft.update_in_backward(),
+        **dict(zip(("whole", "split"), COMPILED, strict=True)),
+    }
+    model, inputs = make(declared).float(), {}
+    if name == "bert":
+        model, inputs = make(MODELS["ForMaskedLM"][0]), {"input_ids": ids(shape=(2, LENGTH))}
+    nothing = {**NOTHING, **inputs}
+    if name == "one token":  # Nothing comes before it, so that even a label that counts would not.
+        model, inputs = make(MODELS["GPT2LMHeadModel"][0]), {"input_ids": ids(shape=(2, LENGTH))}
+        nothing = {"input_ids": ids(shape=(2, 1)), "labels": ids(shape=(2, 1))}
+    step = ft.train_step(ft.from_module(model), ft.optim.sgd(0.1), allow_unused=True)
+    step = wrappers[name](step) if name in wrappers else step
+    state = step.init()
+    after, metrics = step(state, nothing)
+    for name, leaf in state.params.items():
+        assert torch.equal(after.params[name], leaf), name
+    assert torch.isnan(metrics["loss"])
+    assert all(int(slot.get("skipped", 0)) == 0 for slot in after.slots.values() if isinstance(slot, dict))
+    after, metrics = step(state, {**SOME, **inputs})
+    assert torch.isfinite(metrics["loss"])
+    assert any(not torch.equal(after.params[name], leaf) for name, leaf in state.params.items())
+
+
+LAST, FIRST = (0, 1, 2, 3), (2, 3, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("order", "wrappers"),
+    [
+        (FIRST, ()),
+        (LAST, ()),
+        (LAST, (ft.skip_nonfinite(1),)),
+        (FIRST, (ft.clip(100.0), *COMPILED[:1])),
+        (LAST, COMPILED[1:]),
+    ],
+    ids=["first", "last", "skip_nonfinite", "whole", "split"],
+)
+def test_a_microbatch_without_a_label_leaves_the_others_as_they_are(order, wrappers):
+    model, batch = make(declared), {"labels": HALF["labels"][list(order)]}
+    needed, metrics = trained(model, SOME)
+    state, found = trained(model, batch, ft.accumulate(2), *wrappers)
+    torch.testing.assert_close(state.params, needed.params, rtol=1e-12, atol=0)
+    assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-12)
+
+
+def test_an_evaluation_leaves_out_batches_without_a_label():
+    loss = ft.from_module(make(declared))
+    step, state = ft.eval_step(loss), ft.train_step(loss, ft.optim.sgd(0.1)).init()
+    needed = ft.evaluate(step, state, [SOME])["loss"]
+    assert ft.evaluate(step, state, [NOTHING, SOME, NOTHING])["loss"] == pytest.approx(needed, rel=1e-12)
+    assert ft.evaluate(step, state, [NOTHING])["loss"] != needed
+
+
+def test_a_batch_in_pieces_leaves_out_those_without_a_label():
+    model = make(declared)
+    step = ft.train_step(ft.from_module(model), ft.optim.sgd(0.1))
+    needed, _ = step(step.init(), SOME)
+    for batch in (HALF, {"labels": HALF["labels"][:3]}):
+        state, _ = in_pieces(step, 2)(step.init(), batch)
+        torch.testing.assert_close(state.params, needed.params, rtol=1e-12, atol=0)
+
+
+def test_a_narrow_loss_has_all_of_its_labels():
+    """Of 1,001 labels bfloat16 has 1,000, and of 70,000 float16 has infinitely many."""
+
+    class Narrow(nn.Module):
+        loss_type, config = "ForMaskedLM", transformers.PretrainedConfig()
+        loss_function = staticmethod(declared().loss_function)
+
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, labels):
+            return transformers.modeling_outputs.MaskedLMOutput(loss=self.scale.to(torch.float16))
+
+    loss = ft.from_module(Narrow())
+    mean, _, _ = loss.fn(dict(loss.module.named_parameters()), {"labels": torch.ones(70_001)}, rng=None, buffers={})
+    assert mean.plain
+    labels = torch.ones(70_001, dtype=torch.int64)
+    mean, _, _ = loss.fn(dict(loss.module.named_parameters()), {"labels": labels}, rng=None, buffers={})
+    assert (float(mean.weight), float(mean.value.detach())) == (70_001.0, 2.0)
