@@ -317,8 +317,7 @@ def main() -> None:
     windows = SpreadWindows(held_out, o.batch, o.length, o.eval_batches)
 
     def evaluate(state: ft.TrainState) -> dict[str, float]:
-        found = ft.evaluate(eval_step, ft.averaged(state), windows, dtype=None if o.amp == "none" else o.amp)
-        return {f"held_out_{name}": value for name, value in found.items()}
+        return ft.evaluate(eval_step, ft.averaged(state), windows, dtype=None if o.amp == "none" else o.amp)
 
     start = time.perf_counter()
     state, history = ft.fit(
@@ -338,7 +337,7 @@ def main() -> None:
     )
     text = sample(ft.to_module(model, ft.averaged(state)), o.prompt, o.sample, o.length, o.seed)
     print(f"\n{text}\n")
-    bpb, made = history["held_out_bpb"][-1], len(history["loss"])
+    bpb, made = history["eval_bpb"][-1], len(history["loss"])
     tell("result", f"{bpb:.3f} bits per byte held out, after {made} steps and {seconds:.0f} s")
     tell("saved", f"{o.out / 'model.safetensors'}, {metrics}")
 

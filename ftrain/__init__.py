@@ -27,7 +27,6 @@ from ftrain.evaluate import eval_step as eval_step
 from ftrain.evaluate import evaluate as evaluate
 from ftrain.feedback import patience as patience
 from ftrain.feedback import plateau as plateau
-from ftrain.fit import FitResult as FitResult
 from ftrain.fit import fit as fit
 from ftrain.hints import Hint as Hint
 from ftrain.hints import hints as hints
@@ -40,6 +39,7 @@ from ftrain.module import to_module as to_module
 from ftrain.precision import PrecisionReport as PrecisionReport
 from ftrain.precision import precision_report as precision_report
 from ftrain.replay import replay as replay
+from ftrain.run import FitResult as FitResult
 from ftrain.step import Step as Step
 from ftrain.step import compose as compose
 from ftrain.step import train_step as train_step

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 from ftrain.checkpoint import Checkpoints
 from ftrain.checks import require_positive
-from ftrain.errors import ComposeError, ConsumedError, Interrupted
+from ftrain.errors import ComposeError, Interrupted
 from ftrain.feedback import Adapt, Stop
-from ftrain.history import History
 from ftrain.interrupts import EXIT, interruptible
 from ftrain.loggers import Logger
-from ftrain.loop import StepRecord, iterate
+from ftrain.loop import iterate
 from ftrain.pieces import RAISE, SPLIT, require_on_oom
 from ftrain.progress import show
 from ftrain.recorder import Count, Evaluate, Recorder
+from ftrain.run import FitResult, Rules, Run
 from ftrain.saved import Saved
 from ftrain.splitting import Splitting, reloading
 from ftrain.step import Step
 from ftrain.types import PyTree
-
-
-class FitResult(NamedTuple):
-    """What `fit` returns: the last state, and the `History` of the run."""
-
-    state: Any
-    history: History
 
 
 def fit(
@@ -70,9 +63,9 @@ def fit(
         steps: train until the state has made so many steps, over as many passes as that takes.
         epochs: or so many passes over the data; one, when neither is given.
         evaluate: ``state -> {name: number}``; must copy (`ftrain.tree.clone`) what it keeps of a state
-            that is donated. Recorded under these names, with ``eval_`` before those
-            that metrics of the step have.
-        evaluate_every: how often, in steps; and always at the end.
+            that is donated. Recorded as ``eval_`` and the name, where that does not begin so already: the ``loss``
+            of `ftrain.evaluate` is ``eval_loss`` in the history, and for `stop`, `adapt` and ``best=``.
+        evaluate_every: evaluate after each so many steps, and at the end. Without it, only at the end.
         stop: told the `History` after each evaluation, or without one each time that metrics are read;
             says why to stop, or "". `ftrain.patience` is one.
         adapt: ``(state, history) -> state``, told as often, returns the state to go on with, or the same one;
@@ -101,51 +94,35 @@ def fit(
         CheckpointError: when nothing can be read or written, or `resume` demands what is not there.
         StructureError: when the checkpoint is of another model, optimizer or wrapper.
         Interrupted: after a signal, when there are checkpoints.
-        Exception: whatever a step, the data or a logger raises; any error holds what was trained until
-            then, as `fit` returns it, in its ``result``.
+        Exception: whatever a step, the data or a logger raises. Any error holds what was trained until then, as `fit`
+            returns it, in its ``result``, if it has no ``result`` of its own. With checkpoints, the newest state is
+            saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised; after one in a step or in the
+            data the newest checkpoint is as it was, for the state may be overwritten in part, or the place in the data
+            be lost.
     """
     _require(step, on_oom, log_every=log_every, evaluate_every=evaluate_every)
-    run = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)))
-    saved = Saved(checkpoints, data, run, resume)
+    recorder = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)))
+    saved = Saved(checkpoints, data, recorder, resume)
+    rules = Rules(evaluate, evaluate_every, stop, adapt, log_every, steps)
     with checkpoints or nullcontext(), show(progress) as display, interruptible(_signals(checkpoints)) as interrupted:
         stepping = step.donating if isinstance(step, Step) and donate else step
         state, position = saved.restore(state, donate=stepping is not step)
-        # Only where a run that was not interrupted has asked, too.
-        asked = run.last_evaluation == run.step if evaluate else run.step % log_every == 0 or saved.due(run.step)
-        latest, made, stopped = state, None, stop(run.history) if stop and run.history and asked else ""
+        run = Run(state, position, rules, recorder, saved, display, interrupted)
         try:
+            run.resume()
             loop = functools.partial(iterate, data=data, steps=steps, epochs=epochs)
-            running = Splitting(stepping, run, display.say) if on_oom == SPLIT else stepping  # type: ignore[arg-type]
-            records = reloading(loop, running, state, position, saved)
-            for made in () if stopped else records:
-                latest = made.state
-                run.add(made)
-                evaluating = evaluate is not None and evaluate_every and made.step % evaluate_every == 0
-                if made.step % log_every == 0 or evaluating or saved.due(made.step):
-                    run.read(latest, display)
-                    if evaluate and evaluating:
-                        run.evaluated(evaluate, latest, made.step, display)
-                    if evaluating or not evaluate:
-                        stopped = stop(run.history) if stop else ""
-                        made = _adapted(records, made, adapt, run.history)
-                        latest = made.state
-                saved.save(made, every=True)
-                if stopped or interrupted():
+            running = Splitting(stepping, recorder, display.say) if on_oom == SPLIT else stepping  # type: ignore[arg-type]
+            records = reloading(loop, running, run.result.state, position, saved)
+            for made in () if run.stopped else records:
+                run.after(made, records)
+                if run.stopped or interrupted():
                     break
-            run.read(latest, display)
-            if evaluate and run.last_evaluation != run.step and not (checkpoints and interrupted()):
-                run.evaluated(evaluate, latest, run.step, display)
-                latest = adapt(latest, run.history) if adapt else latest
-            if made is not None:
-                saved.save(made._replace(state=latest))
+            run.finish()
         except BaseException as error:
-            # Of any error, so that nothing that was trained is lost.
-            error.result = FitResult(latest, run.history)  # type: ignore[attr-defined]
-            with suppress(ConsumedError):
-                run.read(latest, display, check=False)
+            run.rescue(error)
             raise
-    run.history.stopped = "interrupt" if interrupted() else stopped or _ended(run.step, steps)
-    result = FitResult(latest, run.history)
+    result = run.result
+    result.history.stopped = "interrupt" if interrupted() else run.stopped or _ended(recorder.step, steps)
     if checkpoints and (number := interrupted()):
         raise _leaving(EXIT + number, result)
     return result
@@ -174,10 +151,3 @@ def _require(step: Any, on_oom: str, **every: int | None) -> None:
     for name, value in every.items():
         if value is not None:
             require_positive("fit", name, value)
-
-
-def _adapted(
-    records: Generator[StepRecord, Any, None], made: StepRecord, adapt: Adapt | None, history: History
-) -> StepRecord:
-    state = adapt(made.state, history) if adapt else made.state
-    return made if state is made.state else records.send(state)

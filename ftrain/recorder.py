@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends
+from ftrain.errors import OptionError
 from ftrain.grad import report
 from ftrain.history import History, pack, unpack
 from ftrain.loggers import Logger, rewind
@@ -39,9 +40,8 @@ class Recorder:
         self._check = step.check if isinstance(step, Step) else None
         self._total, self._loggers, self._counts = total, loggers, counts
         self._start = time.perf_counter()
-        self._names: set[str] = set()
         self._streak = 0
-        self.last_evaluation = -1
+        self.last_evaluation = self.settled = -1
         self._pending: list[tuple[int, float, Metrics]] = []
         self._window = _Window(self._start, counts)
 
@@ -55,27 +55,32 @@ class Recorder:
         """Wait for the device once, and record all steps since the last time."""
         pending, self._pending = self._pending, []
         values = read_metrics([metrics for _, _, metrics in pending])
+        records = []
         for (step, seconds, _), metrics in zip(pending, values, strict=True):
-            self._names.update(metrics)
             own = {"step": step, "seconds": round(seconds, 4)}
             if not own.keys().isdisjoint(metrics):
                 report(metrics, "fit", **own)
-            self._record({**own, **metrics})
-        if pending and display.due(self.step, self._total, time.perf_counter() - self._start):
-            display.update(self._status(state, values[-1]))
-        if check and self._check:
-            self._check(state, self._longest_streak(values))
+            records.append({**own, **metrics})
+        try:
+            self._record(records)
+        finally:
+            if pending and display.due(self.step, self._total, time.perf_counter() - self._start):
+                display.update(self._status(state, values[-1]))
+            if check and self._check:
+                self._check(state, self._longest_streak(values))
 
     def packed(self) -> PyTree:
         """What a run that goes on from here must know."""
-        told = {"names": sorted(self._names), "streak": self._streak, "last_evaluation": self.last_evaluation}
+        told = {"streak": self._streak, "last_evaluation": self.last_evaluation}
+        told["settled"] = self.settled
         return {"history": pack(self.history), **told}
 
     def restore(self, packed: PyTree, step: int) -> None:
         """Go on from what `packed` has returned at a step."""
         self.history = unpack(packed["history"])
-        self._names, self._streak = set(packed["names"]), packed["streak"]
+        self._streak = packed["streak"]
         self.step, self.last_evaluation = step, packed["last_evaluation"]
+        self.settled = packed.get("settled", step)
         self._pending = []
         # The clock goes on, too.
         self._start = time.perf_counter() - max(self.history["seconds"], default=0.0)
@@ -102,20 +107,21 @@ class Recorder:
             longest = max(longest, self._streak)
         return longest
 
-    def evaluated(self, evaluate: Evaluate, state: Any, step: int, display: Display) -> None:
+    def evaluated(self, evaluate: Evaluate, state: Any, display: Display) -> None:
         """Evaluate, and record the result; the time it takes does not count as training."""
         before = time.perf_counter()
-        (values,) = read_metrics([evaluate(state)])
-        result = {f"{EVALUATION}{name}" if name in self._names else name: value for name, value in values.items()}
-        self._record({"step": step, **result})
-        self.last_evaluation = step
-        display.say(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in result.items()))
+        (values,) = read_metrics([_named(evaluate(state))])
+        self.last_evaluation = self.step
+        self._record([{"step": self.step, **values}])
+        texts = [
+            f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+        ]
+        display.say(f"step {self.step}  {'  '.join(texts)}")
         self._window.pause(time.perf_counter() - before)
 
-    def _record(self, record: dict[str, Any]) -> None:
-        self.history.append(record)
-        for logger in self._loggers:
-            logger(record)
+    def _record(self, records: Sequence[dict[str, Any]]) -> None:
+        self.history.extend(records)
+        _tell(self._loggers, records)
 
     def _status(self, state: Any, metrics: Mapping[str, Any]) -> Status:
         now = time.perf_counter()
@@ -149,6 +155,35 @@ class _Window:
         )
         self._start, self._steps, self._items = now, 0, dict.fromkeys(self._counts, 0)
         return rates, per_step
+
+
+def _tell(loggers: Sequence[Logger], records: Sequence[dict[str, Any]]) -> None:
+    """Give records to each logger, whichever of them fails."""
+    if loggers:
+        try:
+            for record in records:
+                loggers[0](record)
+        finally:
+            _tell(loggers[1:], records)
+
+
+def _named(evaluation: Any) -> dict[str, Any]:
+    """What an evaluation returned, under the names by which it is recorded.
+
+    Raises:
+        OptionError: when it is no dict of numbers by name.
+    """
+    if not isinstance(evaluation, Mapping):
+        raise OptionError(
+            f"fit: evaluate returned {type(evaluation).__name__}; needs a dict of numbers by name, such as "
+            'ft.evaluate(ft.eval_step(loss_fn), state, batches) or {"accuracy": 0.9}'
+        )
+    named = {name if name.startswith(EVALUATION) else f"{EVALUATION}{name}": name for name in evaluation}
+    if len(named) < len(evaluation):
+        raise OptionError(
+            f"fit: of what evaluate returned two are recorded under one name: {', '.join(evaluation)}; rename one"
+        )
+    return {name: evaluation[origin] for name, origin in named.items()}
 
 
 def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -36,8 +36,9 @@ class Saved:
         if checkpoints is None and resume == "must":
             raise OptionError("fit: resume='must' needs checkpoints=")
         self._checkpoints, self._data, self._run, self._resume = checkpoints, data, run, resume
-        self._last = -1
+        self._last = -1, -1
         self._began = Position(run.step, data=sources.position(data))._asdict()
+        self._position: Position | None = None
 
     def restore(self, state: Any, *, donate: bool) -> tuple[Any, Position | None]:
         """Return the state to start from, and where in the data; with `donate` in the memory of the one given.
@@ -94,10 +95,16 @@ class Saved:
 
     def _taken_up(self, found: Found, state: Any, *, refill: bool) -> tuple[Any, Position]:
         run = found.run
-        self._last, self._began = found.step, run["began"]
+        self._began, self._position = run["began"], Position(**run["position"])
         self._run.restore(run["record"], found.step)
+        self._last = found.step, self._run.last_evaluation
         loaded = found.parts["state"]
-        return _refilled(state, loaded) if refill else loaded, Position(**run["position"])
+        return _refilled(state, loaded) if refill else loaded, self._position
+
+    @property
+    def saves(self) -> bool:
+        """Whether anything is to be on the disk."""
+        return self._checkpoints is not None
 
     def due(self, step: int) -> bool:
         """Whether a step is one after which to save."""
@@ -108,13 +115,17 @@ class Saved:
         if self._checkpoints is None:
             return
         self._checkpoints.check()
-        if made.step == self._last or (every and not self.due(made.step)):
+        done = made.step, self._run.last_evaluation
+        if done == self._last or (every and not self.due(made.step)):
             return
-        run = {"record": self._run.packed(), "position": position_of(made, self._data)._asdict(), "began": self._began}
+        # Data from which nothing was taken yet is not where the run is.
+        resumed = self._position
+        position = resumed if resumed and resumed.step == made.step else position_of(made, self._data)
+        run = {"record": self._run.packed(), "position": position._asdict(), "began": self._began}
         self._checkpoints.save(
             made.step, {"state": made.state, "run": run}, metrics=self._run.at(made.step), wait=not every
         )
-        self._last = made.step
+        self._last = done
 
 
 def _passes_once(data: Iterable[PyTree]) -> bool:

@@ -82,6 +82,7 @@ STAIRCASE = [
     "saved",
     "splitting",
     "feedback",
+    "run",
     "fit",
     "replay",
     "timing",

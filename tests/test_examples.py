@@ -50,17 +50,17 @@ def test_train_lm_learns_and_writes_plain_files(tmp_path: Path, options: list[st
     printed = run("train_lm.py", *TINY.split(), "--out", str(tmp_path), *options)
 
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    steps, evaluations = [r for r in records if "loss" in r], [r for r in records if "held_out_bpb" in r]
+    steps, evaluations = [r for r in records if "loss" in r], [r for r in records if "eval_bpb" in r]
     assert [r["step"] for r in steps] == list(range(1, 31))
     assert all(set(r) == COLUMNS for r in steps)
     assert len(evaluations) == 1
     assert steps[0]["bpb"] == pytest.approx(8.0, abs=0.1)
     assert sum(r["bpb"] for r in steps[-5:]) / 5 < 6.5
-    assert evaluations[0]["held_out_bpb"] < 7.0
+    assert evaluations[0]["eval_bpb"] < 7.0
 
     weights = load_file(tmp_path / "model.safetensors")
     assert weights["blocks.0.attention.qkv.weight"].shape == (96, 32)
-    assert f"{evaluations[0]['held_out_bpb']:.3f} bits per byte" in printed
+    assert f"{evaluations[0]['eval_bpb']:.3f} bits per byte" in printed
     assert "value_and_grad <- accumulate(" in printed
 
 

@@ -82,7 +82,7 @@ DATA = [torch.tensor([1.0, 2.0])] * 10
 
 def run(step, steps, **more):
     rule = ft.schedules.reduce_on_plateau(factor=0.5, patience=1)
-    options = {"adapt": ft.plateau("score", rule), "evaluate": evaluations(VALUES), "evaluate_every": 1}
+    options = {"adapt": ft.plateau("eval_score", rule), "evaluate": evaluations(VALUES), "evaluate_every": 1}
     return ft.fit(step, start(step), DATA, steps=steps, progress=False, **{**options, **more})
 
 

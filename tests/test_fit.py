@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ftrain as ft
 from ftrain.backends import registry
-from ftrain.errors import ConsumedError, LossError
+from ftrain.errors import ConsumedError, LossError, OptionError
 
 F64 = torch.float64
 
@@ -221,7 +221,7 @@ def test_jsonl_writes_one_line_for_each_record(tmp_path):
             assert record["odd"] is None
             assert record["list"] == [1.0, None]
         else:
-            assert record == {"step": seen["step"], "accuracy": 0.5, "best": None}
+            assert record == {"step": seen["step"], "eval_accuracy": 0.5, "eval_best": None}
     # A second run appends.
     fit(make(loss=loss), batches(1), loggers=[ft.loggers.jsonl(path)])
     assert len(path.read_text(encoding="utf-8").splitlines()) == 6
@@ -231,8 +231,8 @@ def test_jsonl_takes_what_an_evaluation_may_return(tmp_path):
     path = tmp_path / "log.jsonl"
     evaluate = lambda state: {"tensor": torch.tensor(0.5), "mean": torch.tensor([1, 3]).float().mean()}  # noqa: E731
     _, history = fit(make(), batches(1), loggers=[ft.loggers.jsonl(path)], evaluate=evaluate)
-    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 1, "tensor": 0.5, "mean": 2.0}
-    assert type(history[-1]["tensor"]) is float
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 1, "eval_tensor": 0.5, "eval_mean": 2.0}
+    assert type(history[-1]["eval_tensor"]) is float
 
 
 def test_loggers_get_every_record_in_order():
@@ -396,6 +396,63 @@ def test_the_handler_is_put_back_after_an_error(kind):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """Of a user, who cannot be given a result by setattr, nor a traceback by contextlib."""
+
+    code: int
+
+
+class SlottedError(Exception):
+    __slots__ = ("code",)
+
+
+class ResultError(Exception):
+    """With a result of its own, in its own sense."""
+
+    result = "of the user"
+
+
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize("kind", [FrozenError, SlottedError, ResultError])
+def test_an_error_of_any_kind_comes_through_as_itself(kind):
+    mine = kind(3)
+
+    def failing():
+        yield from batches(2)
+        raise mine
+
+    with pytest.raises(kind) as caught:
+        fit(make(), failing())
+    assert caught.value is mine
+    if kind is ResultError:
+        assert mine.result == "of the user"
+    else:
+        assert mine.result.history["step"] == [1, 2]
+
+
+def test_a_logger_that_fails_leaves_the_others_their_records_and_another_error_its_place():
+    seen = []
+
+    def failing(record):
+        raise ZeroDivisionError
+
+    def data():
+        yield from batches(3)
+        raise FrozenError(1)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        fit(make(), batches(), loggers=[failing, seen.append], log_every=2)
+    assert [record["step"] for record in seen] == [1, 2]
+    assert caught.value.result.history == seen
+    seen.clear()
+    with pytest.raises(FrozenError) as caught:
+        fit(make(), data(), loggers=[failing, seen.append])
+    assert caught.value.result.history == seen
+    assert [record["step"] for record in seen] == [1, 2, 3]
+    assert caught.value.__notes__ == ["fit: not all metrics could be recorded: ZeroDivisionError()"]
+
+
 def test_evaluate_is_called_at_its_steps_and_at_the_end():
     seen = []
 
@@ -405,7 +462,7 @@ def test_evaluate_is_called_at_its_steps_and_at_the_end():
 
     _, history = fit(make(), batches(7), evaluate=evaluate, evaluate_every=3)
     assert seen == [3, 6, 7]
-    assert [record["step"] for record in history if "norm" in record] == [3, 6, 7]
+    assert [record["step"] for record in history if "eval_norm" in record] == [3, 6, 7]
     assert len(history["loss"]) == 7
     seen.clear()
     fit(make(), batches(6), evaluate=evaluate, evaluate_every=3)
@@ -432,7 +489,7 @@ def test_records_of_training_and_of_evaluation_are_read_in_order():
         return {"norm": 1.0}
 
     _, history = fit(make(), batches(5), evaluate=evaluate, evaluate_every=2, log_every=10)
-    assert [("norm" in record, record["step"]) for record in history] == [
+    assert [("eval_norm" in record, record["step"]) for record in history] == [
         (False, 1),
         (False, 2),
         (True, 2),
@@ -453,6 +510,35 @@ def test_the_loss_of_an_evaluation_is_not_mistaken_for_that_of_a_step():
     _, history = fit(make(), batches(4), evaluate=evaluate, evaluate_every=2)
     _, needed = by_hand(make(), batches(4))
     assert history["loss"] == needed
+    assert len(history["eval_loss"]) == 2
+
+
+@pytest.mark.parametrize("log_every", [1, 10])
+def test_what_an_evaluation_returns_is_recorded_with_eval_before_its_name(log_every):
+    """Whether the steps have had a metric of that name, or not yet; and once."""
+    evaluate = lambda state: {"loss": 1.0, "accuracy": 0.5, "eval_f1": 0.25}  # noqa: E731
+    _, history = fit(make(), batches(2), evaluate=evaluate, evaluate_every=1, log_every=log_every)
+    assert [list(record) for record in history[1::2]] == [["step", "eval_loss", "eval_accuracy", "eval_f1"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "evaluate returned NoneType; needs a dict"),
+        (0.5, "evaluate returned float; needs a dict"),
+        ({"loss": 1.0, "eval_loss": 2.0}, "two are recorded under one name: loss, eval_loss"),
+    ],
+)
+def test_what_an_evaluation_must_not_return(returned, message):
+    with pytest.raises(OptionError, match=message) as caught:
+        fit(make(), batches(2), evaluate=lambda state: returned)
+    assert int(caught.value.result.state.step) == 2
+
+
+def test_an_evaluation_may_return_vectors(capsys):
+    _, history = fit(make(), batches(1), progress=True, evaluate=lambda state: {"each": torch.tensor([1.0, 2.0])})
+    assert history["eval_each"] == [[1.0, 2.0]]
+    assert "eval_each [1.0, 2.0]" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("heard")
@@ -596,8 +682,8 @@ def test_progress_lines_can_be_read(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     lines = err.splitlines()
-    assert "step 10  accuracy 0.2500" in lines
-    assert "step 20  accuracy 0.2500" in lines
+    assert "step 10  eval_accuracy 0.2500" in lines
+    assert "step 20  eval_accuracy 0.2500" in lines
     steps = [line for line in lines if "/20" in line]
     assert 9 <= len(steps) <= 11
     assert steps[-1].startswith("step 20/20  loss ")

@@ -20,8 +20,8 @@ ROOT = Path(ft.__file__).parents[1]
 STEPS, BATCHES, EVERY = 12, 5, 3
 
 
-class KilledError(Exception):
-    """The end of the process, as far as `fit` can tell."""
+class KilledError(BaseException):
+    """The end of the process, as far as `fit` can tell: after an Exception it would save."""
 
 
 def batches(count=BATCHES, length=4):
@@ -230,6 +230,93 @@ def test_the_last_evaluation_is_made_and_logged_once(tmp_path):
     assert_same(third, first)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["step"] for row in rows] == [*range(1, 11), 10]
+
+
+def best_is_known(directory, evaluations):
+    checkpoints = ft.Checkpoints(directory, every=EVERY, best="eval_score", mode="max")
+    return checkpoints.latest(best=True).step == max(evaluations)
+
+
+def test_the_last_evaluation_reaches_the_checkpoint_of_its_step(tmp_path):
+    """Where the last step is one after which to save: the evaluation comes first."""
+    evaluations = []
+
+    def evaluate(state):
+        evaluations.append(int(state.step))
+        return {"score": float(state.step)}
+
+    def run():
+        checkpoints = ft.Checkpoints(tmp_path, every=EVERY, best="eval_score", mode="max")
+        return fit(make(), Positioned(batches()), steps=6, evaluate=evaluate, checkpoints=checkpoints)
+
+    first = run()
+    assert evaluations == [6]
+    assert best_is_known(tmp_path, evaluations)
+    assert_same(run(), first)
+    assert evaluations == [6]
+
+
+class FailedError(Exception):
+    """Of something that `fit` was given."""
+
+
+FAILING = {"logger": 5, "evaluate": 4, "stop": 4, "adapt": 4}
+
+
+@pytest.mark.parametrize("part", FAILING)
+def test_an_error_between_steps_loses_nothing(part, tmp_path):
+    """The step that failed is saved, and what was still to be done after it is done by the run that goes on."""
+    rule, at = ft.schedules.reduce_on_plateau(factor=0.5, patience=0), FAILING[part]
+
+    def failing(name, function):
+        def failed(*args):
+            if name == part == broken and step_of(args) == at:
+                raise FailedError
+            return function(*args)
+
+        return failed
+
+    def step_of(args):
+        return args[0]["step"] if isinstance(args[0], dict) else int(getattr(args[0], "step", seen[-1]))
+
+    def evaluate(state):
+        seen.append(int(state.step))
+        return {"score": float(-(state.step % 3))}
+
+    def run(directory=None):
+        module = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 2))
+        torch.manual_seed(0)
+        for leaf in module.parameters():
+            nn.init.normal_(leaf)
+        step = ft.train_step(ft.from_module(module, squares), ft.optim.adjustable(ft.optim.adamw(0.05)))
+        told = [] if directory is None else [ft.loggers.jsonl(directory / "log.jsonl")]
+        return fit(
+            step,
+            Positioned(batches()),
+            log_every=5,
+            evaluate=failing("evaluate", evaluate),
+            evaluate_every=2,
+            stop=failing("stop", ft.patience("eval_score", 3)),
+            adapt=failing("adapt", ft.plateau("eval_score", rule)),
+            loggers=[failing("logger", lambda record: None), *told],
+            checkpoints=None if directory is None else ft.Checkpoints(directory / "run", every=7),
+        )
+
+    seen, broken = [], None
+    needed = run()
+    assert len(set(needed.history["lr"])) > 2
+    assert needed.history.stopped == "patience(eval_score)"
+    broken = part
+    with pytest.raises(FailedError) as caught:
+        run(tmp_path)
+    assert caught.value.result.history[-1]["step"] == at
+    assert ft.Checkpoints(tmp_path / "run", every=7).steps() == [at]
+    broken = None
+    found = run(tmp_path)
+    assert_same(found, needed)
+    assert found.history.stopped == needed.history.stopped
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert rows == list(found.history)
 
 
 def test_early_stopping_and_the_best_go_on(tmp_path):
