@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,11 +13,13 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
 
-from ftrain import purity, tree
+from ftrain import backends, purity, tree
 from ftrain.errors import LossError
 from ftrain.reader import Flattener
+from ftrain.reentrant import REMEDY, Within
 from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, Mean, Metrics, PyTree, TrainState, replace
 
 FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, buffers)"
@@ -147,6 +151,7 @@ class Ran:
         metrics: what else it reported.
         buffers: after it.
         later: adds to the metrics what is known after the backward pass.
+        hidden: ``indices of unused leaves -> those of them that a re-entrant checkpoint hides from the gradient``.
     """
 
     params: list[Tensor]
@@ -156,6 +161,7 @@ class Ran:
     metrics: Metrics
     buffers: PyTree
     later: Callable[[Metrics], Metrics] = lambda metrics: metrics
+    hidden: Callable[[list[int]], list[int]] = lambda unused: []
 
     def cotangent(self, factor: Tensor | None) -> Tensor:
         """The gradient of the mean, or of a multiple of it, with respect to its total."""
@@ -172,11 +178,14 @@ class _Forward:
 
     def __init__(self, loss: LossFn, name: str) -> None:
         self._loss, self._flatten, self._name = loss, Flattener(), name
+        self._unused: set[tuple[int, ...]] = set()
 
     def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None, params: list[Tensor] | None = None) -> Ran:
         leaves, spec = self._flatten((state.params, state.frozen, batch, state.buffers))
         params_spec = spec.child(0)
-        with torch.enable_grad():
+        # A graph that is being captured must not hold a second run.
+        within = Within() if isinstance(next(iter(leaves), None), FakeTensor) else None
+        with torch.enable_grad(), within or nullcontext():
             if params is None:
                 params = [leaf.detach().requires_grad_() for leaf in leaves[: params_spec.num_leaves]]
             leaves[: len(params)] = params
@@ -187,7 +196,21 @@ class _Forward:
         if not mean.plain:
             weight = weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
         loss = Mean(mean.total.detach(), weight, mean.plain)
-        return Ran(params, params_spec, mean.total, loss, detach(metrics), detach(buffers))
+        hidden = partial(self._hidden, (state, batch, rng, params), within)
+        return Ran(params, params_spec, mean.total, loss, detach(metrics), detach(buffers), hidden=hidden)
+
+    def _hidden(self, inputs: Any, within: Within | None, unused: list[int]) -> list[int]:
+        """Look for unused leaves in re-entrant checkpoints, with a run of its own, once for the same leaves."""
+        if tuple(unused) in self._unused:
+            return []
+        if within is None:
+            with warnings.catch_warnings(), backends.of(inputs[-1][0].device).seeded(0), Within() as within:
+                warnings.simplefilter("ignore")
+                self(*inputs)
+        hidden = [index for index in unused if id(inputs[-1][index]) in within.ids]
+        if not hidden:
+            self._unused.add(tuple(unused))
+        return hidden
 
 
 @dataclass(frozen=True)
@@ -225,7 +248,7 @@ class ValueAndGrad:
     def backward(self, state: TrainState, ran: Ran, cotangent: Tensor) -> list[Tensor]:
         """Return the gradient of each leaf."""
         found = run_backward(ran, cotangent)
-        return _filled(found, ran.params, state.params, self.name, self.allow_unused)
+        return _filled(found, ran, state.params, self.name, self.allow_unused)
 
 
 def around_forward(grad: GradFn, transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> GradFn:
@@ -234,9 +257,22 @@ def around_forward(grad: GradFn, transform: Callable[[Callable[..., Any]], Calla
 
 
 def run_backward(ran: Ran, cotangent: Tensor, *, add: bool = False) -> tuple[Tensor | None, ...]:
-    """Run the backward pass; with `add`, it adds to the gradients that the leaves have."""
-    # What torch.autograd.grad calls in the end; its checks take a quarter of a small step's time.
-    return _engine_run_backward((ran.total,), (cotangent,), False, False, tuple(ran.params), True, accumulate_grad=add)
+    """Run the backward pass; with `add`, it adds to the gradients that the leaves have.
+
+    Raises:
+        LossError: when it passes through a re-entrant `torch.utils.checkpoint`.
+    """
+    leaves = tuple(ran.params)
+    try:
+        # What torch.autograd.grad calls in the end; its checks take a quarter of a small step's time.
+        return _engine_run_backward((ran.total,), (cotangent,), False, False, leaves, True, accumulate_grad=add)
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise LossError(
+            "the loss uses torch.utils.checkpoint(use_reentrant=True), through which no gradient with respect to given "
+            f"parameters can be taken; use {REMEDY}"
+        ) from error
 
 
 def _late(forward: _Forward, name: str, allow_unused: bool) -> GradFn:
@@ -261,7 +297,8 @@ def _require_differentiable(mean: Mean, name: str) -> None:
     if not mean.total.requires_grad:
         raise LossError(
             f"{name}: the loss does not depend on the parameters (it has no grad_fn); look for .detach(), "
-            ".item(), torch.no_grad() or a computation that does not read its first argument"
+            ".item(), torch.no_grad(), torch.utils.checkpoint with use_reentrant=True, or a computation that does not "
+            "read its first argument"
         )
     if mean.weight.requires_grad:
         raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")
@@ -289,32 +326,37 @@ def _puller(ran: Ran, params: PyTree, name: str, allow_unused: bool) -> Callable
         finally:
             for handle in handles:
                 handle.remove()
-        for index, (given, grad) in enumerate(
-            zip(found, _filled(found, leaves, params, name, allow_unused), strict=True)
-        ):
+        for index, (given, grad) in enumerate(zip(found, _filled(found, ran, params, name, allow_unused), strict=True)):
             if given is None:
                 take(index, grad)
 
     return pull
 
 
-def _filled(
-    grads: tuple[Tensor | None, ...], leaves: list[Tensor], params: PyTree, name: str, allow_unused: bool
-) -> list[Tensor]:
+def _filled(grads: tuple[Tensor | None, ...], ran: Ran, params: PyTree, name: str, allow_unused: bool) -> list[Tensor]:
     """Give parameters that the loss does not use a zero gradient, if that is allowed."""
     used = [grad for grad in grads if grad is not None]
     if any(grad.is_sparse for grad in used):
         raise _sparse(params, next(i for i, grad in enumerate(grads) if grad is not None and grad.is_sparse), name)
     if len(used) == len(grads):
         return used
-    if not allow_unused:
-        unused = [path for path, grad in zip(tree.leaf_names(params), grads, strict=True) if grad is None]
-        listed = ", ".join(unused[: tree.MAX_LISTED]) + ", ..." * (len(unused) > tree.MAX_LISTED)
+    unused = [index for index, grad in enumerate(grads) if grad is None]
+    if hidden := ran.hidden(unused):
         raise LossError(
-            f"{name}: the loss does not use {len(unused)} of {len(leaves)} parameters: {listed}; use them, freeze "
-            "them with trainable=, or allow it with train_step(..., allow_unused=True)"
+            f"{name}: {len(hidden)} parameters are used only within torch.utils.checkpoint(use_reentrant=True), which "
+            f"gives them no gradient: {_listed(params, hidden)}; use {REMEDY}"
         )
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
+    if not allow_unused:
+        raise LossError(
+            f"{name}: the loss does not use {len(unused)} of {len(grads)} parameters: {_listed(params, unused)}; use "
+            "them, freeze them with trainable=, or allow it with train_step(..., allow_unused=True)"
+        )
+    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(ran.params, grads, strict=True)]
+
+
+def _listed(params: PyTree, indices: list[int]) -> str:
+    names = tree.leaf_names(params)
+    return ", ".join(names[i] for i in indices[: tree.MAX_LISTED]) + ", ..." * (len(indices) > tree.MAX_LISTED)
 
 
 def _sparse(params: PyTree, index: int, name: str) -> LossError:

@@ -42,6 +42,7 @@ STAIRCASE = [
     "optim",
     "away",
     "losses",
+    "reentrant",
     "grad",
     "sums",
     "slots",

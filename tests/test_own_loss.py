@@ -355,7 +355,8 @@ NAMES = ["plain", "skip_nonfinite", "fp16", "update_in_backward", "whole", "spli
 @pytest.mark.parametrize("name", ["bert", "one token", *NAMES])
 def test_a_batch_without_a_label_changes_nothing(name):
     wrappers = {
-        "skip_nonfinite": ft.skip_nonfinite(1),
+        # An infinite or NaN total would be counted.
+        **dict.fromkeys(("skip_nonfinite", "one token"), ft.skip_nonfinite(1)),
         "fp16": ft.with_amp("fp16"),
         "update_in_backward": ft.update_in_backward(),
         **dict(zip(("whole", "split"), COMPILED, strict=True)),

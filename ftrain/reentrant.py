@@ -1,0 +1,37 @@
+"""Find tensors that are used within a re-entrant `torch.utils.checkpoint`, which hides them from the gradient."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from ftrain import tree
+
+REMEDY = "use_reentrant=False (of transformers: gradient_checkpointing_kwargs={'use_reentrant': False}), or ft.remat()"
+
+
+class Within(TorchFunctionMode):
+    """Notes the tensors that operations are given within a re-entrant checkpoint, by their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[int] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note the tensors, and run the operation."""
+        # Such a checkpoint runs without gradients, and again with them in the backward pass.
+        if not torch.is_grad_enabled() and _is_within():
+            self.ids.update(id(leaf) for leaf in tree.leaves((list(args), kwargs or {})) if tree.is_tensor(leaf))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_within() -> bool:
+    code = CheckpointFunction.forward.__code__
+    return any(frame.f_code is code for frame, _ in traceback.walk_stack(None))
