@@ -10,7 +10,12 @@ OLD := $(VENV)-oldest
 OLD_TORCH := torch==$(shell sed -n 's/^TESTED = (\([0-9]*\), \([0-9]*\)).*/\1.\2.0/p' ftrain/_torch.py)
 OLD_TESTS := tests/test_module.py tests/test_lowered.py tests/test_recompute.py tests/test_versions.py
 
-.PHONY: train test test-oldest faults lint format bench clean
+# What a CPU without AVX-512 runs. There bfloat16 and float16 are emulated, and kernels are others.
+AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 TORCHINDUCTOR_CPP_SIMDLEN=256
+CPU_TESTS := $(addprefix tests/,test_emulated.py test_precision.py test_watch.py golden parity/test_low_precision.py \
+	parity/test_loop.py backends/test_onednn.py backends/test_doctor.py)
+
+.PHONY: train test test-oldest test-avx2 faults lint format bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +38,9 @@ $(OLD)/.ready: pyproject.toml constraints.txt ftrain/_torch.py
 
 test-oldest: $(OLD)/.ready  ## Run some of the tests with the oldest torch (a download of 3 GB), if it can be had.
 	if [ -e $(OLD)/.ready ]; then $(OLD)/bin/python -m pytest -n 2 --dist worksteal $(OLD_TESTS) $(ARGS); fi
+
+test-avx2: $(READY)  ## Run the tests that depend on the CPU as on one without AVX-512, in about a minute.
+	$(AVX2) $(BIN)/python -m pytest -n 2 --dist worksteal $(CPU_TESTS) $(ARGS)
 
 faults: $(READY)  ## Kill, crash, fill, flip and fuzz as often as the table of faults says; takes hours.
 	FTRAIN_FAULTS=full $(BIN)/python -m pytest tests/faults $(ARGS)

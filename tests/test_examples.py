@@ -62,6 +62,7 @@ def test_train_lm_learns_and_writes_plain_files(tmp_path: Path, options: list[st
     assert weights["blocks.0.attention.qkv.weight"].shape == (96, 32)
     assert f"{evaluations[0]['eval_bpb']:.3f} bits per byte" in printed
     assert "value_and_grad <- accumulate(" in printed
+    assert re.search(r"<- with_amp\(auto\) \[auto: (bf16|float32) on \w+\]\n", printed)
 
 
 def test_train_lm_lists_its_options() -> None:
