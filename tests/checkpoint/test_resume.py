@@ -237,23 +237,43 @@ def best_is_known(directory, evaluations):
     return checkpoints.latest(best=True).step == max(evaluations)
 
 
-def test_the_last_evaluation_reaches_the_checkpoint_of_its_step(tmp_path):
-    """Where the last step is one after which to save: the evaluation comes first."""
+@pytest.mark.parametrize("limits", [{"steps": 6}, {"steps": None, "epochs": 3}], ids=["steps", "epochs"])
+@pytest.mark.parametrize("kind", [list, Positioned])
+def test_the_last_evaluation_reaches_the_checkpoint_of_its_step(limits, kind, tmp_path):
+    """Where the last step is one after which to save: it was saved before that evaluation, once."""
     evaluations = []
 
     def evaluate(state):
         evaluations.append(int(state.step))
         return {"score": float(state.step)}
 
-    def run():
+    def run(**more):
         checkpoints = ft.Checkpoints(tmp_path, every=EVERY, best="eval_score", mode="max")
-        return fit(make(), Positioned(batches()), steps=6, evaluate=evaluate, checkpoints=checkpoints)
+        return fit(make(), kind(batches(2)), **limits, evaluate=evaluate, checkpoints=checkpoints, **more)
 
     first = run()
     assert evaluations == [6]
     assert best_is_known(tmp_path, evaluations)
+    # And so it does when the run was killed in it.
     assert_same(run(), first)
     assert evaluations == [6]
+
+
+def test_a_run_that_was_killed_in_its_last_evaluation_makes_and_saves_it(tmp_path):
+    def killing(state):
+        raise KilledError
+
+    def run(evaluate):
+        checkpoints = ft.Checkpoints(tmp_path, every=EVERY, best="eval_score", mode="max")
+        options = {"steps": None, "epochs": 3, "evaluate": evaluate, "checkpoints": checkpoints}
+        return fit(make(), Positioned(batches(2)), **options)
+
+    with pytest.raises(KilledError):
+        run(killing)
+    assert ft.Checkpoints(tmp_path, every=EVERY).steps() == [3, 6]
+    found = run(lambda state: {"score": float(state.step)})
+    assert best_is_known(tmp_path, [6])
+    assert_same(run(killing), found)
 
 
 class FailedError(Exception):
