@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from ftrain.checks import require_positive
 from ftrain.errors import ComposeError, OptionError
 from ftrain.history import History
+from ftrain.masks import near
 from ftrain.optim import adjust
 from ftrain.schedules.plateau import Plateau
 from ftrain.types import TrainState
@@ -17,6 +18,23 @@ Stop: TypeAlias = Callable[[History], str]
 
 Adapt: TypeAlias = Callable[[Any, History], Any]
 """``(state, history) -> state``, the same one when there is nothing to change."""
+
+
+def column(function: str, name: str, history: History) -> list[Any]:
+    """Return the values of a metric.
+
+    Raises:
+        OptionError: when there are records, and none has it; listing the names that there are.
+    """
+    values: list[Any] = history[name]
+    if not values and len(history):
+        names = list(dict.fromkeys(key for record in history for key in record))
+        names.sort(key=lambda key: key != f"eval_{name}")
+        raise OptionError(
+            f"{function}: nothing is recorded as {name!r}; there are {near(name, names)}. What evaluate= returns is "
+            "recorded with eval_ before its name"
+        )
+    return values
 
 
 def patience(name: str, count: int = 3, *, mode: str = "min", min_delta: float = 0.0) -> Stop:
@@ -31,7 +49,8 @@ def patience(name: str, count: int = 3, *, mode: str = "min", min_delta: float =
         min_delta: by how much it must get better.
 
     Raises:
-        OptionError: for a count that is not positive, or another mode.
+        OptionError: for a count that is not positive, or another mode; and from `fit`, at the first evaluation, when
+            there is no metric of that name.
     """
     require_positive("patience", "count", count)
     if mode not in ("min", "max"):
@@ -40,7 +59,7 @@ def patience(name: str, count: int = 3, *, mode: str = "min", min_delta: float =
 
     def stop(history: History) -> str:
         best, waited = float("inf"), 0
-        for value in history[name]:
+        for value in column("patience", name, history):
             better = sign * value < best - min_delta
             best, waited = (sign * value, 0) if better else (best, waited + 1)
         return f"patience({name})" if waited >= count else ""
@@ -60,14 +79,15 @@ def plateau(name: str, rule: Plateau, factors: str = "*lr") -> Adapt:
         factors: pattern of the names of the scheduled values that it multiplies; every ``lr``, unless told.
 
     Raises:
-        ComposeError: for another rule; and from `fit`, a StructureError when the optimizer is not adjustable.
+        ComposeError: for another rule; and from `fit`, a StructureError when the optimizer is not adjustable, and an
+            OptionError at the first evaluation when there is no metric of that name.
     """
     if not isinstance(rule, Plateau):
         raise ComposeError(f"plateau: the rule is {rule!r}; needs ft.schedules.reduce_on_plateau(...)")
 
     def adapt(state: TrainState, history: History) -> TrainState:
         now = rule
-        for value in history[name]:
+        for value in column("plateau", name, history):
             now = now.after(value)
         return adjust(state, {factors: now.value})
 

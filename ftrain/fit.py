@@ -15,6 +15,7 @@ from ftrain.feedback import Adapt, Stop
 from ftrain.interrupts import EXIT, interruptible
 from ftrain.loggers import Logger
 from ftrain.loop import iterate
+from ftrain.nonfinite import WARN, LossWatch
 from ftrain.pieces import RAISE, SPLIT, require_on_oom
 from ftrain.progress import show
 from ftrain.recorder import Count, Evaluate, Recorder
@@ -44,6 +45,7 @@ def fit(
     progress: bool = True,
     donate: bool = True,
     on_oom: str = RAISE,
+    on_nonfinite: str = WARN,
 ) -> FitResult:
     """Train: run `step` over `data`, record, show, evaluate and save; return ``(state, history)``.
 
@@ -83,14 +85,17 @@ def fit(
             of each piece. The record of that step says so, as ``split``, and a run that goes on from a checkpoint goes
             on with it. If the state had begun to be overwritten, the run goes on from the newest checkpoint. `Step`
             only.
+        on_nonfinite: what to do about the first metric ``loss`` that is read as infinite or NaN, steps aside that
+            `skip_nonfinite` or fp16 have left out: ``"warn"``, and keep the newest checkpoint from before it for good;
+            ``"raise"`` a NonFiniteError, so that no state from after it is saved; or ``"ignore"`` it.
 
     Raises:
         ComposeError: when `step` cannot be called, or is to be split and no `Step`.
-        OptionError: for numbers that are not positive, or another `resume` or `on_oom`.
+        OptionError: for numbers that are not positive, or another `resume`, `on_oom` or `on_nonfinite`.
         DeviceError: when steps are split and not even one example fits, with the `anatomy` of the step; or when a
             state was overwritten, and there is no checkpoint.
         DataError: when there is no batch, or the data ends before `steps` is reached.
-        NonFiniteError: when `skip_nonfinite` has reached its limit.
+        NonFiniteError: when `skip_nonfinite` has reached its limit, or for ``on_nonfinite="raise"``; nothing is saved.
         CheckpointError: when nothing can be read or written, or `resume` demands what is not there.
         StructureError: when the checkpoint is of another model, optimizer or wrapper.
         Interrupted: after a signal, when there are checkpoints.
@@ -101,7 +106,8 @@ def fit(
             be lost.
     """
     _require(step, on_oom, log_every=log_every, evaluate_every=evaluate_every)
-    recorder = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)))
+    watch = LossWatch(on_nonfinite, checkpoints)
+    recorder = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)), watch)
     saved = Saved(checkpoints, data, recorder, resume)
     rules = Rules(evaluate, evaluate_every, stop, adapt, log_every, steps)
     with checkpoints or nullcontext(), show(progress) as display, interruptible(_signals(checkpoints)) as interrupted:

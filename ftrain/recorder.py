@@ -15,6 +15,7 @@ from ftrain.grad import report
 from ftrain.history import History, pack, unpack
 from ftrain.loggers import Logger, rewind
 from ftrain.loop import StepRecord, device_of
+from ftrain.nonfinite import LossWatch
 from ftrain.progress import Display, Status
 from ftrain.step import Step
 from ftrain.types import Mean, Metrics, PyTree
@@ -34,11 +35,12 @@ class Recorder:
         loggers: tuple[Logger, ...],
         counts: Mapping[str, Count],
         start: int,
+        watch: LossWatch,
     ) -> None:
         self.history = History()
         self.step = start
         self._check = step.check if isinstance(step, Step) else None
-        self._total, self._loggers, self._counts = total, loggers, counts
+        self._total, self._loggers, self._counts, self._watch = total, loggers, counts, watch
         self._start = time.perf_counter()
         self._streak = 0
         self.last_evaluation = self.settled = -1
@@ -66,6 +68,8 @@ class Recorder:
         finally:
             if pending and display.due(self.step, self._total, time.perf_counter() - self._start):
                 display.update(self._status(state, values[-1]))
+            if check:
+                self._watch(records)
             if check and self._check:
                 self._check(state, self._longest_streak(values))
 

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError
-from ftrain.feedback import Adapt, Stop
+from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError, OptionError
+from ftrain.feedback import Adapt, Stop, column
 from ftrain.history import History
 from ftrain.loop import Position, StepRecord
 from ftrain.progress import Display
@@ -68,7 +68,7 @@ class Run:
         self._start, self._rules, self._recorder, self._saved = state, rules, recorder, saved
         self._display, self._interrupted = display, interrupted
         self._made = StepRecord(position.step, state, {}, None, position.epoch, position.batch) if position else None
-        self._between_steps = False
+        self._between_steps, self._best = False, saved.best
         self.stopped = ""
         """What `stop` has said."""
 
@@ -109,6 +109,7 @@ class Run:
             self._evaluate()
             if self._rules.evaluate:
                 self._adapt(None)
+                self._require_best()
         if self._made is not None:
             self._saved.save(self._made)
 
@@ -143,6 +144,7 @@ class Run:
         if evaluating or not rules.evaluate:
             self.stopped = rules.stop(recorder.history) if rules.stop else ""
             self._adapt(records)
+            self._require_best()
         recorder.settled = recorder.step
 
     def _evaluate(self) -> None:
@@ -160,6 +162,14 @@ class Run:
             self._start = state
         else:
             self._made = self._made._replace(state=state) if records is None else records.send(state)
+
+    def _require_best(self) -> None:
+        """Check, once, that there is the metric by which the best checkpoint is known."""
+        best, self._best = self._best, None
+        if best is None or type(self._recorder.at(self._recorder.step).get(best)) in (bool, int, float):
+            return
+        values = column("Checkpoints(best=)", best, self._recorder.history)
+        raise OptionError(f"Checkpoints(best=): {best!r} must be a number of each evaluation; found {values[-1]!r}")
 
     def _reads(self, step: int) -> bool:
         return step % self._rules.log_every == 0 or self._rules.evaluates(step) or self._saved.due(step)

@@ -106,6 +106,11 @@ class Saved:
         """Whether anything is to be on the disk."""
         return self._checkpoints is not None
 
+    @property
+    def best(self) -> str | None:
+        """The metric by which the best checkpoint is known."""
+        return None if self._checkpoints is None else self._checkpoints.best
+
     def due(self, step: int) -> bool:
         """Whether a step is one after which to save."""
         return self._checkpoints is not None and step % self._checkpoints.every == 0

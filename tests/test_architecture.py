@@ -79,6 +79,7 @@ STAIRCASE = [
     "adapters",
     "interrupts",
     "loop",
+    "nonfinite",
     "recorder",
     "saved",
     "splitting",

@@ -150,6 +150,66 @@ def test_sending_to_the_loop():
     assert rates == [0.5] * 3 + [0.05] * 7
 
 
+def score(state):
+    return {"accuracy": 0.5, "vector": torch.ones(2)}
+
+
+MISSPELT = {
+    "patience": (
+        lambda tmp_path: {"stop": ft.patience("accuracy"), "evaluate": score},
+        r"patience: nothing is recorded as 'accuracy'; there are eval_accuracy, ",
+        2,
+    ),
+    "patience of steps": (
+        lambda tmp_path: {"stop": ft.patience("eval_loss")},
+        r"patience: nothing is recorded as 'eval_loss'; there are loss, .*What evaluate= returns",
+        2,
+    ),
+    "plateau": (
+        lambda tmp_path: {"adapt": ft.plateau("eval_acuracy", ft.schedules.reduce_on_plateau()), "evaluate": score},
+        r"plateau: nothing is recorded as 'eval_acuracy'; there are eval_accuracy, ",
+        2,
+    ),
+    "best": (
+        lambda tmp_path: {"checkpoints": ft.Checkpoints(tmp_path, every=3, best="acc"), "evaluate": score},
+        r"Checkpoints\(best=\): nothing is recorded as 'acc'; there are eval_accuracy, ",
+        2,
+    ),
+    "best of a vector": (
+        lambda tmp_path: {"checkpoints": ft.Checkpoints(tmp_path, every=3, best="eval_vector"), "evaluate": score},
+        r"Checkpoints\(best=\): 'eval_vector' must be a number of each evaluation; found \[1\.0, 1\.0\]",
+        2,
+    ),
+    "best at the end": (
+        lambda tmp_path: {
+            "checkpoints": ft.Checkpoints(tmp_path, every=3, best="loss_"),
+            "evaluate": score,
+            "evaluate_every": None,
+        },
+        r"Checkpoints\(best=\): nothing is recorded as 'loss_'; there are loss, ",
+        10,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISSPELT)
+def test_a_metric_that_there_is_not_is_an_error_at_the_first_evaluation(case, tmp_path):
+    options, message, at = MISSPELT[case]
+    step = build()
+    options = {"evaluate_every": 2, "log_every": 2, **options(tmp_path)}
+    if "evaluate" not in options:
+        options["evaluate_every"] = None
+    with pytest.raises(OptionError, match=message) as caught:
+        ft.fit(step, start(step), DATA, progress=False, **options)
+    assert int(caught.value.result.state.step) == at
+
+
+def test_the_best_may_be_by_a_metric_of_the_steps(tmp_path):
+    step, checkpoints = build(), ft.Checkpoints(tmp_path, every=2, best="loss", mode="max")
+    ft.fit(step, start(step), DATA, steps=6, progress=False, checkpoints=checkpoints)
+    assert checkpoints.latest(best=True).step == 2
+
+
 def test_what_plateau_refuses():
     with pytest.raises(ComposeError, match=r"plateau: the rule is 0\.5; needs ft\.schedules\.reduce_on_plateau"):
         ft.plateau("score", 0.5)

@@ -1,10 +1,12 @@
 """Losses that are not finite: skipped, counted, and an error when that goes on."""
 
+import re
+
 import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import NonFiniteError
+from ftrain.errors import NonFiniteError, OptionError
 from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
 
 
@@ -86,6 +88,60 @@ def test_a_loss_that_is_finite_with_a_gradient_that_is_not():
     assert_bitwise(new.params, state.params)
     with failing(NonFiniteError, "gradient"):
         step.check(new)
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_fit_warns_of_the_first_loss_that_is_not_finite(bad, log_every):
+    step = make(scaled)
+    data = batches(1, 1, bad, 1, bad, 1)
+    with pytest.warns(UserWarning, match="fit: the loss of step 3") as caught:
+        _, history = ft.fit(step, step.init(params()), data, log_every=log_every, progress=False)
+    (warning,) = caught
+    text = rf"fit: the loss of step 3 is {bad}.*learning rate.*ft\.clip.*ft\.skip_nonfinite\(\).*on_nonfinite='raise'"
+    assert re.search(text, str(warning.message))
+    assert warning.filename == __file__
+    assert history["step"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_fit_raises_at_a_loss_that_is_not_finite_and_saves_no_state_from_after_it(tmp_path):
+    step, told = make(scaled), []
+    options = {"on_nonfinite": "raise", "log_every": 3, "loggers": [told.append], "progress": False}
+    checkpoints = ft.Checkpoints(tmp_path, every=2, keep=1)
+    data = batches(1, 1, 1, 1, "nan", 1, 1, 1)
+    with failing(
+        NonFiniteError, "the loss of step 5 is nan", "newest checkpoint from before is that of step 4"
+    ) as caught:
+        ft.fit(step, step.init(params()), data, checkpoints=checkpoints, **options)
+    assert caught.value.result.history["step"] == [record["step"] for record in told] == [1, 2, 3, 4, 5, 6]
+    assert int(caught.value.result.state.step) == 6
+    assert checkpoints.steps() == [4]
+
+
+def test_checkpoints_from_before_outlive_those_that_are_not_finite(tmp_path):
+    step = make(scaled)
+    checkpoints = ft.Checkpoints(tmp_path, every=1, keep=2)
+    with pytest.warns(UserWarning, match="checkpoint of step 2, the newest from before, is pinned"):
+        ft.fit(step, step.init(params()), batches(1, 1, 1, "nan", 1, 1, 1), checkpoints=checkpoints, progress=False)
+    assert checkpoints.steps() == [2, 6, 7]
+    kept = checkpoints.latest(before=2).parts["state"].params
+    assert all(bool(leaf.isfinite().all()) for leaf in kept.values())
+
+
+@pytest.mark.parametrize("wrappers", [(ft.skip_nonfinite(),), (ft.with_amp("fp16"),)], ids=["skip", "fp16"])
+def test_steps_that_were_left_out_are_not_news(wrappers):
+    step = make(scaled, *wrappers)
+    _, history = ft.fit(step, step.init(params()), batches(1, "nan", 1), on_nonfinite="raise", progress=False)
+    # The first scale of fp16 may overflow, too.
+    assert history["skipped"][1:] == [1.0, 0.0]
+
+
+def test_a_loss_that_is_not_finite_can_be_ignored():
+    step = make(scaled)
+    _, history = ft.fit(step, step.init(params()), batches(1, "nan"), on_nonfinite="ignore", progress=False)
+    assert len(history) == 2
+    with failing(OptionError, "on_nonfinite is 'stop'", "warn, raise, ignore"):
+        ft.fit(step, step.init(params()), batches(1), on_nonfinite="stop", progress=False)
 
 
 def test_without_the_wrapper_nothing_is_skipped():
