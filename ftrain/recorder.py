@@ -12,7 +12,7 @@ from torch import Tensor
 from ftrain import backends
 from ftrain.errors import OptionError
 from ftrain.grad import report
-from ftrain.history import History, pack, unpack
+from ftrain.history import History
 from ftrain.loggers import Logger, rewind
 from ftrain.loop import StepRecord, device_of
 from ftrain.nonfinite import LossWatch
@@ -74,14 +74,12 @@ class Recorder:
                 self._check(state, self._longest_streak(values))
 
     def packed(self) -> PyTree:
-        """What a run that goes on from here must know."""
-        told = {"streak": self._streak, "last_evaluation": self.last_evaluation}
-        told["settled"] = self.settled
-        return {"history": pack(self.history), **told}
+        """What a run that goes on from here must know beside the history."""
+        return {"streak": self._streak, "last_evaluation": self.last_evaluation, "settled": self.settled}
 
-    def restore(self, packed: PyTree, step: int) -> None:
-        """Go on from what `packed` has returned at a step."""
-        self.history = unpack(packed["history"])
+    def restore(self, packed: PyTree, history: History, step: int) -> None:
+        """Go on from the history until a step, and from what `packed` has returned there."""
+        self.history = history
         self._streak = packed["streak"]
         self.step, self.last_evaluation = step, packed["last_evaluation"]
         self.settled = packed.get("settled", step)

@@ -11,8 +11,8 @@ from ftrain.checkpoint import Checkpoints
 from ftrain.checkpoint.run import Found
 from ftrain.checks import require_positive
 from ftrain.errors import CheckpointError
-from ftrain.history import unpack
 from ftrain.loop import Position, iterate
+from ftrain.saved import history_of
 from ftrain.splitting import COUNT, in_pieces
 from ftrain.step import Step
 from ftrain.types import Metrics, PyTree
@@ -63,7 +63,7 @@ def _as_then(step: Callable[..., Any], checkpoints: Checkpoints, found: Found | 
         return lambda number: step
     if found is None or found.step != checkpoints.steps()[-1]:
         found = checkpoints.latest()
-    records = unpack(found.run["record"]["history"]) if found is not None else []
+    records = history_of(found) if found is not None else []
     splits = [(record["step"], record[COUNT]) for record in records if COUNT in record]
     whole = step.donating
     of = functools.cache(lambda pieces: in_pieces(whole, pieces) if pieces > 1 else whole)

@@ -12,10 +12,12 @@ from torch import Tensor
 from ftrain import data as sources
 from ftrain import tree
 from ftrain.checkpoint import Checkpoints
+from ftrain.checkpoint.journal import Journal, Mark, check, mark_of, read
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.run import Found
 from ftrain.checkpoint.saving import require_savable
 from ftrain.errors import CheckpointError, DeviceError, OptionError
+from ftrain.history import History, unpack
 from ftrain.loop import Position, StepRecord, device_of, position_of
 from ftrain.recorder import Recorder
 from ftrain.types import PyTree, TrainState, consume, is_own, own
@@ -37,6 +39,7 @@ class Saved:
             raise OptionError("fit: resume='must' needs checkpoints=")
         self._checkpoints, self._data, self._run, self._resume = checkpoints, data, run, resume
         self._last = -1, -1
+        self._journal = Journal(checkpoints.directory) if checkpoints is not None else None
         self._began = Position(run.step, data=sources.position(data))._asdict()
         self._position: Position | None = None
 
@@ -60,7 +63,7 @@ class Saved:
                 f"fit: {where} holds a run at step {steps[-1]}, and resume='never'; use another directory"
             )
         refill = donate and isinstance(state, TrainState) and is_own(state)
-        found = self._checkpoints.latest({"state": state}, on_host=refill)
+        found = self._checkpoints.latest({"state": state}, on_host=refill, accept=_require_history)
         if found is None:
             if self._resume == "must":
                 raise CheckpointError(f"fit: there is no checkpoint in {where}, and resume='must'")
@@ -81,7 +84,7 @@ class Saved:
         try:
             if self._checkpoints is not None and not _passes_once(self._data):
                 self._checkpoints.wait()
-                found = self._checkpoints.latest({"state": state}, on_host=True)
+                found = self._checkpoints.latest({"state": state}, on_host=True, accept=_require_history)
         finally:
             if found is None:
                 consume(state)
@@ -96,7 +99,9 @@ class Saved:
     def _taken_up(self, found: Found, state: Any, *, refill: bool) -> tuple[Any, Position]:
         run = found.run
         self._began, self._position = run["began"], Position(**run["position"])
-        self._run.restore(run["record"], found.step)
+        self._run.restore(run["record"], history_of(found), found.step)
+        if self._journal is not None:
+            self._journal.go_on(_mark(found))
         self._last = found.step, self._run.last_evaluation
         loaded = found.parts["state"]
         return _refilled(state, loaded) if refill else loaded, self._position
@@ -117,7 +122,7 @@ class Saved:
 
     def save(self, made: StepRecord, *, every: bool = False) -> None:
         """Save after a step, if it is due or the last, and tell of errors of the save before."""
-        if self._checkpoints is None:
+        if self._checkpoints is None or self._journal is None:
             return
         self._checkpoints.check()
         done = made.step, self._run.last_evaluation
@@ -126,11 +131,37 @@ class Saved:
         # Data from which nothing was taken yet is not where the run is.
         resumed = self._position
         position = resumed if resumed and resumed.step == made.step else position_of(made, self._data)
-        run = {"record": self._run.packed(), "position": position._asdict(), "began": self._began}
+        # It adds to the journal, too.
+        self._checkpoints.wait()
+        mark, append = self._journal.following(self._run.history)
+        record = {"history": mark._asdict(), **self._run.packed()}
+        run = {"record": record, "position": position._asdict(), "began": self._began}
         self._checkpoints.save(
-            made.step, {"state": made.state, "run": run}, metrics=self._run.at(made.step), wait=not every
+            made.step, {"state": made.state, "run": run}, metrics=self._run.at(made.step), wait=not every, first=append
         )
         self._last = done
+
+
+def history_of(found: Found) -> History:
+    """Return what was recorded until a checkpoint that `fit` has saved.
+
+    Raises:
+        CheckpointError: when it was saved by something else, or its records cannot be read.
+    """
+    mark, packed = _mark(found), found.run["record"]["history"]
+    return unpack(packed) if mark is None else History(read(found.path.parent, mark))
+
+
+def _mark(found: Found) -> Mark | None:
+    """How much of the file of records is a checkpoint's; None when it has them in itself, or is not of `fit`."""
+    run = found.parts.get("run")
+    record = run.get("record") if isinstance(run, dict) else None
+    return mark_of(record.get("history")) if isinstance(record, dict) else None
+
+
+def _require_history(found: Found) -> None:
+    if (mark := _mark(found)) is not None:
+        check(found.path.parent, mark)
 
 
 def _passes_once(data: Iterable[PyTree]) -> bool:

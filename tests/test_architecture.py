@@ -145,6 +145,7 @@ INSIDE = {
         "matching",
         "reading",
         "replacing",
+        "journal",
         "run",
         "report",
     },

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ftrain.checkpoint.reading import verify
-from ftrain.checkpoint.report import differences, found, inspected
+from ftrain.checkpoint.report import differences, found, inspected, require_history
 from ftrain.errors import CheckpointError
 
 
@@ -39,6 +39,7 @@ def main(given: list[str] | None = None) -> int:
 def _verified(path: Path) -> int:
     try:
         manifest = verify(path)
+        require_history(path, manifest)
     except CheckpointError as error:
         print(f"DAMAGED  {error}")
         return 1

@@ -114,6 +114,30 @@ def created(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def append(path: Path, data: bytes, offset: int) -> None:
+    """Let a file have `data` behind its first `offset` bytes and nothing else; when this returns, it is on the disk.
+
+    Raises:
+        OSError: when it has fewer bytes than that, or is no regular file.
+    """
+    if exists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NOT_THROUGH_LINKS | AT_ONCE, 0o644)
+    try:
+        length = size(descriptor)
+        if length < offset:
+            raise OSError(errno.EIO, f"has {length:,} bytes, and {offset:,} were written: it was cut off or removed")
+        if length > offset:
+            os.ftruncate(descriptor, offset)
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        write(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if not offset:
+        sync_directory(path.parent)
+
+
 def write(descriptor: int, data: bytes | memoryview) -> None:
     """Write all of `data`, in as many calls as it takes.
 

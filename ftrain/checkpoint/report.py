@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftrain.checkpoint.manifest import Stored
+from ftrain.checkpoint.journal import Mark, check, mark_of
+from ftrain.checkpoint.manifest import Manifest, Stored
 from ftrain.checkpoint.reading import load_contents, read_manifest
 from ftrain.checkpoint.run import Checkpoints
 from ftrain.checkpoint.skeleton import Container, contents, dotted
@@ -52,6 +53,18 @@ def inspected(path: Path) -> Iterator[str]:
     total = sum(item.kind.bytes for item in manifest.tensors)
     held = ", ".join(sorted({item.file for item in manifest.tensors}))
     yield f"  {len(manifest.tensors)} tensors, {size(total)}, in {held}"
+
+
+def require_history(path: Path, manifest: Manifest) -> None:
+    """Check the records of a run up to a checkpoint that `ftrain.fit` has saved; of others there are none.
+
+    Raises:
+        CheckpointError: when they are not those that were saved.
+    """
+    inside = contents(manifest.tree, manifest.tensors)
+    noted = {name: inside.get(("run", "record", "history", name)) for name in Mark._fields}
+    if (mark := mark_of(noted)) is not None:
+        check(path.parent, mark)
 
 
 def differences(one: Path, other: Path) -> Iterator[str]:

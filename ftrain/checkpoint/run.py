@@ -7,7 +7,7 @@ import re
 import socket
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -196,7 +196,13 @@ class Checkpoints:
             files.touch(self._pin(step))
 
     def save(
-        self, step: int, parts: Mapping[str, PyTree], *, metrics: Mapping[str, Any] | None = None, wait: bool = False
+        self,
+        step: int,
+        parts: Mapping[str, PyTree],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        wait: bool = False,
+        first: Callable[[], None] | None = None,
     ) -> None:
         """Save trees by name as the checkpoint of a step; they may change as soon as this returns.
 
@@ -207,6 +213,7 @@ class Checkpoints:
             parts: the state as ``"state"``, and whatever belongs to it.
             metrics: numbers known of the state; `best` looks here.
             wait: until it is on the disk.
+            first: called by what writes, before it does: brings to the disk what the checkpoint depends on.
 
         Raises:
             CheckpointError: when this or the save before could not be written, or there is one of this step that
@@ -220,12 +227,12 @@ class Checkpoints:
         notes = Notes(step, self._run or uuid.uuid4().hex, numbers, environment(device), self.texts)
         self._run = notes.run
         if not self.async_:
-            self._write(step, described, notes)
+            self._write(step, described, notes, first)
             return
         copied = described._replace(leaves=self._staging.copies(described.leaves))
         backends.of(device).synchronize()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._pending = self._pool.submit(self._write, step, copied, notes)
+        self._pending = self._pool.submit(self._write, step, copied, notes, first)
         if wait:
             self.wait()
 
@@ -275,6 +282,7 @@ class Checkpoints:
         before: int | None = None,
         best: bool = False,
         on_host: bool = False,
+        accept: Callable[[Found], None] | None = None,
     ) -> Found | None:
         """Load the newest checkpoint that is whole; None when there is none at all.
 
@@ -283,6 +291,7 @@ class Checkpoints:
             before: take one of no later step.
             best: take the best one instead.
             on_host: leave tensors on the host, instead of putting them where those of `like` are.
+            accept: raises a CheckpointError for one that is to count as damaged, for what belongs to it is.
 
         Raises:
             CheckpointError: when there are some, and none is whole, or it is not known which is the best.
@@ -296,6 +305,9 @@ class Checkpoints:
                 manifest, parts = load_parts(self.path(step), like or {}, on_host=on_host)
                 if manifest.step != step:
                     raise CheckpointError(f"{self.path(step)}: is of step {manifest.step}, and was renamed")
+                found = Found(step, self.path(step), parts, manifest.environment)
+                if accept is not None:
+                    accept(found)
             except CheckpointError as error:
                 refused.append(str(error))
                 continue
@@ -305,7 +317,7 @@ class Checkpoints:
                     stacklevel=2,
                 )
             self._run = manifest.run
-            return Found(step, self.path(step), parts, manifest.environment)
+            return found
         if refused:
             raise CheckpointError(
                 f"Checkpoints: {self.directory} holds a run, and no checkpoint of it can be read; restore one, or use "
@@ -313,7 +325,9 @@ class Checkpoints:
             )
         return None
 
-    def _write(self, step: int, described: Described, notes: Notes) -> None:
+    def _write(self, step: int, described: Described, notes: Notes, first: Callable[[], None] | None) -> None:
+        if first is not None:
+            first()
         path = self._place(step)
         with _named(self.directory):
             put(path, step, described, notes)

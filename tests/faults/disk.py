@@ -17,7 +17,7 @@ from pathlib import Path
 from ftrain.checkpoint import files
 
 READING = {"listdir", "stat", "lstat", "fstat", "preadv", "pread", "statvfs"}
-WRITING = {"open", "close", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "ftruncate"}
+WRITING = {"open", "close", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "ftruncate", "lseek"}
 CALLS = READING | WRITING
 ANSWERING = {"getpid", "path", "path.isdir", "path.lexists", "register_at_fork"}
 """What else `files` asks of `os`, where an error is an answer."""
@@ -205,6 +205,9 @@ class Recorded(Calls):
         self._files[descriptor][1] += count
         return count
 
+    def _lseek(self, function, descriptor, offset, whence):
+        self._files[descriptor][1] = function(descriptor, offset, whence)
+
     def _ftruncate(self, function, descriptor, length):
         function(descriptor, length)
         self.log.append(("cut", self._files[descriptor][0], length))
@@ -246,7 +249,7 @@ def site_of(path):
         where = frame.f_code.co_filename
         if "/ftrain/checkpoint/" in where:
             name = frame.f_code.co_name
-            if not where.endswith("files.py") or name in ("created", "make_directories", "touch"):
+            if not where.endswith("files.py") or name in ("created", "make_directories", "touch", "append"):
                 names.append(name)
                 # It calls itself for those above.
                 names = names[:1] if names == ["make_directories"] * 2 else names

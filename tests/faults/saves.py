@@ -8,6 +8,7 @@ import torch
 
 import ftrain as ft
 from ftrain.checkpoint import Checkpoints, verify
+from ftrain.checkpoint.journal import Journal, check, mark_of, read
 from tests.faults.problem import make, params
 
 # The file system of /dev/shm loses power with the machine, as does every model here; it is the fastest.
@@ -51,11 +52,37 @@ def checkpoints(directory, **options):
 
 def newest(directory):
     """The step of the newest checkpoint that loads, None where there is none; it must be exact, and nothing damaged."""
-    found = checkpoints(directory).latest()
+    found = checkpoints(directory).latest(accept=require_history)
     if found is None:
         return None
+    mark = mark_of(found.parts.pop("history", None))
+    assert mark is None or list(read(directory, mark)) == records(found.step), f"the history of step {found.step}"
     assert is_tree(found.step, found.parts), f"step {found.step} is not what was saved"
     return found.step
+
+
+def records(step):
+    """The history of a run until a step."""
+    return [{"step": number, "loss": number / 7, "of": [number, None]} for number in range(1, 3 * step + 1)]
+
+
+def require_history(found):
+    if mark := mark_of(found.parts.get("history")):
+        check(found.path.parent, mark)
+
+
+def save_with_history(writing, journal, step):
+    """Save a step as `fit` does, with a mark in the file of records."""
+    mark, append = journal.following(records(step))
+    writing.save(step, {**tree(step), "history": mark._asdict()}, first=append, wait=True)
+
+
+def saves_with_history(directory, step, **options):
+    """Go on from the newest step, and save another one."""
+    with checkpoints(directory, **options) as writing:
+        journal, found = Journal(directory), writing.latest(accept=require_history)
+        journal.go_on(mark_of(found.parts["history"]) if found else None)
+        save_with_history(writing, journal, step)
 
 
 def temporary(directory):

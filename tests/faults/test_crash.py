@@ -14,16 +14,29 @@ from ftrain.checkpoint import load, save
 from tests.faults.disk import WRITING, Calls, Killed, through
 from tests.faults.figures import FULL, record
 from tests.faults.forks import Child, forked, quiet_forks
-from tests.faults.saves import TEXTS, checkpoints, fast, is_tree, newest, require_goes_on, require_whole, tree
+from tests.faults.saves import (
+    TEXTS,
+    checkpoints,
+    fast,
+    is_tree,
+    newest,
+    require_goes_on,
+    require_whole,
+    saves_with_history,
+    tree,
+)
 
 __all__ = ["fast"]
 
 MOMENTS = "before", "halfway", "after"
 
 
-def prepare(directory, steps, **options):
+def prepare(directory, steps, act=None, **options):
     directory.mkdir()
-    if steps:
+    if act is saves_with_history:
+        for step in steps:
+            act(directory, step, **options)
+    elif steps:
         with checkpoints(directory, **options) as writing:
             for step in steps:
                 writing.save(step, tree(step), wait=True)
@@ -61,6 +74,8 @@ STORIES = {
     "replaced": ((1, 2), replaces, 2, {2}, {}),
     "replaced_the_only_one": ((1,), replaces, 1, {1}, {"keep": 1}),
     "pin": ((1, 2), pins, 2, {2}, {}),
+    "history": ((1, 2), saves_with_history, 3, {2, 3}, {}),
+    "first_history": ((), saves_with_history, 1, {None, 1}, {}),
 }
 stories = pytest.mark.parametrize("story", STORIES)
 
@@ -90,7 +105,7 @@ def points(made):
 @stories
 def test_a_process_ends_at_a_call(story, fast):
     before, act, step, allowed, options = STORIES[story]
-    template = prepare(fast / "template", before, **options)
+    template = prepare(fast / "template", before, act, **options)
     made = forked(counted, shutil.copytree(template, fast / "counted"), act, step, options)
     count, last = 0, None
     for at, moment in points(made):

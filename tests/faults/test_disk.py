@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from ftrain.checkpoint import files
+from ftrain.checkpoint.journal import Journal
 from ftrain.errors import CheckpointError
 from tests.faults.disk import ANSWERING, CALLS, ERRORS, Calls, Failing, descriptors, through
 from tests.faults.figures import FULL, record, times
 from tests.faults.forks import forked, quiet_forks
-from tests.faults.saves import checkpoints, fast, newest, require_goes_on, temporary, tree
+from tests.faults.saves import checkpoints, fast, newest, require_goes_on, save_with_history, temporary, tree
 
 __all__ = ["fast"]
 
@@ -84,8 +85,9 @@ def run(directory, proxy, mode, told):
 
     def act():
         with checkpoints(directory, keep=KEEP, async_=MODES[mode]) as writing:
+            journal = Journal(directory)
             for step in (3, 4):
-                if told.tried(lambda step=step: writing.save(step, tree(step), wait=True)):
+                if told.tried(lambda step=step: save_with_history(writing, journal, step)):
                     told.saved = step
                 elif "could not be written" in str(told.errors[-1]) and not proxy.lasting:
                     assert step not in writing.steps()

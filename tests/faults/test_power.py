@@ -10,10 +10,22 @@ import shutil
 import pytest
 
 from ftrain.checkpoint import load, save, verify
+from ftrain.checkpoint.journal import NAME, Journal
 from ftrain.errors import CheckpointError
 from tests.faults.disk import Disk, PowerCut, Recorded, laid_out, through
 from tests.faults.figures import record, times
-from tests.faults.saves import TEXTS, checkpoints, fast, is_tree, newest, require_goes_on, tree
+from tests.faults.saves import (
+    TEXTS,
+    checkpoints,
+    fast,
+    is_tree,
+    newest,
+    records,
+    require_goes_on,
+    save_with_history,
+    saves_with_history,
+    tree,
+)
 
 __all__ = ["fast"]
 
@@ -93,6 +105,22 @@ def check_replaced(root, saved, begun, replaced):
         assert loss == 3.0 if replaced else loss in (2.0, 3.0)
 
 
+def with_history(disk, root):
+    """Two saves with a history, one that ends when its records are there, and another run that goes on."""
+    directory = root / "runs" / "a"
+    with checkpoints(directory) as writing:
+        journal = Journal(directory)
+        for step in (1, 2):
+            disk.say("begun", step)
+            save_with_history(writing, journal, step)
+            disk.say("saved", step)
+        _, append = journal.following([*records(2), {"step": 7, "loss": 1.0, "of": "what never was in a checkpoint"}])
+        append()
+    disk.say("begun", 3)
+    saves_with_history(directory, 3)
+    disk.say("saved", 3)
+
+
 STORIES = {
     "run": (run, check_run, {}),
     "async": (run, check_run, {"async_": True}),
@@ -100,6 +128,7 @@ STORIES = {
     "save": (alone, check_alone, {}),
     "refused": (refused, check_run, {}),
     "replaced": (replaced, check_replaced, {}),
+    "history": (with_history, check_run, {}),
 }
 stories = pytest.mark.parametrize("story", STORIES)
 
@@ -178,6 +207,8 @@ SYNCS = {
     "renamed_before_a_kill": ("kill", "__enter__", None),
     "replaced": ("replaced", "settle < put", None),
     "pin": ("run", "touch < pin", None),
+    "history": ("history", "append < append", NAME),
+    "name_of_the_history": ("history", "append < append", "a"),
 }
 
 

@@ -3,11 +3,13 @@
 Written once by `python tests/golden/test_checkpoint_format.py`, and never again.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+import ftrain as ft
 from ftrain import checkpoint
 from ftrain.types import Mean, TrainState
 
@@ -71,6 +73,48 @@ def assert_same(found, needed):
             assert_same(getattr(found, name), getattr(needed, name))
     else:
         assert found == needed
+
+
+# A run, whose history version 1 had in each checkpoint
+
+RUN = Path(__file__).parent / "fitted" / "1"
+LOSSES = [
+    1.0,
+    1.0294380187988281,
+    0.8918353915214539,
+    0.9540951251983643,
+    1.4243688583374023,
+    0.8550089001655579,
+    1.0568166971206665,
+]
+
+
+def squares(params, batch):
+    return ((batch["x"] @ params["w"] - 1) ** 2).mean()
+
+
+@pytest.mark.filterwarnings("ignore:fit. goes on from:UserWarning")
+def test_a_run_of_version_1_goes_on_with_its_history(tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(RUN, directory)
+    data = [{"x": torch.ones(4, 3) * number} for number in range(1, 6)]
+    step = ft.compose(ft.train_step(squares, ft.optim.sgd(0.125)), ft.clip(1.0))
+
+    def go_on(steps):
+        checkpoints = ft.Checkpoints(directory, every=4, keep=1)
+        return ft.fit(
+            step, step.init({"w": torch.zeros(3)}, seed=1), data, steps=steps, checkpoints=checkpoints, progress=False
+        )
+
+    for steps in (9, 10):
+        history = go_on(steps).history
+        assert history["loss"][:7] == LOSSES
+        assert [(record["step"], record["norm"]) for record in history if "norm" in record] == [
+            (3, 0.04490649327635765),
+            (6, 0.04969368875026703),
+            (7, 0.033212579786777496),
+        ]
+        assert [record["step"] for record in history if "loss" in record] == list(range(1, steps + 1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,160 @@
+"""An append-only file of records beside the checkpoints of a run, of which each checkpoint notes how much is its own.
+
+A save adds the records since the one before, so that it costs the same however long the run is. What a run that was
+killed has added behind its last checkpoint is cut off by the one that goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ftrain.checkpoint import files
+from ftrain.checkpoint.manifest import DIGEST
+from ftrain.checkpoint.skeleton import describe, rebuild
+from ftrain.errors import CheckpointError
+
+NAME = "ftrain-history.jsonl"
+CHUNK = 2**22
+"""Bytes that are read at once."""
+EXACT = str, int, float, type(None)
+"""What JSON gives back with the same value."""
+
+
+class Mark(NamedTuple):
+    """How much of the file belongs to a checkpoint: its records and bytes, and the sha256 of these."""
+
+    records: int
+    bytes: int
+    sha256: str
+
+
+def mark_of(saved: Any) -> Mark | None:
+    """Return the mark that a checkpoint holds; None when it holds something else, as those of older versions do."""
+    if not isinstance(saved, dict) or saved.keys() != set(Mark._fields):
+        return None
+    mark = Mark(**saved)
+    numbers = all(type(value) is int and value >= 0 for value in (mark.records, mark.bytes))
+    return mark if numbers and isinstance(mark.sha256, str) and DIGEST.fullmatch(mark.sha256) else None
+
+
+class Journal:
+    """The file of records of a run, as far as it was written.
+
+    Args:
+        directory: of the run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / NAME
+        self._mark, self._digest = Mark(0, 0, ""), hashlib.sha256()
+
+    def go_on(self, mark: Mark | None) -> None:
+        """Add what comes next behind a mark, or anew without one, and cut off then what is behind it.
+
+        Raises:
+            CheckpointError: as `check` does.
+        """
+        self._digest = hashlib.sha256() if mark is None else check(self._path.parent, mark)
+        self._mark = mark or Mark(0, 0, "")
+
+    def following(self, records: Sequence[Mapping[str, Any]]) -> tuple[Mark, Callable[[], None]]:
+        """Return the mark behind all records of a run, and a function that brings to the disk those that are not.
+
+        Raises:
+            CheckpointError: for a record that cannot be saved exactly.
+        """
+        before, digest = self._mark, self._digest.copy()
+        data = b"".join(map(_line, records[before.records :]))
+        digest.update(data)
+        mark = Mark(len(records), before.bytes + len(data), digest.hexdigest())
+
+        def append() -> None:
+            try:
+                files.append(self._path, data, before.bytes)
+            except OSError as error:
+                raise CheckpointError(f"save: {self._path} could not be written: {error}") from error
+            self._mark, self._digest = mark, digest
+
+        return mark, append
+
+
+def check(directory: Path, mark: Mark) -> hashlib._Hash:
+    """Check every byte of the records up to a mark, and return what has digested them.
+
+    Raises:
+        CheckpointError: when they are not those that were saved.
+    """
+    digest = hashlib.sha256()
+    for part in _parts(directory / NAME, mark):
+        digest.update(part)
+    if digest.hexdigest() != mark.sha256:
+        raise CheckpointError(
+            f"{directory / NAME}: the first {mark.bytes:,} bytes are not those that were saved; restore them, or "
+            "load the state by itself (ftrain.checkpoint.load) and begin in another directory"
+        )
+    return digest
+
+
+def read(directory: Path, mark: Mark) -> Iterator[dict[str, Any]]:
+    """Give the records up to a mark, one after the other; `check` must have said that it holds.
+
+    Raises:
+        CheckpointError: when they cannot be read.
+    """
+    rest = b""
+    for part in _parts(directory / NAME, mark):
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield _record(line)
+
+
+def _parts(path: Path, mark: Mark) -> Iterator[bytes]:
+    if not mark.bytes:
+        return
+    try:
+        with files.opened(path) as descriptor:
+            length = files.size(descriptor)
+            if length < mark.bytes:
+                raise CheckpointError(f"{path}: has {length:,} bytes, and {mark.bytes:,} were saved: it was cut off")
+            for start in range(0, mark.bytes, CHUNK):
+                part = bytearray(min(CHUNK, mark.bytes - start))
+                files.read_into(descriptor, memoryview(part), start)
+                yield bytes(part)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: is missing, and holds the history of the run; copy it with the checkpoints, or load the state by "
+            "itself (ftrain.checkpoint.load) and begin in another directory"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    if wrong := [name for name in record if type(name) is not str]:
+        raise CheckpointError(f"save: a record of the history has the name {wrong[0]!r}; needs a str")
+    written = {name: value if _is_exact(value) else _described(name, value) for name, value in record.items()}
+    return json.dumps(written, separators=(",", ":")).encode() + b"\n"
+
+
+def _is_exact(value: Any) -> bool:
+    return isinstance(value, EXACT) or (type(value) is list and all(map(_is_exact, value)))
+
+
+def _described(name: str, value: Any) -> Any:
+    """A value as the manifest of a checkpoint would have it, which is a JSON object."""
+    described = describe({name: value})
+    if described.leaves:
+        raise CheckpointError(f"save: the history has a tensor in {name}; needs numbers, texts and lists of them")
+    return described.skeleton["nodes"][0]
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        return {name: rebuild(value, {}) if isinstance(value, dict) else value for name, value in record.items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{NAME}: holds a line that is no record: {line[:60]!r}") from error

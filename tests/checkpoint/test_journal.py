@@ -1,0 +1,209 @@
+"""The history of a run: an append-only file beside the checkpoints, of which each knows how much is its own."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.checkpoint import __main__ as command
+from ftrain.checkpoint import files
+from ftrain.checkpoint.journal import NAME, Journal, Mark, check, mark_of, read
+from ftrain.errors import CheckpointError
+
+HARD = [
+    {"step": 1, "loss": 0.1, "large": 2**70, "yes": True, "none": None, "text": 'tëxt "\n\ud800'},
+    {"nan": math.nan, "infinite": [-math.inf, [1.5, 2]], "zero": -0.0, "tiny": 5e-324},
+    {},
+    {"complex": 1 - 2j, "bytes": b"\x00\xff", "tuple": (1, (2.5, "x")), "dict": {"tensor": 3, "kind": "dict"}},
+]
+
+
+def written(directory, records, count=None):
+    journal = Journal(directory)
+    mark, append = journal.following(records[:count])
+    append()
+    return journal, mark
+
+
+def test_records_are_read_as_they_were(tmp_path):
+    _, mark = written(tmp_path, HARD)
+    found = list(read(tmp_path, mark))
+    # By what is written of them, since NaN is not equal to itself, and -0.0 is to 0.0.
+    assert [repr(record) for record in found] == [repr(record) for record in HARD]
+    assert mark_of(mark._asdict()) == mark
+
+
+def test_only_what_is_new_is_written(tmp_path, monkeypatch):
+    records = [{"step": step, "loss": 1 / step} for step in range(1, 3001)]
+    journal, first = written(tmp_path, records, 2000)
+    sizes, write = [], files.write
+    monkeypatch.setattr(files, "write", lambda descriptor, data: (sizes.append(len(data)), write(descriptor, data)))
+    mark, append = journal.following(records)
+    append()
+    assert sum(sizes) == mark.bytes - first.bytes == (tmp_path / NAME).stat().st_size - first.bytes
+    for each, count in ((first, 2000), (mark, 3000)):
+        check(tmp_path, each)
+        assert list(read(tmp_path, each)) == records[:count]
+
+
+def test_what_is_behind_a_mark_is_cut_off_by_the_next_record(tmp_path):
+    _, mark = written(tmp_path, HARD[:1])
+    journal = Journal(tmp_path)
+    for torn in (b'{"step": 2, "lo', b'{"step": 2}\n' * 3):
+        with (tmp_path / NAME).open("ab") as file:
+            file.write(torn)
+        journal.go_on(mark)
+        new, append = journal.following([*HARD[:1], {"step": 2}])
+        append()
+        assert (tmp_path / NAME).stat().st_size == new.bytes
+        assert list(read(tmp_path, new))[1:] == [{"step": 2}]
+
+
+def test_what_could_not_be_written_is_written_with_the_next(tmp_path, monkeypatch):
+    journal, _ = written(tmp_path, HARD[:1])
+
+    def full(descriptor, data):
+        real(descriptor, data[:5])
+        raise OSError(28, "No space left on device")
+
+    real = files.write
+    monkeypatch.setattr(files, "write", full)
+    with pytest.raises(CheckpointError, match=rf"{NAME} could not be written: .*No space left"):
+        journal.following(HARD[:3])[1]()
+    monkeypatch.undo()
+    mark, append = journal.following(HARD)
+    append()
+    assert repr(list(read(tmp_path, mark))) == repr(HARD)
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    _, mark = written(tmp_path, HARD)
+    whole = (tmp_path / NAME).read_bytes()
+    for place in range(mark.bytes):
+        data = bytearray(whole)
+        data[place] ^= 1 << place % 8
+        (tmp_path / NAME).write_bytes(data)
+        with pytest.raises(CheckpointError, match=rf"{NAME}: the first {mark.bytes} bytes are not those"):
+            check(tmp_path, mark)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda file: file.unlink(), "is missing, and holds the history of the run; copy it"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "it was cut off"),
+        (lambda file: (file.unlink(), file.mkdir()), "is no regular file"),
+    ],
+    ids=["missing", "cut off", "a directory"],
+)
+def test_a_file_that_was_harmed_is_named(harm, said, tmp_path):
+    journal, mark = written(tmp_path, HARD)
+    harm(tmp_path / NAME)
+    for act in (check, lambda *where: list(read(*where))):
+        with pytest.raises(CheckpointError, match=rf"{NAME}: .*{said}"):
+            act(tmp_path, mark)
+    _, append = journal.following([*HARD, {"step": 9}])
+    with pytest.raises(CheckpointError, match=rf"{NAME} could not be written"):
+        append()
+
+
+@pytest.mark.parametrize("record", [{"x": object()}, {"x": {"y": torch.ones(2)}}, {1: 2.0}], ids=str)
+def test_records_that_cannot_be_saved(record, tmp_path):
+    with pytest.raises(CheckpointError, match="save: "):
+        Journal(tmp_path).following([record])
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [None, {}, {"order": 1, "tables": []}, {"records": 1, "bytes": -1, "sha256": "0" * 64}, (1, 2, "0" * 64)],
+    ids=str,
+)
+def test_what_is_no_mark(saved):
+    assert mark_of(saved) is None
+
+
+# In a run
+
+
+def loss(params, batch):
+    return ((batch["x"] @ params["w"] - 1) ** 2).mean()
+
+
+def train(directory, steps, **options):
+    draw = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(4, 3, generator=draw)} for _ in range(5)]
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.125)), ft.clip(1.0))
+    checkpoints = ft.Checkpoints(directory, **{"every": 2, "keep": 2, **options})
+    return ft.fit(
+        step,
+        step.init({"w": torch.zeros(3)}, seed=1),
+        data,
+        steps=steps,
+        log_every=1,
+        checkpoints=checkpoints,
+        progress=False,
+    )
+
+
+def without_times(history):
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in history]
+
+
+def test_what_a_checkpoint_holds_of_the_history_does_not_grow(tmp_path):
+    train(tmp_path, 60, every=20)
+    sizes = {
+        path.name: sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        for path in tmp_path.glob("step-*")
+    }
+    assert len(sizes) == 2
+    assert max(sizes.values()) - min(sizes.values()) < 32
+
+
+def test_the_directory_of_a_run_may_be_moved_and_copied(tmp_path):
+    train(tmp_path / "a", 4)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "a").rename(tmp_path / "c")
+    for name in "bc":
+        found = train(tmp_path / name, 7)
+        assert without_times(found.history) == without_times(train(tmp_path / "whole", 7).history)
+
+
+def test_a_flip_in_what_the_newest_one_has_added_goes_back_to_the_one_before(tmp_path, capsys):
+    train(tmp_path, 4)
+    file = tmp_path / NAME
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 1
+    file.write_bytes(data)
+    assert command.main(["verify", str(tmp_path)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("whole")
+    assert said[1].startswith("DAMAGED")
+    assert NAME in said[1]
+    with pytest.warns(UserWarning, match=rf"going back to step 2(.|\n)*{NAME}"):
+        found = train(tmp_path, 6)
+    assert without_times(found.history) == without_times(train(tmp_path / "whole", 6).history)
+    assert command.main(["verify", str(tmp_path)]) == 0
+
+
+def test_a_run_without_its_history_is_an_error_that_says_how_to_go_on(tmp_path):
+    result = train(tmp_path, 4)
+    (tmp_path / NAME).unlink()
+    with pytest.raises(CheckpointError, match=rf"(?s){NAME}: is missing.*load the state by itself"):
+        train(tmp_path, 6)
+    state = ft.checkpoint.load(ft.Checkpoints(tmp_path, every=1).path(4))["state"]
+    assert torch.equal(state.params["w"], result.state.params["w"])
+
+
+def test_lines_are_json(tmp_path):
+    history = train(tmp_path, 4).history
+    assert [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()] == list(history)
+
+
+def test_an_empty_history(tmp_path):
+    _, mark = written(tmp_path, [])
+    assert mark == Mark(0, 0, mark.sha256)
+    assert list(read(tmp_path, mark)) == []
+    check(tmp_path, mark)
