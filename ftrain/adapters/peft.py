@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def save(
 
     ``PeftModel.from_pretrained(base, directory)`` then computes what the state does. What `trainable` named beside
     the adapters becomes peft's `modules_to_save`, and must be whole modules. The file also notes which base it
-    belongs to, for `load`. It appears by one rename, when all of it is on the disk.
+    belongs to, for `load`; ``ftrain_digests.json`` beside it, which peft does not look at, has the sha256 of every
+    tensor. It appears by one rename, when all of it is on the disk.
 
     Args:
         directory: to make; it must not be there.
@@ -92,6 +94,8 @@ def save(
 def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool = False) -> TrainState:
     """Return a state with the adapters that `save` or peft has written, and an optimizer that begins.
 
+    What `save` has written is checked, every byte; files of peft's own have no digests.
+
     Args:
         directory: with ``adapter_model.safetensors`` and ``adapter_config.json``.
         step: a step with `lora` of the same rank, alpha and targets; `like` makes the wrapper.
@@ -103,7 +107,8 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
         ComposeError: when the step has no `lora`.
         StructureError: when the adapters differ from those of the step, or were trained on another base; the message
             lists the differences.
-        CheckpointError: when a file is missing or malformed, or uses options of peft that ftrain has not.
+        CheckpointError: when a file is missing, malformed or not the one that was saved, or uses options of peft that
+            ftrain has not.
     """
     adapters, directory = _of_module("adapters.load", step, state), Path(directory)
     found = read_foreign(directory, FILES)
@@ -228,9 +233,19 @@ def _require_options(directory: Path, said: Mapping[str, Any]) -> None:
     kind = said.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{directory}: peft_type is {kind!r}; only LORA is supported")
-    for name in ("r", "lora_alpha"):
-        if isinstance(said.get(name), bool) or not isinstance(said.get(name), int | float):
-            raise CheckpointError(f"{directory}: {FILES[1]}: {name} is {said.get(name)!r}, needs a number")
+    needed: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "r": ("a positive integer", lambda value: type(value) is int and value > 0),
+        "lora_alpha": ("a positive number", lambda value: type(value) in (int, float) and 0 < value < math.inf),
+        "lora_dropout": ("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value < 1),
+        "modules_to_save": (
+            "a list of names of modules",
+            lambda value: isinstance(value, list) and all(isinstance(name, str) and name for name in value),
+        ),
+    }
+    for name, (what, holds) in needed.items():
+        value = said.get(name)
+        if not (holds(value) or (value is None and name not in ("r", "lora_alpha"))):
+            raise CheckpointError(f"{directory}: {FILES[1]}: {name} is {value!r:.100}, needs {what}")
     bad = [
         f"{name}={value!r}"
         for name, value in said.items()

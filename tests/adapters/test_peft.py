@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.checkpoint import files
+from ftrain.checkpoint.foreign import Foreign, read_foreign, write_foreign
 from ftrain.errors import CheckpointError, ComposeError, StructureError
 from tests.adapters.models import TARGETS, adapters, loss, make, make_batch, step_of, train
 from tests.laws.models import make_model as make_tiny
@@ -19,7 +21,7 @@ from tests.laws.test_pipelines import assert_equal
 
 KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "dropout": {"dora": True, "dropout": 0.3}}
 kinds = pytest.mark.parametrize("kind", KINDS)
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS, CONFIG, DIGESTS = "adapter_model.safetensors", "adapter_config.json", "ftrain_digests.json"
 
 
 def lora(targets=TARGETS, **options):
@@ -63,7 +65,7 @@ def test_averages_begin_with_what_was_loaded(saved):
 
 def test_the_names_are_those_of_peft(saved):
     _, state, path = saved
-    assert sorted(file.name for file in path.iterdir()) == [CONFIG, WEIGHTS]
+    assert sorted(file.name for file in path.iterdir()) == [CONFIG, WEIGHTS, DIGESTS]
     tensors, said = load_file(path / WEIGHTS), json.loads((path / CONFIG).read_text())
     assert tensors.keys() == {f"base_model.model.{name}" for name in adapters(state.params)}
     assert_equal(tensors["base_model.model.blocks.0.up.lora_A.weight"], state.params["blocks.0.up.lora_A.weight"])
@@ -115,6 +117,8 @@ def test_nothing_is_there_before_all_of_it_is(saved, tmp_path, monkeypatch):
 
 
 def changed(path, **options):
+    """Let a file be one of peft's, which has no digests."""
+    (path / DIGESTS).unlink(missing_ok=True)
     said = json.loads((path / CONFIG).read_text())
     (path / CONFIG).write_text(json.dumps({**said, **options}))
 
@@ -128,7 +132,17 @@ def changed(path, **options):
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"layer_replication": [[0, 4]], "lora_bias": True}, r"layer_replication=\[\[0, 4\]\], lora_bias=True"),
         ({"some_option_of_tomorrow": 1}, "some_option_of_tomorrow=1"),
-        ({"r": "three"}, "r is 'three', needs a number"),
+        ({"r": "three"}, "r is 'three', needs a positive integer"),
+        ({"r": 2.5}, r"r is 2\.5, needs a positive integer"),
+        ({"r": True}, "r is True, needs a positive integer"),
+        ({"lora_alpha": None}, "lora_alpha is None, needs a positive number"),
+        ({"lora_alpha": math.nan}, "lora_alpha is nan, needs a positive number"),
+        ({"lora_dropout": "0.1"}, r"lora_dropout is '0\.1', needs a number from 0 to 1"),
+        ({"modules_to_save": "head"}, "modules_to_save is 'head', needs a list of names"),
+        ({"modules_to_save": [3]}, r"modules_to_save is \[3\], needs a list of names"),
+        ({"modules_to_save": [""]}, r"modules_to_save is \[''\], needs a list of names"),
+        ({"modules_to_save": 7}, "modules_to_save is 7, needs a list of names"),
+        ({"modules_to_save": {"head": 1}}, "modules_to_save is {'head': 1}, needs a list of names"),
     ],
 )
 def test_options_that_compute_something_else(saved, options, said):
@@ -202,6 +216,7 @@ def test_files_that_are_missing_or_damaged(saved, tmp_path):
             ft.adapters.load(path, step, state)
 
     data, text = (path / WEIGHTS).read_bytes(), (path / CONFIG).read_text()
+    (path / DIGESTS).unlink()
     (path / WEIGHTS).write_bytes(data[:-8])
     refused(r"adapter: cannot be read: SafetensorError")
     (path / WEIGHTS).write_bytes(b"")
@@ -220,6 +235,37 @@ def test_files_that_are_missing_or_damaged(saved, tmp_path):
         ft.adapters.like(tmp_path / "nowhere")
 
 
+def test_every_flipped_byte_is_found_and_named(tmp_path):
+    path, names = tmp_path / "adapter", (WEIGHTS, CONFIG)
+    tensors = {"base_model.model.a.lora_A.weight": torch.randn(3, 4), "b": torch.randn(5).bfloat16()}
+    write_foreign(path, names, Foreign(tensors, {"note": "text"}, {"peft_type": "LORA", "r": 3}))
+    start = 8 + int.from_bytes((path / WEIGHTS).read_bytes()[:8], "little")
+    for name in (WEIGHTS, CONFIG, DIGESTS):
+        whole = (path / name).read_bytes()
+        for place in range(len(whole)):
+            (path / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+            # Those of float32 come first.
+            tensor = "" if name != WEIGHTS or place < start else [*tensors][place >= start + 48]
+            with pytest.raises(CheckpointError, match=rf"adapter.*{name}.*{tensor}"):
+                read_foreign(path, names)
+        for other in (whole[:-1], whole + b" "):
+            (path / name).write_bytes(other)
+            with pytest.raises(CheckpointError, match=f"adapter.*{name}"):
+                read_foreign(path, names)
+        (path / name).write_bytes(whole)
+    assert torch.equal(read_foreign(path, names).tensors["b"], tensors["b"])
+
+
+def test_what_is_changed_on_purpose_needs_no_digests(saved):
+    step, state, path = saved
+    said = json.loads((path / CONFIG).read_text())
+    (path / CONFIG).write_text(json.dumps({**said, "base_model_name_or_path": "mine"}))
+    with pytest.raises(CheckpointError, match=f"{CONFIG}: the bytes are not those.*remove {DIGESTS}"):
+        ft.adapters.load(path, step, state)
+    (path / DIGESTS).unlink()
+    assert_equal(ft.adapters.load(path, step, step.init()).params, state.params)
+
+
 def load_file_of(data, folder):
     (folder / "copy").write_bytes(data)
     return load_file(folder / "copy")
@@ -227,6 +273,7 @@ def load_file_of(data, folder):
 
 def test_notes_that_are_not_ours_are_ignored(saved):
     step, state, path = saved
+    (path / DIGESTS).unlink()
     for note in ("no json", "[1]", '{"head.bias": 3}'):
         save_file(load_file(path / WEIGHTS), path / WEIGHTS, metadata={"ftrain.base": note})
         assert_equal(ft.adapters.load(path, step, step.init()).params, state.params)
