@@ -100,11 +100,44 @@ class TestParity:
         case = randn(9, WIDTH), weight, some_labels(9, classes=8)
         assert_same(derive(linear_cross_entropy, *case, bias=bias), derive(plainly, *case, bias=bias))
 
-    def test_a_row_without_a_label_may_hold_anything(self):
-        hidden, labels = randn(9, WIDTH), torch.arange(9)
-        hidden[-1], labels[-1] = torch.inf, -100
-        found, wanted = (f(hidden, layer()[0], labels) for f in (linear_cross_entropy, plainly))
-        assert_same((found.total, found.weight), (wanted.total, wanted.weight))
+    @pytest.mark.parametrize("held", [torch.inf, -torch.inf, torch.nan])
+    @pytest.mark.parametrize("smoothing", SMOOTHINGS)
+    @pytest.mark.parametrize("chunk", [None, 1, 4])
+    def test_a_row_without_a_label_may_hold_anything(self, chunk, smoothing, held):
+        weight, bias = layer()
+        hidden, labels = randn(9, WIDTH), some_labels(9, seed=2)
+        ignored = labels == -100
+        assert 0 < ignored.sum() < 9
+        spoilt = hidden.masked_fill(ignored[:, None], held)
+        options = {"bias": bias, "label_smoothing": smoothing, "class_weight": CLASS_WEIGHTS[1]}
+        for kept in (labels, torch.full_like(labels, -100)):
+            case = weight, kept.masked_fill(ignored, -100)
+            found = derive(linear_cross_entropy, spoilt, *case, chunk=chunk, **options)
+            assert_same(found, derive(plainly, hidden, *case, **options))
+            with torch.no_grad():
+                assert torch.equal(linear_cross_entropy(spoilt, *case, chunk=chunk, **options).total, found[0])
+
+    @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+    def test_such_a_row_in_narrow_products_and_in_a_graph(self, narrow):
+        weight, _ = layer(torch.float32)
+        hidden, labels = randn(9, WIDTH, dtype=torch.float32), some_labels(9, seed=2)
+        spoilt = hidden.masked_fill((labels == -100)[:, None], torch.nan)
+
+        def narrowly(hidden):
+            with torch.autocast("cpu", narrow):
+                return derive(linear_cross_entropy, hidden, weight, labels, chunk=4)
+
+        assert_same(narrowly(spoilt), narrowly(hidden), rtol=0, atol=0)
+        step = ft.train_step(
+            lambda params, batch: linear_cross_entropy(batch["hidden"] * params["scale"], params["weight"], labels),
+            ft.optim.sgd(0.1),
+        )
+        for wrapper in (ft.compiled(lowering="whole", backend="aot_eager"), ft.donated()):
+            states = []
+            for given in (hidden, hidden.masked_fill((labels == -100)[:, None], torch.inf)):
+                state = step.init({"scale": torch.ones(WIDTH), "weight": weight.clone()})
+                states.append(wrapper(step)(state, {"hidden": given})[0])
+            assert torch.equal(states[0].params["weight"], states[1].params["weight"])
 
     @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
     def test_any_integer_labels(self, dtype):

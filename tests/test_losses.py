@@ -294,6 +294,23 @@ class TestElementwise:
             for given_targets in (targets, targets.bool(), targets.double()):
                 assert is_scalar(loss(randn(2, dtype=dtype), given_targets), dtype)
 
+    @pytest.mark.parametrize("held", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("loss", [mse, binary_cross_entropy])
+    def test_elements_without_weight_may_hold_anything(self, loss, held) -> None:
+        weight = torch.tensor([1.0, 0.0, 0.0, 2.0])
+        outputs = torch.tensor([0.5, held, 0.5, 0.25], requires_grad=True)
+        found = loss(outputs, torch.tensor([1.0, 0.0, held, 0.0]), weight=weight)
+        wanted = loss(outputs[[0, 3]], torch.tensor([1.0, 0.0]), weight=weight[[0, 3]])
+        assert numbers(found) == numbers(wanted)
+        grads = [torch.autograd.grad(each.total, outputs)[0] for each in (found, wanted)]
+        assert torch.equal(*grads)
+        assert grads[0][1] == 0
+
+    def test_a_weight_of_zero_has_a_gradient(self) -> None:
+        weight = torch.zeros(3, dtype=F64, requires_grad=True)
+        (grad,) = torch.autograd.grad(mse(randn(3), torch.zeros(3), weight=weight).total, weight)
+        assert torch.equal(grad, randn(3).square())
+
     @pytest.mark.parametrize("loss", [mse, binary_cross_entropy])
     def test_sum_of_weights_is_not_differentiated(self, loss) -> None:
         weight = torch.ones(3, dtype=F64, requires_grad=True)

@@ -77,7 +77,8 @@ def losses_and_gradients(
         memory = hidden.new_empty((chunk, len(weight)), dtype=_wide(dtype))
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            part = hidden[rows].to(dtype)
+            # What an ignored row holds, infinite or NaN, must not reach the sums over rows: 0 x NaN is NaN.
+            part = hidden[rows].to(dtype).masked_fill(~targets.kept[rows, None], 0)
             logits = _logits(part, narrow, bias, memory[: len(part)])
             total += _turn_into_gradient(logits, targets[rows])
             _add_products(grads, rows, logits, part, narrow)
@@ -159,7 +160,6 @@ def _turn_into_gradient(logits: Tensor, targets: _Targets) -> Tensor:
     losses = targets.slope * odds.log() - targets.peak * at_label
     if mean is not None:
         losses -= targets.floor * mean
-    # A row without a label may hold anything, infinities included.
     total = torch.where(targets.kept, losses, 0.0).sum()
     logits *= (targets.slope / odds)[:, None]
     if targets.spread is not None:

@@ -35,7 +35,8 @@ def cross_entropy(
 
     Args:
         logits: (..., classes), floating point. The class axis is the last one, where torch wants it
-            second.
+            second. NaN in a row whose label is ignored is left out of the loss, but is NaN in the gradient of that
+            row, as in torch (`linear_cross_entropy` leaves it out of both).
         labels: (...), integers in ``[0, classes)``, or `ignore_index`.
         ignore_index: the label that counts for nothing.
         label_smoothing: the share of probability, in [0, 1], spread evenly over the classes.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,7 +25,8 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | Non
         logits: (...), floating point; infinite ones give NaN, as in torch.
         labels: like `logits`: bool, integers 0 and 1, or probabilities.
         weight: bool or real, broadcast to the shape of `logits` (aligned at the last axis); its sum
-            is not differentiated.
+            is not differentiated. Elements of weight 0 may hold anything, NaN included, unless the weight itself
+            has a gradient.
 
     Raises:
         LossError: a shape or dtype is not as above.
@@ -34,8 +38,8 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | Non
     """
     _require_same("binary_cross_entropy", logits, labels, ("logits", "labels"))
     dtype = loss_dtype(logits)
-    errors = F.binary_cross_entropy_with_logits(logits.to(dtype), labels.to(dtype), reduction="none")
-    return _weighted("binary_cross_entropy", errors, weight)
+    error = partial(F.binary_cross_entropy_with_logits, reduction="none")
+    return _weighted("binary_cross_entropy", error, logits.to(dtype), labels.to(dtype), weight)
 
 
 def mse(predictions: Tensor, targets: Tensor, *, weight: Tensor | None = None) -> Mean:
@@ -48,7 +52,8 @@ def mse(predictions: Tensor, targets: Tensor, *, weight: Tensor | None = None) -
         predictions: (...), floating point.
         targets: like `predictions`, real; used in the dtype of the loss. Nothing is broadcast.
         weight: bool or real, broadcast to the shape of `predictions` (aligned at the last axis); its
-            sum is not differentiated.
+            sum is not differentiated. Elements of weight 0 may hold anything, NaN included, unless the weight
+            itself has a gradient.
 
     Raises:
         LossError: a shape or dtype is not as above.
@@ -60,17 +65,28 @@ def mse(predictions: Tensor, targets: Tensor, *, weight: Tensor | None = None) -
     """
     _require_same("mse", predictions, targets, ("predictions", "targets"))
     dtype = loss_dtype(predictions)
-    return _weighted("mse", (predictions.to(dtype) - targets.to(dtype)).square(), weight)
+    return _weighted("mse", lambda a, b: (a - b).square(), predictions.to(dtype), targets.to(dtype), weight)
 
 
-def _weighted(function: str, errors: Tensor, weight: Tensor | None) -> Mean:
+def _weighted(
+    function: str,
+    error: Callable[[Tensor, Tensor], Tensor],
+    outputs: Tensor,
+    targets: Tensor,
+    weight: Tensor | None,
+) -> Mean:
     if weight is None:
+        errors = error(outputs, targets)
         return Mean(errors.sum(), torch.full((), errors.numel(), dtype=errors.dtype, device=errors.device))
-    if weight.is_complex() or not _broadcasts(weight.shape, errors.shape):
+    if weight.is_complex() or not _broadcasts(weight.shape, outputs.shape):
         raise LossError(
-            f"{function}: weight is {kind(weight)}; it must be real and broadcast to {tuple(errors.shape)}."
+            f"{function}: weight is {kind(weight)}; it must be real and broadcast to {tuple(outputs.shape)}."
         )
-    weight = weight.to(errors.dtype)
+    # Left out before the error is computed: 0 x NaN is NaN, here and in the gradient. The gradient of a weight needs
+    # the error.
+    if not weight.requires_grad:
+        outputs, targets = (each.masked_fill(weight == 0, 0) for each in (outputs, targets))
+    errors, weight = error(outputs, targets), weight.to(outputs.dtype)
     return Mean((errors * weight).sum(), weight.detach().expand(errors.shape).sum())
 
 

@@ -45,7 +45,8 @@ def linear_cross_entropy(
     differentiated once, and not under the transforms of `torch.func`.
 
     Args:
-        hidden: (..., width), floating point; what the last layer is given.
+        hidden: (..., width), floating point; what the last layer is given. Rows whose label is ignored may hold
+            anything, infinite and NaN included: they add nothing to the loss, and their gradient is 0.
         weight: (classes, width), like `torch.nn.Linear.weight` or that of a tied `torch.nn.Embedding`;
             of the dtype of `hidden`, autocast aside.
         labels: (...), integers in ``[0, classes)``, or `ignore_index`.
