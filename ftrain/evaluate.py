@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ def evaluate(
     data: Iterable[PyTree],
     *,
     dtype: str | torch.dtype | None = None,
-    on_oom: str = RAISE,
+    on_oom: Literal["raise", "split"] = "raise",
 ) -> dict[str, float]:
     """Return the mean of the loss and of every metric over all of `data`.
 

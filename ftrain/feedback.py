@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ftrain.checks import require_positive
 from ftrain.errors import ComposeError, OptionError
@@ -37,7 +37,7 @@ def column(function: str, name: str, history: History) -> list[Any]:
     return values
 
 
-def patience(name: str, count: int = 3, *, mode: str = "min", min_delta: float = 0.0) -> Stop:
+def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> Stop:
     """Return a `stop` for `fit`: when a metric has not got better in `count` evaluations in a row.
 
     A pure function of the history, which a checkpoint holds, so that a run that goes on stops where it would have.

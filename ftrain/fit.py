@@ -6,7 +6,7 @@ import functools
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 from ftrain.checkpoint import Checkpoints
 from ftrain.checks import require_positive
@@ -15,11 +15,11 @@ from ftrain.feedback import Adapt, Stop
 from ftrain.interrupts import EXIT, interruptible
 from ftrain.loggers import Logger
 from ftrain.loop import iterate
-from ftrain.nonfinite import WARN, LossWatch
-from ftrain.pieces import RAISE, SPLIT, require_on_oom
+from ftrain.nonfinite import LossWatch
+from ftrain.pieces import SPLIT, require_on_oom
 from ftrain.progress import show
 from ftrain.recorder import Count, Evaluate, Recorder
-from ftrain.run import FitResult, Rules, Run
+from ftrain.run import FitResult, Rules, Run, S
 from ftrain.saved import Saved
 from ftrain.splitting import Splitting, reloading
 from ftrain.step import Step
@@ -27,8 +27,8 @@ from ftrain.types import PyTree
 
 
 def fit(
-    step: Callable[..., Any],
-    state: Any,
+    step: Callable[[S, Any], tuple[S, Mapping[str, Any]]],
+    state: S,
     data: Iterable[PyTree],
     *,
     steps: int | None = None,
@@ -38,15 +38,15 @@ def fit(
     stop: Stop | None = None,
     adapt: Adapt | None = None,
     checkpoints: Checkpoints | None = None,
-    resume: str = "auto",
+    resume: Literal["auto", "must", "never"] = "auto",
     loggers: Sequence[Logger] = (),
     log_every: int = 10,
     throughput: Mapping[str, Count] | None = None,
     progress: bool = True,
     donate: bool = True,
-    on_oom: str = RAISE,
-    on_nonfinite: str = WARN,
-) -> FitResult:
+    on_oom: Literal["raise", "split"] = "raise",
+    on_nonfinite: Literal["warn", "raise", "ignore"] = "warn",
+) -> FitResult[S]:
     """Train: run `step` over `data`, record, show, evaluate and save; return ``(state, history)``.
 
     Metrics stay on the device and are read together every `log_every` steps; nothing else waits for it.
@@ -90,7 +90,7 @@ def fit(
             ``"raise"`` a NonFiniteError, so that no state from after it is saved; or ``"ignore"`` it.
 
     Raises:
-        ComposeError: when `step` cannot be called, or is to be split and no `Step`.
+        ComposeError: when `step` cannot be called, or stands where the state does, or is to be split and no `Step`.
         OptionError: for numbers that are not positive, or another `resume`, `on_oom` or `on_nonfinite`.
         DeviceError: when steps are split and not even one example fits, with the `anatomy` of the step; or when a
             state was overwritten, and there is no checkpoint.
@@ -105,7 +105,7 @@ def fit(
             data the newest checkpoint is as it was, for the state may be overwritten in part, or the place in the data
             be lost.
     """
-    _require(step, on_oom, log_every=log_every, evaluate_every=evaluate_every)
+    _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
     watch = LossWatch(on_nonfinite, checkpoints)
     recorder = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)), watch)
     saved = Saved(checkpoints, data, recorder, resume)
@@ -142,13 +142,15 @@ def _ended(step: int, steps: int | None) -> str:
     return "data" if steps is None or step < steps else "steps"
 
 
-def _leaving(code: int, result: FitResult) -> Interrupted:
+def _leaving(code: int, result: FitResult[Any]) -> Interrupted:
     leaving = Interrupted(code)
     leaving.result = result
     return leaving
 
 
-def _require(step: Any, on_oom: str, **every: int | None) -> None:
+def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:
+    if not callable(step) and callable(state):
+        raise ComposeError("fit: the step and the state are swapped; needs fit(step, state, data)")
     if not callable(step):
         raise ComposeError(f"fit: the step is {type(step).__name__}; needs a Step or a function (state, batch)")
     require_on_oom("fit", on_oom)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ Keeps: TypeAlias = Callable[..., bool]
 """``(op, *args, **kwargs) -> bool``: whether to keep what this call of an operation returns, in place of calling it
 again. ``op`` is a `torch._ops.OpOverload`, such as ``torch.ops.aten.mm.default``."""
 
-Policy: TypeAlias = str | Keeps
+Policy: TypeAlias = Literal["full", "dots", "attention", "none"] | Keeps
 
 _aten = torch.ops.aten
 ATTENTION = frozenset(
@@ -51,7 +51,8 @@ DOTS = ATTENTION | {
 }
 """Products, convolutions and attention: dear to compute, and small beside what lies between them."""
 
-FULL, NONE = "full", "none"
+FULL: Final = "full"
+NONE: Final = "none"
 KEPT = {"dots": DOTS, "attention": ATTENTION}
 POLICIES = (FULL, *KEPT, NONE)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError, OptionError
 from ftrain.feedback import Adapt, Stop, column
@@ -18,10 +18,13 @@ from ftrain.saved import Saved
 Records = Generator[StepRecord, Any, None]
 
 
-class FitResult(NamedTuple):
+S = TypeVar("S")
+
+
+class FitResult(NamedTuple, Generic[S]):
     """What `fit` returns: the last state, and the `History` of the run."""
 
-    state: Any
+    state: S
     history: History
 
 
@@ -73,7 +76,7 @@ class Run:
         """What `stop` has said."""
 
     @property
-    def result(self) -> FitResult:
+    def result(self) -> FitResult[Any]:
         """The newest state, and the history."""
         return FitResult(self._start if self._made is None else self._made.state, self._recorder.history)
 
@@ -180,7 +183,7 @@ class Run:
         return self._saved.saves and self._interrupted() is not None
 
 
-def attach(error: BaseException, result: FitResult) -> None:
+def attach(error: BaseException, result: FitResult[Any]) -> None:
     """Give an error its `result`; one of the user's own stays."""
     if not isinstance(getattr(error, "result", None), FitResult | None):
         return

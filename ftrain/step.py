@@ -41,12 +41,12 @@ from ftrain.types import (
     replace,
 )
 from ftrain.update import guarded, optimize
-from ftrain.wrapper import Wrapper
+from ftrain.wrapper import S, Wrapper
 
 ARROWS = ("loss", "grad", "update", "step")
 
 
-def compose(step: Any, *wrappers: Callable[[Any], Any]) -> Any:
+def compose(step: S, *wrappers: Callable[[Any], Any]) -> S:
     """Apply wrappers to a step, the first one innermost.
 
     Raises:

@@ -6,13 +6,16 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from torch import Tensor
 
 from ftrain.backends import Backend
 from ftrain.errors import ComposeError
 from ftrain.types import GradFn, Loss, Optimizer, PyTree, Runner, TrainState, UpdateFn
+
+P = ParamSpec("P")
+S = TypeVar("S", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,16 +73,16 @@ class Wrapper:
     require: Callable[[Backend, PyTree], None] | None = None
     choice: Callable[[], str] | None = None
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: S) -> S:
         """Return the step with this wrapper applied.
 
         Raises:
             ComposeError: for a second application, or for a plain function this cannot act on.
         """
         if hasattr(step, "wrapped"):
-            return step.wrapped(self)
+            return step.wrapped(self)  # type: ignore[no-any-return]
         if self.function is not None and callable(step):
-            return self.function(step)
+            return self.function(step)  # type: ignore[return-value]
         name = getattr(step, "__name__", repr(step))
         raise ComposeError(
             f"{self.text}: acts on the {self.arrow} inside of a Step, and {name} is a {type(step).__name__}; "
@@ -89,7 +92,17 @@ class Wrapper:
         )
 
 
-def wrapper(factory: Callable[..., Wrapper]) -> Callable[..., Any]:
+class _Factory(Protocol[P]):
+    """A factory of wrappers, or one of them applied to a step at its defaults."""
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Wrapper: ...
+
+    @overload
+    def __call__(self, step: S, /) -> S: ...
+
+
+def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
     """Let a factory of wrappers also be applied bare: ``clip(step)`` for ``clip()(step)``.
 
     Raises:
@@ -106,7 +119,7 @@ def wrapper(factory: Callable[..., Wrapper]) -> Callable[..., Any]:
                 raise ComposeError(
                     f"{name}: cannot be applied bare, for it needs {needed[0]}: {name}({needed[0]})(step)"
                 )
-            return factory()(args[0])
+            return factory()(args[0])  # type: ignore[call-arg]
         return factory(*args, **kwargs)
 
     return make

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from ftrain import backends
 from ftrain.checkpoint import files
@@ -94,7 +94,7 @@ class Checkpoints:
         every: int,
         keep: int = 3,
         best: str | None = None,
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         async_: bool = True,
         texts: Mapping[str, str] | None = None,
     ) -> None:

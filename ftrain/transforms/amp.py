@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ftrain.wrapper import Wrapper, wrapper
 NAME = "with_amp"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+Dtype: TypeAlias = Literal["auto", "bf16", "bfloat16", "fp16", "float16", "tf32", "fp8"] | torch.dtype
 CHOICES = ("auto", "bf16", "fp16", "tf32", "fp8")
 log = logging.getLogger("ftrain")
 
@@ -43,7 +44,7 @@ LEAST_SCALE = 2.0**-24
 
 
 @wrapper
-def with_amp(dtype: str | torch.dtype = "auto", *, watch: bool = False) -> Wrapper:
+def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
     """Run the loss in mixed precision (Micikevicius et al. 2018, arXiv:1710.03740).
 
     Parameters, gradients and optimizer state keep their dtype. With ``"bf16"`` and ``"fp16"`` the loss

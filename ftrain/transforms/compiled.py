@@ -6,7 +6,7 @@ import logging
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -48,7 +48,7 @@ log = logging.getLogger("ftrain")
 @wrapper
 def compiled(
     *,
-    lowering: str = "auto",
+    lowering: Literal["auto", "whole", "split"] = "auto",
     donate: bool = False,
     backend: str | None = None,
     mode: str | None = None,

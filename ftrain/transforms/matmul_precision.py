@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ftrain.backends.device_module import float32_products
 from ftrain.errors import OptionError
 from ftrain.products import claim
@@ -12,7 +14,7 @@ CHOICES = ("highest", "high", "medium")
 
 
 @wrapper
-def matmul_precision(precision: str) -> Wrapper:
+def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper:
     """Compute float32 matrix products of the whole step in this precision.
 
     As `torch.set_float32_matmul_precision`, which says what each device makes of it: ``"highest"`` is float32,

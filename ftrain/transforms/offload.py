@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -25,7 +25,12 @@ LEAST = 1 << 16
 
 
 @wrapper
-def offload(what: str, *, directory: str | os.PathLike[str] | None = None, min_bytes: int = LEAST) -> Wrapper:
+def offload(
+    what: Literal["activations", "opt_state"],
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    min_bytes: int = LEAST,
+) -> Wrapper:
     """Keep a part of what training needs in host memory, or in files, and bring it to the device when it is needed.
 
     ``"activations"``: what autograd keeps for the backward pass goes to host memory, page-locked where that helps, and

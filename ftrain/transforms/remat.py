@@ -142,7 +142,7 @@ def _region(policy: Policy, met: list[int], plan: Budget | None) -> Region:
 
     def region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
         met[0] += 1
-        chosen = plan.turn() if plan is not None else policy if choice is None else choice
+        chosen: Any = plan.turn() if plan is not None else policy if choice is None else choice
         inside = partial(within, again if plan is None else None, function)
         if chosen == NONE:
             return inside(*args, **kwargs)

@@ -7,6 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import cast
 
 from ftrain import backends, tree
 from ftrain.anatomy import anatomy
@@ -16,6 +17,7 @@ from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, Op
 from ftrain.evaluate import eval_step
 from ftrain.pieces import cut, is_out_of_memory, release
 from ftrain.plan import UPDATE
+from ftrain.policies import Policy
 from ftrain.shortage import shortage
 from ftrain.step import Step
 from ftrain.transforms.remat import remat
@@ -132,7 +134,7 @@ class Search:
         if policy == NONE:
             return step
         share = policy.removeprefix("budget=")
-        return having(step, remat(budget=float(share)) if share != policy else remat(policy))
+        return having(step, remat(budget=float(share)) if share != policy else remat(cast(Policy, policy)))
 
     def _predicted(self, pieces: int, policy: str) -> Trial:
         try:
