@@ -121,6 +121,7 @@ INSIDE = {
     },
     "data": {
         "arrays",
+        "tokens",
         "draws",
         "order",
         "cuts",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from ftrain.data import draws
 from ftrain.data.arrays import Arrays
 from ftrain.data.plan import Request
+from ftrain.data.tokens import TokenFile
 from ftrain.errors import DataError
 from ftrain.types import PyTree
 
@@ -20,6 +22,10 @@ Collate = Callable[[list[Any]], PyTree]
 
 Place = dict[str, Any]
 """Where a pass stands: whole numbers, and what a stream says of itself."""
+
+
+Read: TypeAlias = "tuple[list[Any], list[Failure]]"
+"""The good samples, and what went wrong with the others."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,9 @@ class Fetched:
 class Batches(Dataset[Fetched]):
     """The batches of a map-style dataset, by request; what a worker works with.
 
+    To seed the generators takes longer than to read a small sample. So samples are read without it, and if one turns
+    out to have drawn, they are read again with it, as are all later ones in this process.
+
     Args:
         dataset: of samples.
         collate: puts samples together.
@@ -86,15 +95,23 @@ class Batches(Dataset[Fetched]):
     def __init__(self, dataset: Any, collate: Collate, *, seed: int, skip: bool, refill: bool) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
         self._skip, self._refill = skip, refill
-        self._draws = getattr(dataset, "draws", True)
-        self._rows = dataset.rows if isinstance(dataset, Arrays) and collate is default_collate else None
+        self._rows = dataset.rows if isinstance(dataset, Arrays | TokenFile) and collate is default_collate else None
+        self._together = getattr(dataset, "__getitems__", None)
+        draws_itself = getattr(dataset, "draws", None)
+        self._watched, self._seeded, self._begun = draws_itself is None, bool(draws_itself), False
+        self._collation_draws = collate is not default_collate and getattr(collate, "draws", True)
 
     def __getitem__(self, request: Request) -> Fetched:
         after = dict(zip(("window", "batch"), request.after, strict=True))
         if self._rows is not None:
-            return Fetched(after, self._rows(request.indices))
-        with draws.preserved():
-            samples, bad = self._samples(request)
+            try:
+                return Fetched(after, self._rows(request.indices))
+            except Exception as error:
+                return Fetched(after, failure=Failure.of(f"{named(request)} cannot be read", error))
+        drawing = self._watched or self._seeded or self._collation_draws
+        with draws.preserved() if drawing else nullcontext() as state:
+            watch = draws.Watch(state) if state is not None and self._watched and not self._seeded else None
+            samples, bad = self._samples(request, watch)
             if bad and not self._skip:
                 return Fetched(after, failure=bad[0])
             if bad and self._refill:
@@ -103,10 +120,39 @@ class Batches(Dataset[Fetched]):
                 samples += [samples[i % len(samples)] for i in range(len(bad))]
             return self._collated(request, samples, Fetched(after, skipped=tuple(bad)))
 
-    def _samples(self, request: Request) -> tuple[list[Any], list[Failure]]:
+    def _samples(self, request: Request, watch: draws.Watch | None) -> Read:
+        if watch is not None:
+            read = self._watching(request, watch)
+            if read is not None:
+                return read
+            self._seeded = True
+        return self._read(request, request.indices, seeded=self._seeded)
+
+    def _watching(self, request: Request, watch: draws.Watch) -> Read | None:
+        """Read a batch, unless a sample draws; the first sample of all by itself, for most that draw always do."""
         samples, bad = [], []
-        for index in request.indices:
-            if self._draws:
+        parts = [request.indices] if self._begun else [request.indices[:1], request.indices[1:]]
+        self._begun = True
+        for part in parts:
+            more, worse = self._read(request, part, seeded=False)
+            if watch.drawn():
+                return None
+            samples += more
+            bad += worse
+            if bad and not self._skip:
+                break
+        return samples, bad
+
+    def _read(self, request: Request, indices: list[int], *, seeded: bool) -> Read:
+        if self._together is not None and not seeded and indices:
+            # Whatever is wrong with them is found again one by one.
+            with suppress(Exception):
+                samples = list(self._together(indices))
+                if len(samples) == len(indices):
+                    return samples, []
+        samples, bad = [], []
+        for index in indices:
+            if seeded:
                 draws.seed_sample(self._seed, request.epoch, index)
             try:
                 samples.append(self._dataset[index])
@@ -117,7 +163,8 @@ class Batches(Dataset[Fetched]):
         return samples, bad
 
     def _collated(self, request: Request, samples: list[Any], made: Fetched) -> Fetched:
-        draws.seed_collation(self._seed, request.epoch, request.indices[0] if request.indices else 0)
+        if self._collation_draws:
+            draws.seed_collation(self._seed, request.epoch, request.indices[0] if request.indices else 0)
         try:
             return Fetched(made.after, self._collate(samples), made.skipped)
         except Exception as error:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing import get_all_start_methods
 from typing import Any, Literal
 
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from ftrain.checks import require_positive, require_range
 from ftrain.data.arrays import arrays
@@ -50,9 +51,15 @@ def loader(
     """Return passes over a dataset in batches, in an order that is a pure function of seed, epoch and index.
 
     Each ``iter()`` is a pass; `Loader.state_dict` says where it stands after the batches it has yielded, whatever
-    workers have prepared beyond, and resuming costs the same anywhere. While a sample is read, the global generators
-    of torch, Python and numpy are seeded from ``(seed, epoch, index)``, so that augmentation too is the same with any
-    number of workers and after resuming; a dataset that draws nothing saves the time by an attribute ``draws = False``.
+    workers have prepared beyond, and resuming costs the same anywhere. A dataset with ``__getitems__`` is read by the
+    batch.
+
+    The global generators of torch, Python and numpy are seeded from ``(seed, epoch, index)`` for each sample, so that
+    augmentation too is the same with any number of workers and after resuming. Since this takes longer than to read a
+    small sample, it is only done once a sample has drawn: its batch is then read again (or it alone, if it is the first
+    of all). An attribute of the dataset saves that: ``draws = False``, or ``draws = True``, without which it goes
+    unnoticed if a sample draws and then sets the state of the generator back (``torch.random.fork_rng``), or seeds a
+    generator of its own from ``torch.initial_seed()``.
 
     With `lengths`, batches are made within windows of the shuffled order: of `batch_size` samples of about the same
     length; or, with `max_tokens`, of as many as fit; or, with `pack`, of `batch_size` rows of that length, filled with
@@ -93,7 +100,16 @@ def loader(
     >>> [batch["x"].tolist() for batch in data]
     [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
     """
-    _require(batch_size, timeout, on_error, rank, num_ranks, num_workers=num_workers, prefetch_factor=prefetch_factor)
+    _require(
+        batch_size,
+        timeout,
+        on_error,
+        context,
+        rank,
+        num_ranks,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+    )
     collate = collate or (default_collate if pack is None else packed(pack, rows=batch_size))
     if type(dataset) is TensorDataset:
         # The same samples, which can be taken by the batch.
@@ -160,6 +176,8 @@ def _is_map(dataset: Any) -> bool:
             f"loader: the dataset is a {type(dataset).__name__}; needs one that can be gone through again and again: "
             "a Dataset, a list of samples, or ft.data.arrays(tree of tensors)"
         )
+    if isinstance(dataset, DataLoader):
+        raise DataError("loader: the dataset is a DataLoader, which gives batches; pass its dataset, of samples")
     if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return True
     if isinstance(dataset, Iterable):
@@ -174,6 +192,7 @@ def _require(
     batch_size: int | None,
     timeout: float,
     on_error: str,
+    context: str | None,
     rank: int,
     num_ranks: int,
     *,
@@ -190,6 +209,8 @@ def _require(
             raise OptionError(f"loader: {name} is {number!r}, needs a whole number")
     if not timeout > 0:
         raise OptionError(f"loader: timeout is {timeout!r}, needs a number of seconds above 0")
+    if context is not None and context not in get_all_start_methods():
+        raise OptionError(f"loader: context is {context!r}; choices are {', '.join(get_all_start_methods())}")
     if on_error not in ("raise", "skip"):
         raise OptionError(f"loader: on_error is {on_error!r}; choices are raise, skip")
 

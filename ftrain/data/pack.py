@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -82,6 +82,8 @@ def pack(
 @dataclass(frozen=True)
 class Packed:
     """`pack` as a collate function."""
+
+    draws: ClassVar[bool] = False
 
     length: int
     rows: int | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ FILLS: Mapping[str, float] = {"labels": -100}
 @dataclass(frozen=True)
 class Pad:
     """A collate function made by `pad`."""
+
+    draws: ClassVar[bool] = False
 
     values: Mapping[str, float]
     length: int | None

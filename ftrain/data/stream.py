@@ -76,18 +76,23 @@ class Stream(IterableDataset[Fetched]):
         keeper = self.dataset if keeps else samples if has_position(samples) else None
         if saved is None:
             for ordinal in range(start * self.batch_size):
-                draws.seed_sample(self.seed, self.epoch, ordinal)
+                self._seed(ordinal)
                 next(samples, None)
         elif not keeps:
             seek(samples, saved)
         return samples, keeper
+
+    def _seed(self, ordinal: int) -> None:
+        # Always, unless it says that it draws nothing: what was taken from a stream cannot be read again.
+        if getattr(self.dataset, "draws", True):
+            draws.seed_sample(self.seed, self.epoch, ordinal)
 
     def _batch(self, samples: Iterator[Any], keeper: Any, number: int) -> Fetched | None:
         found: list[Any] = []
         ended = 0
         first = number * self.batch_size
         for ordinal in range(first, first + self.batch_size):
-            draws.seed_sample(self.seed, self.epoch, ordinal)
+            self._seed(ordinal)
             try:
                 found.append(next(samples))
             except StopIteration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -110,7 +111,7 @@ def answered(loader: DataLoader[Fetched], timeout: float, awaited: Callable[[], 
     """Pass on what workers send; where that is an error, they are stopped.
 
     Raises:
-        DataError: when one died, or did not answer in time; says what was awaited.
+        DataError: when one died, or did not answer in time; says what was awaited; or when it cannot be started.
     """
     answers: Iterator[Fetched] | None = None
     while True:
@@ -120,6 +121,14 @@ def answered(loader: DataLoader[Fetched], timeout: float, awaited: Callable[[], 
             fetched = next(answers)
         except StopIteration:
             return
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            if answers is not None:
+                raise
+            raise DataError(
+                f"loader: the dataset or collate= cannot be sent to a worker process: {error}. Give it functions and "
+                'classes that a module defines at its top level, no lambdas; or pass num_workers=0, or context="fork" '
+                "where that is safe"
+            ) from error
         except (RuntimeError, EOFError, OSError) as error:
             _stop(answers)
             # What the data raised comes as a value; this is of the processes, or of what they left half sent.

@@ -239,17 +239,6 @@ def test_what_the_collation_draws_belongs_to_its_batch(three_passes):
     assert by_samples == set(passes[0])
 
 
-def test_data_that_draws_nothing_is_not_seeded(monkeypatch):
-    dataset = Augmented()
-    dataset.draws = False
-    seeded = []
-    monkeypatch.setattr("ftrain.data.draws.seed_sample", lambda *args: seeded.append(args))
-    list(data.loader(dataset, 4, collate=list))
-    assert not seeded
-    list(data.loader(Augmented(), 4, collate=list))
-    assert len(seeded) == SIZE // 4 * 4
-
-
 # Positions that do not fit
 
 

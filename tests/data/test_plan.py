@@ -240,6 +240,7 @@ def test_a_function_of_lengths_that_returns_none(length):
         ({"num_workers": 0.5}, "num_workers is 0.5"),
         ({"timeout": 0}, "timeout is 0"),
         ({"prefetch_factor": 0}, "prefetch_factor is 0"),
+        ({"context": "thread"}, "context is 'thread'; choices are .*spawn"),
         ({"on_error": "ignore"}, "on_error is 'ignore'; choices are raise, skip"),
         ({"max_tokens": 8}, "max_tokens=8 needs lengths"),
         ({"pack": 8}, "pack=8 needs lengths"),

@@ -255,6 +255,15 @@ def test_workers_live_from_pass_to_pass():
     assert {pid for batch in taken(loader) for pid in batch} == first
 
 
+# Torch says it too, from some version on.
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
+def test_what_cannot_be_sent_to_a_new_process():
+    loader = made(Faulty(4), num_workers=1, context="spawn", collate=lambda samples: samples)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"dataset or collate= cannot be sent to a worker.*lambda.*num_workers=0"):
+            list(loader)
+
+
 def test_more_workers_than_batches():
     assert taken(made(Faulty(3), num_workers=2, drop_last=False)) == [[0, 1], [2]]
 

@@ -1,0 +1,232 @@
+"""Samples draw what their seed, epoch and index say, and generators are seeded only for what draws."""
+
+import functools
+import pickle
+import random
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ftrain import data
+from ftrain.data import draws
+from ftrain.errors import DataError
+
+SIZE, BATCH = 24, 4
+
+SOURCES = {
+    "torch": lambda: float(torch.rand(())),
+    "python": random.random,
+    "numpy": np.random.rand,
+    "gauss": lambda: random.gauss(0, 1),
+    "normal": lambda: float(torch.randn(())),
+    "bytes": lambda: np.random.bytes(3),
+}
+
+
+class Sometimes:
+    """Draws for some indices, and counts how often each is read."""
+
+    def __init__(self, source, indices, size=SIZE):
+        self.source, self.indices, self.size, self.reads = source, indices, size, []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.reads.append(index)
+        return index, SOURCES[self.source]() if index in self.indices else None
+
+
+class Always(Sometimes):
+    """The same, and says that it draws, so that it is seeded for each sample."""
+
+    draws = True
+
+
+def taken(dataset, passes=2, **options):
+    loader = data.loader(dataset, BATCH, collate=list, **options)
+    return [list(loader) for _ in range(passes)]
+
+
+@functools.cache
+def seeded(source, indices):
+    """What samples are that are seeded each by itself, without a loader."""
+    found = Sometimes(source, indices)
+
+    def sample(epoch, index):
+        draws.seed_sample(0, epoch, index)
+        return found[index]
+
+    with draws.preserved():
+        return [[sample(epoch, index) for index in range(SIZE)] for epoch in range(2)]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("indices", [tuple(range(SIZE)), (17,), (3, 4, 21)])
+def test_samples_that_draw_seldom_draw_the_same(source, indices):
+    found = taken(Sometimes(source, indices))
+    assert [sorted(sample for batch in batches for sample in batch) for batches in found] == seeded(source, indices)
+    assert found == taken(Always(source, indices))
+
+
+def test_and_in_workers():
+    expected = taken(Always("numpy", (3, 17)))
+    assert taken(Sometimes("numpy", (3, 17)), num_workers=2) == expected
+
+
+def counted(monkeypatch, dataset, **options):
+    times = []
+    seed = draws.seed_sample
+    monkeypatch.setattr(draws, "seed_sample", lambda *args: (times.append(args), seed(*args)))
+    taken(dataset, **options)
+    return len(times)
+
+
+def test_what_draws_nothing_is_read_once_and_not_seeded(monkeypatch):
+    dataset = Sometimes("torch", ())
+    assert not counted(monkeypatch, dataset)
+    assert len(dataset.reads) == 2 * SIZE
+
+
+def test_what_draws_first_is_found_out_by_one_sample_and_what_draws_later_by_a_batch(monkeypatch):
+    dataset = Sometimes("python", range(SIZE))
+    assert counted(monkeypatch, dataset) == 2 * SIZE
+    assert len(dataset.reads) == 2 * SIZE + 1
+    dataset = Sometimes("python", (9,))
+    # The third batch is the first to be seeded.
+    assert counted(monkeypatch, dataset, shuffle=False) == 2 * SIZE - 2 * BATCH
+    assert len(dataset.reads) == 2 * SIZE + BATCH
+
+
+@pytest.mark.parametrize(("says", "times"), [(False, 0), (True, 2 * SIZE)])
+def test_a_dataset_may_say_whether_it_draws(monkeypatch, says, times):
+    dataset = Sometimes("torch", ())
+    dataset.draws = says
+    assert counted(monkeypatch, dataset) == times
+    assert len(dataset.reads) == 2 * SIZE
+
+
+def test_a_stream_may_say_it_too(monkeypatch):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(SIZE))
+
+    stream = Stream()
+    assert counted(monkeypatch, stream, shuffle=False) == 2 * (SIZE + 1)
+    stream.draws = False
+    assert not counted(monkeypatch, stream, shuffle=False)
+
+
+def test_a_dataset_that_says_so_may_set_the_state_back():
+    class Forked(Always):
+        def __getitem__(self, index):
+            with torch.random.fork_rng():
+                return index, float(torch.rand(()))
+
+    whole = [taken(Forked("torch", ()), passes=1, shuffle=shuffle)[0] for shuffle in (True, False)]
+    found = [dict(chain.from_iterable(batches)) for batches in whole]
+    assert found[0] == found[1]
+    assert len(set(found[0].values())) == SIZE
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_whether_a_sample_raises_may_be_drawn(on_error):
+    class Fragile(Sometimes):
+        def __getitem__(self, index):
+            if index in self.indices and random.random() < 0.5:
+                raise ValueError(index)
+            return index
+
+    class Seeded(Fragile):
+        draws = True
+
+    def outcome(kind):
+        loader, found = data.loader(kind("python", (5, 6, 7, 13)), BATCH, collate=list, on_error=on_error), []
+        try:
+            found += loader
+        except DataError as error:
+            return found, str(error)
+        return found, loader.skipped
+
+    with pytest.warns(UserWarning, match="cannot be read") if on_error == "skip" else pytest.MonkeyPatch.context():
+        assert outcome(Fragile) == outcome(Seeded)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_process_draws_on_as_if_nothing_had_been_read(source):
+    def next_draw(dataset):
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        list(data.loader(dataset, BATCH, collate=list))
+        return SOURCES[source]()
+
+    assert next_draw(Sometimes("torch", ())) == next_draw(Sometimes(source, (9,))) == next_draw([0] * BATCH)
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    assert SOURCES[source]() == next_draw(Sometimes(source, range(SIZE)))
+
+
+# Reading by the batch
+
+
+class Together(Sometimes):
+    """Also gives several samples at a time, as datasets of Hugging Face do."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.batches = []
+
+    def __getitems__(self, indices):
+        self.batches.append(list(indices))
+        return [super(Together, self).__getitem__(index) for index in indices]
+
+
+def test_samples_are_read_together_where_a_dataset_can():
+    dataset = Together("torch", ())
+    assert taken(dataset) == taken(Sometimes("torch", ()))
+    assert sorted(chain.from_iterable(dataset.batches)) == sorted([*range(SIZE)] * 2)
+    assert {len(batch) for batch in dataset.batches} == {1, BATCH - 1, BATCH}
+    assert sorted(dataset.reads) == sorted([*range(SIZE)] * 2)
+
+
+def test_but_one_by_one_where_they_draw():
+    assert taken(Together("numpy", (3, 17))) == taken(Sometimes("numpy", (3, 17)))
+
+
+@pytest.mark.parametrize("wrong", [lambda items: items[1:], lambda items: 1 / 0])
+def test_or_where_reading_together_fails(wrong):
+    class Torn(Together):
+        def __getitems__(self, indices):
+            return wrong(super().__getitems__(indices))
+
+    assert taken(Torn("python", ())) == taken(Sometimes("python", ()))
+
+
+def test_a_token_file_is_read_by_the_batch_and_gives_what_collating_would(tmp_path):
+    data.write_tokens(tmp_path / "t.npy", [range(50)])
+    dataset = data.TokenFile(tmp_path / "t.npy", 6)
+    for one, other in zip(
+        data.loader(dataset, 3),
+        data.loader(dataset, 3, collate=lambda s: torch.utils.data.default_collate(s)),
+        strict=True,
+    ):
+        assert list(one) == list(other)
+        for name in one:
+            assert torch.equal(one[name], other[name])
+            assert one[name].dtype == torch.int64
+            assert one[name].is_contiguous()
+
+
+def test_a_token_file_that_vanished_names_its_samples(tmp_path):
+    data.write_tokens(tmp_path / "t.npy", [range(50)])
+    # As a process that is started anew has it: not open yet.
+    sent = pickle.loads(pickle.dumps(data.TokenFile(tmp_path / "t.npy", 6)))
+    (tmp_path / "t.npy").unlink()
+    with pytest.raises(DataError, match=r"the batch of samples 0, 1 of epoch 0 cannot be read: DataError: TokenFile: "):
+        list(data.loader(sent, 2, shuffle=False))
+
+
+def test_a_data_loader_is_no_dataset():
+    with pytest.raises(DataError, match="a DataLoader, which gives batches; pass its dataset"):
+        data.loader(DataLoader([1, 2]), 2, shuffle=False)
