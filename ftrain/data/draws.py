@@ -63,14 +63,14 @@ class Watch:
     def __init__(self, state: Tensor) -> None:
         python_random.setstate(_KNOWN)
         np.random.seed(_SEED)
-        self._torch = state.numpy().tobytes()
+        self._torch = state
         self._next = iter(_NEXT)
 
     def drawn(self) -> bool:
         """Say it; to be asked at most twice."""
         if _numbers(python_random, mtrand.get_bit_generator()) != next(self._next):
             return True
-        return torch.default_generator.get_state().numpy().tobytes() != self._torch
+        return not torch.equal(torch.default_generator.get_state(), self._torch)
 
 
 def _numbers(python: Any, numpy: Any) -> tuple[int, int, int]:
