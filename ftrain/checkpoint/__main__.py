@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ftrain.checkpoint.reading import verify
 from ftrain.checkpoint.report import differences, found, inspected, require_history
+from ftrain.checkpoint.skeleton import printable
 from ftrain.errors import CheckpointError
 
 
@@ -24,16 +25,21 @@ def main(given: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     try:
         if options.command == "inspect":
-            print("\n".join(inspected(found(options.path)[-1])))
+            _say(*inspected(found(options.path)[-1]))
             return 0
         if options.command == "verify":
             return max(_verified(path) for path in found(options.path))
         lines = list(differences(*options.paths))
-        print("\n".join(lines) or "the same, to the bit")
+        _say(*(lines or ["the same, to the bit"]))
         return int(bool(lines))
     except CheckpointError as error:
-        print(error)
+        _say(*str(error).split("\n"))
         return 1
+
+
+def _say(*lines: str) -> None:
+    """Print lines, whose names may be of anybody's making."""
+    print("\n".join(map(printable, lines)))
 
 
 def _verified(path: Path) -> int:
@@ -41,9 +47,9 @@ def _verified(path: Path) -> int:
         manifest = verify(path)
         require_history(path, manifest)
     except CheckpointError as error:
-        print(f"DAMAGED  {error}")
+        _say(*f"DAMAGED  {error}".split("\n"))
         return 1
-    print(f"whole    {path}: {len(manifest.tensors)} tensors")
+    _say(f"whole    {path}: {len(manifest.tensors)} tensors")
     return 0
 
 

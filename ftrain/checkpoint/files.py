@@ -269,13 +269,21 @@ def exists(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory with all that is in it; links are removed and not followed."""
+    """Remove a file, or a directory with all that is in it, however deep; links are removed and not followed."""
     if not is_directory(path):
         os.unlink(path)
         return
-    for name in names(path):
-        remove(path / name)
-    os.rmdir(path)
+    left = [path]
+    while left:
+        folders = []
+        for entry in [left[-1] / name for name in names(left[-1])]:
+            if is_directory(entry):
+                folders.append(entry)
+            else:
+                os.unlink(entry)
+        if not folders:
+            os.rmdir(left.pop())
+        left += folders
 
 
 def free(path: Path) -> int:

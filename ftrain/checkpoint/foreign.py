@@ -15,6 +15,7 @@ from ftrain.checkpoint import files
 from ftrain.checkpoint.layout import CODES, Kind, as_bytes, layout
 from ftrain.checkpoint.manifest import signed
 from ftrain.checkpoint.saving import made, write_tensors
+from ftrain.checkpoint.skeleton import printable
 from ftrain.errors import CheckpointError
 
 LARGEST_TEXT, LARGEST_TENSORS = 2**24, 2**37
@@ -70,7 +71,7 @@ def read_foreign(path: Path, names: tuple[str, str]) -> Foreign:
     there = files.names(path)
     for name in names:
         if name not in there:
-            raise CheckpointError(f"{path}: there is no {name}, but {', '.join(there) or 'nothing'}")
+            raise CheckpointError(f"{path}: there is no {name}, but {printable(', '.join(there)) or 'nothing'}")
     try:
         data, text = files.read(path / names[0], LARGEST_TENSORS), files.read(path / names[1], LARGEST_TEXT)
         if DIGESTS in there:
@@ -102,7 +103,7 @@ def _require_digests(path: Path, names: tuple[str, str], data: bytes, text: byte
         for name, digest in digests[names[0]]["tensors"].items():
             first, last = places[name]
             if _sha256(data[start + first : start + last]) != digest:
-                wrong.append(f"{names[0]}: {name}")
+                wrong.append(f"{names[0]}: {printable(name)}")
     if wrong:
         raise CheckpointError(
             f"{path}: {', '.join(wrong)}: the bytes are not those that were saved; if they were changed on purpose, "

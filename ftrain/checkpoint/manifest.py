@@ -14,7 +14,7 @@ import torch
 
 from ftrain._version import __version__
 from ftrain.checkpoint.layout import DTYPES, Kind, is_dense
-from ftrain.checkpoint.skeleton import Json, decode, encode
+from ftrain.checkpoint.skeleton import Json, decode, encode, printable
 from ftrain.errors import CheckpointError
 
 NAME = "MANIFEST.json"
@@ -160,8 +160,8 @@ def _manifest(body: dict[str, Any]) -> Manifest:
 
 def _stored(item: Any) -> Stored:
     _require(isinstance(item, dict) and item.keys() == Stored.__dataclass_fields__.keys(), "a tensor", item)
-    where = item["path"]
-    _require(isinstance(where, str), "a path", where)
+    _require(isinstance(item["path"], str), "a path", item["path"])
+    where = printable(item["path"])
     checks: dict[str, Callable[[Any], bool]] = {
         "dtype": lambda value: isinstance(value, str) and value in DTYPES,
         "shape": _is_shape,

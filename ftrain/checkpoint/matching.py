@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftrain import tree as trees
 from ftrain.checkpoint.manifest import Stored
-from ftrain.checkpoint.skeleton import Container, class_name, dotted
+from ftrain.checkpoint.skeleton import Container, class_name, dotted, printable
 from ftrain.errors import OptionError, StructureError
 from ftrain.types import NAMESPACE, PyTree
 
@@ -64,7 +64,7 @@ def choose(
     if problems:
         raise StructureError(
             f"load: {where} does not have the structure of like ({len(problems)} differences; partial= takes what "
-            "fits, rename= maps names):\n  " + "\n  ".join(problems)
+            "fits, rename= maps names):\n  " + "\n  ".join(map(printable, problems))
         )
     return chosen
 

@@ -16,13 +16,15 @@ from ftrain.checkpoint import files
 from ftrain.checkpoint.layout import LARGEST, as_bytes, layout
 from ftrain.checkpoint.manifest import MOST_BYTES, NAME, Manifest, Stored, parse
 from ftrain.checkpoint.matching import choose, filled, renamed
-from ftrain.checkpoint.skeleton import Json, children, contents, describe, rebuild
+from ftrain.checkpoint.skeleton import Json, children, contents, describe, printable, rebuild
 from ftrain.errors import CheckpointError, DeviceError, StructureError
 from ftrain.pieces import is_out_of_memory
 from ftrain.types import PyTree
 
 READERS = 2
 """Threads that read and hash; both leave the interpreter to others meanwhile."""
+MOST_NAMED = 20
+"""Names of files in a message."""
 
 
 class Place(NamedTuple):
@@ -165,13 +167,13 @@ def _manifest(path: Path) -> Manifest:
         raise CheckpointError("is no directory" if files.exists(path) else "there is no such checkpoint")
     manifest = parse(files.read(path / NAME, MOST_BYTES))
     listed = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
-    found = set(_walk(path, ""))
+    found = set(_walk(path))
     if found != listed:
         missing, more = sorted(listed - found), sorted(found - listed)
         raise CheckpointError(
             "; ".join(
-                [f"files are missing: {', '.join(missing)}"] * bool(missing)
-                + [f"holds what the manifest does not list: {', '.join(more)}"] * bool(more)
+                [f"files are missing: {_few(missing)}"] * bool(missing)
+                + [f"holds what the manifest does not list: {_few(more)}"] * bool(more)
             )
         )
     for name, digest in manifest.files.items():
@@ -180,13 +182,21 @@ def _manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _walk(path: Path, below: str) -> Iterator[str]:
-    for name in files.names(path):
-        if files.is_directory(path / name):
-            # Only names that a manifest may hold are looked into.
-            yield from _walk(path / name, f"{below}{name}/")
-        else:
-            yield f"{below}{name}"
+def _few(found: Sequence[str]) -> str:
+    more = f" and {len(found) - MOST_NAMED} more" * (len(found) > MOST_NAMED)
+    return ", ".join(f"{printable(name):.200}" for name in found[:MOST_NAMED]) + more
+
+
+def _walk(path: Path) -> Iterator[str]:
+    """The files below a directory, however deep."""
+    left = [""]
+    while left:
+        below = left.pop()
+        for name in files.names(path / below):
+            if files.is_directory(path / below / name):
+                left.append(f"{below}{name}/")
+            else:
+                yield f"{below}{name}"
 
 
 @contextmanager
@@ -249,4 +259,4 @@ def _check(item: Stored, place: Place) -> None:
 
 def _require_digest(item: Stored, digest: str) -> None:
     if digest != item.sha256:
-        raise CheckpointError(f"{item.file}: {item.path}: the bytes are not those that were saved")
+        raise CheckpointError(f"{item.file}: {printable(item.path)}: the bytes are not those that were saved")

@@ -308,3 +308,12 @@ def dotted(path: Path) -> str:
     ('params.0.w', 'the tree')
     """
     return ".".join(map(str, path)) or "the tree"
+
+
+def printable(text: str) -> str:
+    r"""Write a name so that nothing in it moves a cursor, and any terminal and file takes it.
+
+    >>> print(printable("a\x1b[2J"), printable("b\udcff"))
+    a\x1b[2J b\udcff
+    """
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
