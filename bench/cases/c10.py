@@ -1,0 +1,85 @@
+"""The loader beside torch's `DataLoader` on a memory map of tokens: the time of a batch, shuffled and collated.
+
+Each reads the same small samples, in this process and by two workers. First the samples of a whole pass are compared.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import ftrain as ft
+from bench.rows import FAILED, RATIO, TIME, Row, measured, said
+from bench.settings import Settings
+from bench.stats import pairwise
+from bench.timing import Here, interleaved
+
+LENGTH, BATCH = 128, 32
+TORCHS, OURS, SAID, FILE = "DataLoader", "ftrain loader", "ftrain loader, draws = False", "ftrain loader, TokenFile"
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Windows of a file of tokens, as one writes it by hand."""
+
+    def __init__(self, path: Path, draws: bool | None = None) -> None:
+        self._tokens = np.load(path, mmap_mode="r")
+        if draws is not None:
+            self.draws = draws
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start = index * LENGTH
+        window = torch.from_numpy(self._tokens[start : start + LENGTH + 1].astype(np.int64))
+        return {"tokens": window[:-1], "labels": window[1:]}
+
+
+def run(settings: Settings) -> list[Row]:
+    """Race the loaders in this process, and with workers."""
+    count = 4 * BATCH if settings.tiny else 512 * BATCH
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokens.npy"
+        ft.data.write_tokens(path, [np.arange(count * LENGTH + 1) * 7919 % 50_021])
+        return [row for workers in (0, 2) for row in _race(path, workers, settings)]
+
+
+def _race(path: Path, workers: int, settings: Settings) -> list[Row]:
+    question = f"C10 loader, {workers} workers"
+    print(question, flush=True)
+    options: dict[str, Any] = {"num_workers": workers}
+    loaders = {
+        TORCHS: DataLoader(
+            Tokens(path), BATCH, shuffle=True, drop_last=True, persistent_workers=workers > 0, num_workers=workers
+        ),
+        OURS: ft.data.loader(Tokens(path), BATCH, **options),
+        SAID: ft.data.loader(Tokens(path, draws=False), BATCH, **options),
+        FILE: ft.data.loader(ft.data.TokenFile(path, LENGTH), BATCH, **options),
+    }
+    passes = {name: _samples(loader) for name, loader in loaders.items()}
+    different = [name for name, samples in passes.items() if not torch.equal(samples, passes[TORCHS])]
+    if different:
+        return [said(question, name, FAILED, f"other samples than {TORCHS}") for name in different]
+    # Each turn goes on where the last one of the same loader stopped: workers are not started anew.
+    racers = {name: Here(_endless(loader).__next__, "cpu") for name, loader in loaders.items()}
+    times = interleaved(racers, rounds=settings.rounds, seconds=settings.seconds)
+    rows = [measured(question, name, TIME, "us", values) for name, values in times.items()]
+    ratios = {name: pairwise(times[name], times[TORCHS]) for name in (OURS, SAID, FILE)}
+    return rows + [measured(question, name, f"{RATIO}{TORCHS}", "", found, sure=True) for name, found in ratios.items()]
+
+
+def _samples(loader: Any) -> torch.Tensor:
+    """All samples of a pass, sorted: they come in other orders."""
+    rows = torch.cat([torch.cat([batch["tokens"], batch["labels"]], 1) for batch in loader])
+    return torch.unique(rows, dim=0)
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
