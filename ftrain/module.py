@@ -18,6 +18,7 @@ from ftrain import _torch
 from ftrain.errors import LossError, StructureError
 from ftrain.grad import normalise
 from ftrain.label_weights import Weigh, weigher, with_any_label
+from ftrain.overlaps import overlaps
 from ftrain.purity import merge
 from ftrain.slots import Lent, Slot, fill, named_tensors, put, restored, slots_of
 from ftrain.tree import MAX_LISTED
@@ -49,8 +50,9 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
             of modules that are not of transformers) count as a plain number; the logger ``ftrain`` says so.
 
     Raises:
-        LossError: when `module` is no module or the criterion cannot be called; and from the loss, when
-            it gets parameters that are not the module's.
+        LossError: when `module` is no module, is scripted or traced by `torch.jit`, or the criterion cannot be
+            called; and from the loss, when it gets parameters that are not the module's, or changes a buffer in
+            place that has memory in common with another one (not seen in a split-compiled step).
     """
     _require_module(module, criterion)
     # What torch.compile wraps is the module itself: its names have no prefix, and the step is compiled as a whole.
@@ -59,6 +61,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     places = [place for part in module.modules() for place in (part._parameters, part._buffers)]
     lent, mode = Lent(places), moding(module)
     known = {slot.name for slot in slots if not slot.is_buffer}
+    shared = overlaps(dict(module.named_buffers()))
     text = _criterion_name(criterion, module)
     run: Criterion = criterion or partial(own_loss, weigh=_weigher(module))
     needs_rng = "rng" in inspect.signature(run).parameters
@@ -72,6 +75,8 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
             put(slots, values)
             returned = run(module, batch, rng=rng) if needs_rng else run(module, batch)
             after = {slot.name: slot.place[slot.key] for slot in slots if slot.is_buffer}
+            if shared and not is_dynamo_compiling():
+                _require_unwritten(shared, slots, values, after, text)
         mean, metrics, _ = normalise(returned, None, text)
         return mean, metrics, after
 
@@ -86,6 +91,12 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
 def _require_module(module: Any, criterion: Any) -> None:
     if not isinstance(module, nn.Module):
         raise LossError(f"from_module: needs an nn.Module, found {module!r}")
+    scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        raise LossError(
+            f"from_module: {scripted[0] or 'the module'} is scripted or traced by torch.jit, which cannot run on other "
+            "parameters than its own; needs the module that it was made of (ft.compiled() compiles the step)"
+        )
     if criterion is None:
         return
     if not callable(criterion):
@@ -102,6 +113,25 @@ def _require_module(module: Any, criterion: Any) -> None:
             "be called as criterion(model, batch); for a loss of outputs and labels write "
             "lambda model, batch: loss(model(batch['x']), batch['y'])"
         )
+
+
+def _require_unwritten(
+    shared: list[tuple[str, str]], slots: list[Slot], values: list[Tensor], after: Mapping[str, Tensor], text: str
+) -> None:
+    """Check that of buffers with memory in common, which have their own in a state, none was changed in place."""
+    # Each was a copy that nothing had been written to.
+    written = {
+        slot.name
+        for slot, value in zip(slots, values, strict=True)
+        if after.get(slot.name) is value and not value.is_inference() and value._version
+    }
+    for pair in shared:
+        if name := next((name for name in pair if name in written), None):
+            raise LossError(
+                f"{text}: the buffers {pair[0]} and {pair[1]} have memory in common, and {name} was changed in place; "
+                "in a state each has its own, so the other would keep its old value. Make one of them a buffer, and "
+                "take the view of it where it is used"
+            )
 
 
 def _weigher(module: nn.Module) -> Weigh | None:
@@ -182,7 +212,8 @@ def initial(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], se
     """Return a module's parameters and buffers, and the names of the trainable parameters.
 
     Raises:
-        StructureError: for a lazy parameter that has no shape yet, or one without values.
+        StructureError: for a lazy parameter that has no shape yet, or one without values; for a trainable one that
+            has memory in common with another tensor.
     """
     for owner, part in module.named_modules():
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
@@ -200,6 +231,13 @@ def initial(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], se
     params = {name: param.detach() for name, param in module.named_parameters()}
     buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
     trainable = {name for name, param in module.named_parameters() if param.requires_grad}
+    for pair in overlaps(dict(named_tensors(module))):
+        if trainable.intersection(pair):
+            raise StructureError(
+                f"Step.init: {pair[0]} and {pair[1]} of {type(module).__name__} have memory in common, and in a state "
+                "each has its own, so they would be trained apart. Make them one parameter (a.weight = b.weight), of "
+                "which the module takes a view where it needs one, or copies of their own (clone)"
+            )
     return params, buffers, trainable
 
 

@@ -52,6 +52,7 @@ STAIRCASE = [
     "float8",
     "budget",
     "label_weights",
+    "overlaps",
     "module",
     "graph",
     "traced",

@@ -1,0 +1,44 @@
+"""Tensors that have memory in common, without being the same tensor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+from ftrain import tree
+
+
+def overlaps(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Return the pairs of names whose tensors have elements in common.
+
+    Parts of one memory that have none, as the weights of `torch.nn.LSTM` on a GPU, are no such pair.
+    """
+    by_memory = defaultdict(list)
+    for name, tensor in tensors.items():
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta:
+            by_memory[tensor.untyped_storage()._cdata].append(name)
+    pairs = (pair for names in by_memory.values() for pair in combinations(names, 2))
+    return [(a, b) for a, b in pairs if _overlap(tensors[a], tensors[b])]
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    ranges = [_range(each) for each in (a, b)]
+    if not (a.numel() and b.numel()) or ranges[0].stop <= ranges[1].start or ranges[1].stop <= ranges[0].start:
+        return False
+    if a.element_size() != b.element_size():
+        return True
+    # Of columns, say, the ranges overlap and the elements do not.
+    places = torch.arange(a.untyped_storage().nbytes() // a.element_size(), device=tree.HOST)
+    first, second = (places.as_strided(each.shape, each.stride(), each.storage_offset()) for each in (a, b))
+    return bool(torch.isin(first.flatten(), second.flatten()).any())
+
+
+def _range(tensor: Tensor) -> range:
+    """The bytes of the memory between the first element and the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start, size = tensor.storage_offset(), tensor.element_size()
+    return range(start * size, (start + last + 1) * size)

@@ -1,0 +1,126 @@
+"""Parameters and buffers that have memory in common, which in a state they cannot have."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import LossError, StructureError
+from tests.faults.problem import failing
+
+WHOLE = ft.compiled(backend="aot_eager", lowering="whole")
+
+
+class Views(nn.Module):
+    """Has a buffer that is a view of another."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.inner, self.write = nn.Linear(3, 3), write
+        self.register_buffer("table", torch.ones(4))
+        self.register_buffer("first", self.table[:2])
+        self.register_buffer("rest", self.table[2:])
+
+    def forward(self, x):
+        self.write(self)
+        return self.inner(x) * self.first.sum() * self.rest.sum()
+
+
+def in_place(module):
+    module.table.add_(1)
+
+
+def in_place_of_the_view(module):
+    module.rest.mul_(2)
+
+
+def anew(module):
+    module.table = module.table + 1
+
+
+def not_at_all(module):
+    pass
+
+
+class Pair(nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = nn.Parameter(first), nn.Parameter(second)
+
+    def forward(self, x):
+        return x * self.first.sum() * self.second.sum()
+
+
+def step_of(module, *wrappers, **options):
+    loss = ft.from_module(module, lambda model, x: model(x).square().mean())
+    return ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), **options), *wrappers)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.accumulate(2),), (WHOLE,)], ids=["plain", "accumulate", "whole"])
+@pytest.mark.parametrize(("write", "names"), [(in_place, "table was"), (in_place_of_the_view, "rest was")])
+def test_a_change_of_a_buffer_that_another_would_not_see(write, names, wrappers):
+    step = step_of(Views(write), *wrappers)
+    with failing(LossError, "memory in common", f"{names} changed in place", "take the view"):
+        step(step.init(), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("write", [anew, not_at_all])
+def test_buffers_that_torch_would_not_change_together_either(write):
+    module = Views(write)
+    state, _ = step_of(module)(step_of(module).init(), torch.ones(2, 3))
+    module(torch.ones(2, 3))
+    for name, buffer in module.named_buffers():
+        assert torch.equal(state.buffers[name], buffer)
+
+
+WEIGHT = torch.ones(4, 4)
+OVERLAPPING = {
+    "all": (WEIGHT, WEIGHT),
+    "a part": (WEIGHT[1:3], WEIGHT[2:]),
+    "a corner": (WEIGHT[:3, :3], WEIGHT[2:, 2:]),
+    "an element": (WEIGHT[0], WEIGHT[:, 0]),
+}
+APART = {
+    "halves": (WEIGHT[:2], WEIGHT[2:]),
+    "columns": (WEIGHT[:, :2], WEIGHT[:, 2:]),
+    "nothing": (WEIGHT[:0], WEIGHT),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_parameters_that_would_be_trained_apart(name):
+    step = step_of(Pair(*OVERLAPPING[name]))
+    with failing(StructureError, "Step.init", "first and second of Pair", "memory in common", "clone"):
+        step.init()
+
+
+@pytest.mark.parametrize("name", APART)
+def test_parts_of_one_memory(name):
+    step = step_of(Pair(*APART[name]))
+    step(step.init(), torch.ones(2))
+
+
+def test_frozen_parameters_may_have_memory_in_common():
+    module = nn.ModuleList([Pair(WEIGHT, WEIGHT).requires_grad_(False), nn.Linear(1, 1)])
+    loss = ft.from_module(module, lambda model, x: model[1](model[0](x)[:, None]).square().mean())
+    step = ft.train_step(loss, ft.optim.sgd(0.1))
+    step(step.init(), torch.ones(2))
+
+
+def test_a_buffer_that_is_a_view_of_a_parameter():
+    module = nn.Linear(3, 3)
+    module.register_buffer("row", module.weight.detach()[0])
+    with failing(StructureError, "Step.init", "weight and row of Linear", "memory in common"):
+        step_of(module).init()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 3))])
+def test_a_scripted_module(make, nested):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Torch would rather have other things than scripts.
+        module = make(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    with failing(LossError, "from_module", "inner is" if nested else "the module is", "torch.jit", "made of"):
+        ft.from_module(nn.ModuleDict({"inner": module}) if nested else module, lambda model, x: model(x).sum())
