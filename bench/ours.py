@@ -16,6 +16,7 @@ from bench.tasks import MAX_NORM, MissingError, Run, Task
 
 CALLS = "bench_calls_alone"
 WRAPPERS: Mapping[str, Callable[[], Any]] = {
+    'with_amp("auto")': lambda: ft.with_amp("auto"),
     'with_amp("bf16")': lambda: ft.with_amp("bf16"),
     "remat()": lambda: ft.remat(),
     'remat("dots")': lambda: ft.remat("dots"),
