@@ -66,9 +66,14 @@ def test_the_record_of_the_cpu_tells_native_from_emulated(name, monkeypatch):
     assert {*native, *cpu.BACKEND.emulated_dtypes()} == {BF16, FP16}
 
 
-def test_what_onednn_says_of_this_cpu_and_nothing_is_native_without_it(monkeypatch):
-    native = cpu.BACKEND.native_dtypes
-    assert all(cpu._onednn_computes_in(dtype) for dtype in native)
+def test_nothing_is_native_without_onednn(monkeypatch):
+    assert all(cpu._onednn_computes_in(dtype) for dtype in cpu.BACKEND.native_dtypes)
+    everything = {"architecture": "x86_64", "avx512_bf16": True, "avx512_fp16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: everything)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: True)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    assert cpu.BACKEND.native_dtypes == (BF16, FP16)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert cpu.BACKEND.native_dtypes == ()
 
