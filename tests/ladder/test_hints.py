@@ -10,6 +10,7 @@ from torch import nn
 import ftrain as ft
 from ftrain.errors import ComposeError, ConsumedError, DataError, StructureError
 from ftrain.hints import Facts, calls, facts_of, judge
+from ftrain.hints import run as hints_run
 from ftrain.hints.calls import watch
 from ftrain.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.timing import Interval, Loading
@@ -291,9 +292,11 @@ def test_facts_of_a_step():
     assert 1e-8 < facts.launch < 1e-2
 
 
-def test_hints_of_a_step():
-    """A step of tiny products in many operations, whose data sleeps."""
+def test_hints_of_a_step(monkeypatch):
+    """A step of operations that are slow to start, whose data sleeps."""
     import time
+
+    monkeypatch.setattr(hints_run, "_launch", lambda device: 1.0)
 
     class Slow(list):
         def __iter__(self):

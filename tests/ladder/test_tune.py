@@ -12,6 +12,7 @@ from torch import nn
 import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, ConsumedError, DeviceError, OptionError, StructureError
+from ftrain.hints import run as hints_run
 from ftrain.tuning import run, search
 from ftrain.tuning.amounts import as_bytes, mib
 from ftrain.variants import smaller_optimizers
@@ -328,7 +329,8 @@ def test_a_batch_that_cannot_be_cut_stays_whole():
     assert {row.pieces for row in unseen.rows if row.predicted} == {1, 8}  # Of one example, torch makes eight.
 
 
-def test_it_says_what_costs_the_chosen_step_its_speed(caplog):
+def test_it_says_what_costs_the_chosen_step_its_speed(caplog, monkeypatch):
+    monkeypatch.setattr(hints_run, "_launch", lambda device: 1.0)  # How long it takes here is no matter.
     step, given = make(width=4), batch(8, 4)
     with caplog.at_level(logging.INFO, "ftrain"):
         ft.tune(step, step.init(), given, memory="1GB", rounds=1)
