@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ftrain import barrier
 from ftrain.errors import FtrainError, OptionError, TraceError
@@ -115,9 +114,16 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str,
     if backend != INDUCTOR:
         with torch.no_grad():
             return lookup_backend(backend)(graph, list(inputs))
-    # With an environment of shapes, none of which it holds, or Inductor keeps nothing for the next start.
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = with_shapes()
     return compile_inductor(graph, [mode.from_tensor(x.detach(), static_shapes=True) for x in inputs], mode, options)
+
+
+def with_shapes() -> FakeTensorMode:
+    """A mode with an environment of shapes, none of which it holds, or Inductor keeps nothing for the next start."""
+    # Imported where it is used: it brings sympy, which takes as long as half of torch.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def compile_inductor(graph: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, options: Mapping[str, Any]) -> Flat:

@@ -8,10 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, SymExprPrinter
 
-from ftrain.graph import compile_inductor
+from ftrain.graph import compile_inductor, with_shapes
 
 NUMBER = "ftrain_number"
 READABLE = {"fx_graph_cache": False, "cpp_wrapper": False}
@@ -56,7 +54,7 @@ def plan_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], options: Mapping
         inputs: tensors of the shapes, dtypes and devices it was captured with; they need no memory.
         options: settings of Inductor, by name.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = with_shapes()
     with mode:
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
     return _planned(graph, lambda: compile_inductor(graph, fakes, mode, {**options, **READABLE}))
@@ -133,6 +131,7 @@ class _Planner:
 
 def _stride(output: Any) -> tuple[str, ...] | None:
     from torch._inductor.ir import IRNode
+    from torch.fx.experimental.symbolic_shapes import SymExprPrinter
 
     if not (isinstance(output, IRNode) and output.has_tensor_output()):
         return None

@@ -267,6 +267,11 @@ def test_imports_are_declared(path):
         assert package in {*sys.stdlib_module_names, *needed, *optional, "ftrain"}, name
 
 
+def test_what_is_required_is_imported():
+    needed = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
+    assert needed <= {name.split(".")[0] for path in FILES for name in imports(path)}
+
+
 def test_the_staircase_is_real():
     """An order in which nothing imports anything would prove nothing."""
     used = {parts[0] for path in FILES if unit(path) != "__init__" for parts in own_imports(path)}
