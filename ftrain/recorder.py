@@ -42,7 +42,7 @@ class Recorder:
         self._check = step.check if isinstance(step, Step) else None
         self._total, self._loggers, self._counts, self._watch = total, loggers, counts, watch
         self._start = time.perf_counter()
-        self._streak = 0
+        self._checked = start
         self.last_evaluation = self.settled = -1
         self._pending: list[tuple[int, float, Metrics]] = []
         self._window = _Window(self._start, counts)
@@ -71,16 +71,17 @@ class Recorder:
             if check:
                 self._watch(records)
             if check and self._check:
-                self._check(state, self._longest_streak(values))
+                self._check(state, self._checked)
+                self._checked = self.step
 
     def packed(self) -> PyTree:
         """What a run that goes on from here must know beside the history."""
-        return {"streak": self._streak, "last_evaluation": self.last_evaluation, "settled": self.settled}
+        return {"checked": self._checked, "last_evaluation": self.last_evaluation, "settled": self.settled}
 
     def restore(self, packed: PyTree, history: History, step: int) -> None:
         """Go on from the history until a step, and from what `packed` has returned there."""
         self.history = history
-        self._streak = packed["streak"]
+        self._checked = packed.get("checked", step)
         self.step, self.last_evaluation = step, packed["last_evaluation"]
         self.settled = packed.get("settled", step)
         self._pending = []
@@ -100,14 +101,6 @@ class Recorder:
                 break
             found = {**record, **found}
         return found
-
-    def _longest_streak(self, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Most skipped steps in a row up to now, those before the last reading included."""
-        longest = self._streak
-        for row in rows:
-            self._streak = self._streak + 1 if row.get("skipped") else 0
-            longest = max(longest, self._streak)
-        return longest
 
     def evaluated(self, evaluate: Evaluate, state: Any, display: Display) -> None:
         """Evaluate, and record the result; the time it takes does not count as training."""

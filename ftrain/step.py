@@ -332,19 +332,19 @@ class Step:
         """Marks the states this step made, whose structure need not be checked again."""
         return object()
 
-    def check(self, state: TrainState, in_a_row: int = 0) -> None:
+    def check(self, state: TrainState, since: int = 0) -> None:
         """Raise what the wrappers' slots show to be wrong; waits for the device.
 
         Args:
             state: the state to look at.
-            in_a_row: most bad steps in a row that the metrics have shown since the last check.
+            since: look at what has happened after this step, such as that of the last check.
 
         Raises:
             NonFiniteError: when `skip_nonfinite` has skipped too many steps in a row.
         """
         for wrapper in self.wrappers:
             if wrapper.check:
-                wrapper.check(state.slots[wrapper.name], in_a_row)
+                wrapper.check(state.slots[wrapper.name], int(state.step), since)
 
     def require(self, state: TrainState) -> None:
         """Check that a state has the structure this step works on, and is where it can run.

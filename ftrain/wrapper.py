@@ -45,7 +45,8 @@ class Wrapper:
         account: ``(slot, finite) -> slot``. With one, a step whose loss or gradients are not finite
             changes nothing but the slots of the wrappers that account for it.
         after: ``(Backend, steps) -> None``, called on the host after each step, when the state has made so many.
-        check: ``(slot, bad steps in a row) -> None``, raises on the host what they show to be wrong.
+        check: ``(slot, step, since) -> None``, raises on the host what the slot shows to have gone wrong after step
+            `since`, when the state has made `step` steps.
         require: ``(Backend, params) -> None``, raises when the device or the trained parameters cannot do this.
         choice: ``() -> str``, what it has chosen for the devices that it has met, for `print`; empty before.
     """
@@ -69,7 +70,7 @@ class Wrapper:
     scale: Callable[[TrainState], Tensor] | None = None
     account: Callable[[PyTree, Tensor], PyTree] | None = None
     after: Callable[[Backend, int], None] | None = None
-    check: Callable[[PyTree, int], None] | None = None
+    check: Callable[[PyTree, int, int], None] | None = None
     require: Callable[[Backend, PyTree], None] | None = None
     choice: Callable[[], str] | None = None
 

@@ -60,7 +60,8 @@ def test_fewer_than_the_limit_are_only_counted():
     state, history = ft.fit(
         step, step.init(params()), batches("nan", "nan", 1, "nan", "nan"), log_every=1, progress=False
     )
-    assert {name: int(value) for name, value in state.slots["skip_nonfinite"].items()} == {"skipped": 4, "in_a_row": 2}
+    counters = {"skipped": 4, "in_a_row": 2, "steps": 5, "reached": 0}
+    assert {name: int(value) for name, value in state.slots["skip_nonfinite"].items()} == counters
     assert history["skipped"] == [1.0, 1.0, 0.0, 1.0, 1.0]
 
 
@@ -69,12 +70,53 @@ def test_step_check_in_a_loop_of_ones_own():
     state = step.init(params())
     for index, given in enumerate(batches(1, "nan", "nan", 1)):
         if index == 3:
-            with failing(NonFiniteError, "2 steps in a row", "last good step"):
+            with failing(NonFiniteError, "2 steps in a row", "step 2 was the first", "last good step"):
                 step.check(state)
         else:
             step.check(state)
         state, _ = step(state, given)
-    step.check(state)
+    # Whoever looks seldom is told of it, too; whoever goes on from there says since when.
+    with failing(NonFiniteError, "2 steps in a row", "step 2 was the first"):
+        step.check(state)
+    step.check(state, since=3)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
+def test_a_streak_is_counted_over_runs_and_whatever_comes_between_two_readings(wrappers):
+    """It began before this run, and is over when metrics are read."""
+    step = guarded(3, *wrappers)
+    state, _ = ft.fit(step, step.init(params()), batches(1, "nan", "nan"), progress=False)
+    with failing(NonFiniteError, "3 steps in a row", "step 2 was the first", "3 in all") as caught:
+        ft.fit(step, state, batches("nan", 1, "nan", 1, 1), log_every=5, progress=False)
+    # From there it goes on, for it is known.
+    state, _ = ft.fit(step, caught.value.result.state, batches(1, "nan", "nan", 1), progress=False)
+    with failing(NonFiniteError, "step 10 was the first"):
+        ft.fit(step, state, batches("nan", "nan", "nan", "nan"), log_every=3, progress=False)
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_streak_goes_on_in_a_run_that_goes_on(at, tmp_path):
+    """It had begun when the run was saved."""
+    step, options = guarded(3), {"log_every": 6, "progress": False}
+
+    def end(batch):
+        if len(seen) == at:
+            raise KeyboardInterrupt
+        seen.append(batch)
+        return 1
+
+    seen, data = [], batches(1, "nan", "nan", "nan", 1, 1, 1)
+    with pytest.raises(KeyboardInterrupt):
+        ft.fit(
+            step,
+            step.init(params()),
+            data,
+            checkpoints=ft.Checkpoints(tmp_path, every=2),
+            throughput={"n": end},
+            **options,
+        )
+    with failing(NonFiniteError, "3 steps in a row", "step 2 was the first", "3 in all"):
+        ft.fit(step, step.init(params()), data, checkpoints=ft.Checkpoints(tmp_path, every=2), **options)
 
 
 def test_a_loss_that_is_finite_with_a_gradient_that_is_not():
