@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import pydoc
 import tomllib
 import types
 from pathlib import Path
@@ -304,6 +305,29 @@ def test_public_names():
     assert sorted(name for name, value in found.items() if not isinstance(value, types.ModuleType)) == NAMES
     # A function that is exported under the name of one of these modules would hide it.
     assert all(isinstance(found[name], types.ModuleType) for name in MODULES)
+
+
+def test_dir_has_public_names_only():
+    assert dir(ft) == sorted(ft.__all__) == sorted([*NAMES, *MODULES, "__version__"])
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if (ROOT / name).is_dir()])
+def test_packages_list_their_names_and_help_shows_them(name):
+    module = getattr(ft, name)
+    assert sorted(module.__all__) == MODULES[name]
+    functions = [each for each in module.__all__ if inspect.isfunction(getattr(module, each))]
+    shown = pydoc.plaintext.document(module)
+    assert functions
+    assert [each for each in functions if f"\n    {each}(" not in shown] == []
+
+
+def test_importing_a_module_does_not_hide_the_function_of_its_name():
+    both = [name for name in NAMES if (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file()]
+    before = {name: getattr(ft, name) for name in both}
+    for name in both:
+        importlib.import_module(f"ftrain.{name}")
+    assert {"anatomy", "fit"} <= {*both}
+    assert {name: getattr(ft, name) for name in both} == before
 
 
 @pytest.mark.parametrize("name", [*MODULES, *INNER])

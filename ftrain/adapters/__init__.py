@@ -6,3 +6,12 @@ from ftrain.adapters.merging import unmerge as unmerge
 from ftrain.adapters.peft import like as like
 from ftrain.adapters.peft import load as load
 from ftrain.adapters.peft import save as save
+
+__all__ = [
+    "like",
+    "load",
+    "lora",
+    "merge",
+    "save",
+    "unmerge",
+]

@@ -25,3 +25,19 @@ from ftrain.backends.registry import widest as widest
 # One name for two makers: a build of torch is for one of them.
 for _module in (cpu, rocm if _torch.version.hip else cuda, xpu, mps, hpu, npu, mlu, musa, xla):
     register(_module.BACKEND)
+
+__all__ = [
+    "Backend",
+    "Copier",
+    "Memory",
+    "Recorder",
+    "default",
+    "get",
+    "names",
+    "of",
+    "private_use",
+    "register",
+    "require_current",
+    "resolve",
+    "widest",
+]

@@ -4,3 +4,10 @@ from ftrain.checkpoint.reading import load as load
 from ftrain.checkpoint.reading import verify as verify
 from ftrain.checkpoint.run import Checkpoints as Checkpoints
 from ftrain.checkpoint.saving import save as save
+
+__all__ = [
+    "Checkpoints",
+    "load",
+    "save",
+    "verify",
+]

@@ -19,3 +19,22 @@ from ftrain.data.tokens import TokenDocuments as TokenDocuments
 from ftrain.data.tokens import TokenFile as TokenFile
 from ftrain.data.tokens import TokenWriter as TokenWriter
 from ftrain.data.tokens import write_tokens as write_tokens
+
+__all__ = [
+    "Loader",
+    "TokenDocuments",
+    "TokenFile",
+    "TokenWriter",
+    "arrays",
+    "block_mask",
+    "loader",
+    "pack",
+    "packed",
+    "pad",
+    "padding",
+    "position",
+    "prefetch",
+    "seek",
+    "shuffled",
+    "write_tokens",
+]

@@ -9,3 +9,11 @@ from ftrain.losses.classes import cross_entropy as cross_entropy
 from ftrain.losses.elementwise import binary_cross_entropy as binary_cross_entropy
 from ftrain.losses.elementwise import mse as mse
 from ftrain.losses.linear import linear_cross_entropy as linear_cross_entropy
+
+__all__ = [
+    "accuracy",
+    "binary_cross_entropy",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "mse",
+]

@@ -26,3 +26,32 @@ from ftrain.optim.rmsprop import rmsprop as rmsprop
 from ftrain.optim.schedule_free import schedule_free_adamw as schedule_free_adamw
 from ftrain.optim.schedule_free import schedule_free_params as schedule_free_params
 from ftrain.optim.sgd import sgd as sgd
+
+__all__ = [
+    "GradientTransform",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamw",
+    "adamw_8bit",
+    "adjust",
+    "adjustable",
+    "centralize",
+    "chain",
+    "everything",
+    "lamb",
+    "lion",
+    "lookahead",
+    "matrices",
+    "muon",
+    "nadam",
+    "noise",
+    "partition",
+    "project",
+    "radam",
+    "rmsprop",
+    "schedule_free_adamw",
+    "schedule_free_params",
+    "sgd",
+    "sign",
+]

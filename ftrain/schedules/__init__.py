@@ -42,3 +42,32 @@ from ftrain.schedules.roots import inverse_sqrt as inverse_sqrt
 from ftrain.schedules.roots import warmup_inverse_sqrt as warmup_inverse_sqrt
 from ftrain.schedules.stable import warmup_stable_decay as warmup_stable_decay
 from ftrain.schedules.text import describe as describe
+
+__all__ = [
+    "Plateau",
+    "ahead",
+    "as_schedule",
+    "chain",
+    "constant",
+    "cosine",
+    "cosine_restarts",
+    "describe",
+    "exponential",
+    "inverse_sqrt",
+    "linear",
+    "named",
+    "one_cycle",
+    "piecewise",
+    "plot",
+    "polynomial",
+    "reduce_on_plateau",
+    "scale",
+    "step_decay",
+    "warmup_constant",
+    "warmup_cosine",
+    "warmup_cosine_restarts",
+    "warmup_inverse_sqrt",
+    "warmup_linear",
+    "warmup_polynomial",
+    "warmup_stable_decay",
+]
