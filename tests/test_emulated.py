@@ -124,23 +124,18 @@ def test_print_shows_what_auto_took_once_there_is_a_state(emulating):
         assert repr(step).splitlines()[0] == f"loss    squares <- with_amp(auto) [auto: {dtype} on cpu]"
 
 
-def test_a_step_compiles_once_under_auto(emulating):
+def test_a_split_step_is_compiled_with_what_auto_took(emulating):
     """The traced loss reads what was chosen, and does not look at the device again."""
-    for emulated in ((BF16,), ()):
-        record = emulating(*emulated)
-        seen = []
-
-        def loss(params, batch, seen=seen):
-            seen.append((batch["x"] @ params["w"]).dtype)
-            return squares(params, batch)
-
-        step = make(loss, ft.with_amp("auto"), ft.compiled(backend="aot_eager", lowering="split"))
-        state = step.init(params())
-        # What a record asks of its device is not what a compiler traces.
-        ft.backends.register(dataclasses.replace(record, emulated_dtypes=lambda: 1 / 0))
-        vars(state)["_origin"] = step._origin
-        step(state, batch())
-        assert set(seen) == {torch.float32 if emulated else BF16}
+    for emulated, same in ((BF16,), []), ((), [ft.with_amp("bf16")]):
+        record, ends = emulating(*emulated), []
+        for wrappers in ([ft.with_amp("auto")], same):
+            step = make(squares, *wrappers, ft.compiled(backend="aot_eager", lowering="split"))
+            state = step.init(params())
+            vars(state)["_origin"] = step._origin  # checked already, so that nothing but the loss is run
+            ft.backends.register(dataclasses.replace(record, emulated_dtypes=lambda: 1 / 0))
+            ends.append(step(state, batch())[0])
+            ft.backends.register(record)
+        assert_bitwise(*ends)
 
 
 def test_auto_refuses_float16_parameters_only_where_it_computes_in_bf16(emulating):

@@ -330,7 +330,7 @@ def test_a_batch_that_cannot_be_cut_stays_whole():
 
 
 def test_it_says_what_costs_the_chosen_step_its_speed(caplog, monkeypatch):
-    monkeypatch.setattr(hints_run, "_launch", lambda device: 1.0)  # How long it takes here is no matter.
+    monkeypatch.setattr(hints_run, "_launch", lambda device: 1.0)  # However long it takes on this machine.
     step, given = make(width=4), batch(8, 4)
     with caplog.at_level(logging.INFO, "ftrain"):
         ft.tune(step, step.init(), given, memory="1GB", rounds=1)
