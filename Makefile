@@ -43,7 +43,7 @@ test-avx2: $(READY)  ## Run the tests that depend on the CPU as on one without A
 	$(AVX2) $(BIN)/python -m pytest -n 2 --dist worksteal $(CPU_TESTS) $(ARGS)
 
 faults: $(READY)  ## Kill, crash, fill, flip and fuzz as often as the table of faults says; takes hours.
-	FTRAIN_FAULTS=full $(BIN)/python -m pytest tests/faults $(ARGS)
+	FTRAIN_FAULTS=full $(BIN)/python -m pytest -n 2 --dist worksteal tests/faults $(ARGS)
 
 lint: $(READY)  ## Check format, style and types.
 	$(BIN)/ruff format --check .

@@ -20,6 +20,7 @@ from ftrain.errors import CheckpointError
 NAME = "ftrain-history.jsonl"
 CHUNK = 2**22
 """Bytes that are read at once."""
+ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 EXACT = str, int, float, type(None)
 """What JSON gives back with the same value."""
 
@@ -137,7 +138,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
     if wrong := [name for name in record if type(name) is not str]:
         raise CheckpointError(f"save: a record of the history has the name {wrong[0]!r}; needs a str")
     written = {name: value if _is_exact(value) else _described(name, value) for name, value in record.items()}
-    return json.dumps(written, separators=(",", ":")).encode() + b"\n"
+    return ENCODE(written).encode() + b"\n"
 
 
 def _is_exact(value: Any) -> bool:

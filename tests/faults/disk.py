@@ -300,7 +300,7 @@ class Disk:
         seen = set()
         for choice in self._choices(most, seed):
             tree = self.tree(choice)
-            key = _frozen(tree)
+            key = frozen(tree)
             if key not in seen:
                 seen.add(key)
                 yield tree
@@ -350,11 +350,11 @@ def _apply(line, entries, contents, how):
     contents[line[1]] = before[:offset].ljust(offset, b"\0") + data + before[offset + len(data) :]
 
 
-def _frozen(tree, seen=True):
+def frozen(tree, seen=True):
     """All that anybody reads of a tree: under a temporary name, that is which names there are."""
     if not isinstance(tree, dict):
         return tree if seen else b""
-    return tuple(sorted((name, _frozen(below, seen and not name.endswith(".tmp"))) for name, below in tree.items()))
+    return tuple(sorted((name, frozen(below, seen and not name.endswith(".tmp"))) for name, below in tree.items()))
 
 
 def laid_out(tree, directory):

@@ -3,9 +3,12 @@
 `FTRAIN_FAULTS=full` tries as often as the file is meant to say, and writes it; otherwise a few tries are enough.
 """
 
+import fcntl
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from bench.rows import machine, measured, placed, read, write
@@ -28,10 +31,53 @@ def record(variant, *, note="", file=None, unit="count", **figures):
     if not FULL and file is None:
         return
     file = file or FILE
-    before = [row for row in read(file.parent) if row.question == QUESTION]
     made = [
         measured(QUESTION, variant, name.replace("_", " "), unit, [float(value)], note=note)
         for name, value in figures.items()
     ]
-    rows = {(row.variant, row.metric): row for row in [*before, *placed(made, machine(torch.device("cpu")))]}
-    write([rows[key] for key in sorted(rows)], file)
+    # Several processes may share the tests among them.
+    with locked(file.parent):
+        before = [row for row in read(file.parent) if row.question == QUESTION]
+        rows = {(row.variant, row.metric): row for row in [*before, *placed(made, machine(torch.device("cpu")))]}
+        write([rows[key] for key in sorted(rows)], file)
+
+
+@contextmanager
+def locked(folder):
+    """Context in which no other process is, that asks for it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Tally:
+    """The tries of a fault: how many there were, and what went wrong in which."""
+
+    def __init__(self):
+        self.runs, self.failures, self.note = 0, [], ""
+
+    @contextmanager
+    def one(self, what):
+        """Context of a try: what it raises is counted as a failure, and the next one is made all the same."""
+        self.runs += 1
+        try:
+            yield
+        except (Exception, pytest.fail.Exception) as error:
+            self.failures.append(f"{what}: {type(error).__name__}: {error!s:.500}")
+
+
+@contextmanager
+def tally(variant, **how):
+    """Context of the tries of a fault, whose row is written however it ends; it fails when any of them did."""
+    tries = Tally()
+    try:
+        yield tries
+    except (Exception, pytest.fail.Exception) as error:
+        tries.failures.append(f"after {tries.runs}: {type(error).__name__}: {error!s:.500}")
+        raise
+    finally:
+        record(variant, runs=tries.runs, failures=len(tries.failures), note=tries.note, **how)
+    assert not tries.failures, "\n".join(tries.failures[:5])

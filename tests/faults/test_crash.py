@@ -12,7 +12,7 @@ import pytest
 
 from ftrain.checkpoint import load, save
 from tests.faults.disk import WRITING, Calls, Killed, through
-from tests.faults.figures import FULL, record
+from tests.faults.figures import FULL, tally
 from tests.faults.forks import Child, forked, quiet_forks
 from tests.faults.saves import (
     TEXTS,
@@ -52,6 +52,13 @@ def saves(directory, step, **options):
         writing.save(step, tree(step), wait=True)
 
 
+def saves_two(directory, step, **options):
+    """Of which the first is being written while the process goes on."""
+    with checkpoints(directory, **options) as writing:
+        for number in (step, step + 1):
+            writing.save(number, tree(number))
+
+
 def pins(directory, step, **options):
     with checkpoints(directory, **options) as writing:
         writing.pin(step)
@@ -68,7 +75,7 @@ def replaces(directory, step, **options):
 STORIES = {
     "first": ((), saves, 1, {None, 1}, {}),
     "rotation": ((1, 2), saves, 3, {2, 3}, {}),
-    "rotation_async": ((1, 2), saves, 3, {2, 3}, {"async_": True}),
+    "rotation_async": ((1, 2), saves_two, 3, {2, 3, 4}, {"async_": True}),
     "rotation_of_the_only_one": ((1,), saves, 2, {1, 2}, {"keep": 1}),
     "again": ((1, 2), saves, 2, {2}, {}),
     "replaced": ((1, 2), replaces, 2, {2}, {}),
@@ -107,20 +114,21 @@ def test_a_process_ends_at_a_call(story, fast):
     before, act, step, allowed, options = STORIES[story]
     template = prepare(fast / "template", before, act, **options)
     made = forked(counted, shutil.copytree(template, fast / "counted"), act, step, options)
-    count, last = 0, None
-    for at, moment in points(made):
-        directory = shutil.copytree(template, fast / f"{at}-{moment}")
-        child = Child(crash, directory, act, step, options, at, moment)
-        assert child.end() == -signal.SIGKILL
-        last = newest(directory)
-        assert last in allowed
-        require_whole(directory)
-        require_goes_on(directory, 10, **options)
-        shutil.rmtree(directory)
-        count += 1
-    assert last == max(allowed - {None})
-    assert count > (30 if max(allowed - {None}) not in before else 5)
-    record(f"crash at a call, {story}", runs=count, failures=0, note=f"{len(made)} calls")
+    last = None
+    with tally(f"crash at a call, {story}") as tries:
+        tries.note = f"{len(made)} calls"
+        for at, moment in points(made):
+            directory = shutil.copytree(template, fast / f"{at}-{moment}")
+            with tries.one((at, moment)):
+                child = Child(crash, directory, act, step, options, at, moment)
+                assert child.end() == -signal.SIGKILL
+                last = newest(directory)
+                assert last in allowed
+                require_whole(directory)
+                require_goes_on(directory, 10, **options)
+            shutil.rmtree(directory)
+        assert last == max(allowed - {None})
+        assert tries.runs > (30 if max(allowed - {None}) not in before else 5)
 
 
 @quiet_forks
@@ -128,19 +136,18 @@ def test_a_process_ends_where_a_damaged_one_makes_way(fast):
     template = prepare(fast / "template", (1, 2))
     damage(template, 2)
     made = forked(counted, shutil.copytree(template, fast / "counted"), saves, 2, {})
-    count = 0
-    for at, moment in points(made):
-        directory = shutil.copytree(template, fast / f"{at}-{moment}")
-        assert Child(crash, directory, saves, 2, {}, at, moment).end() == -signal.SIGKILL
-        # Until it is saved again, the one before it is found, with a warning while the damaged one has its name.
-        with (
-            pytest.warns(UserWarning, match="damaged") if is_damaged(directory / "step-000000000002") else nullcontext()
-        ):
-            assert newest(directory) in {1, 2}
-        require_goes_on(directory, 2)
-        shutil.rmtree(directory)
-        count += 1
-    record("crash at a call, damaged", runs=count, failures=0, note=f"{len(made)} calls")
+    with tally("crash at a call, damaged") as tries:
+        tries.note = f"{len(made)} calls"
+        for at, moment in points(made):
+            directory = shutil.copytree(template, fast / f"{at}-{moment}")
+            with tries.one((at, moment)):
+                assert Child(crash, directory, saves, 2, {}, at, moment).end() == -signal.SIGKILL
+                # Until it is saved again, the one before it is found, with a warning while the damaged one is there.
+                aloud = is_damaged(directory / "step-000000000002")
+                with pytest.warns(UserWarning, match="damaged") if aloud else nullcontext():
+                    assert newest(directory) in {1, 2}
+                require_goes_on(directory, 2)
+            shutil.rmtree(directory)
 
 
 def is_damaged(path):
@@ -154,14 +161,14 @@ def alone(path, step):
 @quiet_forks
 def test_a_process_ends_at_a_call_of_save(fast):
     made = forked(counted, fast / "counted" / "m", alone, 1, {})
-    count = 0
-    for at, moment in points(made):
-        path = fast / f"{at}-{moment}" / "m"
-        assert Child(crash, path, alone, 1, {}, at, moment).end() == -signal.SIGKILL
-        if not path.exists():
-            alone(path, 1)
-        assert is_tree(1, load(path))
-        assert os.listdir(path.parent) == ["m"]
-        count += 1
-    assert count > 25
-    record("crash at a call, save", runs=count, failures=0, note=f"{len(made)} calls")
+    with tally("crash at a call, save") as tries:
+        tries.note = f"{len(made)} calls"
+        for at, moment in points(made):
+            path = fast / f"{at}-{moment}" / "m"
+            with tries.one((at, moment)):
+                assert Child(crash, path, alone, 1, {}, at, moment).end() == -signal.SIGKILL
+                if not path.exists():
+                    alone(path, 1)
+                assert is_tree(1, load(path))
+                assert os.listdir(path.parent) == ["m"]
+        assert tries.runs > 25

@@ -18,7 +18,7 @@ from ftrain.checkpoint import files
 from ftrain.checkpoint.journal import Journal
 from ftrain.errors import CheckpointError
 from tests.faults.disk import ANSWERING, CALLS, ERRORS, Calls, Failing, descriptors, through
-from tests.faults.figures import FULL, record, times
+from tests.faults.figures import FULL, tally, times
 from tests.faults.forks import forked, quiet_forks
 from tests.faults.saves import checkpoints, fast, newest, require_goes_on, save_with_history, temporary, tree
 
@@ -123,20 +123,22 @@ def check(directory, told, mode):
     assert not files._held
 
 
-def fails(fast, mode, error, numbers, **how):
+def fails(tries, fast, mode, error, numbers, **how):
     """Let calls fail, each in a run of its own; return how many did, and in how many runs there was an error."""
     failed = named = 0
     for number in numbers:
-        directory = prepared(fast / f"{mode}-{number}")
-        before, told = descriptors(), Refused()
-        proxy = Failing(number, error, **how)
-        run(directory, proxy, mode, told)
-        assert descriptors() == before
-        failed, named = failed + bool(proxy.failed), named + bool(told.errors)
-        if not how.get("lasting"):
-            # An older one that could not be removed is, by the next save.
-            assert not temporary(directory) or "cannot be removed" in str(told.errors)
-        check(directory, told, mode)
+        with tries.one(number):
+            directory = prepared(fast / f"{mode}-{number}")
+            before, told = descriptors(), Refused()
+            proxy = Failing(number, error, **how)
+            run(directory, proxy, mode, told)
+            failed, named = failed + bool(proxy.failed), named + bool(told.errors)
+            assert descriptors() == before
+            if not how.get("lasting"):
+                # An older one that could not be removed is, by the next save.
+                assert not temporary(directory) or "cannot be removed" in str(told.errors)
+            check(directory, told, mode)
+    tries.note = f"a call failed in {failed} of them, {named} times with a CheckpointError"
     return failed, named
 
 
@@ -159,10 +161,10 @@ def chosen(made, *which):
 def test_a_call_fails(mode, when, error, fast):
     made = calls(fast / "all", mode)
     numbers = chosen(made, (mode, MODES), (when, WHEN), (error, ERRORS))
-    failed, named = fails(fast, mode, ERRORS[error], numbers, after=when == "after")
-    assert failed > 0.9 * len(numbers)
-    assert named > 0.5 * failed
-    record(f"{error} {when} a call, {mode}", runs=failed, failures=0, note=f"{named} of them with a CheckpointError")
+    with tally(f"{error} {when} a call, {mode}") as tries:
+        failed, named = fails(tries, fast, mode, ERRORS[error], numbers, after=when == "after")
+        assert failed > 0.9 * len(numbers)
+        assert named > 0.5 * failed
 
 
 @modes
@@ -170,18 +172,17 @@ def test_a_call_fails(mode, when, error, fast):
 def test_calls_fail_from_one_on_until_the_process_ends(mode, error, fast):
     made = calls(fast / "all", mode)
     numbers = chosen(made, (mode, MODES), (error, ERRORS))
-    failed, named = fails(fast, mode, ERRORS[error], numbers, lasting=True)
-    assert named > 0.5 * failed
-    record(f"{error} from a call on, {mode}", runs=failed, failures=0, note=f"{named} of them with a CheckpointError")
+    with tally(f"{error} from a call on, {mode}") as tries:
+        failed, named = fails(tries, fast, mode, ERRORS[error], numbers, lasting=True)
+        assert named > 0.5 * failed
 
 
 @modes
 def test_a_write_takes_but_a_part(mode, fast):
     made = calls(fast / "all", mode)
     writes = [number for number, name in enumerate(made) if name == "write"]
-    failed, named = fails(fast, mode, "short", writes)
-    assert (failed, named) == (len(writes), 0)
-    record(f"short write, {mode}", runs=failed, failures=0)
+    with tally(f"short write, {mode}") as tries:
+        assert fails(tries, fast, mode, "short", writes) == (len(writes), 0)
 
 
 def test_a_write_takes_nothing(fast):
@@ -221,15 +222,31 @@ class Roomy(Calls):
 
 
 def tried(directory, limited):
-    """Run in a directory of its own while something real limits it; return whether there was an error."""
-    prepared(directory)
-    told = Refused()
-    with limited():
-        run(directory, Roomy(), "sync", told)
-    assert not temporary(directory) or "cannot be removed" in str(told.errors)
-    check(directory, told, "sync")
-    files.remove(directory)
-    return bool(told.errors)
+    """Run in a directory of its own while something real limits it; whether there was an error, and what is wrong."""
+    try:
+        prepared(directory)
+        told = Refused()
+        with limited():
+            run(directory, Roomy(), "sync", told)
+        assert not temporary(directory) or "cannot be removed" in str(told.errors)
+        check(directory, told, "sync")
+        files.remove(directory)
+    except Exception as error:
+        return [True, f"{type(error).__name__}: {error}"]
+    return [bool(told.errors), ""]
+
+
+def judged(tries, found):
+    """Count what `tried` has returned of each; return where there was an error."""
+    for number, (_, wrong) in enumerate(found):
+        with tries.one(number):
+            assert not wrong, wrong
+    errors = [error for error, _ in found]
+    tries.note = f"{sum(errors)} with a CheckpointError"
+    # Of the least there is, and of enough.
+    assert errors[0]
+    assert not errors[-1]
+    return errors
 
 
 PAGE = 4096
@@ -275,11 +292,10 @@ def on_a_small_disk(tell, root, what):
 @quiet_forks
 @pytest.mark.parametrize("what", FULL_OF)
 def test_a_file_system_is_full_where_mounting_is_permitted(what, tmp_path):
-    errors = forked(on_a_small_disk, tmp_path, what)
-    if errors is not None:
-        assert errors[0]
-        assert not errors[-1]
-        record(f"tmpfs full of {what}", runs=len(errors), failures=0, note=f"{sum(errors)} with a CheckpointError")
+    found = forked(on_a_small_disk, tmp_path, what)
+    if found is not None:
+        with tally(f"tmpfs full of {what}") as tries:
+            judged(tries, found)
 
 
 @contextmanager
@@ -302,8 +318,6 @@ def with_small_files(tell, root):
 
 @quiet_forks
 def test_files_may_not_grow(fast):
-    errors = forked(with_small_files, fast)
-    assert errors[0]
-    assert not errors[-1]
-    assert sum(errors) > len(errors) // 3
-    record("a limit on the size of files", runs=len(errors), failures=0, note=f"{sum(errors)} with a CheckpointError")
+    with tally("a limit on the size of files") as tries:
+        errors = judged(tries, forked(with_small_files, fast))
+        assert sum(errors) > len(errors) // 3

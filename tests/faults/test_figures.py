@@ -1,7 +1,9 @@
 """The file of figures: rows are replaced by variant and metric, and nothing else is lost."""
 
+import pytest
+
 from bench.rows import read
-from tests.faults.figures import record
+from tests.faults.figures import record, tally
 
 
 def test_figures_are_replaced_by_variant_and_metric(tmp_path):
@@ -17,3 +19,26 @@ def test_figures_are_replaced_by_variant_and_metric(tmp_path):
         ("a link", "failures"): (0.0, "count", ""),
     }
     assert all(row.question == "faults" and row.device and row.torch and row.commit for row in read(tmp_path))
+
+
+def rows(folder):
+    return {row.metric: (row.median, row.note) for row in read(folder)}
+
+
+def test_a_row_counts_what_went_wrong_and_is_written_by_a_test_that_fails(tmp_path):
+    def tried(bad, ends):
+        with tally("a bit", file=tmp_path / "faults.csv") as tries:
+            tries.note = "of four"
+            for number in range(4):
+                with tries.one(number):
+                    assert number not in bad, "wrong"
+            assert not ends, "the whole is wrong"
+
+    tried((), ends=False)
+    assert rows(tmp_path) == {"runs": (4.0, "of four"), "failures": (0.0, "of four")}
+    with pytest.raises(AssertionError, match=r"(?s)1: AssertionError: wrong.*3: AssertionError: wrong"):
+        tried((1, 3), ends=False)
+    assert rows(tmp_path) == {"runs": (4.0, "of four"), "failures": (2.0, "of four")}
+    with pytest.raises(AssertionError, match="the whole is wrong"):
+        tried((1,), ends=True)
+    assert rows(tmp_path) == {"runs": (4.0, "of four"), "failures": (2.0, "of four")}

@@ -19,7 +19,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.checkpoint import Checkpoints, load, save
-from tests.faults.figures import record, times
+from tests.faults.figures import tally, times
 from tests.faults.forks import Child, quiet_forks
 from tests.faults.saves import bits, checkpoints, fast, newest, require_whole, temporary, tree
 
@@ -57,29 +57,30 @@ def heard(child):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_is_killed_while_it_saves(mode, fast):
     draw, directory, options, within, left = random.Random(mode), fast / "run", MODES[mode], 0, 0
-    tries = times(3400, 60)
+    count = times(3400, 60)
     span = took(directory, options)
     known = newest(directory)
-    for _ in range(tries):
-        child = Child(saving, directory, known + 1, options)
-        assert child.hear() == ["saved", known]
-        time.sleep(draw.random() * span)
-        child.signal(signal.SIGKILL)
-        said = heard(child)
-        child.end()
-        left += bool(temporary(directory))
-        found = newest(directory)
-        saved, begun = (
-            max((step for what, step in said if what == name), default=known) for name in ("saved", "begun")
-        )
-        assert saved <= found <= begun, (found, said)
-        within += found < known + BLOCK
-        require_whole(directory)
-        known = found
-    # That kills strike in the midst of it, of which few on a busy machine say little.
-    assert within > tries // 4 or tries < 1000
-    assert left > tries // 50 or tries < 1000
-    record(f"SIGKILL in a save, {mode}", runs=tries, failures=0, note=f"{left} of them left a temporary directory")
+    with tally(f"SIGKILL in a save, {mode}") as tries:
+        for number in range(count):
+            with tries.one(number):
+                child = Child(saving, directory, known + 1, options)
+                assert child.hear() == ["saved", known]
+                time.sleep(draw.random() * span)
+                child.signal(signal.SIGKILL)
+                said = heard(child)
+                child.end()
+                left += bool(temporary(directory))
+                before, known = known, newest(directory)
+                saved, begun = (
+                    max((step for what, step in said if what == name), default=before) for name in ("saved", "begun")
+                )
+                assert saved <= known <= begun, (known, said)
+                within += known < before + BLOCK
+                require_whole(directory)
+        tries.note = f"{left} of them left a temporary directory"
+        # That kills strike in the midst of it, of which few on a busy machine say little.
+        assert within > count // 4 or count < 1000
+        assert left > count // 50 or count < 1000
 
 
 def took(directory, options):
@@ -211,15 +212,19 @@ def test_a_run_is_killed_again_and_again(data, fast):
     whole = outcome(fast / "whole")
     assert [line["step"] for line in whole[1] if "loss" in line] == list(range(1, STEPS + 1))
     assert {line.get("skipped") for line in whole[1] if "loss" in line} == {0.0, 1.0}
-    while kills < times(200, 6):
-        directory = fast / str(runs)
-        directory.mkdir()
-        killed, past = went_on(directory, data, draw, span)
-        assert outcome(directory) == whole
-        shutil.rmtree(directory)
-        kills, resumed, runs = kills + killed, resumed + past, runs + 1
-    assert resumed > runs // 4
-    record(f"SIGKILL in a run, {data}", runs=kills, failures=0, note=f"{runs} runs, {resumed} times gone on")
+    with tally(f"SIGKILL in a run, {data}") as tries:
+        while kills + len(tries.failures) < times(200, 6):
+            directory = fast / str(runs)
+            directory.mkdir()
+            runs += 1
+            with tries.one(f"run {runs}"):
+                killed, past = went_on(directory, data, draw, span)
+                kills, resumed = kills + killed, resumed + past
+                assert outcome(directory) == whole
+            shutil.rmtree(directory)
+            # Counted are kills, of which there are several in a run.
+            tries.runs, tries.note = kills, f"{runs} runs, {resumed} times gone on"
+        assert resumed > runs // 4
 
 
 def test_a_log_of_several_runs_keeps_those_that_are_not_gone_on(fast):

@@ -6,14 +6,15 @@ every tree that it may then hold is laid out and loaded. Leaving out any one of 
 
 import itertools
 import shutil
+from contextlib import nullcontext
 
 import pytest
 
 from ftrain.checkpoint import load, save, verify
 from ftrain.checkpoint.journal import NAME, Journal
 from ftrain.errors import CheckpointError
-from tests.faults.disk import Disk, PowerCut, Recorded, laid_out, through
-from tests.faults.figures import record, times
+from tests.faults.disk import Disk, PowerCut, Recorded, frozen, laid_out, through
+from tests.faults.figures import tally, times
 from tests.faults.saves import (
     TEXTS,
     checkpoints,
@@ -43,6 +44,17 @@ def run(disk, root, **options):
             if step == PINNED:
                 writing.pin(step)
                 disk.say("pinned", step)
+
+
+def overlapping(disk, root, **options):
+    """A run that goes on while each save is written; the next save tells that the one before is on the disk."""
+    with checkpoints(root / "runs" / "a", async_=True) as writing:
+        for step in (1, 2, 3, 4):
+            disk.say("begun", step)
+            writing.save(step, tree(step))
+            disk.say("saved", step - 1)
+        writing.wait()
+        disk.say("saved", step)
 
 
 def check_run(root, saved, begun, pinned):
@@ -123,7 +135,7 @@ def with_history(disk, root):
 
 STORIES = {
     "run": (run, check_run, {}),
-    "async": (run, check_run, {"async_": True}),
+    "async": (overlapping, check_run, {}),
     "keep_1": (run, check_run, {"keep": 1}),
     "save": (alone, check_alone, {}),
     "refused": (refused, check_run, {}),
@@ -160,20 +172,27 @@ def known(log):
     return steps["saved"], steps["begun"], bool({("pinned", PINNED), ("replaced", PINNED)} & {*said})
 
 
-def outcomes(log, check, scratch, *, after=None):
-    """Lay out every disk that there may be, at every moment, check it, and count; the last step that was begun too."""
-    count = 0
+def uncounted(what):
+    """Where what goes wrong is raised at once."""
+    return nullcontext()
+
+
+def outcomes(log, check, scratch, *, after=None, one=uncounted):
+    """Lay out every disk that there may be, at every moment, once, and check it."""
+    seen = set()
     for at in moments(log):
         facts = known(log[:at])
         for state in Disk(log[:at]).states(MOST, seed=at):
-            root = scratch / str(count)
-            laid_out(state, root)
-            check(root, *facts)
-            if after is not None and count % 20 == 0:
-                after(root, facts[1])
+            if (key := (frozen(state), facts)) in seen:
+                continue
+            seen.add(key)
+            root = scratch / str(len(seen))
+            with one((at, facts)):
+                laid_out(state, root)
+                check(root, *facts)
+                if after is not None and len(seen) % 20 == 1:
+                    after(root, facts[1])
             shutil.rmtree(root)
-            count += 1
-    return count
 
 
 def goes_on(root, begun):
@@ -185,9 +204,11 @@ def test_what_was_acknowledged_is_there_after_power_is_lost(story, fast):
     (fast / "disk").mkdir()
     (fast / "scratch").mkdir()
     disk, check = recorded(fast / "disk", story), STORIES[story][1]
-    count = outcomes(disk.log, check, fast / "scratch", after=goes_on if check is check_run else None)
-    assert count > 10
-    record(f"power loss, {story}", runs=count, failures=0, note="disks that there may be after power was lost")
+    with tally(f"power loss, {story}") as tries:
+        tries.note = "disks that there may be after power was lost"
+        after = None if check is check_alone else goes_on
+        outcomes(disk.log, check, fast / "scratch", after=after, one=tries.one)
+        assert tries.runs > 10
 
 
 # Which function of `files`, called from where, for what.
@@ -276,31 +297,33 @@ def saved(disk, root, step):
 
 @pytest.mark.parametrize("first", [1, 2], ids=["first_save", "second_save"])
 def test_power_is_lost_after_a_process_was_killed_and_another_went_on(first, fast):
-    moments, count = kills(fast, first)
-    assert moments > 20
-    record(f"power loss after a kill, save {first}", runs=count, failures=0, note=f"{moments} moments of the kill")
+    with tally(f"power loss after a kill, save {first}") as tries:
+        moments = kills(fast, first, one=tries.one)
+        tries.note = f"{moments} moments of the kill"
+        assert moments > 20
 
 
-def kills(directory, first, **how):
-    count = 0
+def kills(directory, first, one=uncounted, **how):
+    """Check the disks that there may be after a kill at each moment of a save; return how many moments there are."""
     for at in itertools.count():
         root, scratch = directory / f"disk{at}", directory / f"scratch{at}"
         root.mkdir()
         scratch.mkdir()
         disk = killed(root, at, first, **how)
         if disk is None:
-            return at, count
-        count += told(disk.log, scratch, first)
+            return at
+        told(disk.log, scratch, first, one)
     return None
 
 
-def told(log, scratch, step):
-    """Check the disks that there may be right after the other process was told of a step."""
-    moments = [at for at, line in enumerate(log, 1) if line == ("said", "saved", step)]
-    count = 0
-    for at in moments:
+def told(log, scratch, step, one):
+    """Check the disks that there may be right after the other process was told of a step, each once."""
+    seen = set()
+    for at in [at for at, line in enumerate(log, 1) if line == ("said", "saved", step)]:
+        facts = known(log[:at])
         for state in Disk(log[:at]).states(MOST, seed=at):
-            laid_out(state, scratch / str(count))
-            check_run(scratch / str(count), *known(log[:at]))
-            count += 1
-    return count
+            if (key := (frozen(state), facts)) not in seen:
+                seen.add(key)
+                laid_out(state, scratch / str(len(seen)))
+                with one((at, facts)):
+                    check_run(scratch / str(len(seen)), *facts)
