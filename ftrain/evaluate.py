@@ -16,7 +16,7 @@ from ftrain.grad import adapt, detach
 from ftrain.pieces import RAISE, cut, is_out_of_memory, most_pieces, release, require_on_oom
 from ftrain.purity import as_tree
 from ftrain.transforms.amp import DTYPES, auto_dtype, autocast, name_of, require_dtype
-from ftrain.types import Loss, Mean, PyTree, TrainState, replace
+from ftrain.types import Loss, Mean, PyTree, TrainState, counted, replace
 from ftrain.wrapper import Wrapper
 
 
@@ -218,7 +218,7 @@ def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tu
 
 def _mean(metric: Any, length: int) -> Mean:
     if isinstance(metric, Mean) and not metric.plain:
-        return Mean(_widened(metric.total), _widened(metric.weight))
+        return counted(Mean(_widened(metric.total), _widened(metric.weight)))
     value = _widened(torch.as_tensor(metric.value if isinstance(metric, Mean) else metric))
     # The mean of no examples is NaN, and they count for nothing.
     return Mean(value * length if length else torch.zeros_like(value), torch.full_like(value, length))

@@ -20,7 +20,19 @@ from ftrain import backends, purity, tree
 from ftrain.errors import LossError
 from ftrain.reader import Flattener
 from ftrain.reentrant import REMEDY, Within
-from ftrain.types import GradFn, Gradients, Loss, LossFn, LossOutput, Mean, Metrics, PyTree, TrainState, replace
+from ftrain.types import (
+    GradFn,
+    Gradients,
+    Loss,
+    LossFn,
+    LossOutput,
+    Mean,
+    Metrics,
+    PyTree,
+    TrainState,
+    counted,
+    replace,
+)
 
 FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, buffers)"
 
@@ -192,12 +204,13 @@ class _Forward:
             mean, metrics, buffers = purity.call(self._loss, leaves, spec, rng=rng, name=self._name)
         _require_differentiable(mean, self._name)
         # A count of tokens, or a narrower float, must not make the gradient coarser than the loss is.
-        weight = mean.weight
+        loss = Mean(mean.total.detach(), mean.weight, mean.plain)
         if not mean.plain:
-            weight = weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
-        loss = Mean(mean.total.detach(), weight, mean.plain)
+            weight = mean.weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
+            loss = counted(replace(loss, weight=weight))
         hidden = partial(self._hidden, (state, batch, rng, params), within)
-        return Ran(params, params_spec, mean.total, loss, detach(metrics), detach(buffers), hidden=hidden)
+        metrics = {name: counted(each) if isinstance(each, Mean) else each for name, each in detach(metrics).items()}
+        return Ran(params, params_spec, mean.total, loss, metrics, detach(buffers), hidden=hidden)
 
     def _hidden(self, inputs: Any, within: Within | None, unused: list[int]) -> list[int]:
         """Look for unused leaves in re-entrant checkpoints, with a run of its own, once for the same leaves."""
@@ -236,7 +249,7 @@ class ValueAndGrad:
         ran = self.forward(state, batch, rng)
         factor = self.factor(state, ran)
         grads = self.backward(state, ran, ran.cotangent(factor))
-        finite = _finite(ran.total, grads) if self.watch else None
+        finite = _finite(ran.loss.total, grads) if self.watch else None
         if factor is not None:
             grads = tree.scale_leaves(grads, 1.0 / factor)
         return Gradients(tree.unflatten(ran.spec, grads), ran.loss, ran.later(ran.metrics), ran.buffers, finite)
@@ -367,4 +380,4 @@ def _sparse(params: PyTree, index: int, name: str) -> LossError:
 
 
 def _finite(total: Tensor, grads: list[Tensor]) -> Tensor:
-    return torch.isfinite(total.detach()) & tree.all_finite(grads)
+    return torch.isfinite(total) & tree.all_finite(grads)

@@ -90,7 +90,9 @@ class Mean:
     """An average that can still be added up: ``total / weight``.
 
     Sums of totals and weights over microbatches, batches or devices give the exact mean over all of
-    them, however unevenly the weight is spread.
+    them, however unevenly the weight is spread. What has weight 0 counts for nothing: steps and evaluations take its
+    total as 0, be it NaN, and its gradient with a cotangent of 0. (A loss that divides by its weight on the way has NaN
+    in the gradient even so; mask before dividing.)
 
     Args:
         total: 0-d tensor, the weighted sum.
@@ -123,6 +125,12 @@ class Mean:
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)
+
+
+def counted(mean: Mean) -> Mean:
+    """Return a mean whose total is 0 where its weight is: what counts for nothing adds nothing, not even NaN."""
+    nothing = (mean.weight == 0).to(mean.total.device)
+    return replace(mean, total=mean.total.masked_fill(nothing, 0))
 
 
 @tree_class

@@ -274,6 +274,7 @@ INNER = {
         "TrainState",
         "UpdateFn",
         "consume",
+        "counted",
         "is_own",
         "own",
         "replace",

@@ -132,3 +132,64 @@ def test_one_compiled_loss_serves_all_pieces():
     assert counters["stats"]["unique_graphs"] == 1
     expected, _ = ft.accumulate(4)(step)(state, batch)
     torch.testing.assert_close(new.params, expected.params)
+
+
+def averaged(params, batch):
+    """The mean of what counts, multiplied by how much that is again: of nothing, NaN x 0."""
+    count = batch["kept"].sum()
+    kept = batch["x"] * batch["kept"] * params["a"]
+    value = nn.functional.mse_loss(kept.sum() / batch["kept"].sum().clamp_min(1), torch.tensor(1.0))
+    mean = value + torch.where(count == 0, torch.nan, 0.0)
+    return ft.Mean(mean * count, count), {"again": ft.Mean(mean.detach() * count, count)}
+
+
+EMPTY = {"x": torch.tensor([7.0, 8.0]), "kept": torch.zeros(2)}
+FULL = {"x": torch.tensor([2.0, 3.0]), "kept": torch.tensor([1.0, 0.0])}
+
+
+@pytest.mark.parametrize(
+    "wrappers",
+    [
+        (),
+        (ft.skip_nonfinite(1),),
+        (ft.clip(100.0),),
+        (ft.with_amp("fp16"),),
+        (ft.compiled(lowering="whole", backend="aot_eager"),),
+    ],
+    ids=["plain", "skip_nonfinite", "clip", "fp16", "whole"],
+)
+@pytest.mark.parametrize("order", [(EMPTY, FULL), (FULL, EMPTY)], ids=["first", "last"])
+def test_what_has_no_weight_adds_nothing_even_if_it_is_nan(order, wrappers):
+    base = ft.train_step(averaged, optim.sgd(0.1))
+    state = base.init({"a": torch.tensor(1.5)})
+    needed, metrics = base(state, FULL)
+    step = ft.compose(base, ft.accumulate(2), *wrappers)
+    batch = {name: torch.cat([part[name] for part in order]) for name in EMPTY}
+    found, said = step(step.init({"a": torch.tensor(1.5)}), batch)
+    torch.testing.assert_close(found.params, needed.params, rtol=1e-6, atol=0)
+    assert not torch.equal(found.params["a"], state.params["a"])
+    assert float(said["loss"]) == float(metrics["loss"])
+    assert float(said["again"]) == float(metrics["again"]) == float(metrics["loss"])
+
+
+def test_a_step_of_nothing_changes_nothing_and_has_no_mean():
+    step = ft.skip_nonfinite(1)(ft.train_step(averaged, optim.sgd(0.1)))
+    state = step.init({"a": torch.tensor(1.5)})
+    found, metrics = step(state, EMPTY)
+    assert torch.equal(found.params["a"], state.params["a"])
+    assert int(found.slots["skip_nonfinite"]["skipped"]) == 0
+    assert torch.isnan(metrics["loss"])
+
+
+def test_an_evaluation_leaves_out_what_has_no_weight():
+    step, state = ft.eval_step(averaged), ft.train_step(averaged, optim.sgd(0.1)).init({"a": torch.tensor(1.5)})
+    needed = ft.evaluate(step, state, [FULL])
+    assert ft.evaluate(step, state, [EMPTY, FULL, EMPTY]) == needed
+    assert needed["again"] == needed["loss"]
+    nothing = ft.evaluate(step, state, [EMPTY, EMPTY])
+    assert all(value != value for value in nothing.values())
+
+
+def test_a_nan_that_counts_is_not_hidden():
+    step, state = ft.eval_step(averaged), ft.train_step(averaged, optim.sgd(0.1)).init({"a": torch.tensor(torch.nan)})
+    assert torch.tensor(ft.evaluate(step, state, [EMPTY, FULL])["loss"]).isnan()
