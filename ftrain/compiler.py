@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, graph, tree
+from ftrain.announce import announced
 from ftrain.backends import Recorder
 from ftrain.devicegraph import Replayed
 from ftrain.errors import OptionError
@@ -113,9 +115,18 @@ class Compiler:
         """The backend that was asked for, or the one that suits the device."""
         return self.backend or backends.of(device).compile_backend
 
-    def traced(self, function: Carrying, *, donate: bool, replay: bool = False) -> Traced:
-        """Return a function of trees that is compiled with these settings."""
-        return Traced(function, self.replaying() if replay else self.compile, self.max_graphs, donate=donate)
+    def traced(self, function: Carrying, what: str | None, *, donate: bool, replay: bool = False) -> Traced:
+        """Return a function of trees that is compiled with these settings.
+
+        Args:
+            function: of trees.
+            what: how a line calls it when compiling takes long; None for no line.
+            donate: write the new carry into the tensors of the old one.
+            replay: record and replay on the device, where the settings allow it.
+        """
+        compiler = self.replaying() if replay else self.compile
+        around = nullcontext if what is None else functools.partial(announced, what)
+        return Traced(function, compiler, self.max_graphs, donate=donate, around=around)
 
     @contextmanager
     def cache(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ftrain import barrier
 from ftrain.errors import FtrainError, OptionError, TraceError
+from ftrain.faithful import mended, settled
 
 Flat: TypeAlias = Callable[..., Sequence[Tensor]]
 """A function from tensors, as positional arguments, to a sequence of tensors."""
@@ -62,7 +63,7 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
     fakes = [each.detach() if isinstance(each, FakeTensor) else mode.from_tensor(each.detach()) for each in inputs]
     try:
         with mode, torch.autograd.set_multithreading_enabled(False):
-            return _require_real(make_fx(function, tracing_mode="real")(*fakes))
+            return mended(_require_real(make_fx(function, tracing_mode="real")(*fakes)))
     except TraceError as error:
         raise TraceError(f"{error} (at {_where(error)})") from error
     except FtrainError:
@@ -113,7 +114,7 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str,
 
     if backend != INDUCTOR:
         with torch.no_grad():
-            return lookup_backend(backend)(graph, list(inputs))
+            return lookup_backend(backend)(settled(graph), list(inputs))
     mode = with_shapes()
     return compile_inductor(graph, [mode.from_tensor(x.detach(), static_shapes=True) for x in inputs], mode, options)
 

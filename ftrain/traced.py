@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import optree
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ftrain import graph, tree
+from ftrain.attempt import attempted
 from ftrain.errors import BatchError
 from ftrain.guard import Guard
 from ftrain.reader import reader
@@ -29,20 +31,21 @@ class Kinds:
         self._most = most
         self._known: dict[Hashable, dict[str, str]] = {}
 
-    def admit(self, **inputs: PyTree) -> None:
-        """Take note of the inputs of a graph.
+    def admit(self, **inputs: PyTree) -> bool:
+        """Take note of the inputs of a graph; return whether they are the first of their kind.
 
         Raises:
             BatchError: when they are of one kind too many; names the leaf that differs most often.
         """
         kind = kind_of(inputs)
         if kind in self._known:
-            return
+            return False
         leaves = tree.leaves(inputs)
         shown = {name: _shown(leaf) for name, leaf in zip(tree.leaf_names(inputs), leaves, strict=True)}
         if len(self._known) >= self._most:
             raise BatchError(self._too_many(shown))
         self._known[kind] = shown
+        return True
 
     def _too_many(self, shown: dict[str, str]) -> str:
         seen = [*self._known.values(), shown]
@@ -90,10 +93,19 @@ class Traced:
         compiler: compiles what was captured.
         max_graphs: how many graphs there may be.
         donate: write the new carry into the tensors of the old one.
+        around: makes a context for the time in which a graph is captured and compiled.
     """
 
-    def __init__(self, function: Carrying, compiler: Compile, max_graphs: int, *, donate: bool) -> None:
-        self._function, self._compiler, self._donate = function, compiler, donate
+    def __init__(
+        self,
+        function: Carrying,
+        compiler: Compile,
+        max_graphs: int,
+        *,
+        donate: bool,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._function, self._compiler, self._donate, self._around = function, compiler, donate, around
         self._kinds = Kinds(max_graphs)
         self.graphs: list[Graph] = []
 
@@ -114,7 +126,8 @@ class Traced:
         known = next((found for found in self.graphs if found.kind == kind), None)
         if known is None:
             self._kinds.admit(state=given[0], batch=given[1])
-            known = Graph(self._function, given, kind, self._compiler, donate=self._donate)
+            with self._around():
+                known = Graph(self._function, given, kind, self._compiler, donate=self._donate)
             self.graphs.append(known)
         return known
 
@@ -142,12 +155,21 @@ class Graph:
         flat = self._flat(function, leaves, spec)
         self.captured = graph.capture(flat, tensors, lambda: function(*tree.clone(given)))
         carried = sum(isinstance(leaf, Tensor) for leaf in leaves[: self._size])
-        self._run = compiler(self.captured, tensors, carried)
+        with attempted():
+            self._compiled = compiler(self.captured, tensors, carried)
+        self._run = self._compiled if donate else self._first_run
+
+    def _first_run(self, *tensors: Tensor) -> Sequence[Tensor]:
+        # Nothing has been written when it fails, for its inputs are left alone.
+        with attempted():
+            outputs = self._compiled(*tensors)
+        self._run = self._compiled
+        return outputs
 
     @property
     def text(self) -> str:
         """What the compiled graph says of itself."""
-        return getattr(self._run, "text", "")
+        return getattr(self._compiled, "text", "")
 
     def _flat(self, function: Carrying, leaves: list[Any], spec: optree.PyTreeSpec) -> graph.Flat:
         def flat(*inputs: Tensor) -> list[Tensor]:

@@ -37,6 +37,8 @@ STAIRCASE = [
     "running",
     "inductor_random",
     "transfers",
+    "pieces",
+    "attempt",
     "stash",
     "schedules",
     "optim",
@@ -46,14 +48,17 @@ STAIRCASE = [
     "grad",
     "sums",
     "slots",
+    "caches",
     "products",
     "blocks",
+    "announce",
     "watch",
     "float8",
     "budget",
     "label_weights",
     "overlaps",
     "module",
+    "faithful",
     "graph",
     "traced",
     "devicegraph",
@@ -66,7 +71,6 @@ STAIRCASE = [
     "eager",
     "step",
     "transforms",
-    "pieces",
     "evaluate",
     "anatomy",
     "variants",
@@ -155,7 +159,7 @@ INSIDE = {
 
 LONGEST_FILE = 400
 # The doctor measures rates, and ladders and those who tune how long a step takes.
-TALKERS = {"recorder", "progress", "loggers", "doctor", "timing"}
+TALKERS = {"announce", "recorder", "progress", "loggers", "doctor", "timing"}
 CLOCKS = {"time", "datetime"}
 DEVICES = {"cuda", "xpu", "mps", "hpu", "npu", "mlu", "musa", "xla", "mtia", "hip", "ipu", "vulkan", "privateuseone"}
 # And what is one platform's own: packages, libraries, compilers, collectives.
@@ -177,6 +181,8 @@ WAITS = {
 
 # What a file raises that is not our own: errors of the system, to those who make ours of them.
 RAISED = {
+    "attempt.py": {"CompilerError"},
+    "transforms/compiled.py": {"cause"},
     "data/prefetch.py": {"first.error"},
     "checkpoint/files.py": {"OSError", "BlockingIOError"},
     "fit.py": {"leaving"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from ftrain import backends, graph, purity, random, tree
+from ftrain.announce import announced, described
+from ftrain.attempt import CompilerError, UntilUpdate
 from ftrain.checks import require_positive
 from ftrain.compiler import Compiler
 from ftrain.eager import Eager
@@ -42,6 +45,7 @@ SPLIT_PULLS = (
     "a split step cannot be updated within its backward pass, which is one operation there and makes all gradients"
 )
 Around: TypeAlias = Callable[[UpdateFn], UpdateFn]
+FAILED = TraceError, CompilerError
 log = logging.getLogger("ftrain")
 
 
@@ -63,10 +67,12 @@ def compiled(
 
     ``"whole"`` captures forward, backward, clipping, optimizer and the rest as one graph. ``"split"``
     hands the loss to `torch.compile`, which may break its graph, and captures only the update.
-    ``"auto"`` takes the whole step, and splits it when that cannot be captured; one log line says which
-    and why, and so does `print`. A changing learning rate is an input of the graph; another shape of the
-    batch is another graph. Modules that draw from torch's global generators draw from the state's key
-    instead in a whole graph, so their random numbers differ from those of the eager step. As under
+    ``"auto"`` takes the whole step, splits it when that cannot be captured or compiled, and runs it eagerly
+    when the compiler fails on its parts, too; one log line says which and why, and so does `print`. What fails
+    when a compiled graph first runs counts as well, but not where it donates: it may have written to the state.
+    When compiling takes long, a log line says so. A changing learning rate is an input of the graph; another
+    shape of the batch is another graph. Modules that draw from torch's global generators draw from the state's
+    key instead in a whole graph, so their random numbers differ from those of the eager step. As under
     `jax.jit`, what is not an argument is read once, when the graph is captured: numbers in closures and
     attributes, and metrics that are Python numbers.
 
@@ -92,6 +98,7 @@ def compiled(
     Raises:
         OptionError: for an unknown lowering, backend, mode or option, or those that exclude each other.
         TraceError: from the step, when ``lowering="whole"`` cannot be captured.
+        Exception: from the step, whatever the compiler raises, unless the lowering is ``"auto"``.
         BatchError: from the step, when batches need more than `max_graphs` graphs.
     """
     if lowering not in LOWERINGS:
@@ -100,12 +107,13 @@ def compiled(
         raise OptionError("compiled: dynamic=True needs lowering='split'; a whole step is one graph for each shape")
     require_positive("compiled", "max_graphs", max_graphs)
     settings = graph.require_backend("compiled", backend or graph.INDUCTOR, mode, options)
+    falls = lowering == "auto"
     compiler = Compiler(backend, settings, fullgraph, dynamic, replay, cache_dir, max_graphs)
 
     def run(step: Step) -> Runner:
         if step.optimizer.visits:
-            return _CompiledLoss(step, compiler)
-        return _Compiled(step, "split" if dynamic else lowering, compiler)
+            return _CompiledLoss(step, compiler, falls=falls)
+        return _Compiled(step, "split" if dynamic else lowering, compiler, falls=falls)
 
     def function(plain: Callable[..., Any]) -> Callable[..., Any]:
         return CompiledFunction(plain, compiler, donate=donate)
@@ -123,16 +131,21 @@ def compiled(
 
 
 class _Compiled:
-    """Runs a step compiled: whole, split, or whole if that can be captured and else split."""
+    """Runs a step compiled: whole, split, or whole if that works, else split, and else eagerly."""
 
     def __init__(
-        self, step: Step, lowering: str, compiler: Compiler, around_update: Around = lambda update: update
+        self,
+        step: Step,
+        lowering: str,
+        compiler: Compiler,
+        around_update: Around = lambda update: update,
+        *,
+        falls: bool = False,
     ) -> None:
         self._step, self._lowering, self._compiler, self._around = step, lowering, compiler, around_update
         self._names = list(step.optimizer.schedules)
         self._kinds = Kinds(compiler.max_graphs)
-        self._may_split = lowering == "auto" and not step.pulls
-        self._why = ""
+        self._falls, self._why, self._eager = falls, "", Eager(step)
         self._core: Callable[..., Any] = self._whole() if lowering != "split" else self._split()
 
     @property
@@ -146,16 +159,17 @@ class _Compiled:
         """Compile for a state and a batch like these, and say what was compiled."""
         device = tree.device_of(state.params)
         inputs = replace(state, step=None, rng=None), batch, self._pack(words, hyper, device)
-        if self._lowering != "split":
+        if self._lowering in ("auto", "whole"):
             try:
                 captured = self._traced.graph_for(*inputs).captured
                 self._settle()
                 return Lowered("whole", 1, count_nodes(captured), peak_bytes(captured))
-            except TraceError as error:
+            except FAILED as error:
                 self._fall_back(error)
         copies = tree.clone(inputs)
-        with torch.no_grad(), backends.of(device).seeded(random.seed_of(words)):
-            self._core(*copies)
+        self._run(tree.clone(state), batch, hyper, words, copies)
+        if self._lowering == "eager":
+            return Lowered("eager", 0, {}, None)
         graphs, breaks = _explained(self._step, state, batch, self._unpack(copies[2])[0][0])
         update = self._traced.graphs[-1].captured
         return Lowered("split", len(graphs) + 1, count_nodes(*graphs, update), None, breaks)
@@ -168,7 +182,7 @@ class _Compiled:
         Raises:
             TraceError: when it cannot be captured.
         """
-        if self._lowering == "split":
+        if self._lowering not in ("auto", "whole"):
             return None
         inputs = replace(state, step=None, rng=None), batch, self._pack(words, hyper, tree.device_of(state.params))
         traced = Traced(self._drawing(core), lambda captured, inputs, carried: captured, 1, donate=self._step.donate)
@@ -182,7 +196,7 @@ class _Compiled:
             device: of the state that it runs on.
             around_update: what becomes of the update.
         """
-        compiler = self._compiler.rehearsal(execute, device)
+        compiler = self._compiler.rehearsal(execute, device) if self._lowering != "eager" else None
         return None if compiler is None else _Compiled(self._step, "split", compiler, around_update)
 
     def plan(self, captured: fx.GraphModule) -> Plan | None:
@@ -192,7 +206,8 @@ class _Compiled:
     def _whole(self) -> Callable[..., Any]:
         # Only a donated state stays where it is.
         donate = self._step.donate
-        self._traced = self._compiler.traced(self._drawing(self._step.assemble()), donate=donate, replay=donate)
+        drawing, what = self._drawing(self._step.assemble()), described(self._step.base)
+        self._traced = self._compiler.traced(drawing, what, donate=donate, replay=donate)
         return self._traced
 
     def _drawing(self, core: Core) -> Callable[..., Any]:
@@ -205,15 +220,17 @@ class _Compiled:
         return drawing
 
     def _split(self) -> Callable[..., Any]:
+        until_update = UntilUpdate()
         core = self._step.assemble(
             around_loss=self._compiler.compile_loss,
-            around_update=lambda update: self._around(self._traced_update(update)),
+            around_update=lambda update: until_update.around_update(self._around(self._traced_update(update))),
         )
+        what = described(self._step.base)
 
         def run(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
-            self._kinds.admit(batch=batch)
+            new = self._kinds.admit(batch=batch)
             keys, hyper = self._unpack(words)
-            with self._compiler.cache():
+            with announced(what) if new else nullcontext(), self._compiler.cache(), until_update.attempted():
                 return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
 
         return run
@@ -222,7 +239,7 @@ class _Compiled:
         def carried(state: TrainState, gradients: Gradients, hyper: Hyper) -> tuple[TrainState, None]:
             return update(state, gradients, hyper, donate=False), None
 
-        self._traced = self._compiler.traced(carried, donate=self._step.donate)
+        self._traced = self._compiler.traced(carried, None, donate=self._step.donate)
 
         def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
             new: TrainState
@@ -252,28 +269,63 @@ class _Compiled:
     ) -> tuple[TrainState, Metrics]:
         device = tree.device_of(state.params)
         inputs = replace(state, step=None, rng=None), batch, self._pack(words, hyper, device)
-        if self._lowering != "split":
+        if self._lowering in ("auto", "whole"):
             try:
                 made: tuple[TrainState, Metrics] = self._core(*inputs)
-            except TraceError as error:
+            except FAILED as error:
                 self._fall_back(error)
             else:
                 self._settle()
                 return made
-        with torch.no_grad(), backends.of(device).seeded(random.seed_of(words)):
-            return self._core(*inputs)  # type: ignore[no-any-return]
+        return self._run(state, batch, hyper, words, inputs)
+
+    def _run(
+        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int], inputs: Any
+    ) -> tuple[TrainState, Metrics]:
+        """Run the step split, or eagerly."""
+        if self._lowering == "eager":
+            return self._eager(state, batch, hyper, words)
+        try:
+            with torch.no_grad(), backends.of(tree.device_of(state.params)).seeded(random.seed_of(words)):
+                return self._core(*inputs)  # type: ignore[no-any-return]
+        except FAILED as error:
+            why = self._reason(error)
+        # Not in the handler, where the error would hold its tensors. What fails here as well is the loss itself.
+        made = self._eager(state, batch, hyper, words)
+        log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
+        self._lowering, self._why = "eager", why
+        return made
 
     def _settle(self) -> None:
         if self._lowering == "auto":
             log.info("compiled: the whole step is one graph")
             self._lowering = "whole"
 
-    def _fall_back(self, error: TraceError) -> None:
-        if not self._may_split:
-            more = f"; {SPLIT_PULLS}: leave out update_in_backward or compiled" if self._step.pulls else ""
+    def _fall_back(self, error: TraceError | CompilerError) -> None:
+        """Let a step be split, or made eagerly, that failed as a whole."""
+        pulls = self._step.pulls
+        if isinstance(error, TraceError) and (pulls or not self._falls):
+            more = f"; {SPLIT_PULLS}: leave out update_in_backward or compiled" if pulls else ""
             raise TraceError(f"compiled: the step cannot be captured as one graph: {error}{more}") from error
-        log.warning("compiled: split into loss and update, since the whole step cannot be captured: %s", error)
-        self._may_split, self._lowering, self._core, self._why = False, "split", self._split(), str(error)
+        why = self._reason(error)
+        if pulls:
+            log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
+            self._lowering, self._why = "eager", why
+            return
+        what = "cannot be captured" if isinstance(error, TraceError) else "cannot be compiled"
+        log.warning("compiled: split into loss and update, since the whole step %s: %s", what, why)
+        self._lowering, self._core, self._why = "split", self._split(), why
+
+    def _reason(self, error: TraceError | CompilerError) -> str:
+        return _why(error, self._falls, "whole" if self._lowering == "auto" else self._lowering)
+
+
+def _why(error: TraceError | CompilerError, falls: bool, lowering: str) -> str:
+    """Say why a step runs in another way; where it may not, or the error says nothing of compiling, raise it."""
+    cause = error.__cause__ if isinstance(error, CompilerError) and error.__cause__ else error
+    if not falls:
+        raise cause
+    return str(error) if isinstance(error, TraceError) else f"{error} (lowering={lowering!r} raises the whole error)"
 
 
 def _explained(
@@ -287,18 +339,31 @@ def _explained(
 class _CompiledLoss:
     """Runs a step with its loss compiled, and the rest operation by operation."""
 
-    def __init__(self, step: Step, compiler: Compiler) -> None:
-        self._step, self._compiler, self._kinds = step, compiler, Kinds(compiler.max_graphs)
-        self._eager = Eager(step, compiler.compile_loss)
+    def __init__(self, step: Step, compiler: Compiler, *, falls: bool) -> None:
+        self._step, self._compiler, self._kinds, self._falls = step, compiler, Kinds(compiler.max_graphs), falls
+        self._until_update, self._described = UntilUpdate(), described(step.base)
+        self._run = Eager(step, compiler.compile_loss, self._until_update.around_update)
         parts = ", ".join(["split", *["donate"] * step.donate])
         self.text = f"compiled({parts})  # the loss alone: the optimizer's state visits the device in parts"
 
     def __call__(
         self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
-        self._kinds.admit(batch=batch)
-        with self._compiler.cache():
-            return self._eager(state, batch, hyper, words)
+        new = self._kinds.admit(batch=batch)
+        try:
+            with (
+                announced(self._described) if new else nullcontext(),
+                self._compiler.cache(),
+                self._until_update.attempted(),
+            ):
+                return self._run(state, batch, hyper, words)
+        except CompilerError as error:
+            why = _why(error, self._falls, "split")
+        eager = Eager(self._step)
+        made = eager(state, batch, hyper, words)
+        log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
+        self._run, self.text = eager, f"compiled(eager{', donate' * self._step.donate})  # {why}"
+        return made
 
     def rehearsal(self, execute: Execute, device: torch.device, around_update: Around) -> Runner | None:
         """As that of `_Compiled`."""
@@ -318,17 +383,18 @@ class CompiledFunction:
 
     def __init__(self, function: Callable[..., Any], compiler: Compiler, *, donate: bool) -> None:
         self._function: Callable[..., Any] = function
-        self._traced: Callable[..., Any] = compiler.traced(function, donate=donate)
         self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self._traced: Callable[..., Any] = compiler.traced(function, self.__name__, donate=donate)
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Run the function, compiled if it can be captured."""
         try:
             return self._traced(state, batch)  # type: ignore[no-any-return]
-        except TraceError as error:
-            log.warning("compiled: %s runs uncompiled, since it cannot be captured: %s", self.__name__, error)
-            self._traced = self._function
-            return self._function(state, batch)  # type: ignore[no-any-return]
+        except FAILED as error:
+            why = "captured" if isinstance(error, TraceError) else "compiled"
+            log.warning("compiled: %s runs uncompiled, since it cannot be %s: %s", self.__name__, why, error)
+        self._traced = self._function
+        return self._function(state, batch)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"compiled({self.__name__})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ftrain import backends, barrier, keyed, tree
+from ftrain import backends, barrier, caches, keyed, tree
 from ftrain.blocks import Blocks, Region, Wanted, find_blocks, within
 from ftrain.budget import Budget
 from ftrain.errors import ComposeError, LossError, OptionError
@@ -24,6 +25,11 @@ from ftrain.transfers import is_abstract
 from ftrain.types import Loss, LossOutput, PyTree
 from ftrain.wrapper import Wrapper, wrapper
 
+WITHOUT_CACHE = (
+    "remat: %s runs without its cache of keys and values (use_cache=False), which a block that is computed again would "
+    "fill twice"
+)
+log = logging.getLogger("ftrain")
 Again: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
@@ -34,7 +40,8 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
     Gradients are the same to the bit, dropout included, and buffers advance once (Chen et al. 2016,
     arXiv:1604.06174). Blocks are the given ones, else the repeated children of the module's
     `ModuleList` and `Sequential`; in a pure function, those marked by `ft.block`. Blocks within a block are
-    recomputed one by one while it is: less memory at once, and one more forward pass for them.
+    recomputed one by one while it is: less memory at once, and one more forward pass for them. Models of
+    transformers that fill a cache of keys and values (``config.use_cache``) run without it, which one log line says.
 
     Args:
         policy: what to keep of the inside. ``"full"`` recomputes everything, ``"dots"`` keeps matrix products,
@@ -80,9 +87,15 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
         region = _region(policy, met, plan)
         begin = None if plan is None else torch.compiler.disable(plan.begin)  # type: ignore[no-untyped-call]
 
+        configs, said = caches.configs_of(loss.module) if loss.module is not None else [], [False]
+
         @contextmanager
         def scope(training: bool) -> Iterator[None]:
-            with loss.scope(training), prepared.through(region):
+            filling = caches.filling(configs) if training else []
+            if filling and not said[0]:
+                said[0] = True
+                log.warning(WITHOUT_CACHE, type(loss.module).__name__)
+            with loss.scope(training), caches.turned_off(filling), prepared.through(region):
                 yield
 
         def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:

@@ -1,0 +1,157 @@
+"""Make a captured graph right for kernels, which differ here and there from what stood for them in the capture.
+
+Tensors without values promise a memory layout that a kernel, or what a compiler makes of an operation, need not keep:
+then a view cannot be taken of what is there, and only a reshape can. And a kernel may look at more than its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ftrain import tree
+
+_aten = torch.ops.aten
+VIEWS = _aten.view.default, _aten._unsafe_view.default
+
+
+@torch.library.custom_op("ftrain::rnn_layer_backward", mutates_args=())
+def _rnn_layer_backward(
+    x: Tensor,
+    input_weight: Tensor,
+    hidden_weight: Tensor,
+    input_bias: Tensor,
+    hidden_bias: Tensor,
+    hidden: Tensor,
+    cell: Tensor,
+    output: Tensor,
+    new_hidden: Tensor,
+    new_cell: Tensor,
+    grad_output: Tensor | None,
+    grad_hidden: Tensor | None,
+    grad_cell: Tensor | None,
+    reverse: bool,
+    mode: int,
+    hidden_size: int,
+    num_layers: int,
+    has_biases: bool,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: Sequence[int],
+    batch_first: bool,
+    workspace: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    # The kernel takes contiguous memory for granted.
+    tensors = x, input_weight, hidden_weight, input_bias, hidden_bias, hidden, cell, output, new_hidden, new_cell
+    grads = (each if each is None else each.contiguous() for each in (grad_output, grad_hidden, grad_cell))
+    options = reverse, mode, hidden_size, num_layers, has_biases, train, bidirectional, batch_sizes, batch_first
+    *made, input_bias, hidden_bias, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(
+        *(each.contiguous() for each in tensors), *grads, *options, workspace
+    )
+    return *made, input_bias, hidden_bias.clone(), grad_hx, grad_cx
+
+
+@_rnn_layer_backward.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    *made, input_bias, hidden_bias, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(*args)
+    return *made, input_bias, hidden_bias.clone(), grad_hx, grad_cx
+
+
+@torch.library.custom_op("ftrain::reshaped", mutates_args=())
+def _reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return x.reshape(shape).clone(memory_format=torch.contiguous_format)
+
+
+@_reshaped.register_fake
+def _(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("ftrain::rnn_layer", mutates_args=())
+def _rnn_layer(
+    x: Tensor,
+    input_weight: Tensor,
+    hidden_weight: Tensor,
+    input_bias: Tensor,
+    hidden_bias: Tensor,
+    hidden: Tensor,
+    cell: Tensor,
+    reverse: bool,
+    batch_sizes: Sequence[int],
+    mode: int,
+    hidden_size: int,
+    num_layers: int,
+    has_biases: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    train: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weights = input_weight, hidden_weight, input_bias, hidden_bias
+    options = reverse, batch_sizes, mode, hidden_size, num_layers, has_biases, bidirectional, batch_first, train
+    # The kernel keeps what its backward pass needs only where gradients are on, and else returns no tensor for it.
+    with torch.enable_grad():
+        return _aten.mkldnn_rnn_layer.default(x, *weights, hidden, cell, *options)  # type: ignore[no-any-return]
+
+
+@_rnn_layer.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _aten.mkldnn_rnn_layer.default(*args)  # type: ignore[no-any-return]
+
+
+def mended(captured: fx.GraphModule) -> fx.GraphModule:
+    """Change a captured graph, in place, so that it computes on kernels what was captured; return it."""
+    nodes = list(captured.graph.nodes)
+    written = set(_written(nodes))
+    own = {
+        _aten.mkldnn_rnn_layer.default: torch.ops.ftrain.rnn_layer.default,
+        _aten.mkldnn_rnn_layer_backward.default: torch.ops.ftrain.rnn_layer_backward.default,
+    }
+    for node in nodes:
+        if node.target in VIEWS and written.isdisjoint(_storages(node)):
+            node.target = _aten.reshape.default
+        else:
+            node.target = own.get(node.target, node.target)
+    captured.recompile()
+    return captured
+
+
+def settled(captured: fx.GraphModule) -> fx.GraphModule:
+    """Let reshapes be decided when they run, in place, where a compiler would decide by promises; return the graph.
+
+    Some kernels return contiguous memory (batch norm, the gradient of log-softmax) where other strides are promised.
+    """
+    for node in captured.graph.nodes:
+        if node.target is _aten.reshape.default and _is_promised(_base(node)):
+            node.target = torch.ops.ftrain.reshaped.default
+            node.args = node.args[0], list(node.meta["val"].shape)
+    captured.recompile()
+    return captured
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What computes that of which a node is a view."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_promised(node: fx.Node) -> bool:
+    """Whether the strides of a tensor are not known, but as they would be in a kernel that keeps those of its input."""
+    value = node.meta.get("val")
+    return node.op == "call_function" and isinstance(value, Tensor) and not value.is_contiguous()
+
+
+def _written(nodes: Iterable[fx.Node]) -> Iterator[int]:
+    """The storages that something in a graph writes to: a reshape that copies would not see that, or lose it."""
+    for node in nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            for used in node.all_input_nodes:
+                yield from _storages(used)
+
+
+def _storages(node: fx.Node) -> list[int]:
+    values = [leaf for leaf in tree.leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    return [value.untyped_storage()._cdata for value in values]

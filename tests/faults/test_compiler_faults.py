@@ -1,0 +1,228 @@
+"""A compiler that fails: the step falls back with a line and the right numbers, and nothing else is taken for that."""
+
+import logging
+import threading
+
+import pytest
+import torch
+from torch._dynamo import register_backend
+
+import ftrain as ft
+from ftrain import announce
+from tests.faults.problem import assert_bitwise, batch, make, params, squares
+
+# What Dynamo trips over where it resumes after a graph break.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+FAILURES = {
+    "ftrain_broken": RuntimeError("the linker is gone\nand more"),
+    "ftrain_full": torch.OutOfMemoryError("out of memory"),
+    "ftrain_stopped": KeyboardInterrupt(),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _backends():
+    """Compilers that fail, one that fails on whole steps, one whose code fails, and one that waits for a line."""
+    from torch._dynamo.backends import registry
+
+    before = dict(registry._COMPILER_FNS), dict(registry._BACKENDS)
+
+    def failing(error):
+        def compiler(graph, inputs):
+            raise error
+
+        return compiler
+
+    def partly(graph, inputs):
+        # The graph of a whole step has the loss and the update in it.
+        if any("sqrt" in str(node.target) for node in graph.graph.nodes) and any(
+            "mean" in str(node.target) for node in graph.graph.nodes
+        ):
+            raise RuntimeError("too much at once")
+        return graph
+
+    def bad_code(graph, inputs):
+        return failing(RuntimeError("no such view"))
+
+    for name, error in FAILURES.items():
+        register_backend(failing(error), name=name)
+    register_backend(partly, name="ftrain_partly")
+    register_backend(lambda graph, inputs: lambda *given: bad_code(graph, inputs)(graph, given), name="ftrain_bad_code")
+    yield
+    for place, kept in zip((registry._COMPILER_FNS, registry._BACKENDS), before, strict=True):
+        place.clear()
+        place.update(kept)
+    torch._dynamo.reset()
+
+
+def compiled_and_eager(caplog, loss=squares, **options):
+    """Three steps compiled and three eager ones: both states, the step, and what was logged."""
+    step, eager = make(loss, ft.compiled(**options)), make(loss)
+    state, needed = step.init(params()), eager.init(params())
+    with caplog.at_level(logging.WARNING, "ftrain"):
+        for _ in range(3):
+            (state, metrics), (needed, needed_metrics) = step(state, batch()), eager(needed, batch())
+    assert_close(
+        (state.params, state.opt_state, metrics["loss"]), (needed.params, needed.opt_state, needed_metrics["loss"])
+    )
+    return step, [record.getMessage() for record in caplog.records if record.name == "ftrain"]
+
+
+def assert_close(found, needed):
+    torch.testing.assert_close(ft.tree.leaves(found), ft.tree.leaves(needed), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_whole_step_that_the_compiler_cannot_do_is_split(donate, caplog):
+    step, lines = compiled_and_eager(caplog, backend="ftrain_partly", donate=donate)
+    assert "compiled(split" in repr(step)
+    (line,) = lines
+    assert "RuntimeError: too much at once (lowering='whole' raises the whole error)" in line
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_the_compiler_cannot_do_in_parts_either_runs_eagerly(donate, caplog):
+    step, lines = compiled_and_eager(caplog, backend="ftrain_broken", donate=donate)
+    assert "compiled(eager" in repr(step)
+    assert ["split into" in line for line in lines] == [True, False]
+    assert "runs eagerly" in lines[1]
+    assert "the linker is gone" in lines[1]
+    assert "lowering='split' raises the whole error" in lines[1]
+
+
+def test_a_compiler_for_changing_shapes_that_fails(caplog):
+    step, (line,) = compiled_and_eager(caplog, backend="ftrain_broken", dynamic=True)
+    assert "compiled(eager" in repr(step)
+    assert "the linker is gone" in line
+
+
+def test_an_update_in_backward_that_cannot_be_compiled_runs_eagerly(caplog):
+    step, eager = (
+        make(squares, ft.update_in_backward(), *more) for more in ([ft.compiled(backend="ftrain_broken")], [])
+    )
+    (state, _), (needed, _) = (each(each.init(params()), batch()) for each in (step, eager))
+    assert_bitwise(state.params, needed.params)
+    assert "runs eagerly" in caplog.text
+
+
+def test_code_that_fails_when_it_first_runs(caplog):
+    step, lines = compiled_and_eager(caplog, backend="ftrain_bad_code")
+    assert "compiled(eager" in repr(step)
+    assert "no such view" in lines[-1]
+
+
+def test_code_that_fails_and_may_have_written_to_the_state_is_an_error():
+    step = make(squares, ft.compiled(backend="ftrain_bad_code", donate=True))
+    with pytest.raises(RuntimeError, match="no such view"):
+        step(step.init(params()), batch())
+
+
+@pytest.mark.parametrize("lowering", ["whole", "split"])
+def test_a_lowering_that_was_asked_for_shows_the_error(lowering):
+    step = make(squares, ft.compiled(backend="ftrain_broken", lowering=lowering))
+    state = step.init(params())
+    kept = ft.tree.clone(state)
+    with pytest.raises(RuntimeError, match="the linker is gone\nand more"):
+        step(state, batch())
+    assert_bitwise(state, kept)
+
+
+@pytest.mark.parametrize("name", ["ftrain_full", "ftrain_stopped"])
+def test_what_is_no_fault_of_the_compiler_is_raised(name, caplog):
+    step = make(squares, ft.compiled(backend=name, donate=True))
+    state = step.init(params())
+    kept = ft.tree.clone(state)
+    with pytest.raises(type(FAILURES[name])):
+        step(state, batch())
+    assert_bitwise(state, kept)
+    assert not [record for record in caplog.records if record.name == "ftrain"]
+
+
+def test_a_mistake_of_the_loss_is_no_fault_of_the_compiler(caplog):
+    def loss(params, batch):
+        if batch["x"].sum() > 0:  # Splits the step.
+            raise KeyError("the user's own")
+        return squares(params, batch)
+
+    step = make(loss, ft.compiled(backend="eager"))
+    state = step.init(params())
+    for _ in range(2):
+        with pytest.raises(KeyError, match="the user's own"):
+            step(state, batch())
+    assert "eagerly" not in caplog.text
+    good, _ = step(state, {name: -leaf for name, leaf in batch().items()})
+    assert int(good.step) == 1
+
+
+def test_lower_says_that_a_step_runs_eagerly(caplog):
+    step = make(squares, ft.compiled(backend="ftrain_broken", donate=True))
+    state = step.init(params())
+    found = step.lower(state, batch())
+    assert (found.lowering, found.graphs) == ("eager", 0)
+    (new, _), (needed, _) = step(state, batch()), make()(make().init(params()), batch())
+    assert_bitwise(new.params, needed.params)
+
+
+def test_a_plain_function_that_cannot_be_compiled_runs_uncompiled(caplog):
+    def step(state, batch):
+        return state + batch.sum(), {}
+
+    compiled = ft.compiled(backend="ftrain_broken", donate=True)(step)
+    assert float(compiled(torch.zeros(()), torch.ones(2))[0]) == 2
+    assert "step runs uncompiled, since it cannot be compiled: RuntimeError: the linker is gone" in caplog.text
+
+
+def test_an_optimizer_whose_state_is_elsewhere_and_a_loss_that_cannot_be_compiled(tmp_path, caplog):
+    away = ft.offload("opt_state", directory=tmp_path)
+    step, eager = make(squares, away, ft.compiled(backend="ftrain_broken", donate=True)), make(squares)
+    state, needed = step.init(params()), eager.init(params())
+    for _ in range(2):
+        (state, _), (needed, _) = step(state, batch()), eager(needed, batch())
+    assert_close(state.params, needed.params)
+    assert "compiled(eager, donate)" in repr(step)
+
+
+def test_a_missing_compiler(tmp_path, caplog):
+    from torch._inductor import config
+
+    with config.patch({"cpp.cxx": (str(tmp_path / "no-such-compiler"),)}):
+        step, lines = compiled_and_eager(caplog, cache_dir=tmp_path)
+    assert "compiled(eager" in repr(step)
+    assert "no-such-compiler" in lines[-1] or "C++" in lines[-1]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("lowering", ["whole", "split"])
+def test_a_line_says_what_is_compiled_when_that_takes_long(lowering, slow, monkeypatch):
+    lines, said = [], threading.Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+            said.set()
+
+    class Slow(torch.nn.Linear):
+        def forward(self, x):
+            if slow and len(lines) == 0:
+                assert said.wait(60)
+            return super().forward(x)
+
+    monkeypatch.setattr(announce, "SLOW", 0.0 if slow else 1e6)
+    heard, logger = Heard(), logging.getLogger("ftrain.compiling")
+    logger.addHandler(heard)
+    try:
+        model = torch.nn.Sequential(torch.nn.Sequential(Slow(3, 3)), torch.nn.Sequential(Slow(3, 3)))
+        loss = ft.from_module(model, lambda model, x: model(x).square().mean())
+        step = ft.compiled(lowering=lowering, backend="eager")(ft.train_step(loss, ft.optim.sgd(0.1)))
+        state = step.init()
+        for _ in range(2):
+            state, _ = step(state, torch.ones(2, 3))
+    finally:
+        logger.removeHandler(heard)
+    if not slow:
+        assert lines == []
+        return
+    first, last = lines
+    assert first.startswith("compiled: compiling the step (Sequential, 2 blocks), since ")
+    assert last.startswith("compiled: the step (Sequential, 2 blocks) took ")
