@@ -290,7 +290,7 @@ def _draw(
     if any(size < 0 for size in shape):
         raise OptionError(f"{function}: shape = {tuple(shape)}; needed sizes that are not negative.")
     size = math.prod(shape)
-    index = torch.arange((size + num - 1) // num + (examples is not None), device=key.device)
+    index = torch.arange((size + num - 1) // num + (0 if examples is None else 1), device=key.device)
     if examples is None:
         # Interleaved last: the narrow results move, not the int64 words.
         drawn = torch.stack(columns(_blocks(key, index, _BITS)), -1)
