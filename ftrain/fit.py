@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from ftrain.checkpoint import Checkpoints
 from ftrain.checks import require_positive
-from ftrain.errors import ComposeError, Interrupted
+from ftrain.errors import ComposeError, Interrupted, OptionError
 from ftrain.feedback import Adapt, Stop
 from ftrain.interrupts import EXIT, interruptible
 from ftrain.loggers import Logger
 from ftrain.loop import iterate
 from ftrain.nonfinite import LossWatch
 from ftrain.pieces import SPLIT, require_on_oom
-from ftrain.progress import show
+from ftrain.progress import Lines, show
 from ftrain.recorder import Count, Evaluate, Recorder
 from ftrain.run import FitResult, Rules, Run, S
 from ftrain.saved import Saved
@@ -55,7 +55,8 @@ def fit(
 
     With `checkpoints` the run goes on where the directory says it was: state, position in the data,
     history and log are those of a run that was never interrupted, to the bit. Ctrl-C and SIGTERM then
-    save after the current step and leave the process with code 130 or 143.
+    save after the current step, say where, and leave the process with code 130 or 143; a second signal ends it at once,
+    and what was saved before is as it was.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.
@@ -91,7 +92,9 @@ def fit(
 
     Raises:
         ComposeError: when `step` cannot be called, or stands where the state does, or is to be split and no `Step`.
-        OptionError: for numbers that are not positive, or another `resume`, `on_oom` or `on_nonfinite`.
+        OptionError: for an `evaluate`, `stop`, `adapt` or logger that is no function, `evaluate_every` without
+            `evaluate`, a metric that is not recorded (`patience`, `plateau`, ``best=``), numbers that are not positive,
+            or another `resume`, `on_oom` or `on_nonfinite`.
         DeviceError: when steps are split and not even one example fits, with the `anatomy` of the step; or when a
             state was overwritten, and there is no checkpoint.
         DataError: when there is no batch, or the data ends before `steps` is reached.
@@ -106,6 +109,7 @@ def fit(
             be lost.
     """
     _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
+    _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
     watch = LossWatch(on_nonfinite, checkpoints)
     recorder = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)), watch)
     saved = Saved(checkpoints, data, recorder, resume)
@@ -130,6 +134,7 @@ def fit(
     result = run.result
     result.history.stopped = "interrupt" if interrupted() else run.stopped or _ended(recorder.step, steps)
     if checkpoints and (number := interrupted()):
+        _say_where(number, checkpoints)
         raise _leaving(EXIT + number, result)
     return result
 
@@ -146,6 +151,33 @@ def _leaving(code: int, result: FitResult[Any]) -> Interrupted:
     leaving = Interrupted(code)
     leaving.result = result
     return leaving
+
+
+def _say_where(number: signal.Signals, checkpoints: Checkpoints) -> None:
+    steps = checkpoints.steps()
+    where = f"saved in {checkpoints.path(steps[-1])}; the same call goes on from there" if steps else "before any step"
+    Lines().say(f"fit: ended by {number.name}, {where}")
+
+
+def _require_services(
+    evaluate: Any, evaluate_every: int | None, stop: Any, adapt: Any, checkpoints: Any, loggers: Any
+) -> None:
+    needed = {
+        "evaluate": (evaluate, "state -> {name: number}, such as lambda state: ft.evaluate(eval_step, state, batches)"),
+        "stop": (stop, "history -> why, such as ft.patience('eval_loss')"),
+        "adapt": (adapt, "(state, history) -> state, such as ft.plateau('eval_loss', rule)"),
+    }
+    for name, (value, form) in needed.items():
+        if value is not None and not callable(value):
+            raise OptionError(f"fit: {name} is {type(value).__name__}; needs a function {form}")
+    if evaluate_every is not None and evaluate is None:
+        raise OptionError(f"fit: evaluate_every={evaluate_every} needs evaluate=, a function {needed['evaluate'][1]}")
+    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+        raise OptionError(f"fit: checkpoints is {checkpoints!r}; needs ft.Checkpoints(directory, every=...)")
+    if not isinstance(loggers, Sequence) or isinstance(loggers, str) or not all(map(callable, loggers)):
+        raise OptionError(
+            f"fit: loggers is {loggers!r}; needs a list of functions of a record, such as [ft.loggers.jsonl(path)]"
+        )
 
 
 def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:

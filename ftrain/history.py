@@ -8,6 +8,11 @@ import torch
 
 from ftrain.types import PyTree
 
+SHOWN, COLUMNS = 8, 8
+"""The most records and columns that are printed."""
+WIDEST = 16
+"""The most characters of a value that are."""
+
 
 class History(list[dict[str, Any]]):
     """The records of a run, one for each step and each evaluation.
@@ -18,6 +23,21 @@ class History(list[dict[str, Any]]):
 
     stopped: str = ""
     """Why the run ended: ``"steps"``, ``"data"``, ``"interrupt"``, or what `stop` said."""
+
+    def __repr__(self) -> str:
+        """Return a table of the first and the last records, short however many there are."""
+        count = len(self)
+        shown = [*self[: SHOWN // 2], *self[-(SHOWN - SHOWN // 2) :]] if count > SHOWN else [*self]
+        names = list(dict.fromkeys(name for record in shown for name in record))
+        rows = [names[:COLUMNS], *([_text(record.get(name, "")) for name in names[:COLUMNS]] for record in shown)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if count > SHOWN:
+            lines.insert(1 + SHOWN // 2, "...")
+        if len(names) > COLUMNS:
+            lines.append(f"and {', '.join(names[COLUMNS:][:SHOWN])}" + ", ..." * (len(names) > COLUMNS + SHOWN))
+        ended = f", ended by {self.stopped}" if self.stopped else ""
+        return "\n".join([f"History of {count:,} record{'s' * (count != 1)}{ended}", *lines]).rstrip()
 
     def __getitem__(self, key: Any) -> Any:
         """Return a record by its position, or a column by its name."""
@@ -37,3 +57,9 @@ def unpack(packed: PyTree) -> History:
 def _values(column: Any) -> list[Any]:
     """The numbers of a column; it is on the host, so that nothing waits."""
     return column.tolist() if isinstance(column, torch.Tensor) else column
+
+
+def _text(value: Any) -> str:
+    """A value as a cell of a table."""
+    text = f"{value:.5g}" if isinstance(value, float) else str(value).replace("\n", " ")
+    return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."

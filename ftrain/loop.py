@@ -175,8 +175,13 @@ def _require_limits(data: Iterable[PyTree], steps: int | None, epochs: int | Non
     for name, value in (("steps", steps), ("epochs", epochs)):
         if value is not None:
             require_positive("fit", name, value)
+    if isinstance(data, Mapping):
+        raise DataError(f"fit: data is a {type(data).__name__}, one batch; needs an iterable of batches: [batch]")
     if not isinstance(data, Iterable):
-        raise DataError(f"fit: data is {type(data).__name__}; needs an iterable of batches")
+        raise DataError(
+            f"fit: data is {type(data).__name__}; needs an iterable of batches: a data set goes into a DataLoader, or "
+            "ft.data.loader(dataset, batch_size)"
+        )
     if epochs is not None and epochs > 1 and isinstance(data, Iterator):
         raise OptionError(
             f"fit: epochs={epochs} needs data that can be gone through again, and this is an iterator; pass the "

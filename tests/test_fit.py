@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ftrain as ft
 from ftrain.backends import registry
-from ftrain.errors import ConsumedError, LossError, OptionError
+from ftrain.errors import ConsumedError, DataError, LossError, OptionError
 
 F64 = torch.float64
 
@@ -394,6 +394,66 @@ def test_the_handler_is_put_back_after_an_error(kind):
     with pytest.raises(kind):
         fit(make(), failing())
     assert signal.getsignal(signal.SIGINT) is before
+
+
+SERVICES = {
+    "evaluate of batches": ({"evaluate": batches()}, "evaluate is list; needs a function state ->"),
+    "evaluate_every alone": ({"evaluate_every": 2}, "evaluate_every=2 needs evaluate="),
+    "stop of a number": ({"stop": 3}, "stop is int; needs a function history ->"),
+    "adapt of a scheduler": ({"adapt": object()}, "adapt is object; needs a function"),
+    "a directory": ({"checkpoints": "runs"}, "checkpoints is 'runs'; needs ft.Checkpoints"),
+    "one logger": ({"loggers": print}, "loggers is .*; needs a list of functions"),
+    "a name of a logger": ({"loggers": ["wandb"]}, "loggers is .*; needs a list of functions"),
+    "no epoch": ({"epochs": 0}, "epochs is 0"),
+    "half a step": ({"steps": 1e3}, "steps is 1000.0, needs a whole number"),
+}
+
+
+@pytest.mark.parametrize("case", SERVICES)
+def test_what_fit_refuses_before_a_step(case):
+    options, message = SERVICES[case]
+    step, seen = make(), []
+    with pytest.raises(OptionError, match=message):
+        fit(step, (seen.append(batch) or batch for batch in batches()), **options)
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"x": torch.ones(2, 3)}, r"data is a dict, one batch; needs an iterable of batches: \[batch\]"),
+        (TensorDataset(torch.ones(4, 3)), r"data is TensorDataset; .* goes into a DataLoader"),
+    ],
+)
+def test_data_that_is_no_iterable_of_batches(data, message):
+    with pytest.raises(DataError, match=message):
+        fit(make(), data)
+
+
+def test_an_adapt_that_returns_nothing_is_an_error_and_no_step_is_lost():
+    """Sent to the loop, None would be the next step, which nobody records."""
+    with pytest.raises(ft.errors.ComposeError, match="adapt returned None") as caught:
+        fit(make(), batches(), adapt=lambda state, history: None, log_every=2)
+    assert int(caught.value.result.state.step) == 2
+
+
+def test_a_history_prints_as_a_short_table():
+    history = fit(make(), batches(3), evaluate=lambda state: {"f1": 0.5}).history
+    lines = repr(history).splitlines()
+    assert lines[0] == "History of 4 records, ended by data"
+    assert lines[1].split() == ["step", "seconds", "loss", "largest", "lr", "eval_f1"]
+    assert lines[2].split()[0] == "1"
+    assert lines[-1].split() == ["3", "0.5"]
+    assert len(lines) == 6
+    many = type(history)({"step": i, "loss": 1 / (i + 1), "each": [0.1] * 1000} for i in range(100_000))
+    text = repr(many)
+    assert text.startswith("History of 100,000 records\n step")
+    assert "\n...\n" in text
+    assert len(text) < 1000
+    assert text.splitlines()[-1].split()[0] == "99999"
+    wide = repr(type(history)([{f"column{i}": i for i in range(20)}]))
+    assert wide.splitlines()[-1].startswith("and column8, column9")
+    assert repr(type(history)()) == "History of 0 records"
 
 
 @dataclasses.dataclass(frozen=True)

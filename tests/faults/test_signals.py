@@ -218,6 +218,18 @@ def test_a_second_signal_stops_at_once(name, tmp_path):
     assert goes_on(tmp_path)
 
 
+def test_a_signal_says_where_the_run_was_saved(tmp_path, capsys):
+    def raising(batch):
+        signal.raise_signal(signal.SIGTERM)
+        return 1
+
+    with pytest.raises(SystemExit):
+        train(tmp_path, throughput={"steps": raising})
+    path = ft.Checkpoints(tmp_path, every=EVERY).path(1)
+    assert path.is_dir()
+    assert capsys.readouterr().err == f"fit: ended by SIGTERM, saved in {path}; the same call goes on from there\n"
+
+
 def test_a_signal_does_not_change_when_a_run_stops_by_itself(tmp_path):
     """`stop` is asked at the same steps by a run that goes on, though it has more history when it begins."""
 
