@@ -175,7 +175,7 @@ def _require_limits(data: Iterable[PyTree], steps: int | None, epochs: int | Non
     for name, value in (("steps", steps), ("epochs", epochs)):
         if value is not None:
             require_positive("fit", name, value)
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping) and data:
         raise DataError(f"fit: data is a {type(data).__name__}, one batch; needs an iterable of batches: [batch]")
     if not isinstance(data, Iterable):
         raise DataError(

@@ -210,6 +210,18 @@ def test_the_best_may_be_by_a_metric_of_the_steps(tmp_path):
     assert checkpoints.latest(best=True).step == 2
 
 
+def test_a_scheduler_of_torch_is_no_schedule():
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    for scheduler in (
+        torch.optim.lr_scheduler.CosineAnnealingLR,
+        torch.optim.lr_scheduler.CosineAnnealingLR(inner, 10),
+    ):
+        with pytest.raises(
+            OptionError, match=r"CosineAnnealingLR.*; it must be a finite number, or a function from step"
+        ):
+            optim.sgd(scheduler)
+
+
 def test_what_plateau_refuses():
     with pytest.raises(ComposeError, match=r"plateau: the rule is 0\.5; needs ft\.schedules\.reduce_on_plateau"):
         ft.plateau("score", 0.5)

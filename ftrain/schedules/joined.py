@@ -47,7 +47,8 @@ def schedule_of(function: str, argument: str, value: float | Schedule) -> Schedu
     Raises:
         OptionError: it is neither a finite number nor callable.
     """
-    if callable(value):
+    # A class is callable, too: torch's schedulers are classes, of which a step would make one.
+    if callable(value) and not isinstance(value, type):
         return value
     return constant(number(function, argument, value, "a finite number, or a function from step to number"))
 
