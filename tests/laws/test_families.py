@@ -196,9 +196,7 @@ def test_models_of_transformers_train_as_one_graph(name):
     assert_trains_alike(make(), of(), backend="aot_eager_decomp_partition")
 
 
-@pytest.mark.parametrize(
-    "wrapper", [ft.remat(), ft.accumulate(2), ft.with_amp("bf16")], ids=lambda wrapper: wrapper.name
-)
+@pytest.mark.parametrize("wrapper", [ft.remat(), ft.accumulate(2)], ids=lambda wrapper: wrapper.name)
 def test_wrappers_around_a_model_of_transformers(wrapper):
     torch.manual_seed(0)
     model = causal("LlamaConfig", "LlamaForCausalLM", num_key_value_heads=1)
