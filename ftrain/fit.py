@@ -6,10 +6,12 @@ import functools
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from ftrain.additivity import warn_of_pieces
 from ftrain.checkpoint import Checkpoints
 from ftrain.checks import require_positive
+from ftrain.compiling import is_compiled, is_compiling
 from ftrain.errors import ComposeError, Interrupted, OptionError
 from ftrain.feedback import Adapt, Stop
 from ftrain.interrupts import EXIT, interruptible
@@ -51,7 +53,7 @@ def fit(
 
     Metrics stay on the device and are read together every `log_every` steps; nothing else waits for it.
     Ctrl-C ends the run after the current step, and what was trained so far is returned; a second one
-    interrupts at once.
+    interrupts at once. A step that is still being compiled is not waited for: the run ends before it.
 
     With `checkpoints` the run goes on where the directory says it was: state, position in the data,
     history and log are those of a run that was never interrupted, to the bit. Ctrl-C and SIGTERM then
@@ -83,9 +85,10 @@ def fit(
         donate: let each state take the memory of the one before; `Step` only.
         on_oom: ``"split"`` tries a step that runs out of memory again, with the same batch in twice as many pieces,
             and keeps to that: the same update, but that batch statistics, and dropout that is not counter-based, are
-            of each piece. The record of that step says so, as ``split``, and a run that goes on from a checkpoint goes
-            on with it. If the state had begun to be overwritten, the run goes on from the newest checkpoint. `Step`
-            only.
+            of each piece. A loss that is a plain number must be a mean over examples, and is warned of if it is seen
+            not to be: return a `Mean` otherwise. The record of that step says so, as ``split``, and a run that goes on
+            from a checkpoint goes on with it. If the state had begun to be overwritten, the run goes on from the newest
+            checkpoint. `Step` only.
         on_nonfinite: what to do about the first metric ``loss`` that is read as infinite or NaN, steps aside that
             `skip_nonfinite` or fp16 have left out: ``"warn"``, and keep the newest checkpoint from before it for good;
             ``"raise"`` a NonFiniteError, so that no state from after it is saved; or ``"ignore"`` it.
@@ -114,17 +117,25 @@ def fit(
     recorder = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)), watch)
     saved = Saved(checkpoints, data, recorder, resume)
     rules = Rules(evaluate, evaluate_every, stop, adapt, log_every, steps)
-    with checkpoints or nullcontext(), show(progress) as display, interruptible(_signals(checkpoints)) as interrupted:
+    with checkpoints or nullcontext(), show(progress) as display, _interruptible(checkpoints) as interrupted:
         stepping = step.donating if isinstance(step, Step) and donate else step
         state, position = saved.restore(state, donate=stepping is not step)
         run = Run(state, position, rules, recorder, saved, display, interrupted)
         try:
             run.resume()
             loop = functools.partial(iterate, data=data, steps=steps, epochs=epochs)
-            running = Splitting(stepping, recorder, display.say) if on_oom == SPLIT else stepping  # type: ignore[arg-type]
+            running: Callable[..., Any] = stepping
+            if on_oom == SPLIT and isinstance(stepping, Step):
+                running = Splitting(stepping, recorder, display.say, interrupted)
             records = reloading(loop, running, run.result.state, position, saved)
+            accumulates = any((wrapper.pieces or 1) > 1 for wrapper in getattr(step, "wrappers", ()))
             for made in () if run.stopped else records:
                 run.after(made, records)
+                if accumulates and made.step % log_every == 0:
+                    accumulates = False
+                    warn_of_pieces("accumulate", cast(Step, step).loss, run.result.state, made.batch)
+                if is_compiled(step):
+                    saved.reach(made)
                 if run.stopped or interrupted():
                     break
             run.finish()
@@ -139,8 +150,9 @@ def fit(
     return result
 
 
-def _signals(checkpoints: Checkpoints | None) -> list[signal.Signals]:
-    return [signal.SIGINT] if checkpoints is None else [signal.SIGINT, signal.SIGTERM]
+def _interruptible(checkpoints: Checkpoints | None) -> interruptible:
+    signals = [signal.SIGINT] if checkpoints is None else [signal.SIGINT, signal.SIGTERM]
+    return interruptible(signals, is_compiling)
 
 
 def _ended(step: int, steps: int | None) -> str:

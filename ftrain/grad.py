@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import optree
 import torch
@@ -34,6 +34,7 @@ from ftrain.types import (
     replace,
 )
 
+Around: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, buffers)"
 
 
@@ -263,10 +264,15 @@ class ValueAndGrad:
         found = run_backward(ran, cotangent)
         return _filled(found, ran, state.params, self.name, self.allow_unused)
 
+    def around_forward(self, transform: Around) -> ValueAndGrad:
+        """Return it with its forward pass wrapped."""
+        return replace(self, forward=transform(self.forward))
 
-def around_forward(grad: GradFn, transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> GradFn:
+
+def around_forward(grad: GradFn, transform: Around) -> GradFn:
     """Wrap the forward pass of a gradient, which stays open then; where it is closed, all of it."""
-    return replace(grad, forward=transform(grad.forward)) if isinstance(grad, ValueAndGrad) else transform(grad)
+    around: Callable[[Around], GradFn] | None = getattr(grad, "around_forward", None)
+    return transform(grad) if around is None else around(transform)
 
 
 def run_backward(ran: Ran, cotangent: Tensor, *, add: bool = False) -> tuple[Tensor | None, ...]:

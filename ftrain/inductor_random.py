@@ -18,18 +18,20 @@ class _Source(NamedTuple):
     """A seed, a 0-d int64 tensor, and for which examples of a batch it serves: the first one, and how many."""
 
     seed: Tensor
-    examples: tuple[int, int] | None
+    examples: tuple[int | Tensor, int] | None
 
     def draw(self, shape: Any, kind: str) -> Tensor:
         # Imported where it is used: Inductor takes seconds.
         from torch._inductor import inductor_prims
 
         shape, offset = list(shape), self._offset(shape)
+        if isinstance(offset, Tensor):
+            return _drawn_from_tensor()(shape, self.seed, kind, offset)
         if offset:
             return _drawn_from()(shape, self.seed, kind, offset)
         return inductor_prims.random(shape, self.seed, kind)  # type: ignore[no-any-return]
 
-    def _offset(self, shape: Any) -> int:
+    def _offset(self, shape: Any) -> int | Tensor:
         """Where a draw begins in that for the whole batch, as in `random.for_examples`."""
         size: int = math.prod(shape)
         if self.examples is None or not shape or size % self.examples[1]:
@@ -77,6 +79,36 @@ def _drawn_from() -> Callable[..., Tensor]:
     @lowering.register_lowering(made, type_promotion_kind=None)
     def lowered(size: Any, seed: Any, mode: str, offset: int) -> Any:
         return lowering.inductor_random(size, seed, mode, offset=offset)
+
+    return made
+
+
+@functools.cache
+def _drawn_from_tensor() -> Callable[..., Tensor]:
+    """The same with the offset as a 0-d int64 tensor, so that one graph serves for every piece of a batch."""
+    from torch._inductor import inductor_prims, ir, lowering
+    from torch._inductor.virtualized import ops
+
+    made: Callable[..., Tensor] = inductor_prims.make_prim(
+        "ftrain_random_at(SymInt[] size, Tensor seed, str mode, Tensor offset) -> Tensor",
+        lambda size, seed, mode, offset: getattr(torch, mode)(size, device=seed.device, dtype=torch.float32),
+        doc="what inductor_random draws, from element `offset` on",
+    )
+
+    @lowering.register_lowering(made, type_promotion_kind=None)
+    def lowered(size: Any, seed: Any, mode: str, offset: Any) -> Any:
+        device, size = seed.get_device_or_error(), [*size]
+        strides = ir.FlexibleLayout.contiguous_strides(size)
+        place = ir.FixedLayout(device, torch.float32, size, strides).make_indexer()
+        load_seed, load_offset = seed.make_loader(), offset.make_loader()
+
+        def element(index: Any) -> Any:
+            begins = ops.to_dtype(load_offset([]), torch.int32)
+            return getattr(ops, mode)(load_seed([]), ops.add(ops.index_expr(place(index), torch.int32), begins))
+
+        drawn = ir.Pointwise.create(device=device, dtype=torch.float32, inner_fn=element, ranges=size)
+        drawn.realize()
+        return drawn
 
     return made
 

@@ -12,14 +12,25 @@ EXIT = 128
 """A shell's exit code for a process that a signal has ended is this plus the number of the signal."""
 
 
+class Abandoned(BaseException):
+    """A signal has come in the middle of a step that has changed nothing yet, and takes long: it was not finished."""
+
+
 class interruptible:  # noqa: N801
     """Context of a function that tells which of some signals has come; a second one of it acts as ever.
 
     None does outside the main thread, nor where a signal is ignored, as Ctrl-C is in a job of the background.
+
+    Args:
+        signals: which ones.
+        abandons: whether what runs in a frame of the interpreter can be abandoned: a signal raises `Abandoned` there.
     """
 
     # No generator: contextlib writes to the errors that pass through one, which frozen dataclasses refuse.
-    def __init__(self, signals: Sequence[signal.Signals]) -> None:
+    def __init__(
+        self, signals: Sequence[signal.Signals], abandons: Callable[[FrameType | None], bool] = lambda frame: False
+    ) -> None:
+        self._abandons = abandons
         self._signals = signals if threading.current_thread() is threading.main_thread() else ()
         self._before: dict[signal.Signals, Any] = {}
         self._asked: list[signal.Signals] = []
@@ -37,6 +48,8 @@ class interruptible:  # noqa: N801
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked.append(signal.Signals(number))
         self._restore()
+        if self._abandons(frame):
+            raise Abandoned
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

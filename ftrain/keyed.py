@@ -52,12 +52,12 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.key = key
         self.offset = 0
         """Draws so far."""
-        self.examples: tuple[int, int] | None = None
+        self.examples: tuple[int | Tensor, int] | None = None
         """In a piece of a batch, the number of its first example, and how many it has."""
         self._chunks: dict[tuple[int, torch.device], Tensor] = {}
 
     @contextmanager
-    def for_examples(self, start: int, length: int, offset: int) -> Iterator[None]:
+    def for_examples(self, start: int | Tensor, length: int, offset: int) -> Iterator[None]:
         """Draw for some examples of a batch, or of a piece of one, as `random.for_examples` describes it.
 
         Args:

@@ -85,7 +85,7 @@ def fold_in_each(key: Tensor, data: Tensor) -> Tensor:
     return _joined(_fold(key, data & MASK, (data >> 32) & MASK), examples)
 
 
-def for_examples(key: Tensor, start: int, length: int) -> Tensor:
+def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
     """Make the key of a piece of a batch, from that of the batch: int64 of shape (4,), on the same device.
 
     A draw of n numbers for each of the `length` examples of the piece, in row-major order, is then the part that these
@@ -96,7 +96,7 @@ def for_examples(key: Tensor, start: int, length: int) -> Tensor:
 
     Args:
         key: of the batch, or of a piece, of which this is a piece then.
-        start: number of the first example of the piece.
+        start: number of the first example of the piece; in a graph that serves for many, a 0-d int64 tensor.
         length: how many examples it has.
 
     Raises `OptionError` for a negative start, or no example.
@@ -106,9 +106,9 @@ def for_examples(key: Tensor, start: int, length: int) -> Tensor:
     True
     """
     words, examples = _parted("for_examples", key)
-    if start < 0 or length < 1:
+    if (not isinstance(start, Tensor) and start < 0) or length < 1:
         raise OptionError(f"for_examples: start = {start}, length = {length}; needed at least 0 and 1.")
-    first = full(key, start) if examples is None else examples[0] + start
+    first = (start if isinstance(start, Tensor) else full(key, start)) if examples is None else examples[0] + start
     return torch.cat([words, torch.stack([first, full(key, length)])])
 
 

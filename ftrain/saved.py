@@ -120,6 +120,11 @@ class Saved:
         """Whether a step is one after which to save."""
         return self._checkpoints is not None and step % self._checkpoints.every == 0
 
+    def reach(self, made: StepRecord) -> None:
+        """Note where in the data a step has left it, for a next one that takes its batch and may be abandoned."""
+        if self._checkpoints is not None:
+            self._position = position_of(made, self._data)
+
     def save(self, made: StepRecord, *, every: bool = False) -> None:
         """Save after a step, if it is due or the last, and tell of errors of the save before."""
         if self._checkpoints is None or self._journal is None:
@@ -128,9 +133,9 @@ class Saved:
         done = made.step, self._run.last_evaluation
         if done == self._last or (every and not self.due(made.step)):
             return
-        # Data from which nothing was taken yet is not where the run is.
-        resumed = self._position
-        position = resumed if resumed and resumed.step == made.step else position_of(made, self._data)
+        # Data from which nothing was taken yet is not where the run is, nor what a step was given that was abandoned.
+        noted = self._position
+        position = noted if noted and noted.step == made.step else position_of(made, self._data)
         # It adds to the journal, too.
         self._checkpoints.wait()
         mark, append = self._journal.following(self._run.history)

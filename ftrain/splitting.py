@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
+from ftrain.additivity import warn_of_pieces
 from ftrain.errors import DeviceError
 from ftrain.grad import Ran, around_forward, report
+from ftrain.interrupts import Abandoned
 from ftrain.loop import Position, StepRecord, device_of
 from ftrain.pieces import cut, is_out_of_memory, most_pieces, release
 from ftrain.recorder import Recorder
@@ -22,6 +24,9 @@ from ftrain.traced import kind_of
 from ftrain.transforms.accumulate import in_turn
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, consume, is_own, replace
 from ftrain.wrapper import Wrapper
+
+MOST_TRIES = 8
+"""How often a step is tried again in twice as many pieces: what a 256th of the batch does not mend, it is not."""
 
 COUNT = "split"
 """The metric of the step from which on there were so many pieces."""
@@ -51,10 +56,13 @@ class Splitting:
         step: the step.
         run: what is recorded; the number of pieces is a metric of the step from which on there were so many.
         say: tells people.
+        interrupted: whether a signal has come; then nothing is tried again.
     """
 
-    def __init__(self, step: Step, run: Recorder, say: Callable[[str], None]) -> None:
-        self._whole, self._run, self._say = step, run, say
+    def __init__(
+        self, step: Step, run: Recorder, say: Callable[[str], None], interrupted: Callable[[], Any] = lambda: None
+    ) -> None:
+        self._whole, self._run, self._say, self._interrupted = step, run, say, interrupted
         self._compiled = any(wrapper.step for wrapper in step.wrappers)
         self._phase = _Phase(not self._compiled and any(wrapper.account for wrapper in step.wrappers))
         self._pieces = 1
@@ -74,8 +82,10 @@ class Splitting:
         """Make a step, in more pieces if need be.
 
         Raises:
-            DeviceError: when not even a single example fits; the message has the anatomy of the step.
+            DeviceError: when not even a single example fits, or not the pieces of the last of `MOST_TRIES`; the message
+                has the anatomy of the step.
         """
+        tries = 0
         donates = self._whole.donate and isinstance(state, TrainState) and is_own(state)
         while True:
             kind = kind_of(batch) if donates and self._compiled else None
@@ -92,17 +102,20 @@ class Splitting:
                 why = error
             else:
                 self._known.add(kind)
-                return new, self._reported(metrics)
+                return new, self._reported(metrics, new, batch)
             spoilt = donates and self._phase.may_write and not _restored(state, copy)
-            larger = self._pieces < most_pieces(batch)
+            pieces, tries = self._pieces, tries + 1
+            larger = pieces < most_pieces(batch) and tries <= MOST_TRIES
             if larger:
-                self._use(2 * self._pieces)
+                self._use(2 * pieces)
             # And of what was compiled for fewer pieces.
             release(why, device_of(state))
             if not larger:
-                raise _too_large(self._whole, state, batch, spoilt=spoilt) from why
+                raise _too_large(self._whole, state, batch, pieces, spoilt=spoilt) from why
             if spoilt:
                 raise _spoilt(self, state) from why
+            if self._interrupted():
+                raise Abandoned
 
     def _explain(self, error: Exception, batch: PyTree) -> None:
         if self._pieces > 1:
@@ -112,9 +125,11 @@ class Splitting:
                 "memory had run out; a model that needs more of them at once (BatchNorm does) cannot be cut so far"
             )
 
-    def _reported(self, metrics: Metrics) -> Metrics:
+    def _reported(self, metrics: Metrics, state: TrainState, batch: PyTree) -> Metrics:
         if self._pieces == self._told:
             return metrics
+        if self._told == 1:
+            warn_of_pieces("fit(on_oom='split')", self._whole.loss, state, batch)
         self._told = self._pieces
         self._say(
             f"step {self._run.step + 1}  out of memory: from now on in {self._pieces} pieces, one after the other"
@@ -126,6 +141,8 @@ def reloading(
     loop: Loop, step: Callable[..., Any], state: Any, position: Position | None, saved: Saved
 ) -> Generator[StepRecord, Any, None]:
     """Run a loop, and go back to what was saved whenever a `Splitting` has spoilt its state.
+
+    It ends, too, before a step that was abandoned for a signal.
 
     Args:
         loop: ``(step, state, position=) -> generator``, such as `ftrain.iterate`.
@@ -143,6 +160,8 @@ def reloading(
         except _SpoiltError as error:
             state, position = saved.reload(error.state)
             error.step.resume()
+        except Abandoned:
+            return
         else:
             return
 
@@ -159,7 +178,9 @@ def in_pieces(step: Step, pieces: int, phase: _Phase | None = None) -> Step:
         pieces: how many, as long as a batch has so many examples.
         phase: is told where the step is.
     """
-    inner = [Wrapper(COUNT, f"split({pieces})", "grad", grad=lambda grad: _split(grad, pieces))] * (pieces > 1)
+    inner = [Wrapper(COUNT, f"split({pieces})", "grad", grad=lambda grad: _split(grad, pieces), loops=True)] * (
+        pieces > 1
+    )
     outer = [Wrapper("watched", "fit(on_oom='split')", "grad", grad=phase.watch)] if phase is not None else []
     return dataclasses.replace(step, wrappers=(*inner, *step.wrappers, *outer))
 
@@ -243,11 +264,16 @@ def _spoilt(step: Splitting, state: TrainState) -> DeviceError:
     return _SpoiltError("fit: memory ran out when the step had begun to overwrite its state", step, state)
 
 
-def _too_large(step: Step, state: TrainState, batch: PyTree, *, spoilt: bool) -> DeviceError:
-    """The error of a step for which there is no memory even in the smallest pieces."""
+def _too_large(step: Step, state: TrainState, batch: PyTree, pieces: int, *, spoilt: bool) -> DeviceError:
+    """The error of a step for which there is no memory even in the smallest pieces that were tried."""
     count = most_pieces(batch)
-    one = cut(batch, count)[0]
+    one = cut(batch, pieces)[0]
     lines = ["fit: the step runs out of memory with one example at a time"]
+    if pieces < count:
+        lines = [
+            f"fit: the step runs out of memory in {pieces} pieces of up to {tree.batch_length(one)} examples, too, and "
+            f"was tried again {MOST_TRIES} times; if fewer examples at a time are of use, pass smaller batches"
+        ]
     if count == 1:
         lines = [f"fit: the step runs out of memory, and its batch cannot be cut: {tree.signature(batch)}"]
     lines += shortage(step, state, one)

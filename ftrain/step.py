@@ -155,10 +155,11 @@ class Step:
         *,
         donate: bool = False,
         around_loss: Callable[[LossFn], LossFn] = lambda loss: loss,
+        around_grad: Callable[[GradFn], GradFn] = lambda grad: grad,
         around_update: Callable[[UpdateFn], UpdateFn] = lambda update: update,
     ) -> Core:
-        """Put the arrows together to one function of tensors; a compiler may wrap two of them."""
-        grad, update = self._grad(around_loss), around_update(self._update())
+        """Put the arrows together to one function of tensors; a compiler may wrap them, of gradients the innermost."""
+        grad, update = self._grad(around_loss, around_grad), around_update(self._update())
 
         def core(state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None) -> tuple[TrainState, Metrics]:
             gradients = grad(state, batch, rng)
@@ -173,18 +174,17 @@ class Step:
 
         return core
 
-    def _grad(self, around_loss: Callable[[LossFn], LossFn]) -> GradFn:
-        scales = [wrapper.scale for wrapper in self.wrappers if wrapper.scale]
+    def _grad(self, around_loss: Callable[[LossFn], LossFn], around_grad: Callable[[GradFn], GradFn]) -> GradFn:
         grad = value_and_grad(
             around_loss(self.loss.fn),
             name=self.base.text,
             allow_unused=self.allow_unused,
-            scale=scales[0] if scales else None,
+            scale=next((wrapper.scale for wrapper in self.wrappers if wrapper.scale), None),
             watch=bool(self._guards),
             late=self.pulls,
         )
-        for wrapper in self.wrappers:
-            grad = wrapper.grad(grad) if wrapper.grad else grad
+        for transform in (around_grad, *(wrapper.grad for wrapper in self.wrappers)):
+            grad = transform(grad) if transform else grad
         return grad
 
     def _update(self) -> UpdateFn:

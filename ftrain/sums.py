@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import optree
 import torch
@@ -29,11 +29,24 @@ class Sums(Protocol):
         ...
 
 
-def sums(grad: GradFn, pieces: int) -> Sums:
+@runtime_checkable
+class Adding(Protocol):
+    """A `GradFn` that can add what it computes to sums."""
+
+    def add(
+        self, sums: list[Tensor] | None, state: TrainState, batch: PyTree, rng: Tensor | None
+    ) -> tuple[list[Tensor], Gradients]:
+        """Return the sums with the gradient of a piece, times its weight, and what else there is of it."""
+        ...
+
+
+def sums(grad: GradFn | Adding, pieces: int) -> Sums:
     """Return what adds up the gradients of so many pieces.
 
     The sums are the only gradients that exist, but where something is done to those of each piece first.
     """
+    if isinstance(grad, Adding):
+        return _Added(grad)
     return _Within(grad, pieces) if isinstance(grad, ValueAndGrad) else _After(grad)
 
 
@@ -126,6 +139,18 @@ class _After:
         weight = total.loss.weight
         grads = tree.scale_leaves_(self._sums or [], _safely(torch.ones_like(weight), weight))
         return replace(total, grads=tree.unflatten(self._spec, grads))
+
+
+class _Added(_After):
+    """Lets the function that computes a gradient add it."""
+
+    def __init__(self, grad: Adding) -> None:
+        self._adding = grad
+
+    def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        self._spec = tree.flatten(state.params)[1]
+        self._sums, piece = self._adding.add(self._sums, state, batch, rng)
+        return piece
 
 
 def _safely(unit: Tensor, weight: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ class Wrapper:
         optimizer: ``Optimizer -> Optimizer``, of the same `text`; what the step has as its optimizer from then on.
         optimize: ``Optimizer -> UpdateFn``, the innermost update, which then gets `Gradients` to be pulled.
         pieces: in how many pieces its `grad` takes a batch.
+        loops: whether its `grad` calls the innermost one, of which alone a compiled step makes a graph then, instead of
+            a graph of all the calls.
         reads_gradients: whether its `grad` or `update` looks at gradients, and needs all of them at once.
         suits: ``Step -> None``, raises a ComposeError when the step has what this wrapper does not go with, whichever
             of them was first.
@@ -61,6 +63,7 @@ class Wrapper:
     optimizer: Callable[[Optimizer], Optimizer] | None = None
     optimize: Callable[[Optimizer], UpdateFn] | None = None
     pieces: int | None = None
+    loops: bool = False
     reads_gradients: bool = True
     suits: Callable[[Any], None] | None = None
     step: Callable[[Any], Runner] | None = None

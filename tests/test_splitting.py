@@ -264,6 +264,133 @@ def test_compiled(lowering, tmp_path):
     assert_bitwise(state, second)
 
 
+class Dropping(torch.nn.Module):
+    """Draws by torch's own dropout, which a compiled step draws by example, and keeps batch statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.last = torch.nn.Linear(3, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.last(self.drop(torch.tanh(self.first(x))))[:, 0]
+
+
+def weighted(model, batch):
+    error = (model(batch["x"]) - batch["y"]).square() * batch["kept"]
+    return ft.Mean(error.sum(), batch["kept"].sum()), {"largest": error.detach().max()}
+
+
+def unweighted(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+@contextmanager
+def captures():
+    """How many operations each graph has that is captured."""
+    sizes, capture = [], graph.capture
+
+    def counted(*args):
+        captured = capture(*args)
+        sizes.append(len(captured.graph.nodes))
+        return captured
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "capture", counted)
+        yield sizes
+
+
+@pytest.mark.parametrize(
+    ("backend", "criterion", "lengths"),
+    [("eager", weighted, (12, 5, 1)), ("eager", unweighted, (12, 5)), ("inductor", weighted, (5,))],
+)
+def test_pieces_of_a_compiled_step_are_one_graph_in_a_loop(backend, criterion, lengths):
+    torch.manual_seed(0)
+    loss = ft.from_module(Dropping().double(), criterion)
+    wrappers = ft.clip(0.1), ft.ema(0.9), ft.compiled(lowering="whole", backend=backend)
+    step = ft.compose(ft.train_step(loss, ft.optim.adamw(0.1)), *wrappers)
+    sizes = {}
+    for length, pieces in itertools.product(lengths, (2, 4) if backend == "eager" else (2,)):
+        state, (batch,) = step.init(seed=1), batches(1, length)
+        needed, metrics = step(state, batch)
+        with captures() as sizes[length, pieces]:
+            split = in_pieces(step, pieces)
+            state, found = split(state, batch)
+        assert_close(state, needed)
+        assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-12)
+        assert_bitwise(split(step.init(seed=1), batch)[0], state)
+    # One graph of a gradient for each length of a piece, however many there are, and one of the update.
+    assert [len(each) for each in sizes.values()] == [
+        2 + (length % pieces > 0 and length > 1) for length, pieces in sizes
+    ]
+    assert max(sizes.get((12, 4), [0])) == max(sizes.get((12, 2), [0]))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_pieces_of_a_compiled_fp16_step(donate):
+    """Also within microbatches: what is inside is in a loop, and what is outside adds it up."""
+    step = ft.compose(
+        ft.train_step(ft.from_module(torch.nn.Linear(3, 1, bias=False), weighted_rows), ft.optim.adamw(0.1)),
+        ft.with_amp("fp16"),
+        ft.accumulate(2),
+        ft.compiled(lowering="whole", backend="eager", donate=donate),
+    )
+    (batch,) = batches(1, 12, torch.float32)
+    # Small gradients, for those of a few examples may overflow where the mean of all does not.
+    batch |= {name: batch[name] / 10 for name in ("x", "y")}
+    state = step.init(seed=1)
+    needed, _ = step(ft.tree.clone(state), batch)
+    found, metrics = in_pieces(step, 3)(state, batch)
+    assert not metrics["skipped"]
+    assert_close(found.params, needed.params, 1e-3)
+    assert torch.equal(found.slots["with_amp"]["scale"], needed.slots["with_amp"]["scale"])
+    batch["x"][7] = float("inf")
+    before = ft.tree.clone(found.params)
+    found, metrics = in_pieces(step, 3)(found, batch)
+    assert metrics["skipped"]
+    assert_bitwise(found.params, before)
+
+
+def weighted_rows(model, batch):
+    return weighted(lambda x: model(x)[:, 0], batch)
+
+
+def test_a_compiled_step_is_split_at_the_cost_of_a_piece_a_try(tmp_path):
+    """Where only the parts of 2 examples fit: no try captures a graph of all the pieces."""
+    step = make(ft.compiled(lowering="whole", backend="eager"), loss=limited(2))
+    data = batches(3, 16)
+    with captures() as sizes:
+        state, history = fit(step, data, log_every=1)
+    assert splits(history) == {1: 8}
+    assert len(sizes) == 2
+    assert_close(state, by_hand(make(loss=still), data, 100))
+    fit(step, data, steps=2, checkpoints=ft.Checkpoints(tmp_path, every=1))
+    resumed, _ = fit(step, data, steps=3, checkpoints=ft.Checkpoints(tmp_path, every=1))
+    assert_bitwise(resumed, state)
+
+
+# Torch looks at a tensor that is no leaf where it breaks a graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_piece_that_cannot_be_captured_is_split_otherwise():
+    def asking(params, batch):
+        return still(params, batch) if float(batch["x"].sum()) > -1e9 else None
+
+    step, data = make(ft.compiled(backend="eager"), loss=asking), batches(1)
+    state, _ = in_pieces(step, 2)(step.init(params()), data[0])
+    assert_close(state, by_hand(make(loss=still), data, 0))
+
+
+def test_no_more_is_tried_than_what_can_be_of_use():
+    tried = []
+
+    def loss(params, batch):
+        tried.append(len(batch["x"]))
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(DeviceError, match=r"in 256 pieces of up to 4 examples, too, and was tried again 8 times"):
+        fit(make(loss=loss), batches(1, 1024))
+    assert tried[:9] == [1024, 512, 256, 128, 64, 32, 16, 8, 4]
+
+
 # The law of the split
 
 
@@ -616,3 +743,61 @@ def test_an_evaluation_of_a_single_example_that_does_not_fit():
         DeviceError, match=r"evaluate: memory ran out with a single example of never: parameters 0\.0 MiB"
     ):
         ft.evaluate(ft.eval_step(never), make().init(params()), batches(), on_oom="split")
+
+
+# Losses that are no mean over examples
+
+
+def summed(params, batch):
+    return (batch["x"] @ params["w1"]).square().sum()
+
+
+def contrastive(params, batch):
+    rows = torch.nn.functional.normalize(batch["x"] @ params["w1"], dim=-1)
+    return torch.nn.functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def token_mean(params, batch):
+    kept = batch["kept"]
+    return ((batch["x"] @ params["w1"]).square().sum(-1) * kept).sum() / kept.sum()
+
+
+@pytest.mark.parametrize("loss", [summed, contrastive, token_mean])
+def test_a_loss_that_is_no_mean_of_examples_is_warned_of_once(loss):
+    def short(params, batch):
+        if len(batch["x"]) > 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return loss(params, batch)
+
+    data = batches(3)
+    for batch in data:
+        batch["kept"][:2] = torch.tensor([1.0, 3.0])
+    step = ft.train_step(short, ft.optim.sgd(0.1), allow_unused=True)
+    with pytest.warns(UserWarning, match=r"on_oom='split'\): the loss of two examples.*Return ft\.Mean") as caught:
+        fit(step, data)
+    assert len(caught) == 1
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True), ft.accumulate(2))
+    state = step.init(params())
+    with pytest.warns(UserWarning, match=r"^accumulate: the loss of two examples") as caught:
+        found, _ = fit(step, data, state=state, donate=False, on_oom="raise")
+    assert len(caught) == 1
+    for batch in data:
+        state, _ = step(state, batch)
+    assert_bitwise(found, state)
+
+
+def loud(params, batch):
+    """For training alone: nothing can be said of it."""
+    if not torch.is_grad_enabled():
+        raise ValueError("in training only")
+    return plain(params, batch)[0]
+
+
+@pytest.mark.parametrize("loss", [loss, still, plain, loud])
+def test_a_mean_is_not_warned_of(loss):
+    """Warnings are errors here. Dropout makes no difference, nor do batches of one example."""
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True), ft.accumulate(1))
+    with scarce(0, 3):
+        fit(step, batches(2))
+    fit(step, batches(1, 1))
+    fit(ft.accumulate(2)(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True)), batches(1))

@@ -36,6 +36,10 @@ def accumulate(n: int) -> Wrapper:
     random numbers however the batch is cut; `ftrain.random.for_examples` says which draws are by example. Eagerly
     and in a split-compiled step stock modules draw from torch's generators, each piece after the one before.
 
+    A loss that is a plain number counts once for each microbatch, which is right for a mean over examples. One that is
+    a sum, a mean over tokens or a comparison of examples has another gradient in pieces: `fit` evaluates two examples
+    together and alone, once, when it first reads metrics, and warns if it is so.
+
     Args:
         n: number of microbatches; divides the first axis of every tensor in the batch.
 

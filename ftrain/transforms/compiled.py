@@ -19,11 +19,9 @@ from ftrain.checks import require_positive
 from ftrain.compiler import Compiler
 from ftrain.eager import Eager
 from ftrain.errors import ComposeError, OptionError, TraceError
-from ftrain.inductor_random import Fused
-from ftrain.keyed import Keyed
+from ftrain.looped import in_a_loop, stock_draws
 from ftrain.lowered import Lowered, count_nodes, explain, peak_bytes
 from ftrain.plan import Execute, Plan
-from ftrain.slots import pristine
 from ftrain.step import Step
 from ftrain.traced import Kinds, Traced
 from ftrain.types import (
@@ -204,6 +202,9 @@ class _Compiled:
         return self._compiler.plan(captured, [n.meta["val"] for n in captured.graph.nodes if n.op == "placeholder"])
 
     def _whole(self) -> Callable[..., Any]:
+        if any(wrapper.loops for wrapper in self._step.wrappers):
+            updating = lambda update: self._around(self._traced_update(update))  # noqa: E731
+            return in_a_loop(self._step, self._compiler, updating, self._unpack)
         # Only a donated state stays where it is.
         donate = self._step.donate
         drawing, what = self._drawing(self._step.assemble()), described(self._step.base)
@@ -213,8 +214,7 @@ class _Compiled:
     def _drawing(self, core: Core) -> Callable[..., Any]:
         def drawing(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
             keys, hyper = self._unpack(words)
-            draw = Fused if self._compiler.backend_for(words.device) == graph.INDUCTOR else Keyed
-            with draw(keys[1]), pristine(self._step.base.module):
+            with stock_draws(self._step.base.module, self._compiler, keys[1]):
                 return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
 
         return drawing

@@ -253,3 +253,102 @@ def test_a_signal_does_not_change_when_a_run_stops_by_itself(tmp_path):
     assert found.history.stopped == "enough"
     assert records(found.history) == records(needed.history)
     assert same(found.state, needed.state)
+
+
+# While a step is compiled
+
+COMPILING = 30.0
+"""Seconds that it takes here."""
+
+
+def plainly(params, batch):
+    return ft.Mean(((batch["x"] @ params["w"] - batch["y"]) ** 2).sum(), torch.tensor(float(len(batch["y"]))))
+
+
+def compiling(lowering, backend):
+    """A run whose batches are of two lengths, the second one the fifth: two graphs of the loss, or of the step."""
+    draw = torch.Generator().manual_seed(0)
+    data = ft.data.arrays({"x": torch.randn(23, 3, generator=draw), "y": torch.randn(23, generator=draw)})
+    step = ft.compose(ft.train_step(plainly, ft.optim.adamw(0.1)), ft.compiled(lowering=lowering, backend=backend))
+    return step, step.init({"w": torch.ones(3)}, seed=1), ft.data.loader(data, 5, seed=2, drop_last=False)
+
+
+def sleeping(tell, directory, lowering, at):
+    """Train; the compilation of graph number `at` takes long."""
+    count = 0
+
+    @torch._dynamo.register_backend(name="sleeping")
+    def sleep(graph, inputs):
+        nonlocal count
+        count += 1
+        if count == at:
+            tell("compiles")
+            time.sleep(COMPILING)
+        return graph.forward
+
+    there = None if directory is None else ft.Checkpoints(directory, every=100)
+    step, state, data = compiling(lowering, "sleeping")
+    try:
+        result = ft.fit(step, state, data, epochs=2, checkpoints=there, progress=False)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    tell([result.history.stopped, len(result.history), int(result.state.step)])
+    return ENDED
+
+
+@pytest.mark.parametrize(
+    ("lowering", "at", "steps"), [("whole", 1, 0), ("whole", 2, 4), ("split", 1, 0), ("split", 2, 0), ("split", 3, 4)]
+)
+def test_a_step_that_is_being_compiled_is_not_waited_for(lowering, at, steps, tmp_path):
+    child = Child(sleeping, tmp_path, lowering, at)
+    assert child.hear() == "compiles"
+    began = time.monotonic()
+    child.signal(signal.SIGTERM)
+    assert child.end() == 143
+    assert time.monotonic() - began < COMPILING / 2
+    assert ft.Checkpoints(tmp_path, every=100).steps() == [steps] * bool(steps)
+    step, state, data = compiling(lowering, "eager")
+    found = ft.fit(step, state, data, epochs=2, checkpoints=ft.Checkpoints(tmp_path, every=100), progress=False)
+    step, state, data = compiling(lowering, "eager")
+    needed = ft.fit(step, state, data, epochs=2, progress=False)
+    assert same(found.state, needed.state)
+    assert records(found.history) == records(needed.history)
+
+
+def test_without_checkpoints_what_was_trained_is_returned():
+    child = Child(sleeping, None, "whole", 2)
+    assert child.hear() == "compiles"
+    child.signal(signal.SIGINT)
+    assert child.hear() == ["interrupt", 4, 4]
+    assert child.end() == ENDED
+
+
+@signals
+def test_a_second_signal_stops_a_compilation_that_does_not_hear_the_first(name, tmp_path):
+    """One in a thread of the compiler, say, or below Python: here, what swallows every error."""
+    number, _ = SIGNALS[name]
+    child = Child(deaf, tmp_path)
+    assert child.hear() == "compiles"
+    child.signal(number)
+    assert child.hear() == "swallowed"
+    child.signal(number)
+    assert child.end() == (-number if number == signal.SIGTERM else INTERRUPTED)
+
+
+def deaf(tell, directory):
+    @torch._dynamo.register_backend(name="deaf")
+    def sleep(graph, inputs):
+        try:
+            tell("compiles")
+            time.sleep(COMPILING)
+        except BaseException:
+            tell("swallowed")
+        time.sleep(COMPILING)
+        return graph.forward
+
+    step, state, data = compiling("whole", "deaf")
+    try:
+        ft.fit(step, state, data, checkpoints=ft.Checkpoints(directory, every=100), progress=False)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return ENDED
