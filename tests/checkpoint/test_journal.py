@@ -110,7 +110,9 @@ def test_a_file_that_was_harmed_is_named(harm, said, tmp_path):
         append()
 
 
-@pytest.mark.parametrize("record", [{"x": object()}, {"x": {"y": torch.ones(2)}}, {1: 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "record", [{"x": object()}, {"x": {"y": torch.ones(2)}}, {1: 2.0}], ids=["object", "tensor", "name"]
+)
 def test_records_that_cannot_be_saved(record, tmp_path):
     with pytest.raises(CheckpointError, match="save: "):
         Journal(tmp_path).following([record])
