@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from ftrain.anatomy import Anatomy, anatomy
 from ftrain.errors import FtrainError
+from ftrain.profiling.anatomy import Anatomy, anatomy
 from ftrain.step import Step, compose
 from ftrain.transforms.amp import with_amp
 from ftrain.transforms.donated import donated

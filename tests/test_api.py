@@ -322,12 +322,13 @@ def test_packages_list_their_names_and_help_shows_them(name):
     assert [each for each in functions if f"\n    {each}(" not in shown] == []
 
 
-def test_importing_a_module_does_not_hide_the_function_of_its_name():
-    both = [name for name in NAMES if (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file()]
+def test_no_function_hides_a_package_nor_is_hidden_by_a_module():
+    assert [name for name in NAMES if (ROOT / name).is_dir() and callable(getattr(ft, name))] == []
+    both = [name for name in NAMES if (ROOT / f"{name}.py").is_file()]
     before = {name: getattr(ft, name) for name in both}
     for name in both:
         importlib.import_module(f"ftrain.{name}")
-    assert {"anatomy", "fit"} <= {*both}
+    assert {"evaluate", "fit"} <= {*both}
     assert {name: getattr(ft, name) for name in both} == before
 
 

@@ -16,6 +16,7 @@ PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf
 # Each line may import only lines above it.
 STAIRCASE = [
     "_version",
+    "profiling",
     "errors",
     "_torch",
     "backends",
@@ -75,7 +76,7 @@ STAIRCASE = [
     "compiling",
     "evaluate",
     "additivity",
-    "anatomy",
+    "profiling.anatomy",
     "variants",
     "shortage",
     "history",
@@ -96,9 +97,9 @@ STAIRCASE = [
     "fit",
     "replay",
     "timing",
-    "hints",
-    "ladder",
-    "tuning",
+    "profiling.hints",
+    "profiling.ladder",
+    "profiling.tuning",
     "doctor",
     "__main__",
     "__init__",
@@ -111,11 +112,11 @@ INSIDE = {
     "schedules": {"text", "inputs", "curve", "decays", "cosines", "roots", "stable", "joined", "pieces"},
     "optim": {"counting", "leaves", "rounding", "storage", "quantized", "family", "nested"},
     "losses": {"inputs", "chunked"},
-    "hints": {"facts", "rules", "calls"},
-    "tuning": {"amounts", "record", "search"},
-    "ladder": {"techniques", "drawing", "record"},
+    "profiling.hints": {"facts", "rules", "calls"},
+    "profiling.tuning": {"amounts", "record", "search"},
+    "profiling.ladder": {"techniques", "drawing", "record"},
     "transforms": set(),
-    "anatomy": {
+    "profiling.anatomy": {
         "timeline",
         "kinds",
         "captured",
@@ -173,7 +174,7 @@ NAMES_THE_HOST = {"tree", "random"}
 SYNCHRONISING = {"item", "tolist", "numpy", "cpu", "synchronize"}
 # (file, function) that waits for the device and says so in its docstring.
 WAITS = {
-    ("anatomy", "measure"),
+    ("profiling.anatomy", "measure"),
     ("doctor", "_seconds"),
     ("history", "_values"),
     ("optim", "_number"),
@@ -202,7 +203,10 @@ files = pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) 
 
 def unit(path):
     """The line of the staircase that a file belongs to."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    # A package of packages has a line for each.
+    nested = ".".join(parts[:2])
+    return nested if nested in STAIRCASE else parts[0]
 
 
 def imports(path):
@@ -220,7 +224,8 @@ def own_imports(path):
     for name in imports(path):
         package, *parts = name.split(".")
         if package == "ftrain":
-            yield parts
+            nested = ".".join(parts[:2])
+            yield [nested, *parts[2:]] if nested in STAIRCASE else parts
 
 
 def docstrings(tree):
@@ -270,7 +275,7 @@ def test_files_of_a_package_do_not_import_each_other(path):
 @files
 def test_imports_are_declared(path):
     needed = {re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["project"]["dependencies"]}
-    drawing = "figures", "schedules", "anatomy", "ladder"
+    drawing = "figures", "schedules", "profiling.anatomy", "profiling.ladder"
     optional = {"progress": {"rich"}, **{drawn: {"matplotlib"} for drawn in drawing}}
     optional = optional.get(unit(path), set())
     for name in imports(path):
@@ -286,7 +291,19 @@ def test_what_is_required_is_imported():
 def test_the_staircase_is_real():
     """An order in which nothing imports anything would prove nothing."""
     used = {parts[0] for path in FILES if unit(path) != "__init__" for parts in own_imports(path)}
-    top = {"adapters", "losses", "evaluate", "precision", "fit", "replay", "tuning", "ladder", "__main__", "__init__"}
+    top = {
+        "adapters",
+        "losses",
+        "evaluate",
+        "precision",
+        "fit",
+        "replay",
+        "profiling",
+        "profiling.tuning",
+        "profiling.ladder",
+        "__main__",
+        "__init__",
+    }
     assert set(STAIRCASE) - used <= top
 
 

@@ -11,9 +11,9 @@ import ftrain as ft
 from ftrain import doctor
 from ftrain.backends import cpu, registry
 from ftrain.errors import ComposeError, OptionError, StructureError
-from ftrain.hints import facts_of, judge
-from ftrain.hints import run as hints_run
-from ftrain.ladder import run
+from ftrain.profiling.hints import facts_of, judge
+from ftrain.profiling.hints import run as hints_run
+from ftrain.profiling.ladder import run
 from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
 from tests.ladder.problem import scripted
 

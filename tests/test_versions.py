@@ -14,9 +14,9 @@ from torch.utils import checkpoint
 from torch.utils.data import dataloader
 
 from ftrain import _torch
-from ftrain.anatomy import planned
 from ftrain.errors import TraceError, VersionError
 from ftrain.plan import Plan
+from ftrain.profiling.anatomy import planned
 
 ROOT = Path(_torch.__file__).parents[1]
 OLDEST, NEWEST = (".".join(map(str, version)) for version in _torch.TESTED)

@@ -9,10 +9,10 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import ComposeError, ConsumedError, DataError, StructureError
-from ftrain.hints import Facts, calls, facts_of, judge
-from ftrain.hints import run as hints_run
-from ftrain.hints.calls import watch
-from ftrain.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
+from ftrain.profiling.hints import Facts, calls, facts_of, judge
+from ftrain.profiling.hints import run as hints_run
+from ftrain.profiling.hints.calls import watch
+from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.timing import Interval, Loading
 from tests.ladder.problem import assert_untouched, batch, kept, make
 

@@ -9,8 +9,8 @@ import torch
 import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, ConsumedError, DataError, FtrainError, OptionError, StructureError, TraceError
-from ftrain.ladder import TECHNIQUES, Case, run
-from ftrain.ladder.record import ALONE, FASTER, SMALLER
+from ftrain.profiling.ladder import TECHNIQUES, Case, run
+from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER
 from tests.ladder.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
 
 NAMES = ["accumulate(2)", "remat()", 'with_amp("tf32")', 'adamw(state_dtype="bf16")']

@@ -12,9 +12,9 @@ from torch import nn
 import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, ConsumedError, DeviceError, OptionError, StructureError
-from ftrain.hints import run as hints_run
-from ftrain.tuning import run, search
-from ftrain.tuning.amounts import as_bytes, mib
+from ftrain.profiling.hints import run as hints_run
+from ftrain.profiling.tuning import run, search
+from ftrain.profiling.tuning.amounts import as_bytes, mib
 from ftrain.variants import smaller_optimizers
 from tests.ladder.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from ftrain import tree
-from ftrain.anatomy.measured import measure as measured_of
-from ftrain.anatomy.predicted import abstract_state, predict
-from ftrain.anatomy.record import Anatomy, summarise
 from ftrain.errors import ComposeError, StructureError
+from ftrain.profiling.anatomy.measured import measure as measured_of
+from ftrain.profiling.anatomy.predicted import abstract_state, predict
+from ftrain.profiling.anatomy.record import Anatomy, summarise
 from ftrain.purity import as_tree
 from ftrain.step import Step
 from ftrain.types import PyTree, TrainState

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ftrain.anatomy.timeline import Piece, Timeline
 from ftrain.plan import BACKWARD, FORWARD, UPDATE
+from ftrain.profiling.anatomy.timeline import Piece, Timeline
 
 KINDS = (
     "parameters",

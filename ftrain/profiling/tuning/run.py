@@ -7,17 +7,17 @@ import logging
 from collections.abc import Sequence
 
 from ftrain import tree
-from ftrain.anatomy import anatomy
 from ftrain.checks import require_positive
 from ftrain.errors import ComposeError, DeviceError
-from ftrain.hints import Hint, facts_of, judge
 from ftrain.pieces import is_out_of_memory, release
+from ftrain.profiling.anatomy import anatomy
+from ftrain.profiling.hints import Hint, facts_of, judge
+from ftrain.profiling.tuning.amounts import mib
+from ftrain.profiling.tuning.record import Trial, Trials
+from ftrain.profiling.tuning.search import Search
 from ftrain.purity import as_tree
 from ftrain.step import Step
 from ftrain.timing import Interval, Racer, interval, race
-from ftrain.tuning.amounts import mib
-from ftrain.tuning.record import Trial, Trials
-from ftrain.tuning.search import Search
 from ftrain.types import PyTree, TrainState
 from ftrain.variants import state_for
 

@@ -10,19 +10,19 @@ from contextlib import suppress
 from typing import cast
 
 from ftrain import backends, tree
-from ftrain.anatomy import anatomy
-from ftrain.anatomy.kinds import OPTIMIZER
-from ftrain.anatomy.predicted import abstract_state
 from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, OptionError
 from ftrain.evaluate import eval_step
 from ftrain.pieces import cut, is_out_of_memory, release
 from ftrain.plan import UPDATE
 from ftrain.policies import Policy
+from ftrain.profiling.anatomy import anatomy
+from ftrain.profiling.anatomy.kinds import OPTIMIZER
+from ftrain.profiling.anatomy.predicted import abstract_state
+from ftrain.profiling.tuning.amounts import as_bytes, mib
+from ftrain.profiling.tuning.record import Trial
 from ftrain.shortage import shortage
 from ftrain.step import Step
 from ftrain.transforms.remat import remat
-from ftrain.tuning.amounts import as_bytes, mib
-from ftrain.tuning.record import Trial
 from ftrain.types import Mean, PyTree, TrainState
 from ftrain.variants import having, in_pieces_of, length_of, outline, pieces_of, smaller_optimizers, without
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from ftrain import backends, tree
-from ftrain.anatomy import Anatomy, anatomy
 from ftrain.errors import BatchError, ComposeError
-from ftrain.hints.calls import watch
-from ftrain.hints.facts import Facts, Product
-from ftrain.hints.rules import Hint, judge
 from ftrain.operations import CONTRACTION
+from ftrain.profiling.anatomy import Anatomy, anatomy
+from ftrain.profiling.hints.calls import watch
+from ftrain.profiling.hints.facts import Facts, Product
+from ftrain.profiling.hints.rules import Hint, judge
 from ftrain.purity import as_tree
 from ftrain.step import Step
 from ftrain.timing import Interval, Loading, Racer, interval, loading, race, seconds

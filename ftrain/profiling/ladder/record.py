@@ -9,8 +9,8 @@ from itertools import groupby
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from ftrain.hints import Hint
-from ftrain.ladder.drawing import draw
+from ftrain.profiling.hints import Hint
+from ftrain.profiling.ladder.drawing import draw
 from ftrain.timing import Interval, Loading
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ftrain.hints import Hint
+from ftrain.profiling.hints import Hint
+from ftrain.profiling.tuning.amounts import mib
 from ftrain.step import Step
 from ftrain.timing import Interval
-from ftrain.tuning.amounts import mib
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import random, tree
-from ftrain.anatomy.predicted import abstractly
-from ftrain.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.policies import ATTENTION, is_aside
+from ftrain.profiling.anatomy.predicted import abstractly
+from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.running import Running
 from ftrain.step import Step
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, UpdateFn, replace

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import tree
-from ftrain.anatomy.kinds import TEMPORARIES
-from ftrain.anatomy.timeline import Ledger, Operation, Piece, Scratch
 from ftrain.errors import TraceError
 from ftrain.operations import ELEMENTWISE
 from ftrain.plan import Plan
+from ftrain.profiling.anatomy.kinds import TEMPORARIES
+from ftrain.profiling.anatomy.timeline import Ledger, Operation, Piece, Scratch
 
 MAKER = "async_compile"
 """In the code of Inductor, who compiles kernels."""

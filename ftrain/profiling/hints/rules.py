@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ftrain.hints.facts import Facts
+from ftrain.profiling.hints.facts import Facts
 
 SHARE = 0.01
 """Of the work of all products, that one must have to be spoken of."""

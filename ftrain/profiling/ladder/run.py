@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ftrain import backends, tree
-from ftrain.anatomy import anatomy
-from ftrain.anatomy.measured import measure
 from ftrain.checks import require_positive
 from ftrain.errors import ComposeError, FtrainError, OptionError, TraceError
-from ftrain.hints import Hint, facts_of, judge
-from ftrain.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
-from ftrain.ladder.techniques import TECHNIQUES, Case, Technique, replacement
 from ftrain.pieces import is_out_of_memory, release
+from ftrain.profiling.anatomy import anatomy
+from ftrain.profiling.anatomy.measured import measure
+from ftrain.profiling.hints import Hint, facts_of, judge
+from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
+from ftrain.profiling.ladder.techniques import TECHNIQUES, Case, Technique, replacement
 from ftrain.purity import as_tree
 from ftrain.step import Step
 from ftrain.timing import Loading, Racer, interval, loading, race
@@ -57,7 +57,7 @@ def ladder(
         batch: a batch.
         data: batches, to find out whether the device waits for them; left where they were.
         techniques: those to try, by how they are written or by what the guides call them, or `Technique` of your own;
-            all of `ftrain.ladder.TECHNIQUES`, unless told.
+            all of `ftrain.profiling.ladder.TECHNIQUES`, unless told.
         stacked: also try stacks.
         throughput: name -> how many of that a batch holds, such as tokens; the first is shown in place of examples.
         rounds: how often each is timed.
