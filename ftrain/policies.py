@@ -73,7 +73,7 @@ def require_policy(function: str, policy: Any) -> None:
     except TypeError:
         raise OptionError(
             f"{function}: policy is {name_of(policy)}{inspect.signature(policy)}; it must take any operation and its "
-            "arguments: (op, *args, **kwargs) -> bool"
+            "arguments: (op, *args, **kwargs) -> bool. A function (name, module) -> policy is given as blocks="
         ) from None
     except ValueError:  # builtins
         return

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import LossError
+from ftrain.misfits import explain
 from ftrain.types import LossFn, LossOutput, PyTree
 
 LEAF_WRITTEN = "a leaf Variable that requires grad"
@@ -41,10 +42,11 @@ def call(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: T
     before = versions(leaves)
     try:
         output = loss(merge(params, frozen), batch, rng=rng, buffers=buffers)
-    except RuntimeError as error:
-        if LEAF_WRITTEN not in str(error):
-            raise
-        raise _changed(name, _written(loss, leaves, spec, rng), spec) from error
+    except Exception as error:
+        if isinstance(error, RuntimeError) and LEAF_WRITTEN in str(error):
+            raise _changed(name, _written(loss, leaves, spec, rng), spec) from error
+        explain(error, name, (params, frozen), batch)
+        raise
     after = versions(leaves)
     if after != before:
         changed = [a != b for a, b in zip(after, before, strict=True)]

@@ -91,9 +91,16 @@ class Wrapper:
         raise ComposeError(
             f"{self.text}: acts on the {self.arrow} inside of a Step, and {name} is a {type(step).__name__}; "
             "by the time a plain function returns, its update has happened. Build it with ft.train_step(loss_fn, "
-            "optimizer), or wrap the Steps it is made of; what is a function among the arguments of "
-            f"{self.name} is given by name"
+            "optimizer), or wrap the Steps it is made of"
         )
+
+
+def _no_step(bare: Wrapper, value: Any, options: list[str]) -> ComposeError:
+    return ComposeError(
+        f"{bare.name}: {getattr(value, '__name__', repr(value))} is no Step, for which a function given by position is "
+        f"taken. Give options by name ({', '.join(f'{name}=' for name in options)}), or make the step with "
+        f"ft.train_step(loss_fn, optimizer): {bare.name} acts on the {bare.arrow} inside of it"
+    )
 
 
 class _Factory(Protocol[P]):
@@ -110,7 +117,8 @@ def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
     """Let a factory of wrappers also be applied bare: ``clip(step)`` for ``clip()(step)``.
 
     Raises:
-        ComposeError: from the factory, when it is applied bare and needs an argument.
+        ComposeError: from the factory, when it is applied bare and needs an argument, or to what is no step; for a
+            step among options.
     """
     parameters = inspect.signature(factory).parameters.values()
     needed = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
@@ -123,7 +131,13 @@ def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
                 raise ComposeError(
                     f"{name}: cannot be applied bare, for it needs {needed[0]}: {name}({needed[0]})(step)"
                 )
-            return factory()(args[0])  # type: ignore[call-arg]
+            bare = factory()  # type: ignore[call-arg]
+            if parameters and bare.function is None and not hasattr(args[0], "wrapped"):
+                raise _no_step(bare, args[0], [each.name for each in parameters])
+            return bare(args[0])
+        if args and hasattr(args[0], "wrapped"):
+            name = factory.__name__
+            raise ComposeError(f"{name}: a step goes behind the options: {name}(...)(step)")
         return factory(*args, **kwargs)
 
     return make

@@ -27,6 +27,7 @@ STAIRCASE = [
     "tree",
     "masks",
     "reader",
+    "misfits",
     "purity",
     "philox",
     "random",

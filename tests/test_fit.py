@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -971,6 +972,51 @@ def test_batches_may_hold_what_is_no_tensor():
     data = [{"x": x, "name": "train", "scale": 2} for x, _ in batches()]
     _, history = fit(make(loss=loss), data)
     assert len(history) == 4
+
+
+def _calls(wrappers, batch):
+    loss = ft.from_module(nn.Linear(3, 1), lambda model, batch: model(batch["x"]).square().mean())
+    step = make(*wrappers, loss=loss)
+    return {
+        "step": lambda: step(step.init(), batch),
+        "fit": lambda: ft.fit(step, step.init(), [batch], progress=False),
+        "iterate": lambda: list(ft.iterate(step, step.init(), [batch])),
+        "evaluate": lambda: ft.evaluate(ft.eval_step(loss), step.init(), [batch]),
+    }
+
+
+@pytest.mark.parametrize("call", ["step", "fit", "iterate", "evaluate"])
+@pytest.mark.parametrize(
+    ("batch", "note"),
+    [
+        ({"x": torch.zeros(2, 3).numpy()}, r"batch\.x is in NumPy arrays, .*torch\.from_numpy, .*ft\.data\.loader"),
+        ({"x": torch.zeros(2, 3).double()}, r"batch\.x is float64\[2, 3\], and the parameters are float32: convert"),
+    ],
+    ids=["numpy", "float64"],
+)
+def test_a_batch_that_does_not_fit_the_parameters_is_named_by_a_note(call, batch, note):
+    with pytest.raises((TypeError, RuntimeError)) as raised:
+        _calls((), batch)[call]()
+    (found,) = raised.value.__notes__
+    assert re.search(note, found)
+    assert found in "".join(traceback.format_exception(raised.value))
+
+
+def test_a_float64_batch_is_named_where_the_step_is_compiled_and_cut():
+    with pytest.raises(RuntimeError) as raised:
+        _calls((ft.accumulate(2), ft.compiled(backend="eager")), {"x": torch.zeros(2, 3).double()})["step"]()
+    assert any("batch.x is float64[" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_errors_of_a_loss_that_have_nothing_to_do_with_its_batch_get_no_note(dtype):
+    def loss(params, batch):
+        raise RuntimeError("out of luck")
+
+    step = make(loss=loss)
+    with pytest.raises(RuntimeError, match="out of luck") as raised:
+        step(step.init(params()), {"x": torch.zeros(2, 3, dtype=dtype), "name": "train"})
+    assert not hasattr(raised.value, "__notes__")
 
 
 def test_batches_of_hugging_faces_collators():

@@ -67,6 +67,9 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
             again, or when the block did not do the same then.
         TraceError: from the step, when with a budget the loss asks for the value of a tensor, or takes a gradient.
     """
+    if isinstance(policy, list | tuple | Mapping | type):
+        named = [policy] if isinstance(policy, type) else policy
+        raise OptionError(f"remat: give blocks by name, remat(blocks={named!r}); the first argument is the policy")
     require_policy("remat", policy)
     _require_wanted(blocks)
     if budget is not None:

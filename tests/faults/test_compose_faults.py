@@ -97,6 +97,48 @@ def test_a_wrapper_that_needs_an_option_and_has_none(given):
         ft.accumulate(given)
 
 
+def plain_of_blocks(name, module):
+    return "full"
+
+
+@pytest.mark.parametrize("wrapper", [ft.remat, ft.clip], ids=["remat", "clip"])
+def test_a_function_given_by_position_is_no_step(wrapper):
+    name = wrapper.__name__
+    with failing(ComposeError, f"{name}: plain_of_blocks is no Step", "Give options by name (", f"{name} acts on the"):
+        wrapper(plain_of_blocks)
+
+
+@pytest.mark.parametrize("blocks", [[torch.nn.Linear], {"torch.nn.Linear": "dots"}, torch.nn.Linear])
+def test_blocks_given_by_position(blocks):
+    named = [blocks] if blocks is torch.nn.Linear else blocks
+    with failing(OptionError, f"remat: give blocks by name, remat(blocks={named!r})"):
+        ft.remat(blocks)
+
+
+def test_a_function_of_blocks_given_as_the_policy():
+    with failing(OptionError, "remat: policy is plain_of_blocks(name, module)", "given as blocks="):
+        ft.remat(policy=plain_of_blocks)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda step: ft.accumulate(step, 4),
+        lambda step: ft.clip(step, max_norm=1.0),
+        lambda step: ft.remat(step, "dots"),
+    ],
+    ids=["accumulate", "clip", "remat"],
+)
+def test_a_step_among_the_options_of_a_wrapper(wrap):
+    with failing(ComposeError, "a step goes behind the options", "(...)(step)"):
+        wrap(make())
+
+
+def test_compose_with_a_wrapper_that_lacks_its_option():
+    with failing(ComposeError, "accumulate: cannot be applied bare, for it needs n: accumulate(n)(step)"):
+        ft.compose(make(), ft.accumulate)
+
+
 @pytest.mark.parametrize("given", [None, 1.0, "clip"])
 def test_compose_with_what_is_no_wrapper(given):
     with failing(ComposeError, "compose", "argument 2", repr(given), "ft.clip(1.0)"):

@@ -1,0 +1,50 @@
+"""What about a batch may have made a loss fail: arrays that are no tensors, floats of another dtype than parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.types import PyTree
+
+
+def explain(error: Exception, name: str, params: PyTree, batch: PyTree) -> None:
+    """Add a note to the error of a loss where its batch may be the cause.
+
+    Args:
+        error: of the loss.
+        name: what to call the loss in messages.
+        params: what the loss was given as its parameters.
+        batch: what it was given as its batch.
+    """
+    named = dict(zip(tree.leaf_names({"batch": batch}), tree.leaves(batch), strict=True))
+    arrays = [path for path, leaf in named.items() if isinstance(leaf, np.ndarray)]
+    if arrays:
+        _note(
+            error,
+            f"{name}: {_listed(arrays)} in NumPy arrays, which torch does not compute with: convert them with "
+            "torch.from_numpy, or take the batches from ft.data.loader or a DataLoader, which do so",
+        )
+    dtypes = {leaf.dtype for leaf in tree.leaves(params) if _is_float(leaf)}
+    others = {path: leaf for path, leaf in named.items() if _is_float(leaf) and leaf.dtype not in dtypes}
+    # Each operation has words of its own for it: "the same dtype", "expected scalar type", "Input type and bias type".
+    if others and dtypes and isinstance(error, RuntimeError) and "type" in str(error):
+        listed = ", ".join(f"{path} is {tree.describe(leaf)}" for path, leaf in others.items())
+        needed = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        _note(error, f"{name}: {listed}, and the parameters are {needed}: convert the batch, as x.float() does")
+
+
+def _listed(paths: list[str]) -> str:
+    return f"{', '.join(paths)} {'is' if len(paths) == 1 else 'are'}"
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _note(error: Exception, text: str) -> None:
+    # Not add_note, which an error that is a frozen dataclass refuses.
+    vars(error).setdefault("__notes__", []).append(text)
