@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, purity, tree
+from ftrain.checks import require_order
 from ftrain.errors import ComposeError, DataError, DeviceError, OptionError
 from ftrain.grad import adapt, detach
 from ftrain.pieces import RAISE, cut, is_out_of_memory, most_pieces, release, require_on_oom
@@ -98,6 +99,7 @@ def evaluate(
             fits.
         ComposeError: when `step` is no evaluation step, or its loss computes in another narrow dtype by `with_amp`.
     """
+    require_order("evaluate", step, state, "evaluate(step, state, data)")
     if not isinstance(step, EvalStep):
         raise ComposeError(f"evaluate: the step is a {type(step).__name__}; needs one of ft.eval_step(loss_fn)")
     require_on_oom("evaluate", on_oom)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import signal
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, cast
 
 from ftrain.additivity import warn_of_pieces
 from ftrain.checkpoint import Checkpoints
-from ftrain.checks import require_positive
+from ftrain.checks import require_callable, require_positive
 from ftrain.compiling import is_compiled, is_compiling
 from ftrain.errors import ComposeError, Interrupted, OptionError
 from ftrain.feedback import Adapt, Stop
@@ -94,7 +95,8 @@ def fit(
             ``"raise"`` a NonFiniteError, so that no state from after it is saved; or ``"ignore"`` it.
 
     Raises:
-        ComposeError: when `step` cannot be called, or stands where the state does, or is to be split and no `Step`.
+        ComposeError: when `step` cannot be called, is a class, or stands where the state does; or is to be split and
+            no `Step`.
         OptionError: for an `evaluate`, `stop`, `adapt` or logger that is no function, `evaluate_every` without
             `evaluate`, a metric that is not recorded (`patience`, `plateau`, ``best=``), numbers that are not positive,
             or another `resume`, `on_oom` or `on_nonfinite`.
@@ -109,10 +111,12 @@ def fit(
             returns it, in its ``result``, if it has no ``result`` of its own. With checkpoints, the newest state is
             saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised; after one in a step or in the
             data the newest checkpoint is as it was, for the state may be overwritten in part, or the place in the data
-            be lost.
+            be lost. An error that is a frozen dataclass arrives as the ``__context__`` of the FrozenInstanceError that
+            `contextlib` makes of it: it sets the traceback of what passes through it.
     """
     _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
     _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
+    _warn_of_best(checkpoints, evaluate_every)
     watch = LossWatch(on_nonfinite, checkpoints)
     recorder = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)), watch)
     saved = Saved(checkpoints, data, recorder, resume)
@@ -193,13 +197,21 @@ def _require_services(
 
 
 def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:
-    if not callable(step) and callable(state):
-        raise ComposeError("fit: the step and the state are swapped; needs fit(step, state, data)")
-    if not callable(step):
-        raise ComposeError(f"fit: the step is {type(step).__name__}; needs a Step or a function (state, batch)")
+    require_callable("fit", step, state, "fit(step, state, data)")
     require_on_oom("fit", on_oom)
     if on_oom == SPLIT and not isinstance(step, Step):
         raise ComposeError(f"fit: on_oom='split' needs a Step, whose gradient can be split; found {step!r}")
     for name, value in every.items():
         if value is not None:
             require_positive("fit", name, value)
+
+
+def _warn_of_best(checkpoints: Checkpoints | None, evaluate_every: int | None) -> None:
+    best = "" if checkpoints is None else checkpoints.best or ""
+    if checkpoints and evaluate_every and best.startswith("eval_") and evaluate_every % checkpoints.every:
+        warnings.warn(
+            f"fit: evaluate_every={evaluate_every} is no multiple of Checkpoints(every={checkpoints.every}), so that "
+            f"some evaluations are of steps that are not saved, which cannot become the best by {best!r}: evaluate at "
+            "steps that are saved, or save more often",
+            stacklevel=3,
+        )

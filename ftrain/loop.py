@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ftrain import data as sources
 from ftrain import tree
-from ftrain.checks import require_positive
+from ftrain.checks import require_callable, require_positive
 from ftrain.errors import DataError, OptionError
 from ftrain.purity import as_tree
 from ftrain.reader import Flattener
@@ -79,9 +79,11 @@ def iterate(
         position: where to go on, as `position_of` has told.
 
     Raises:
+        ComposeError: when `step` cannot be called or is a class, or stands where the state does.
         OptionError: for numbers that are not positive, or several epochs of data that passes but once.
         DataError: when there is no batch, or the data ends before `steps` is reached.
     """
+    require_callable("iterate", step, state, "iterate(step, state, data)")
     _require_limits(data, steps, epochs)
     count = int(getattr(state, "step", position.step if position else 0))
     device = device_of(state)

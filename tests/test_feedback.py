@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -171,12 +172,12 @@ MISSPELT = {
         2,
     ),
     "best": (
-        lambda tmp_path: {"checkpoints": ft.Checkpoints(tmp_path, every=3, best="acc"), "evaluate": score},
+        lambda tmp_path: {"checkpoints": ft.Checkpoints(tmp_path, every=2, best="acc"), "evaluate": score},
         r"Checkpoints\(best=\): nothing is recorded as 'acc'; there are eval_accuracy, ",
         2,
     ),
     "best of a vector": (
-        lambda tmp_path: {"checkpoints": ft.Checkpoints(tmp_path, every=3, best="eval_vector"), "evaluate": score},
+        lambda tmp_path: {"checkpoints": ft.Checkpoints(tmp_path, every=2, best="eval_vector"), "evaluate": score},
         r"Checkpoints\(best=\): 'eval_vector' must be a number of each evaluation; found \[1\.0, 1\.0\]",
         2,
     ),
@@ -208,6 +209,31 @@ def test_the_best_may_be_by_a_metric_of_the_steps(tmp_path):
     step, checkpoints = build(), ft.Checkpoints(tmp_path, every=2, best="loss", mode="max")
     ft.fit(step, start(step), DATA, steps=6, progress=False, checkpoints=checkpoints)
     assert checkpoints.latest(best=True).step == 2
+
+
+@pytest.mark.parametrize(
+    ("every", "evaluate_every", "best", "warned"),
+    [
+        (5, 2, "eval_score", True),
+        (2, 3, "eval_score", True),
+        (2, 4, "eval_score", False),
+        (5, 2, "loss", False),
+        (5, None, "eval_score", False),
+    ],
+)
+def test_evaluations_of_steps_that_are_not_saved_are_warned_of_where_the_best_is_kept(
+    every, evaluate_every, best, warned, tmp_path
+):
+    step, checkpoints = build(), ft.Checkpoints(tmp_path, every=every, best=best)
+    options = {"evaluate": evaluations(VALUES), "evaluate_every": evaluate_every, "checkpoints": checkpoints}
+    expected = pytest.warns(
+        UserWarning, match=rf"every={evaluate_every} is no multiple of Checkpoints\(every={every}\)"
+    )
+    with expected if warned else nullcontext() as found:
+        ft.fit(step, start(step), DATA, progress=False, **options)
+    if warned:
+        assert len(found) == 1
+        assert found[0].filename == __file__
 
 
 def test_a_scheduler_of_torch_is_no_schedule():

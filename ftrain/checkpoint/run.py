@@ -77,7 +77,8 @@ class Checkpoints:
         directory: made when it is missing.
         every: steps between saves.
         keep: how many of the newest stay; the best one and pinned ones stay besides.
-        best: a metric of evaluation by which the best one is known; one that is not finite never wins.
+        best: a metric of evaluation by which the best one is known; one that is not finite never wins. Only steps that
+            are saved count: `fit` warns when its ``evaluate_every`` is no multiple of `every`.
         mode: ``"min"`` when less of it is better, ``"max"`` when more is.
         async_: write in the background.
         texts: files that go into every checkpoint, such as ``{"params/config.json": model.config.to_json_string()}``,

@@ -97,6 +97,39 @@ def test_a_wrapper_that_needs_an_option_and_has_none(given):
         ft.accumulate(given)
 
 
+CALLS = {
+    "fit": lambda step, state: ft.fit(step, state, [batch()]),
+    "iterate": lambda step, state: next(ft.iterate(step, state, [batch()])),
+    "evaluate": lambda step, state: ft.evaluate(step, state, [batch()]),
+    "anatomy": lambda step, state: ft.anatomy(step, state, batch()),
+    "hints": lambda step, state: ft.hints(step, state, batch()),
+    "ladder": lambda step, state: ft.ladder(step, state, batch()),
+    "tune": lambda step, state: ft.tune(step, state, batch()),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_step_and_a_state_that_are_swapped(name):
+    step = ft.eval_step(squares) if name == "evaluate" else make()
+    with failing(ComposeError, f"{name}: the step and the state are swapped; needs {name}(step, state, "):
+        CALLS[name](make().init(params()), step)
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_class_given_as_the_step(name):
+    class Own:
+        def __call__(self, state, batch):
+            return state, {}
+
+    with failing(ComposeError, f"{name}: the step is the class Own; needs an instance of it: {name}(step, state, "):
+        CALLS[name](Own, make().init(params()))
+
+
+def test_iterate_over_what_is_no_function():
+    with failing(ComposeError, "iterate: the step is NoneType; needs a Step or a function (state, batch)"):
+        CALLS["iterate"](None, make().init(params()))
+
+
 def plain_of_blocks(name, module):
     return "full"
 

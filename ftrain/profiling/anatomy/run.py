@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ftrain import tree
+from ftrain.checks import require_order
 from ftrain.errors import ComposeError, StructureError
 from ftrain.profiling.anatomy.measured import measure as measured_of
 from ftrain.profiling.anatomy.predicted import abstract_state, predict
@@ -44,6 +45,7 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
         StructureError: for another state, or none where the loss is no module.
         TraceError: when the step asks for the value of a tensor.
     """
+    require_order("anatomy", step, state, "anatomy(step, state, batch)")
     if not isinstance(step, Step):
         raise ComposeError(f"anatomy: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
     whole, batch = _whole(step, state), as_tree(batch)

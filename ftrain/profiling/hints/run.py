@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ftrain import backends, tree
+from ftrain.checks import require_order
 from ftrain.errors import BatchError, ComposeError
 from ftrain.operations import CONTRACTION
 from ftrain.profiling.anatomy import Anatomy, anatomy
@@ -54,6 +55,7 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
         DataError: for data that passes but once.
         TraceError: when the step asks for the value of a tensor.
     """
+    require_order("hints", step, state, "hints(step, state, batch)")
     if not isinstance(step, Step):
         raise ComposeError(f"hints: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
     step.require(state)

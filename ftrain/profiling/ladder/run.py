@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ftrain import backends, tree
-from ftrain.checks import require_positive
+from ftrain.checks import require_order, require_positive
 from ftrain.errors import ComposeError, FtrainError, OptionError, TraceError
 from ftrain.pieces import is_out_of_memory, release
 from ftrain.profiling.anatomy import anatomy
@@ -70,6 +70,7 @@ def ladder(
         DataError: for data that passes but once.
         Exception: what the step as given raises, but that it is out of memory, which is a result.
     """
+    require_order("ladder", step, state, "ladder(step, state, batch)")
     if not isinstance(step, Step):
         raise ComposeError(f"ladder: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
     require_positive("ladder", "rounds", rounds)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from ftrain import tree
-from ftrain.checks import require_positive
+from ftrain.checks import require_order, require_positive
 from ftrain.errors import ComposeError, DeviceError
 from ftrain.pieces import is_out_of_memory, release
 from ftrain.profiling.anatomy import anatomy
@@ -73,6 +73,7 @@ def trials(
     Raises:
         FtrainError: as `tune` does.
     """
+    require_order("tune", step, state, "tune(step, state, batch)")
     if not isinstance(step, Step):
         raise ComposeError(f"tune: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
     require_positive("tune", "rounds", rounds)
