@@ -111,8 +111,8 @@ def fit(
             returns it, in its ``result``, if it has no ``result`` of its own. With checkpoints, the newest state is
             saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised; after one in a step or in the
             data the newest checkpoint is as it was, for the state may be overwritten in part, or the place in the data
-            be lost. An error that is a frozen dataclass arrives as the ``__context__`` of the FrozenInstanceError that
-            `contextlib` makes of it: it sets the traceback of what passes through it.
+            be lost. An error of a loss that is a frozen dataclass is the ``__context__`` of a FrozenInstanceError,
+            since `contextlib` sets the traceback of errors that pass through it.
     """
     _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
     _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)

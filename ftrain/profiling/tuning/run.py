@@ -70,6 +70,13 @@ def trials(
 ) -> Trials:
     """Do what `tune` does, and return all that was tried with the step that was chosen.
 
+    Args:
+        step: the step, as for `tune`.
+        state: a state of it, or None.
+        batch: a batch.
+        memory: bytes, or an amount such as ``"8GB"``; by default what is free.
+        rounds: how often each is timed.
+
     Raises:
         FtrainError: as `tune` does.
     """
