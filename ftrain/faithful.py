@@ -16,6 +16,9 @@ from ftrain import tree
 
 _aten = torch.ops.aten
 VIEWS = _aten.view.default, _aten._unsafe_view.default
+NEAREST = _aten.upsample_nearest2d_backward.default
+BY_LAYOUT = _aten._linalg_det.default, _aten._linalg_slogdet.default
+"""They factorize the transpose of a contiguous matrix, and the gradient was captured for one or for the other."""
 
 
 @torch.library.custom_op("ftrain::rnn_layer_backward", mutates_args=())
@@ -70,6 +73,37 @@ def _(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.new_empty(shape)
 
 
+@torch.library.custom_op("ftrain::laid", mutates_args=())
+def _laid(matrices: Tensor, contiguous: bool) -> Tensor:
+    if contiguous:
+        return matrices.clone(memory_format=torch.contiguous_format)
+    return matrices.mT.clone(memory_format=torch.contiguous_format).mT
+
+
+@_laid.register_fake
+def _(matrices: Tensor, contiguous: bool) -> Tensor:
+    return matrices.new_empty(matrices.shape) if contiguous else matrices.new_empty(matrices.mT.shape).mT
+
+
+@torch.library.custom_op("ftrain::upsample_nearest2d_backward", mutates_args=())
+def _upsample_nearest2d_backward(
+    grad_output: Tensor,
+    output_size: Sequence[int],
+    input_size: Sequence[int],
+    scales_h: float | None = None,
+    scales_w: float | None = None,
+) -> Tensor:
+    # Inductor's own takes the ratio of the sizes for the scales, which differ where the output was rounded down.
+    return _aten.upsample_nearest2d_backward.default(  # type: ignore[no-any-return]
+        grad_output.contiguous(), output_size, input_size, scales_h, scales_w
+    )
+
+
+@_upsample_nearest2d_backward.register_fake
+def _(grad_output: Tensor, output_size: Sequence[int], input_size: Sequence[int], *_: float | None) -> Tensor:
+    return grad_output.new_empty(input_size)
+
+
 @torch.library.custom_op("ftrain::rnn_layer", mutates_args=())
 def _rnn_layer(
     x: Tensor,
@@ -112,10 +146,31 @@ def mended(captured: fx.GraphModule) -> fx.GraphModule:
     for node in nodes:
         if node.target in VIEWS and written.isdisjoint(_storages(node)):
             node.target = _aten.reshape.default
+        elif node.target is NEAREST and _is_rounded(*node.args[1:]):
+            node.target = torch.ops.ftrain.upsample_nearest2d_backward.default
         else:
             node.target = own.get(node.target, node.target)
+        if node.target in BY_LAYOUT:
+            _lay_as_captured(node)
     captured.recompile()
     return captured
+
+
+def _is_rounded(output_size: Any, input_size: Any, *scales: Any) -> bool:
+    """Whether scales that an image was resized with differ from the ratio of its sizes."""
+    sizes = zip(output_size, input_size[2:], scales, strict=False)
+    return any(scale is not None and after != before * scale for after, before, scale in sizes)
+
+
+def _lay_as_captured(node: fx.Node) -> None:
+    """Let the matrices that a node takes lie in memory as they did in the capture, whatever a compiler chooses."""
+    matrices, *rest = node.args
+    assert isinstance(matrices, fx.Node)
+    value: Tensor = matrices.meta["val"]
+    with node.graph.inserting_before(node):
+        laid = node.graph.call_function(torch.ops.ftrain.laid.default, (matrices, value.is_contiguous()))
+    laid.meta["val"] = torch.ops.ftrain.laid.default(value, value.is_contiguous())
+    node.args = laid, *rest
 
 
 def settled(captured: fx.GraphModule) -> fx.GraphModule:

@@ -84,6 +84,25 @@ def test_inductor_gives_the_kernel_of_an_lstm_what_it_expects():
     assert_trains_alike(Recurrent(), torch.randn(4, 5, 8), squares)
 
 
+@pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning")
+def test_determinants_of_matrices_that_inductor_lays_otherwise_have_their_gradients():
+    torch.manual_seed(0)
+    matrices = nn.ParameterList([torch.randn(2, 3, 4, 4, dtype=torch.float64) for _ in range(2)])
+
+    def volumes(model, x):
+        # Their sum lies in memory as its first part when it runs eagerly, and as its second where Inductor fuses it.
+        first, second = (each[0].mT + each[1] * x for each in model)
+        return (torch.linalg.det(first).sum() + torch.linalg.slogdet(second).logabsdet.sum()) / 100
+
+    assert_trains_alike(matrices, torch.ones((), dtype=torch.float64), volumes)
+
+
+def test_an_image_that_is_resized_by_a_scale_that_rounds_its_size_has_its_gradient():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Upsample(scale_factor=1.7), nn.Conv2d(3, 1, 3))
+    assert_trains_alike(model, torch.randn(2, 2, 5, 6), squares)
+
+
 def test_a_view_that_is_written_to_stays_a_view():
     def function(x):
         y = x * 2
