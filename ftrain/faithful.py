@@ -104,6 +104,28 @@ def _(grad_output: Tensor, output_size: Sequence[int], input_size: Sequence[int]
     return grad_output.new_empty(input_size)
 
 
+def _padded_backward(name: str) -> Any:
+    """Return an operation that is the gradient of replicate padding, in the memory layout that it promises."""
+    kernel = getattr(_aten, name).default
+
+    @torch.library.custom_op(f"ftrain::{name}", mutates_args=())
+    def backward(grad_output: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+        # Of an input that is channels-last the kernel returns another layout than the capture was promised.
+        return kernel(grad_output, x, padding).contiguous()  # type: ignore[no-any-return]
+
+    @backward.register_fake
+    def _(grad_output: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+        return x.new_empty(x.shape)
+
+    return getattr(torch.ops.ftrain, name).default
+
+
+PADDED = {
+    getattr(_aten, name).default: _padded_backward(name)
+    for name in ("replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward")
+}
+
+
 @torch.library.custom_op("ftrain::rnn_layer", mutates_args=())
 def _rnn_layer(
     x: Tensor,
@@ -140,6 +162,7 @@ def mended(captured: fx.GraphModule) -> fx.GraphModule:
     nodes = list(captured.graph.nodes)
     written = set(_written(nodes))
     own = {
+        **PADDED,
         _aten.mkldnn_rnn_layer.default: torch.ops.ftrain.rnn_layer.default,
         _aten.mkldnn_rnn_layer_backward.default: torch.ops.ftrain.rnn_layer_backward.default,
     }
@@ -164,8 +187,8 @@ def _is_rounded(output_size: Any, input_size: Any, *scales: Any) -> bool:
 
 def _lay_as_captured(node: fx.Node) -> None:
     """Let the matrices that a node takes lie in memory as they did in the capture, whatever a compiler chooses."""
-    matrices, *rest = node.args
-    assert isinstance(matrices, fx.Node)
+    arguments: Any = node.args
+    matrices, *rest = arguments
     value: Tensor = matrices.meta["val"]
     with node.graph.inserting_before(node):
         laid = node.graph.call_function(torch.ops.ftrain.laid.default, (matrices, value.is_contiguous()))

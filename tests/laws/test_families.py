@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import ftrain as ft
 from ftrain.graph import capture
@@ -101,6 +102,17 @@ def test_an_image_that_is_resized_by_a_scale_that_rounds_its_size_has_its_gradie
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Upsample(scale_factor=1.7), nn.Conv2d(3, 1, 3))
     assert_trains_alike(model, torch.randn(2, 2, 5, 6), squares)
+
+
+def test_replicate_padding_of_an_image_that_is_channels_last_has_its_gradient():
+    model = nn.ParameterList([torch.randn(2, 5, 6, 3), torch.randn(2, 4, 5, 6, 3), torch.randn(2, 6, 3)])
+
+    def padded(images, ones):
+        moved = [image.movedim(-1, 1) for image in images]
+        wide = [F.pad(image, (1, 1) * (image.ndim - 2), "replicate") for image in moved]
+        return sum((image.square() * torch.arange(1.0, image.numel() + 1).view_as(image)).mean() for image in wide)
+
+    assert_trains_alike(model, torch.ones(()), padded)
 
 
 def test_a_view_that_is_written_to_stays_a_view():
