@@ -6,6 +6,7 @@ then a view cannot be taken of what is there, and only a reshape can. And a kern
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,17 @@ from ftrain import tree
 
 _aten = torch.ops.aten
 VIEWS = _aten.view.default, _aten._unsafe_view.default
+CONTIGUOUS = {
+    _aten.native_batch_norm,
+    _aten._native_batch_norm_legit,
+    _aten._native_batch_norm_legit_functional,
+    _aten._native_batch_norm_legit_no_training,
+    _aten.native_batch_norm_backward,
+    _aten._log_softmax_backward_data,
+    _aten._softmax_backward_data,
+}
+"""Kernels of the CPU that return contiguous memory where other strides are promised. A view that one missing here makes
+impossible is an error, for which ``compiled()`` splits the step."""
 NEAREST = _aten.upsample_nearest2d_backward.default
 BY_LAYOUT = _aten._linalg_det.default, _aten._linalg_slogdet.default
 """They factorize the transpose of a contiguous matrix, and the gradient was captured for one or for the other."""
@@ -65,7 +77,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 @torch.library.custom_op("ftrain::reshaped", mutates_args=())
 def _reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return x.reshape(shape).clone(memory_format=torch.contiguous_format)
+    return x.clone(memory_format=torch.contiguous_format).view(shape)
 
 
 @_reshaped.register_fake
@@ -217,9 +229,11 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _is_promised(node: fx.Node) -> bool:
-    """Whether the strides of a tensor are not known, but as they would be in a kernel that keeps those of its input."""
+    """Whether a tensor has the strides of an input by promise, of a kernel that returns contiguous memory."""
     value = node.meta.get("val")
-    return node.op == "call_function" and isinstance(value, Tensor) and not value.is_contiguous()
+    source = node.all_input_nodes[0] if node.target is operator.getitem else node
+    packet = getattr(source.target, "overloadpacket", None)
+    return packet in CONTIGUOUS and isinstance(value, Tensor) and not value.is_contiguous()
 
 
 def _written(nodes: Iterable[fx.Node]) -> Iterator[int]:
