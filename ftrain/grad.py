@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftrain import backends, purity, tree
 from ftrain.errors import LossError
@@ -197,7 +198,7 @@ class _Forward:
         leaves, spec = self._flatten((state.params, state.frozen, batch, state.buffers))
         params_spec = spec.child(0)
         # A graph that is being captured must not hold a second run.
-        within = Within() if isinstance(next(iter(leaves), None), FakeTensor) else None
+        within = Within() if get_proxy_mode() is not None else None
         with torch.enable_grad(), within or nullcontext():
             if params is None:
                 params = [leaf.detach().requires_grad_() for leaf in leaves[: params_spec.num_leaves]]
@@ -215,7 +216,8 @@ class _Forward:
 
     def _hidden(self, inputs: Any, within: Within | None, unused: list[int]) -> list[int]:
         """Look for unused leaves in re-entrant checkpoints, with a run of its own, once for the same leaves."""
-        if tuple(unused) in self._unused:
+        is_abstract = within is None and isinstance(inputs[-1][0], FakeTensor)
+        if is_abstract or tuple(unused) in self._unused:
             return []
         if within is None:
             with warnings.catch_warnings(), backends.of(inputs[-1][0].device).seeded(0), Within() as within:
