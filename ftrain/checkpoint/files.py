@@ -170,7 +170,11 @@ def rename(old: Path, new: Path) -> None:
 
 
 def hold(path: Path) -> int:
-    """Mark a directory as in use by this process, for as long as that lives; the mark is a descriptor."""
+    """Mark a directory as in use by this process, for as long as that lives; the mark is a descriptor.
+
+    Raises:
+        OSError: when it is no directory that can be opened, or another process has marked it.
+    """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | NOT_THROUGH_LINKS)
     try:
         _flock(descriptor)
