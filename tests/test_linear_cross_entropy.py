@@ -445,7 +445,7 @@ def test_errors(wrong, message):
 # In a process of its own, since the peak of a process cannot be taken back. What the allocator gives and gets is in the
 # profiler's trace, whoever asks for it; the peak of the process is a second witness.
 MEASURE = """
-import json, resource, sys, torch, ftrain as ft
+import json, sys, torch, ftrain as ft
 
 kind, lowering, trace = sys.argv[1:]
 torch.set_num_threads(1)
@@ -460,7 +460,7 @@ def loss(params, batch):
     return ft.losses.linear_cross_entropy(hidden, params["weight"], labels)
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return ft.backends.of(torch.device("cpu")).memory().peak
 
 step = ft.train_step(loss, ft.optim.sgd(0.1))
 step = ft.compiled(lowering="whole", donate=True)(step) if lowering == "compiled" else ft.donated(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 STATM = Path("/proc/self/statm")
+STATUS = Path("/proc/self/status")
 
 
 def resident() -> Memory:
@@ -28,11 +30,21 @@ def resident() -> Memory:
 
 
 def _of_unix() -> Memory:
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = _peak_of_linux() or _peak_of_unix()
     current = int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else peak
     # The two are counted in different places, and not at the same moment.
     return Memory(current=current, peak=max(current, peak))
+
+
+def _peak_of_linux() -> int:
+    """Bytes, or 0 where the system does not tell: see VmHWM in proc_pid_status(5)."""
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
+    return int(found[1]) * 1024 if found else 0
+
+
+def _peak_of_unix() -> int:
+    """Bytes. On Linux at least those of the process that started this one: they outlive exec, see getrusage(2)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class _Counters(ctypes.Structure):

@@ -467,7 +467,10 @@ def the_doctor_examines_it(name, module):
     doctor.SMALLEST = doctor.LARGEST = 64
     doctor.COPIED = 1 << 12
     told = "\n".join(doctor.report([name]))
-    return "fails" not in told and f"\n{name}\n  device         Toy\n  autocast       bfloat16, float16\n" in told
+    return (
+        "fails" not in told
+        and f"\n{name}\n  device         Toy\n  autocast       bfloat16 (native), float16 (native)\n" in told
+    )
 
 
 @check

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -21,6 +22,16 @@ def test_it_grows_by_what_is_taken():
     # Others may give something back meanwhile.
     assert after.current - before.current == pytest.approx(taken.nbytes, rel=0.3)
     assert after.peak >= after.current
+
+
+PEAK = "from ftrain.backends.resident import resident; print(resident().peak)"
+
+
+@pytest.mark.skipif(not resident.STATUS.exists(), reason="the system tells a peak that outlives the start of a program")
+def test_the_peak_is_not_that_of_the_process_that_started_this_one():
+    taken = torch.ones(1 << 29)  # 2 GiB
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < taken.nbytes < resident.resident().peak
 
 
 class Function:

@@ -506,13 +506,15 @@ print(checkpoints.latest().environment["ftrain"])
 
 
 def test_a_checkout_that_is_not_installed_saves(tmp_path):
-    """Every installed package but this one, whose files are found by PYTHONPATH."""
+    """Every installed package, and the sources of this one without the metadata of an installation."""
     packages = tmp_path / "packages"
     packages.mkdir()
     for installed in Path(torch.__file__).parents[1].iterdir():
         if "ftrain" not in installed.name:
             (packages / installed.name).symlink_to(installed)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)])}
+    # Not ROOT itself: installing leaves a folder of metadata beside the sources.
+    (packages / "ftrain").symlink_to(ROOT / "ftrain")
+    environment = {**os.environ, "PYTHONPATH": str(packages)}
     command = [sys.executable, "-S", "-c", SAVE_FROM_A_CHECKOUT, str(tmp_path / "run")]
     found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout.strip()) == (0, ft.__version__), found.stderr
