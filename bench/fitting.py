@@ -11,7 +11,7 @@ from typing import Any
 import ftrain as ft
 from bench.ours import step_of
 from bench.tasks import Task
-from ftrain.history import History
+from ftrain.training.history import History
 
 
 class Fitting:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ftrain import doctor
 from ftrain.errors import DeviceError
+from ftrain.profiling import doctor
 
 
 def main(given: list[str] | None = None) -> int:

@@ -199,7 +199,7 @@ LossOutput: TypeAlias = tuple[Mean, Metrics, PyTree]
 
 
 class LossFn(Protocol):
-    """A loss in its full form; `ftrain.grad.adapt` makes one from the short forms that users write."""
+    """A loss in its full form; `ftrain.step.value_and_grad.adapt` makes one from the short forms that users write."""
 
     def __call__(self, params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         """Return the loss, further metrics, and the buffers for the next step."""

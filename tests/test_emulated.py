@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from ftrain import doctor
 from ftrain.backends import cpu, registry
 from ftrain.errors import ComposeError, OptionError, StructureError
+from ftrain.profiling import doctor
 from ftrain.profiling.hints import facts_of, judge
 from ftrain.profiling.hints import run as hints_run
 from ftrain.profiling.ladder import run

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from ftrain import float8, tree
+from ftrain import tree
 from ftrain.backends import cuda, rocm
 from ftrain.errors import ComposeError, DeviceError, FtrainError, OptionError, StructureError
+from ftrain.transforms.amp import float8
 from tests.faults.problem import assert_bitwise, batch, failing, make, squares
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from ftrain import graph
 from ftrain.errors import LossError
 from ftrain.losses import chunked, cross_entropy, linear, linear_cross_entropy
 from ftrain.losses.chunked import auto_chunk, losses_and_gradients
+from ftrain.transforms.compile import capture as capturing
 
 F64 = torch.float64
 CLASSES, WIDTH = 11, 6
@@ -391,8 +391,8 @@ class TestPipelines:
             assert_same(run(linear_cross_entropy, *wrappers), wanted)
 
     def test_chunks_are_one_node_of_the_graph(self, monkeypatch):
-        seen, capture = [], graph.capture
-        monkeypatch.setattr(graph, "capture", lambda *args: seen.append(capture(*args)) or seen[-1])
+        seen, capture = [], capturing.capture
+        monkeypatch.setattr(capturing, "capture", lambda *args: seen.append(capture(*args)) or seen[-1])
         train(fused, ft.compiled(lowering="whole", backend="eager"))
         (captured,) = seen
         targets = [node.target for node in captured.graph.nodes]

@@ -8,8 +8,8 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import ComposeError, TraceError
-from ftrain.graph import capture
-from ftrain.lowered import count_nodes, peak_bytes
+from ftrain.transforms.compile.capture import capture
+from ftrain.transforms.compile.lowered import count_nodes, peak_bytes
 
 KIB = 1024
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ftrain as ft
 from ftrain.errors import OptionError, StructureError, TraceError
+from ftrain.step.value_and_grad import value_and_grad
 
 LR = 0.1
 STEPS = 3
@@ -229,7 +230,7 @@ def test_the_gradient_function_gives_torchs_gradients():
     state = ft.train_step(loss, ft.optim.sgd(LR)).init()
     with torch.random.fork_rng(), loss.scope(True):
         reseed(0)
-        found = ft.grad.value_and_grad(loss.fn)(state, batch(0), None)
+        found = value_and_grad(loss.fn)(state, batch(0), None)
     assert sorted(found.grads) == sorted(grads)
     for name, grad in grads.items():
         assert torch.equal(found.grads[name], grad)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError
-from ftrain.masks import everything, matrices
 from ftrain.optim import (
     adafactor,
     adagrad,
@@ -26,7 +25,8 @@ from ftrain.optim import (
     schedule_free_params,
     sgd,
 )
-from ftrain.optim.leaves import BLOCK, Planner
+from ftrain.optim.grouping import BLOCK, Planner
+from ftrain.tree.name_patterns import everything, matrices
 from tests.laws.optimizers import MATRICES_ONLY, OPTIMIZERS
 
 F64 = torch.float64

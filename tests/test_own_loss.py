@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from ftrain.label_weights import LOSS_TYPES
-from ftrain.splitting import in_pieces
+from ftrain.step.hf_loss_weights import LOSS_TYPES
+from ftrain.training.oom_retry import in_pieces
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()

@@ -14,10 +14,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from ftrain import keyed, philox, random
+from ftrain import random
 from ftrain.errors import OptionError, TraceError
-from ftrain.keyed import Keyed
-from ftrain.recompute import recomputed
+from ftrain.random import keys, philox, torch_ops
+from ftrain.random.torch_ops import Keyed
+from ftrain.transforms.remat.checkpoint import recomputed
 
 INT64 = st.integers(-(2**63), 2**64 - 1)
 WORD = st.integers(0, 2**32 - 1)
@@ -106,7 +107,7 @@ def test_key_holds_the_seed(seed):
 
 def test_counters_beyond_32_bits():
     index = torch.tensor([0, 2**32 - 1, 2**32, 2**32 + 3, 2**40 + 5])
-    words = torch.stack(random._blocks(random.key(5), index, 0), -1).tolist()
+    words = torch.stack(keys._blocks(random.key(5), index, 0), -1).tolist()
     for i, block in zip(index.tolist(), words, strict=True):
         assert tuple(block) == philox.philox_host((5, 0), (i % 2**32, i >> 32, 0, 0))
     assert len({tuple(block) for block in words}) == 5
@@ -473,12 +474,12 @@ def test_randint_and_permutation():
 
 def extreme(word):
     """Make every word of every block `word`."""
-    return mock.patch.object(random, "philox", lambda key, counter: (torch.full_like(counter[0], word),) * 4)
+    return mock.patch.object(keys, "philox", lambda key, counter: (torch.full_like(counter[0], word),) * 4)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_unit_uniform_is_every_multiple_below_one(dtype):
-    key, digits = random.key(0), random._DIGITS[dtype]
+    key, digits = random.key(0), keys._DIGITS[dtype]
     with extreme(2**32 - 1):
         assert float(random.uniform(key, (), dtype=dtype)) == 1 - 2.0**-digits
     with extreme(0):
@@ -505,8 +506,8 @@ def test_uniform_stays_inside_its_range(dtype, low, width):
 @pytest.mark.parametrize("dtype", FLOATS)
 @given(value=st.floats(-60000, 60000))
 def test_round_down_is_tight(dtype, value):
-    below = torch.tensor(random._round_down(value, dtype), dtype=dtype)
-    assert float(below) == random._round_down(value, dtype) <= value
+    below = torch.tensor(keys._round_down(value, dtype), dtype=dtype)
+    assert float(below) == keys._round_down(value, dtype) <= value
     assert float(torch.nextafter(below, torch.tensor(math.inf, dtype=dtype))) > value
 
 
@@ -640,7 +641,7 @@ def stock(x):
 
 def test_each_stock_operation_draws_from_its_own_fold():
     key, cases = random.key(41), stock(torch.linspace(-1, 1, 8))
-    assert len(cases) < keyed._CHUNK
+    assert len(cases) < torch_ops._CHUNK
     cases *= 2  # beyond the first chunk of keys
     with Keyed(key) as stream:
         drawn = [draw() for draw, _ in cases]
@@ -683,14 +684,14 @@ def test_replay_restores_after_an_error():
 
 
 def test_current_is_the_innermost():
-    assert keyed.current() is None
+    assert torch_ops.current() is None
     with Keyed(random.key(0)) as outer:
-        assert keyed.current() is outer
+        assert torch_ops.current() is outer
         with Keyed(random.key(1)) as inner:
-            assert keyed.current() is inner
+            assert torch_ops.current() is inner
             torch.rand(1)
-        assert (keyed.current(), outer.offset, inner.offset) == (outer, 0, 1)
-    assert keyed.current() is None
+        assert (torch_ops.current(), outer.offset, inner.offset) == (outer, 0, 1)
+    assert torch_ops.current() is None
 
 
 def test_recomputation_with_replay_gives_the_same_gradient():
@@ -698,7 +699,7 @@ def test_recomputation_with_replay_gives_the_same_gradient():
         return F.dropout(x.sin(), 0.5).exp()
 
     def repeatable(offset, x):
-        with keyed.current().replay(offset):
+        with torch_ops.current().replay(offset):
             return block(x)
 
     def grad(remat):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ftrain import tree
 from ftrain.errors import ConsumedError
-from ftrain.guard import Guard
-from ftrain.reader import Flattener, reader
+from ftrain.tree.fast_flatten import Flattener, reader
+from ftrain.tree.guards import Guard
 from ftrain.types import Mean, TrainState, consume
 
 Pair = namedtuple("Pair", "a b")

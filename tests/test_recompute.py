@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ftrain as ft
 from ftrain.errors import LossError, TraceError
-from ftrain.recompute import recomputed
+from ftrain.transforms.remat.checkpoint import recomputed
 
 SIZE = 4
 

@@ -13,12 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import ftrain as ft
-from ftrain import graph
+from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import CheckpointError, ComposeError, ConsumedError, DeviceError, OptionError
-from ftrain.pieces import cut, is_out_of_memory, most_pieces, release
-from ftrain.recorder import Recorder
-from ftrain.splitting import in_pieces
-from ftrain.step import Step
+from ftrain.step.microbatch import cut, most_pieces
+from ftrain.step.step import Step
+from ftrain.training.metrics import Recorder
+from ftrain.training.oom_retry import in_pieces
+from ftrain.transforms.compile import capture as capturing
 
 F64 = torch.float64
 
@@ -26,7 +27,7 @@ F64 = torch.float64
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch):
     """Which takes longer than all of a run here."""
-    monkeypatch.setattr("ftrain.pieces.gc", types.SimpleNamespace(collect=int))
+    monkeypatch.setattr("ftrain.backends.oom.gc", types.SimpleNamespace(collect=int))
 
 
 class Scarce(TorchDispatchMode):
@@ -74,8 +75,8 @@ def scarce(step, at, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Step, "__call__", scarcely)
         # What is captured takes no memory.
-        patch.setattr(graph, "capture", spared(graph.capture))
-        patch.setattr(graph, "compile_graph", spared(graph.compile_graph))
+        patch.setattr(capturing, "capture", spared(capturing.capture))
+        patch.setattr(capturing, "compile_graph", spared(capturing.compile_graph))
         yield mode
 
 
@@ -215,7 +216,9 @@ def test_a_step_that_may_be_refused_overwrites_nothing(more):
 
 def test_without_the_checkpoint_it_would_go_on_wrong(monkeypatch):
     """The test above proves something: most states that are refused are no longer what they were."""
-    monkeypatch.setattr("ftrain.splitting._Phase.may_write", property(lambda self: False, lambda self, value: None))
+    monkeypatch.setattr(
+        "ftrain.training.oom_retry._Phase.may_write", property(lambda self: False, lambda self, value: None)
+    )
     step, data = make(), batches(2)
     needed, wrong = by_hand(step, data, 1), 0
     for at in range(operations(step, 1)):
@@ -233,7 +236,9 @@ def test_out_of_memory_at_every_operation_of_a_compiled_step(donate, after, tmp_
     step, data = make(ft.compiled(lowering="whole", backend="eager"), loss=still), batches(2)
     # The phase is of no use in a graph, and a new one would be a new step.
     split = in_pieces(step.donating if donate else step, 2)
-    monkeypatch.setattr("ftrain.splitting.in_pieces", lambda whole, pieces, phase: split if pieces == 2 else whole)
+    monkeypatch.setattr(
+        "ftrain.training.oom_retry.in_pieces", lambda whole, pieces, phase: split if pieces == 2 else whole
+    )
     needed = [by_hand(step, data, 0), by_hand(step, data, 1)]
     count = operations(step, 1, donate=donate)
     # The first one leaves a copy of a state that it may have begun to write over, and the second one does not.
@@ -287,7 +292,7 @@ def unweighted(model, batch):
 @contextmanager
 def captures():
     """How many operations each graph has that is captured."""
-    sizes, capture = [], graph.capture
+    sizes, capture = [], capturing.capture
 
     def counted(*args):
         captured = capture(*args)
@@ -295,7 +300,7 @@ def captures():
         return captured
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph, "capture", counted)
+        patch.setattr(capturing, "capture", counted)
         yield sizes
 
 
@@ -644,7 +649,7 @@ def test_nothing_hangs_on_the_error():
 def test_what_was_on_its_way_to_the_host_is_let_go_of(monkeypatch):
     waited = []
     copier = types.SimpleNamespace(wait=lambda: waited.append(1))
-    monkeypatch.setattr("ftrain.pieces.copier_of", lambda device: copier)
+    monkeypatch.setattr("ftrain.backends.oom.copier_of", lambda device: copier)
     release(RuntimeError("out of memory"), torch.device("cpu"))
     assert waited == [1]
 

@@ -15,8 +15,8 @@ from torch.utils.data import dataloader
 
 from ftrain import _torch
 from ftrain.errors import TraceError, VersionError
-from ftrain.plan import Plan
 from ftrain.profiling.anatomy import planned
+from ftrain.transforms.compile.plan import Plan
 
 ROOT = Path(_torch.__file__).parents[1]
 OLDEST, NEWEST = (".".join(map(str, version)) for version in _torch.TESTED)

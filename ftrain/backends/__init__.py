@@ -8,7 +8,7 @@ imported when its device is asked for by name, and not before.
 import torch as _torch
 
 from ftrain.backends import cpu, cuda, hpu, mlu, mps, musa, npu, rocm, xla, xpu
-from ftrain.backends.private import private_use as private_use
+from ftrain.backends.privateuse1 import private_use as private_use
 from ftrain.backends.registry import Backend as Backend
 from ftrain.backends.registry import Copier as Copier
 from ftrain.backends.registry import Memory as Memory

@@ -1,8 +1,8 @@
 """Checkpoints: trees on the disk as safetensors and a manifest, verified and never half there."""
 
+from ftrain.checkpoint.checkpoints import Checkpoints as Checkpoints
 from ftrain.checkpoint.reading import load as load
 from ftrain.checkpoint.reading import verify as verify
-from ftrain.checkpoint.run import Checkpoints as Checkpoints
 from ftrain.checkpoint.saving import save as save
 
 __all__ = [

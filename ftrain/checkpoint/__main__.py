@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ftrain.checkpoint.reading import verify
 from ftrain.checkpoint.report import differences, found, inspected, require_history
-from ftrain.checkpoint.skeleton import printable
+from ftrain.checkpoint.treedef import printable
 from ftrain.errors import CheckpointError
 
 

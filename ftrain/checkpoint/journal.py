@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import DIGEST
-from ftrain.checkpoint.skeleton import describe, rebuild
+from ftrain.checkpoint.treedef import describe, rebuild
 from ftrain.errors import CheckpointError
 
 NAME = "ftrain-history.jsonl"

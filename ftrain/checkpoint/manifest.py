@@ -14,7 +14,7 @@ import torch
 
 from ftrain._version import __version__
 from ftrain.checkpoint.layout import DTYPES, Kind, is_dense
-from ftrain.checkpoint.skeleton import Json, decode, encode, printable
+from ftrain.checkpoint.treedef import Json, decode, encode, printable
 from ftrain.errors import CheckpointError
 
 NAME = "MANIFEST.json"

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ftrain.backends.oom import is_out_of_memory
 from ftrain.checkpoint import files
 from ftrain.checkpoint.layout import LARGEST, as_bytes, layout
 from ftrain.checkpoint.manifest import MOST_BYTES, NAME, Manifest, Stored, parse
-from ftrain.checkpoint.matching import choose, filled, renamed
-from ftrain.checkpoint.skeleton import Json, children, contents, describe, printable, rebuild
+from ftrain.checkpoint.treedef import Json, children, contents, describe, printable, rebuild
+from ftrain.checkpoint.validate import choose, filled, renamed
 from ftrain.errors import CheckpointError, DeviceError, StructureError
-from ftrain.pieces import is_out_of_memory
 from ftrain.types import PyTree
 
 READERS = 2

@@ -10,7 +10,7 @@ from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import Manifest, dump
 from ftrain.checkpoint.reading import verify
 from ftrain.checkpoint.saving import Notes, write
-from ftrain.checkpoint.skeleton import Described
+from ftrain.checkpoint.treedef import Described
 from ftrain.errors import CheckpointError
 
 NEW = ".new"

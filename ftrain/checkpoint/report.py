@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftrain.checkpoint.checkpoints import Checkpoints
 from ftrain.checkpoint.journal import Mark, check, mark_of
 from ftrain.checkpoint.manifest import Manifest, Stored
 from ftrain.checkpoint.reading import load_contents, read_manifest
-from ftrain.checkpoint.run import Checkpoints
-from ftrain.checkpoint.skeleton import Container, contents, dotted
+from ftrain.checkpoint.treedef import Container, contents, dotted
 from ftrain.errors import CheckpointError
 
 UNITS = "B", "KB", "MB", "GB", "TB"

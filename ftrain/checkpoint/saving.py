@@ -17,9 +17,9 @@ from torch import Tensor
 from ftrain.checkpoint import files
 from ftrain.checkpoint.layout import Kind, chunks, layout, strides
 from ftrain.checkpoint.manifest import FILE_NAME, MOST_BYTES, NAME, Manifest, Stored, dump, environment
-from ftrain.checkpoint.skeleton import Described, Leaf, describe, dotted
+from ftrain.checkpoint.treedef import Described, Leaf, describe, dotted
 from ftrain.errors import CheckpointError, OptionError
-from ftrain.tree import HOST
+from ftrain.tree.ops import HOST
 from ftrain.types import PyTree
 
 STATE = "state.safetensors"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ftrain import backends
-from ftrain.checkpoint.skeleton import Leaf
-from ftrain.tree import HOST
+from ftrain.checkpoint.treedef import Leaf
+from ftrain.tree.ops import HOST
 
 
 class Staging:

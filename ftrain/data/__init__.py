@@ -5,16 +5,16 @@ Built on torch's `Dataset` and `DataLoader`, whose worker processes it uses.
 
 from ftrain.data.arrays import arrays as arrays
 from ftrain.data.loader import loader as loader
-from ftrain.data.order import shuffled as shuffled
 from ftrain.data.pack import block_mask as block_mask
 from ftrain.data.pack import pack as pack
 from ftrain.data.pack import packed as packed
-from ftrain.data.pad import pad as pad
-from ftrain.data.padding import padding as padding
+from ftrain.data.pad_batch import pad as pad
+from ftrain.data.padding_stats import padding as padding
 from ftrain.data.passes import Loader as Loader
-from ftrain.data.position import position as position
-from ftrain.data.position import seek as seek
+from ftrain.data.permutation import shuffled as shuffled
 from ftrain.data.prefetch import prefetch as prefetch
+from ftrain.data.stateful import position as position
+from ftrain.data.stateful import seek as seek
 from ftrain.data.tokens import TokenDocuments as TokenDocuments
 from ftrain.data.tokens import TokenFile as TokenFile
 from ftrain.data.tokens import TokenWriter as TokenWriter

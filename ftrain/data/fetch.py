@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from ftrain.data import draws
+from ftrain.data import rng_streams
 from ftrain.data.arrays import Arrays
-from ftrain.data.plan import Request
+from ftrain.data.epoch_plan import Request
 from ftrain.data.tokens import TokenFile
 from ftrain.errors import DataError
 from ftrain.types import PyTree
@@ -109,8 +109,8 @@ class Batches(Dataset[Fetched]):
             except Exception as error:
                 return Fetched(after, failure=Failure.of(f"{named(request)} cannot be read", error))
         drawing = self._watched or self._seeded or self._collation_draws
-        with draws.preserved() if drawing else nullcontext() as state:
-            watch = draws.Watch(state) if state is not None and self._watched and not self._seeded else None
+        with rng_streams.preserved() if drawing else nullcontext() as state:
+            watch = rng_streams.Watch(state) if state is not None and self._watched and not self._seeded else None
             samples, bad = self._samples(request, watch)
             if bad and not self._skip:
                 return Fetched(after, failure=bad[0])
@@ -120,7 +120,7 @@ class Batches(Dataset[Fetched]):
                 samples += [samples[i % len(samples)] for i in range(len(bad))]
             return self._collated(request, samples, Fetched(after, skipped=tuple(bad)))
 
-    def _samples(self, request: Request, watch: draws.Watch | None) -> Read:
+    def _samples(self, request: Request, watch: rng_streams.Watch | None) -> Read:
         if watch is not None:
             read = self._watching(request, watch)
             if read is not None:
@@ -128,7 +128,7 @@ class Batches(Dataset[Fetched]):
             self._seeded = True
         return self._read(request, request.indices, seeded=self._seeded)
 
-    def _watching(self, request: Request, watch: draws.Watch) -> Read | None:
+    def _watching(self, request: Request, watch: rng_streams.Watch) -> Read | None:
         """Read a batch, unless a sample draws; the first sample of all by itself, for most that draw always do."""
         samples, bad = [], []
         parts = [request.indices] if self._begun else [request.indices[:1], request.indices[1:]]
@@ -153,7 +153,7 @@ class Batches(Dataset[Fetched]):
         samples, bad = [], []
         for index in indices:
             if seeded:
-                draws.seed_sample(self._seed, request.epoch, index)
+                rng_streams.seed_sample(self._seed, request.epoch, index)
             try:
                 samples.append(self._dataset[index])
             except Exception as error:
@@ -164,7 +164,7 @@ class Batches(Dataset[Fetched]):
 
     def _collated(self, request: Request, samples: list[Any], made: Fetched) -> Fetched:
         if self._collation_draws:
-            draws.seed_collation(self._seed, request.epoch, request.indices[0] if request.indices else 0)
+            rng_streams.seed_collation(self._seed, request.epoch, request.indices[0] if request.indices else 0)
         try:
             return Fetched(made.after, self._collate(samples), made.skipped)
         except Exception as error:

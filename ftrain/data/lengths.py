@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ftrain.data.cuts import Lengths
-from ftrain.data.order import Indices
+from ftrain.data.batch_samplers import Lengths
+from ftrain.data.permutation import Indices
 from ftrain.errors import DataError
 
 

@@ -8,18 +8,17 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from ftrain.checks import require_positive, require_range
 from ftrain.data.arrays import arrays
-from ftrain.data.cuts import ByLength, ByRoom, ByTokens, Cut, InOrder
+from ftrain.data.batch_samplers import ByLength, ByRoom, ByTokens, Cut, InOrder
+from ftrain.data.epoch_plan import Plan
 from ftrain.data.fetch import Batches, Collate
+from ftrain.data.iterable_source import Stream, Streamed
 from ftrain.data.lengths import lookup
+from ftrain.data.map_source import Planned
 from ftrain.data.pack import packed
 from ftrain.data.passes import Loader
-from ftrain.data.plan import Plan
-from ftrain.data.planned import Planned
-from ftrain.data.stream import Stream, Streamed
 from ftrain.data.workers import Workers
-from ftrain.errors import DataError, OptionError
+from ftrain.errors import DataError, OptionError, require_positive, require_range
 
 WINDOW = 4096
 """Samples in a window, where batches depend on lengths: enough to find neighbours, and soon looked through."""

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from ftrain.checks import require_positive
-from ftrain.errors import BatchError, DataError
+from ftrain.errors import BatchError, DataError, require_positive
 
 IGNORED = -100
 """The label that counts for nothing."""

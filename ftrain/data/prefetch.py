@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
-from ftrain.checks import require_positive
-from ftrain.data.position import position, seek
-from ftrain.errors import ComposeError, DataError
-from ftrain.purity import as_tree
+from ftrain.data.stateful import position, seek
+from ftrain.errors import ComposeError, DataError, require_positive
+from ftrain.step.purity import as_tree
 from ftrain.types import PyTree
 
 

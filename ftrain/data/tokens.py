@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ftrain.checks import require_positive
-from ftrain.errors import DataError, OptionError
+from ftrain.errors import DataError, OptionError, require_positive
 
 Tokens = npt.NDArray[np.integer[Any]]
 

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ftrain import _torch
+from ftrain.data.epoch_plan import Request
 from ftrain.data.fetch import Batches, Fetched, named
-from ftrain.data.plan import Request
 from ftrain.errors import DataError
 
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.checks import require_range
-from ftrain.errors import OptionError
-from ftrain.masks import Mask, everything
-from ftrain.optim.counting import counted
-from ftrain.optim.family import COUNT, NONE, Number, Part, leafwise, require_ranges
+from ftrain.errors import OptionError, require_range
+from ftrain.optim.bias_correction import counted
+from ftrain.optim.elementwise import COUNT, NONE, Number, Part, leafwise, require_ranges
+from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
 

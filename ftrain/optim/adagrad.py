@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.masks import Mask, everything
-from ftrain.optim.counting import counted
-from ftrain.optim.family import COUNT, NONE, Number, Part, descend_quotient, leafwise, require_ranges
+from ftrain.optim.bias_correction import counted
+from ftrain.optim.elementwise import COUNT, NONE, Number, Part, descend_quotient, leafwise, require_ranges
+from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.checks import require_positive
-from ftrain.masks import Mask, everything, matrices
-from ftrain.optim.counting import counted, debias
-from ftrain.optim.family import (
+from ftrain.errors import require_positive
+from ftrain.optim.bias_correction import counted, debias
+from ftrain.optim.elementwise import (
     COUNT,
     NONE,
     Fused,
@@ -23,7 +22,8 @@ from ftrain.optim.family import (
     require_ranges,
 )
 from ftrain.optim.quantized import Codes
-from ftrain.optim.storage import Storage, low_precision
+from ftrain.optim.state_dtype import Storage, low_precision
+from ftrain.tree.name_patterns import Mask, everything, matrices
 from ftrain.types import Optimizer, Schedule
 
 MOMENTS = "mu", "nu"

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.errors import ComposeError, OptionError
-from ftrain.guard import Guard
-from ftrain.masks import Mask, Select, as_select, everything, matrices, require_matches
-from ftrain.optim.leaves import columns, require_alike
+from ftrain.optim.grouping import columns, require_alike
 from ftrain.optim.nested import require_optimizer
-from ftrain.reader import Flattener
-from ftrain.schedules import as_schedule, describe
+from ftrain.optim.schedules import as_schedule, describe
+from ftrain.tree.fast_flatten import Flattener
+from ftrain.tree.guards import Guard
+from ftrain.tree.name_patterns import Mask, Select, as_select, everything, matrices, require_matches
 from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
 

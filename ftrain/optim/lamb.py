@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.masks import Mask, matrices
-from ftrain.optim.counting import counted, debias
-from ftrain.optim.family import (
+from ftrain.optim.bias_correction import counted, debias
+from ftrain.optim.elementwise import (
     COUNT,
     NONE,
     Column,
@@ -22,6 +21,7 @@ from ftrain.optim.family import (
     leafwise,
     require_ranges,
 )
+from ftrain.tree.name_patterns import Mask, matrices
 from ftrain.types import Optimizer, Schedule
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.masks import Mask, matrices
-from ftrain.optim.family import Number, Part, average, descend, leafwise, require_ranges
-from ftrain.optim.storage import low_precision
+from ftrain.optim.elementwise import Number, Part, average, descend, leafwise, require_ranges
+from ftrain.optim.state_dtype import low_precision
+from ftrain.tree.name_patterns import Mask, matrices
 from ftrain.types import Optimizer, Schedule
 
 

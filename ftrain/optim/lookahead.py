@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.checks import require_positive, require_range
-from ftrain.errors import ComposeError
-from ftrain.optim.leaves import columns, copies, require_alike
+from ftrain.errors import ComposeError, require_positive, require_range
+from ftrain.optim.grouping import columns, copies, require_alike
 from ftrain.optim.nested import require_optimizer
-from ftrain.reader import Flattener
+from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import Hyper, Optimizer, PyTree, Schedule
 
 NAME, SLOW, FAST = "lookahead", "slow", "fast"

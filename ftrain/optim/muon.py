@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.checks import require_positive
-from ftrain.errors import OptionError, StructureError
-from ftrain.masks import Mask, everything
-from ftrain.optim.family import Number, Part, average, descend, leafwise, require_ranges
+from ftrain.errors import OptionError, StructureError, require_positive
+from ftrain.optim.elementwise import Number, Part, average, descend, leafwise, require_ranges
+from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, PyTree, Schedule, replace
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315

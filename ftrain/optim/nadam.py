@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.masks import Mask, everything
-from ftrain.optim.counting import counted, debias, power
-from ftrain.optim.family import (
+from ftrain.optim.bias_correction import counted, debias, power
+from ftrain.optim.elementwise import (
     COUNT,
     NONE,
     Number,
@@ -21,6 +20,7 @@ from ftrain.optim.family import (
     leafwise,
     require_ranges,
 )
+from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.errors import OptionError
-from ftrain.guard import Guard
-from ftrain.masks import Mask, as_select, near, require_matches
-from ftrain.optim.leaves import columns, require_alike
+from ftrain.optim.grouping import columns, require_alike
 from ftrain.optim.nested import require_optimizer
-from ftrain.reader import Flattener
+from ftrain.tree.fast_flatten import Flattener
+from ftrain.tree.guards import Guard
+from ftrain.tree.name_patterns import Mask, as_select, near, require_matches
 from ftrain.types import RNG, Hyper, Optimizer, PyTree
 
 SEPARATOR = "/"

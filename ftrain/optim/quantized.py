@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ftrain.optim.storage import Rounding, Window, join, part
+from ftrain.optim.state_dtype import Rounding, Window, join, part
 
 DECADES = 7
 

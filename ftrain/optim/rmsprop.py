@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ftrain.masks import Mask, everything
-from ftrain.optim.family import (
+from ftrain.optim.elementwise import (
     Number,
     Part,
     average,
@@ -15,6 +14,7 @@ from ftrain.optim.family import (
     leafwise,
     require_ranges,
 )
+from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
 

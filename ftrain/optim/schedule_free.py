@@ -8,11 +8,20 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.checks import require_range
-from ftrain.errors import StructureError
-from ftrain.masks import Mask, matrices
-from ftrain.optim.counting import counted, debias
-from ftrain.optim.family import COUNT, NONE, Number, Part, approach, average_squares, descend, leafwise, require_ranges
+from ftrain.errors import StructureError, require_range
+from ftrain.optim.bias_correction import counted, debias
+from ftrain.optim.elementwise import (
+    COUNT,
+    NONE,
+    Number,
+    Part,
+    approach,
+    average_squares,
+    descend,
+    leafwise,
+    require_ranges,
+)
+from ftrain.tree.name_patterns import Mask, matrices
 from ftrain.types import Optimizer, PyTree, Schedule
 
 KEYS = COUNT, "weights", "peak", "b1", "z", "nu"

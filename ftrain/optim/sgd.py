@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError
-from ftrain.masks import Mask, everything
-from ftrain.optim.counting import counted
-from ftrain.optim.family import COUNT, NONE, Number, Part, descend, leafwise, require_ranges
-from ftrain.optim.storage import low_precision
+from ftrain.optim.bias_correction import counted
+from ftrain.optim.elementwise import COUNT, NONE, Number, Part, descend, leafwise, require_ranges
+from ftrain.optim.state_dtype import low_precision
+from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
 

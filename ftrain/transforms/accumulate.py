@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ftrain import keyed, random, tree
-from ftrain.checks import require_positive
-from ftrain.errors import BatchError, LossError
-from ftrain.sums import sums
-from ftrain.types import GradFn, Gradients, Mean, PyTree, TrainState, replace
-from ftrain.wrapper import Wrapper, wrapper
+from ftrain import tree
+from ftrain.errors import BatchError, require_positive
+from ftrain.step.accumulation import accumulate_grads
+from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.types import GradFn, Gradients, PyTree, TrainState
 
 
 @wrapper
@@ -51,27 +46,11 @@ def accumulate(n: int) -> Wrapper:
 
     def wrap(grad: GradFn) -> GradFn:
         def accumulating(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-            return in_turn(grad, state, split_batch(batch, n), rng)
+            return accumulate_grads(grad, state, split_batch(batch, n), rng)
 
         return accumulating
 
     return Wrapper("accumulate", f"accumulate({n})", "grad", grad=wrap, pieces=n)
-
-
-def in_turn(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], rng: Tensor | None) -> Gradients:
-    """Return the gradient of a batch that was cut into pieces, which are taken one after the other."""
-    stream, start = keyed.current(), 0
-    offset = stream.offset if stream is not None else 0
-
-    adding, found = sums(grad, len(pieces)), list[Gradients]()
-    for piece in pieces:
-        first, length = start, tree.batch_length(piece) or 1
-        start += length
-        key = random.for_examples(rng, first, length) if rng is not None else None
-        with stream.for_examples(first, length, offset) if stream is not None else nullcontext():
-            found.append(adding.add(state, piece, key))
-        state = replace(state, buffers=found[-1].buffers)
-    return _averaged(adding.mean(functools.reduce(_merged, found[1:], _first(found[0]))), len(pieces))
 
 
 def split_batch(batch: PyTree, n: int) -> list[PyTree]:
@@ -108,27 +87,3 @@ def _require_even(batch: PyTree, found: list[Any], n: int) -> None:
             f"accumulate({n}): the first axis of {names[index]} has length {length}, which is not a positive "
             f"multiple of {n}; change the batch size or n, or drop the last short batch"
         )
-
-
-def _first(piece: Gradients) -> Gradients:
-    # Of yes and no, too, the mean is taken: their sum would be yes.
-    metrics = {
-        name: each.float() if isinstance(each, Tensor) and each.dtype == torch.bool else each
-        for name, each in piece.metrics.items()
-    }
-    return replace(piece, metrics=metrics)
-
-
-def _merged(total: Gradients, piece: Gradients) -> Gradients:
-    if total.metrics.keys() != piece.metrics.keys():
-        raise LossError(
-            f"accumulate: microbatches report different metrics: {sorted(total.metrics)} and {sorted(piece.metrics)}"
-        )
-    metrics = {name: total.metrics[name] + piece.metrics[name] for name in total.metrics}
-    finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
-    return Gradients(None, total.loss + piece.loss, metrics, piece.buffers, finite)
-
-
-def _averaged(total: Gradients, n: int) -> Gradients:
-    metrics = {name: m if isinstance(m, Mean) else m / n for name, m in total.metrics.items()}
-    return replace(total, metrics=metrics)

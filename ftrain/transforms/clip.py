@@ -6,10 +6,10 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import OptionError
-from ftrain.grad import report
-from ftrain.reader import Flattener
+from ftrain.step.value_and_grad import report
+from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
-from ftrain.wrapper import Wrapper, wrapper
 
 EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""

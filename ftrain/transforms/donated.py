@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftrain.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import Wrapper, wrapper
 
 
 @wrapper

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ftrain import tree
-from ftrain.checks import require_range
+from ftrain.errors import require_range
+from ftrain.step.wrapper import Wrapper, wrapper
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
-from ftrain.wrapper import Wrapper, wrapper
 
 NAME = "ema"
 

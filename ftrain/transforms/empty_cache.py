@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from ftrain.backends import Backend
-from ftrain.checks import require_positive
+from ftrain.errors import require_positive
+from ftrain.step.wrapper import Wrapper, wrapper
 from ftrain.types import PyTree
-from ftrain.wrapper import Wrapper, wrapper
 
 log = logging.getLogger("ftrain")
 

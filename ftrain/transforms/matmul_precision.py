@@ -6,9 +6,9 @@ from typing import Literal
 
 from ftrain.backends.device_module import float32_products
 from ftrain.errors import OptionError
-from ftrain.products import claim
+from ftrain.step.matmul_precision import claim
+from ftrain.step.wrapper import Wrapper, wrapper
 from ftrain.types import Loss
-from ftrain.wrapper import Wrapper, wrapper
 
 CHOICES = ("highest", "high", "medium")
 

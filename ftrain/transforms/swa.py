@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.checks import require_positive
-from ftrain.errors import OptionError
+from ftrain.errors import OptionError, require_positive
+from ftrain.step.wrapper import Wrapper, wrapper
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
-from ftrain.wrapper import Wrapper, wrapper
 
 NAME = "swa"
 

@@ -10,9 +10,9 @@ from torch.autograd.graph import increment_version
 
 from ftrain import tree
 from ftrain.errors import ComposeError
-from ftrain.optim.apart import Apart, by_size, require_apart
+from ftrain.optim.partial_update import Apart, by_size, require_apart
+from ftrain.step.wrapper import Wrapper, wrapper
 from ftrain.types import Gradients, Hyper, Optimizer, TrainState, UpdateFn, consume, replace
-from ftrain.wrapper import Wrapper, wrapper
 
 NAME = "update_in_backward"
 TOGETHER = 1 << 19

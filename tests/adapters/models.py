@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ftrain as ft
-from ftrain.random import dropout
+from ftrain.random.keys import dropout
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 7, 6, 5, 8
 TARGETS = ["embed", "*.up", "*.down", "head"]

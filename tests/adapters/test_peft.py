@@ -12,7 +12,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.checkpoint import files
-from ftrain.checkpoint.foreign import Foreign, read_foreign, write_foreign
+from ftrain.checkpoint.import_safetensors import Foreign, read_foreign, write_foreign
 from ftrain.errors import CheckpointError, ComposeError, StructureError
 from tests.adapters.models import TARGETS, adapters, loss, make, make_batch, step_of, train
 from tests.laws.models import make_model as make_tiny

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
-from ftrain.operations import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
 from ftrain.profiling.hints.calls import watch
-from ftrain.variants import outline
+from ftrain.profiling.step_variants import outline
+from ftrain.step.flops import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
 
 
 class Block(nn.Module):

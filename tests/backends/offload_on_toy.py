@@ -15,7 +15,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain import backends
-from ftrain.transfers import is_in_file
+from ftrain.backends.transfers import is_in_file
 from tests.backends import toy
 from tests.backends.on_toy import differ
 

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from ftrain import backends, doctor
+from ftrain import backends
 from ftrain.errors import DeviceError, OptionError
+from ftrain.profiling import doctor
 
 CHECKS = {}
 # What differs by vendor; the rest is the same for any device.

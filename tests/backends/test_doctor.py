@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain import doctor
 from ftrain.__main__ import main
 from ftrain.backends import registry
+from ftrain.profiling import doctor
 
 
 @pytest.fixture(autouse=True)

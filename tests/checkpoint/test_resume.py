@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import ftrain as ft
 from ftrain.errors import CheckpointError, OptionError, StructureError
-from ftrain.history import History
+from ftrain.training.history import History
 
 ROOT = Path(ft.__file__).parents[1]
 STEPS, BATCHES, EVERY = 12, 5, 3

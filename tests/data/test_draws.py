@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ftrain import data
-from ftrain.data import draws
+from ftrain.data import rng_streams
 from ftrain.errors import DataError
 
 SIZE, BATCH = 24, 4
@@ -57,10 +57,10 @@ def seeded(source, indices):
     found = Sometimes(source, indices)
 
     def sample(epoch, index):
-        draws.seed_sample(0, epoch, index)
+        rng_streams.seed_sample(0, epoch, index)
         return found[index]
 
-    with draws.preserved():
+    with rng_streams.preserved():
         return [[sample(epoch, index) for index in range(SIZE)] for epoch in range(2)]
 
 
@@ -79,8 +79,8 @@ def test_and_in_workers():
 
 def counted(monkeypatch, dataset, **options):
     times = []
-    seed = draws.seed_sample
-    monkeypatch.setattr(draws, "seed_sample", lambda *args: (times.append(args), seed(*args)))
+    seed = rng_streams.seed_sample
+    monkeypatch.setattr(rng_streams, "seed_sample", lambda *args: (times.append(args), seed(*args)))
     taken(dataset, **options)
     return len(times)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrain import data, random
-from ftrain.data import order
+from ftrain.data import permutation
 from ftrain.errors import OptionError
 
 HUGE = 10**15
@@ -58,13 +58,13 @@ def test_an_index_outside(index, size):
 
 def test_the_order_stays_what_it_was_and_so_do_positions_of_old_runs():
     assert data.shuffled(range(10), 10, seed=1, epoch=2).tolist() == [5, 6, 7, 0, 2, 9, 1, 8, 3, 4]
-    size = order.BLOCK + 1
+    size = permutation.BLOCK + 1
     assert data.shuffled(range(6), size, seed=1, epoch=2).tolist() == [129, 3475, 1997, 3798, 3209, 2839]
 
 
-@given(st.integers(0, order.BLOCK), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+@given(st.integers(0, permutation.BLOCK), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_up_to_a_block_it_is_the_permutation_of_a_key(size, low, high):
-    found = order.sorted_draws(size, (low, high))
+    found = permutation.sorted_draws(size, (low, high))
     assert found.dtype == np.int64
     assert found.tolist() == random.permutation(random.from_words((low, high)), size).tolist()
 
@@ -96,7 +96,9 @@ def test_every_place_and_every_pair_of_neighbours_is_equally_likely(size):
     assert abs(deviations(pairs[~np.eye(size, dtype=bool)], epochs / size)) < 5
 
 
-@pytest.mark.parametrize("size", [order.BLOCK - 1, order.BLOCK, order.BLOCK + 1, 2 * order.BLOCK])
+@pytest.mark.parametrize(
+    "size", [permutation.BLOCK - 1, permutation.BLOCK, permutation.BLOCK + 1, 2 * permutation.BLOCK]
+)
 def test_bins_of_places_and_of_neighbours_are_equally_likely_on_both_sides_of_a_block(size):
     bins, epochs = 16, 40
     counts, pairs = np.zeros((bins, bins)), np.zeros((bins, bins))

@@ -332,15 +332,15 @@ def test_a_tensor_dataset_is_taken_by_the_batch():
 
 
 def test_the_order_by_blocks_is_the_order(monkeypatch):
-    from ftrain.data import draws, order
+    from ftrain.data import permutation, rng_streams
 
-    order._block.cache_clear()
-    monkeypatch.setattr(order, "BLOCK", 7)
-    whole = order.shuffled(range(40), 40, seed=5, epoch=2)
-    words = draws.stream(5, 2, draws.ORDER)
+    permutation._block.cache_clear()
+    monkeypatch.setattr(permutation, "BLOCK", 7)
+    whole = permutation.shuffled(range(40), 40, seed=5, epoch=2)
+    words = rng_streams.stream(5, 2, rng_streams.ORDER)
     for first in range(40):
         for count in (1, 6, 7, 8, 40 - first):
             count = min(count, 40 - first)
-            found = order.stretch(order.permuted, first, count, 40, words)
+            found = permutation.stretch(permutation.permuted, first, count, 40, words)
             assert found.tolist() == whole[first : first + count].tolist()
-    order._block.cache_clear()
+    permutation._block.cache_clear()

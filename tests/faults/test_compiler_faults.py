@@ -8,7 +8,7 @@ import torch
 from torch._dynamo import register_backend
 
 import ftrain as ft
-from ftrain import announce
+from ftrain.transforms.compile import announce
 from tests.faults.problem import assert_bitwise, batch, make, params, squares
 
 # What Dynamo trips over where it resumes after a graph break.

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ftrain as ft
+from ftrain.backends.oom import is_out_of_memory
 from ftrain.checkpoint import load, save
 from ftrain.errors import CheckpointError, DeviceError
-from ftrain.pieces import is_out_of_memory
 from tests.faults.forks import forked, quiet_forks
 
 pytestmark = quiet_forks

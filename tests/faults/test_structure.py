@@ -10,7 +10,7 @@ import ftrain as ft
 from ftrain.checkpoint import load, save
 from ftrain.checkpoint.reading import load_parts
 from ftrain.errors import CheckpointError, StructureError
-from ftrain.replay import replay
+from ftrain.training.replay import replay
 from tests.faults.figures import record, times
 from tests.faults.problem import batch, failing, make, squares
 from tests.faults.specimens import everything, same, state

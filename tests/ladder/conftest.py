@@ -2,7 +2,7 @@
 
 import pytest
 
-from ftrain import timing
+from ftrain.profiling import timing
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain import tree
-from ftrain.transfers import is_in_file
+from ftrain.backends.transfers import is_in_file
 
 
 class Block(nn.Module):

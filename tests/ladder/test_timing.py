@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain import timing
 from ftrain.errors import DataError
-from ftrain.timing import Interval, Loading, Racer, interval, loading, race
+from ftrain.profiling import timing
+from ftrain.profiling.timing import Interval, Loading, Racer, interval, loading, race
 from tests.ladder.problem import batch, make
 
 HOST = torch.device("cpu")

@@ -13,9 +13,9 @@ import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, ConsumedError, DeviceError, OptionError, StructureError
 from ftrain.profiling.hints import run as hints_run
+from ftrain.profiling.step_variants import smaller_optimizers
 from ftrain.profiling.tuning import run, search
 from ftrain.profiling.tuning.amounts import as_bytes, mib
-from ftrain.variants import smaller_optimizers
 from tests.ladder.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
 
 WIDTH, LENGTH = 64, 2048

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ftrain as ft
-from ftrain.random import dropout
+from ftrain.random.keys import dropout
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 7, 6, 5, 8
 

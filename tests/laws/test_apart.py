@@ -9,7 +9,7 @@ import torch
 import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import ComposeError
-from ftrain.optim.apart import Apart, by_size, require_apart
+from ftrain.optim.partial_update import Apart, by_size, require_apart
 from ftrain.types import RNG, Optimizer
 from tests.laws.optimizers import COMBINED, OPTIMIZERS
 from tests.laws.test_optimizers import make, make_params
@@ -73,7 +73,7 @@ def test_no_bit_changes(name, cut):
 @pytest.mark.parametrize("name", ["adamw_8bit", "stochastic", "nearest", "nested"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_leaves_that_are_longer_than_what_is_taken_together(name, cut, monkeypatch):
-    monkeypatch.setattr("ftrain.optim.leaves.BLOCK", 16)
+    monkeypatch.setattr("ftrain.optim.grouping.BLOCK", 16)
     for dtype in (torch.float32, torch.bfloat16):
         whole = run(make(name, weight_decay=0.1), None, dtype, donate=True)
         assert_equal(run(make(name, weight_decay=0.1), cut, dtype, donate=True), whole)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain import graph
+from ftrain.transforms.compile import capture as capturing
 from tests.laws import oracle
 from tests.laws.models import make_batch, make_model, token_loss
 from tests.laws.test_pipelines import ALONE, STACKS, assert_equal, build, close_trees, train
@@ -83,8 +83,8 @@ def test_functionalised_graph_equals_eager(names):
 
 def test_one_graph_over_a_thousand_scheduled_steps(monkeypatch):
     built = []
-    capture = graph.capture
-    monkeypatch.setattr(graph, "capture", lambda *args: built.append(1) or capture(*args))
+    capture = capturing.capture
+    monkeypatch.setattr(capturing, "capture", lambda *args: built.append(1) or capture(*args))
     schedule = ft.schedules.warmup_cosine(0.01, 10, 1000)
     loss = ft.from_module(make_model(0.0), token_loss)
     step = ft.compiled(backend="eager", donate=True)(ft.train_step(loss, ft.optim.sgd(schedule)))
@@ -99,8 +99,8 @@ def test_one_graph_over_a_thousand_scheduled_steps(monkeypatch):
 
 def test_a_whole_graph_has_no_random_operation(monkeypatch):
     seen = []
-    capture = graph.capture
-    monkeypatch.setattr(graph, "capture", lambda *args: seen.append(capture(*args)) or seen[-1])
+    capture = capturing.capture
+    monkeypatch.setattr(capturing, "capture", lambda *args: seen.append(capture(*args)) or seen[-1])
     _, step = build(("remat", "accumulate"))
     step = ft.compiled(backend="eager")(step)
     step(step.init(), make_batch(0))
@@ -111,14 +111,14 @@ def test_a_whole_graph_has_no_random_operation(monkeypatch):
 
 def test_remat_computes_the_blocks_again_in_the_graph(monkeypatch):
     products = []
-    capture = graph.capture
+    capture = capturing.capture
 
     def counting(*args):
         captured = capture(*args)
         products.append(sum(node.target is torch.ops.aten.addmm.default for node in captured.graph.nodes))
         return captured
 
-    monkeypatch.setattr(graph, "capture", counting)
+    monkeypatch.setattr(capturing, "capture", counting)
     for names in ((), ("remat",), ("remat_dots",)):
         step = ft.compiled(backend="eager")(build(names)[1])
         step(step.init(), make_batch(0))
@@ -130,8 +130,8 @@ def test_remat_computes_the_blocks_again_in_the_graph(monkeypatch):
 def test_what_is_computed_again_waits_for_a_gradient(monkeypatch):
     """Or a compiler would do it in the forward pass, and keep what it was not to keep."""
     captured = []
-    capture = graph.capture
-    monkeypatch.setattr(graph, "capture", lambda *args: captured.append(capture(*args)) or captured[-1])
+    capture = capturing.capture
+    monkeypatch.setattr(capturing, "capture", lambda *args: captured.append(capture(*args)) or captured[-1])
     product = torch.ops.aten.addmm.default
     for names in (("remat",), ("remat", "accumulate")):
         step = ft.compiled(backend="eager")(build(names)[1])

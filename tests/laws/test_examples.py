@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ftrain as ft
-from ftrain.splitting import in_pieces
+from ftrain.training.oom_retry import in_pieces
 
 F64 = torch.float64
 EXAMPLES, WIDTH = 12, 5

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ftrain as ft
-from ftrain.graph import capture
+from ftrain.transforms.compile.capture import capture
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import ftrain as ft
-from ftrain import optim, stash, tree
+from ftrain import optim, tree
 from ftrain.errors import DeviceError, LossError, OptionError, TraceError
+from ftrain.transforms.offload import saved_tensors
 from tests.laws.models import make_batch
 from tests.laws.test_pipelines import ALONE, STACKS, assert_equal, build, train
 from tests.laws.test_remat import BATCH, Stages, criterion
@@ -151,7 +152,7 @@ def test_the_input_of_a_block_goes_however_it_is_given(sent):
 
 def test_strides_dtypes_and_views_come_back_as_they_were(monkeypatch):
     seen = []
-    pack, unpack = stash.Stash.pack, stash.Stash.unpack
+    pack, unpack = saved_tensors.Stash.pack, saved_tensors.Stash.unpack
 
     def packing(self, tensor):
         packed = pack(self, tensor)
@@ -162,12 +163,12 @@ def test_strides_dtypes_and_views_come_back_as_they_were(monkeypatch):
         found = unpack(self, packed)
         shape, stride, dtype, offset, value = next(known[1:] for known in seen if known[0] is packed)
         assert (found.shape, found.stride(), found.dtype) == (shape, stride, dtype)
-        assert found.storage_offset() == offset or isinstance(packed, stash._Held)
+        assert found.storage_offset() == offset or isinstance(packed, saved_tensors._Held)
         assert torch.equal(found, value)
         return found
 
-    monkeypatch.setattr(stash.Stash, "pack", packing)
-    monkeypatch.setattr(stash.Stash, "unpack", unpacking)
+    monkeypatch.setattr(saved_tensors.Stash, "pack", packing)
+    monkeypatch.setattr(saved_tensors.Stash, "unpack", unpacking)
 
     def loss(params, batch):
         x = torch.sin(params["w"] * batch)
@@ -220,18 +221,18 @@ def test_what_is_written_before_it_is_kept_is_kept_as_it_is(sent):
 
 def test_nothing_of_a_step_stays_behind():
     held = []
-    make = stash._Piece.__init__
+    make = saved_tensors._Piece.__init__
 
     def making(self, *args):
         make(self, *args)
         held.append(weakref.ref(self))
 
-    stash._Piece.__init__ = making
+    saved_tensors._Piece.__init__ = making
     try:
         _, step = build(("remat",), offloaded())
         train(step, 1)
     finally:
-        stash._Piece.__init__ = make
+        saved_tensors._Piece.__init__ = make
     assert held
     assert not [reference for reference in held if reference() is not None]
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain import away as module
-from ftrain import optim, transfers, tree
+from ftrain import optim, tree
+from ftrain.backends import transfers
+from ftrain.backends.transfers import is_in_file
 from ftrain.errors import BatchError, ComposeError, DeviceError, OptionError, StructureError
-from ftrain.optim.apart import by_size
-from ftrain.transfers import is_in_file
+from ftrain.optim import offloaded as module
+from ftrain.optim.partial_update import by_size
 from ftrain.types import Optimizer
 from tests.laws.models import make_batch
 from tests.laws.optimizers import COMBINED, OPTIMIZERS

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from ftrain import budget
-from ftrain.budget import Price, choose
 from ftrain.errors import ComposeError, OptionError, TraceError
+from ftrain.transforms.remat import budget
+from ftrain.transforms.remat.budget import Price, choose
 from tests.laws.test_pipelines import assert_equal
 from tests.laws.test_remat import Block, anatomy, build, criterion, make_batch
 

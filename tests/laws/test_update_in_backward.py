@@ -11,7 +11,7 @@ from torch import nn
 import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import ComposeError, ConsumedError, LossError, TraceError
-from ftrain.optim.apart import by_size
+from ftrain.optim.partial_update import by_size
 from ftrain.types import Optimizer
 from tests.laws.models import make_batch
 from tests.laws.optimizers import COMBINED, OPTIMIZERS

@@ -9,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ftrain as ft
 from ftrain import checkpoint, optim, random, tree
 from ftrain.errors import OptionError, StructureError
-from ftrain.optim.leaves import BLOCK
+from ftrain.optim.grouping import BLOCK
 from ftrain.optim.quantized import Codes, dynamic_map
 from ftrain.optim.rounding import noise, rounded
-from ftrain.optim.storage import Floats
+from ftrain.optim.state_dtype import Floats
+from ftrain.transforms.compile.capture import capture
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 PATHS = ["eager", "donated", "unfused", "unread", "graph"]
@@ -56,7 +57,7 @@ def test_noise_is_the_same_however_it_is_drawn(place):
     assert drawn.dtype == torch.int32
     assert drawn.shape == (size,)
     assert torch.equal(drawn, noise(key, place, size, eager=False))
-    captured = ft.graph.capture(lambda key: [noise(key, place, size, eager=False)], [key], lambda: None)
+    captured = capture(lambda key: [noise(key, place, size, eager=False)], [key], lambda: None)
     assert torch.equal(drawn, captured(key)[0])
     # Of its place alone, whatever is drawn with it.
     assert torch.equal(drawn[100:], noise(key, place + 100, size - 100, eager=True))

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from ftrain import schedules as s
+from ftrain.optim import schedules as s
 from ftrain.types import Schedule
 
 UNTIMED = settings(deadline=None)

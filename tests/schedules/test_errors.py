@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from ftrain import schedules
 from ftrain.errors import OptionError
-from ftrain.schedules import as_schedule, chain, describe
+from ftrain.optim import schedules
+from ftrain.optim.schedules import as_schedule, chain, describe
 from tests.schedules.cases import FUNCTIONS
 
 # Least values of whole numbers; `total` and `steps` are counted from 1 where nothing is left without them.

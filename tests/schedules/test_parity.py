@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from ftrain import schedules as s
 from ftrain.errors import OptionError
+from ftrain.optim import schedules as s
 from ftrain.types import Schedule
 from tests.schedules.cases import SHAPES, STEPS, ours
 

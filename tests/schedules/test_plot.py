@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 import ftrain as ft
-from ftrain import schedules
 from ftrain.errors import FtrainError, OptionError
+from ftrain.optim import schedules
 
 SCHEDULE = schedules.warmup_cosine(3e-4, 10, 100)
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrain import schedules
-from ftrain.schedules import (
+from ftrain.optim import schedules
+from ftrain.optim.schedules import (
     as_schedule,
     chain,
     constant,

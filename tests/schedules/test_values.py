@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ftrain as ft
-from ftrain.schedules import (
+from ftrain.optim.schedules import (
     chain,
     constant,
     cosine,

@@ -10,10 +10,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftrain import tree
-from ftrain.lowered import storages
-from ftrain.operations import flops, group_of, is_view
-from ftrain.plan import FORWARD, UPDATE
 from ftrain.profiling.anatomy.timeline import Operation, Piece, Scratch, Timeline, Tracker, phase_now
+from ftrain.step.flops import flops, group_of, is_view
+from ftrain.transforms.compile.lowered import storages
+from ftrain.transforms.compile.plan import FORWARD, UPDATE
 from ftrain.types import PyTree
 
 PHASE, MODULE = "ftrain_phase", "ftrain_module"

@@ -7,7 +7,7 @@ from itertools import groupby
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from ftrain.figures import as_file, blank, save
+from ftrain._plotting import as_file, blank, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

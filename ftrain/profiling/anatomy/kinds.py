@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ftrain.plan import BACKWARD, FORWARD, UPDATE
 from ftrain.profiling.anatomy.timeline import Piece, Timeline
+from ftrain.transforms.compile.plan import BACKWARD, FORWARD, UPDATE
 
 KINDS = (
     "parameters",

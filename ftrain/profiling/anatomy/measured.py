@@ -13,8 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ftrain import backends, tree
-from ftrain.operations import MOVEMENT, group_of
-from ftrain.step import Step
+from ftrain.step.flops import MOVEMENT, group_of
+from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
 MEMORY = "[memory]"

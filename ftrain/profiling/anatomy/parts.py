@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ftrain import tree
-from ftrain.plan import FORWARD, UPDATE, Boxed, Planning
 from ftrain.profiling.anatomy.captured import is_operation, operation_of
 from ftrain.profiling.anatomy.kinds import GRADIENTS
 from ftrain.profiling.anatomy.planned import About, Script
 from ftrain.profiling.anatomy.timeline import Ledger, Piece, Scratch, Tracker
+from ftrain.transforms.compile.plan import FORWARD, UPDATE, Boxed, Planning
 from ftrain.types import Gradients, Hyper, TrainState, UpdateFn
 
 

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import tree
 from ftrain.errors import TraceError
-from ftrain.operations import ELEMENTWISE
-from ftrain.plan import Plan
 from ftrain.profiling.anatomy.kinds import TEMPORARIES
 from ftrain.profiling.anatomy.timeline import Ledger, Operation, Piece, Scratch
+from ftrain.step.flops import ELEMENTWISE
+from ftrain.transforms.compile.plan import Plan
 
 MAKER = "async_compile"
 """In the code of Inductor, who compiles kernels."""

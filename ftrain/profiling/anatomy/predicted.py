@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftrain import backends, tree
-from ftrain.eager import Eager
+from ftrain.backends.transfers import is_abstract, is_in_file
 from ftrain.errors import TraceError
-from ftrain.graph import VALUE_NEEDED
 from ftrain.profiling.anatomy.kinds import BATCH, FROZEN, NEXT, OPTIMIZER, PARAMETERS, REST, name_the_rest
 from ftrain.profiling.anatomy.parts import Beside, Rehearsal
 from ftrain.profiling.anatomy.timeline import Scratch, Timeline, Tracker
 from ftrain.profiling.anatomy.whole import predict_whole
-from ftrain.slots import bound, pristine, slots_of
-from ftrain.step import Step
-from ftrain.transfers import is_abstract, is_in_file
+from ftrain.step.eager import Eager
+from ftrain.step.step import Step
+from ftrain.step.swap_params import bound, pristine, slots_of
+from ftrain.transforms.compile.capture import VALUE_NEEDED
 from ftrain.types import PyTree, TrainState, replace
 
 

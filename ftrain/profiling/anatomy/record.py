@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from ftrain.operations import GROUPS
 from ftrain.profiling.anatomy.drawing import draw
 from ftrain.profiling.anatomy.kinds import ACTIVATIONS, COPIES, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from ftrain.profiling.anatomy.timeline import Timeline
+from ftrain.step.flops import GROUPS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

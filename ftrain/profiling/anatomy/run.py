@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from ftrain import tree
-from ftrain.checks import require_order
-from ftrain.errors import ComposeError, StructureError
+from ftrain.errors import ComposeError, StructureError, require_order
 from ftrain.profiling.anatomy.measured import measure as measured_of
 from ftrain.profiling.anatomy.predicted import abstract_state, predict
 from ftrain.profiling.anatomy.record import Anatomy, summarise
-from ftrain.purity import as_tree
-from ftrain.step import Step
+from ftrain.step.purity import as_tree
+from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import tree
-from ftrain.operations import flops, group_of, is_view
-from ftrain.plan import BACKWARD, FORWARD, UPDATE
-from ftrain.running import Running
+from ftrain.step.flops import flops, group_of, is_view
+from ftrain.step.module_path import Running
+from ftrain.transforms.compile.plan import BACKWARD, FORWARD, UPDATE
 
 Scratch: TypeAlias = Callable[[str, Sequence[Any]], int]
 """``(name, args) -> bytes`` that the kernel of an operation takes for itself while it runs."""

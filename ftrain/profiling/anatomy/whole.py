@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ftrain import tree
 from ftrain.errors import TraceError
-from ftrain.lowered import storages
-from ftrain.plan import UPDATE, Plan
 from ftrain.profiling.anatomy.captured import Noting, Serial, labelled, serial
 from ftrain.profiling.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, name_the_rest
 from ftrain.profiling.anatomy.planned import About, Script
 from ftrain.profiling.anatomy.timeline import Ledger, Piece, Scratch, Timeline
-from ftrain.step import Step
+from ftrain.step.step import Step
+from ftrain.transforms.compile.lowered import storages
+from ftrain.transforms.compile.plan import UPDATE, Plan
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 
 

@@ -16,11 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import random, tree
-from ftrain.policies import ATTENTION, is_aside
 from ftrain.profiling.anatomy.predicted import abstractly
 from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
-from ftrain.running import Running
-from ftrain.step import Step
+from ftrain.step.module_path import Running
+from ftrain.step.recording import is_aside
+from ftrain.step.step import Step
+from ftrain.transforms.remat.policies import ATTENTION
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, UpdateFn, replace
 
 _aten = torch.ops.aten

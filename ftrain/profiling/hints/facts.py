@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ftrain.timing import Interval, Loading
+from ftrain.profiling.timing import Interval, Loading
 
 SLOWEST, MIDDLING, FASTEST = range(3)
 """Kernels of attention: none at all, one that has all of torch's options, and one that is made for speed."""

@@ -10,18 +10,17 @@ from typing import Any
 import torch
 
 from ftrain import backends, tree
-from ftrain.checks import require_order
-from ftrain.errors import BatchError, ComposeError
-from ftrain.operations import CONTRACTION
+from ftrain.errors import BatchError, ComposeError, require_order
 from ftrain.profiling.anatomy import Anatomy, anatomy
 from ftrain.profiling.hints.calls import watch
 from ftrain.profiling.hints.facts import Facts, Product
 from ftrain.profiling.hints.rules import Hint, judge
-from ftrain.purity import as_tree
-from ftrain.step import Step
-from ftrain.timing import Interval, Loading, Racer, interval, loading, race, seconds
+from ftrain.profiling.step_variants import state_for, twice
+from ftrain.profiling.timing import Interval, Loading, Racer, interval, loading, race, seconds
+from ftrain.step.flops import CONTRACTION
+from ftrain.step.purity import as_tree
+from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
-from ftrain.variants import state_for, twice
 
 SMALLEST, LARGEST, ENOUGH = 256, 4096, 0.002
 """Edges of the products that are timed, and seconds that are enough."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftrain.profiling.hints import Hint
 from ftrain.profiling.ladder.drawing import draw
-from ftrain.timing import Interval, Loading
+from ftrain.profiling.timing import Interval, Loading
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

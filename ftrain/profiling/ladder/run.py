@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ftrain import backends, tree
-from ftrain.checks import require_order, require_positive
-from ftrain.errors import ComposeError, FtrainError, OptionError, TraceError
-from ftrain.pieces import is_out_of_memory, release
+from ftrain.backends.oom import is_out_of_memory, release
+from ftrain.errors import ComposeError, FtrainError, OptionError, TraceError, require_order, require_positive
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.anatomy.measured import measure
 from ftrain.profiling.hints import Hint, facts_of, judge
 from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
 from ftrain.profiling.ladder.techniques import TECHNIQUES, Case, Technique, replacement
-from ftrain.purity import as_tree
-from ftrain.step import Step
-from ftrain.timing import Loading, Racer, interval, loading, race
-from ftrain.transforms.amp import DTYPES
+from ftrain.profiling.step_variants import outline, state_for
+from ftrain.profiling.timing import Loading, Racer, interval, loading, race
+from ftrain.step.autocast import DTYPES
+from ftrain.step.purity import as_tree
+from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
-from ftrain.variants import outline, state_for
 
 GIVEN = "as given"
 LESS = 0.99

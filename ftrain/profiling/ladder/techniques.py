@@ -9,12 +9,18 @@ from functools import partial
 
 from ftrain import backends, tree
 from ftrain.errors import BatchError, ComposeError, DeviceError
-from ftrain.pieces import cut
-from ftrain.step import Step
-from ftrain.transforms import compiled, donated, empty_cache, offload, remat, update_in_backward, with_amp
+from ftrain.profiling.step_variants import having, in_pieces_of, length_of, pieces_of, smaller_optimizers, texts, twice
+from ftrain.step.microbatch import cut
+from ftrain.step.step import Step
+from ftrain.step.wrapper import Wrapper
+from ftrain.transforms.amp.wrapper import with_amp
+from ftrain.transforms.compile.wrapper import compiled
+from ftrain.transforms.donated import donated
+from ftrain.transforms.empty_cache import empty_cache
+from ftrain.transforms.offload.wrapper import offload
+from ftrain.transforms.remat.wrapper import remat
+from ftrain.transforms.update_in_backward import update_in_backward
 from ftrain.types import PyTree
-from ftrain.variants import having, in_pieces_of, length_of, pieces_of, smaller_optimizers, texts, twice
-from ftrain.wrapper import Wrapper
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftrain.profiling.hints import Hint
+from ftrain.profiling.timing import Interval
 from ftrain.profiling.tuning.amounts import mib
-from ftrain.step import Step
-from ftrain.timing import Interval
+from ftrain.step.step import Step
 
 
 @dataclass(frozen=True)

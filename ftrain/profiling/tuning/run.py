@@ -7,19 +7,18 @@ import logging
 from collections.abc import Sequence
 
 from ftrain import tree
-from ftrain.checks import require_order, require_positive
-from ftrain.errors import ComposeError, DeviceError
-from ftrain.pieces import is_out_of_memory, release
+from ftrain.backends.oom import is_out_of_memory, release
+from ftrain.errors import ComposeError, DeviceError, require_order, require_positive
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.hints import Hint, facts_of, judge
+from ftrain.profiling.step_variants import state_for
+from ftrain.profiling.timing import Interval, Racer, interval, race
 from ftrain.profiling.tuning.amounts import mib
 from ftrain.profiling.tuning.record import Trial, Trials
 from ftrain.profiling.tuning.search import Search
-from ftrain.purity import as_tree
-from ftrain.step import Step
-from ftrain.timing import Interval, Racer, interval, race
+from ftrain.step.purity import as_tree
+from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
-from ftrain.variants import state_for
 
 MOST = 6
 """Candidates that are timed."""

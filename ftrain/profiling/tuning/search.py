@@ -10,21 +10,30 @@ from contextlib import suppress
 from typing import cast
 
 from ftrain import backends, tree
+from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, OptionError
-from ftrain.evaluate import eval_step
-from ftrain.pieces import cut, is_out_of_memory, release
-from ftrain.plan import UPDATE
-from ftrain.policies import Policy
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.anatomy.kinds import OPTIMIZER
 from ftrain.profiling.anatomy.predicted import abstract_state
+from ftrain.profiling.oom_report import shortage
+from ftrain.profiling.step_variants import (
+    having,
+    in_pieces_of,
+    length_of,
+    outline,
+    pieces_of,
+    smaller_optimizers,
+    without,
+)
 from ftrain.profiling.tuning.amounts import as_bytes, mib
 from ftrain.profiling.tuning.record import Trial
-from ftrain.shortage import shortage
-from ftrain.step import Step
-from ftrain.transforms.remat import remat
+from ftrain.step.evaluate import eval_step
+from ftrain.step.microbatch import cut
+from ftrain.step.step import Step
+from ftrain.transforms.compile.plan import UPDATE
+from ftrain.transforms.remat.policies import Policy
+from ftrain.transforms.remat.wrapper import remat
 from ftrain.types import Mean, PyTree, TrainState
-from ftrain.variants import having, in_pieces_of, length_of, outline, pieces_of, smaller_optimizers, without
 
 NONE, OWN = "none", "as given"
 BUDGETS = 0.75, 0.5, 0.25

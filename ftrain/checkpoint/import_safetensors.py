@@ -1,0 +1,124 @@
+"""Directories whose format is another's: a safetensors and a JSON file, and beside them our digests of both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from ftrain.checkpoint import files
+from ftrain.checkpoint.layout import CODES, Kind, as_bytes, layout
+from ftrain.checkpoint.manifest import signed
+from ftrain.checkpoint.saving import made, write_tensors
+from ftrain.checkpoint.treedef import printable
+from ftrain.errors import CheckpointError
+
+LARGEST_TEXT, LARGEST_TENSORS = 2**24, 2**37
+"""Bytes of a file, at the most."""
+DIGESTS = "ftrain_digests.json"
+"""What we add to the files of another program, which does not look at it."""
+SAMPLES = 1024
+"""Elements of a tensor that its mark depends on."""
+
+
+class Foreign(NamedTuple):
+    """Tensors by name, notes in their header, and what a JSON file beside them says."""
+
+    tensors: dict[str, Tensor]
+    notes: dict[str, str]
+    said: dict[str, Any]
+
+
+def write_foreign(path: Path, names: tuple[str, str], content: Foreign) -> None:
+    """Write a safetensors and a JSON file of these names to a new directory, which is there as a whole or not at all.
+
+    A third file, `DIGESTS`, has the sha256 of each tensor, of the header before them and of the JSON.
+
+    Raises:
+        CheckpointError: when something is at `path` already, a tensor has a dtype that safetensors has not, or the disk
+            does not take it.
+    """
+    for name, tensor in content.tensors.items():
+        if tensor.dtype not in CODES:
+            raise CheckpointError(f"{path}: {name} is {tensor.dtype}, which safetensors has not")
+    entries = [(Kind(name, each.dtype, tuple(each.shape)), each) for name, each in content.tensors.items()]
+    text = json.dumps(content.said, indent=2).encode()
+    header = layout([kind for kind, _ in entries], content.notes).header
+    with made(path, content.tensors.values()) as temporary:
+        tensors = write_tensors(temporary / names[0], entries, content.notes)
+        digests = {names[0]: {"header": _sha256(header), "tensors": tensors}, names[1]: _sha256(text)}
+        for name, data in ((names[1], text), (DIGESTS, signed(json.dumps(digests, indent=1)[:-2].encode()))):
+            with files.created(temporary / name) as descriptor:
+                files.write(descriptor, data)
+        files.sync_directory(temporary)
+
+
+def read_foreign(path: Path, names: tuple[str, str]) -> Foreign:
+    """Read what `write_foreign` writes, or another program has written, to the CPU.
+
+    Files of others have no digests, and are read as they are.
+
+    Raises:
+        CheckpointError: when a file is missing or malformed, or not the one that was written.
+    """
+    if not files.is_directory(path):
+        raise CheckpointError(f"{path}: {'is no directory' if files.exists(path) else 'there is no such directory'}")
+    there = files.names(path)
+    for name in names:
+        if name not in there:
+            raise CheckpointError(f"{path}: there is no {name}, but {printable(', '.join(there)) or 'nothing'}")
+    try:
+        data, text = files.read(path / names[0], LARGEST_TENSORS), files.read(path / names[1], LARGEST_TEXT)
+        if DIGESTS in there:
+            _require_digests(path, names, data, text)
+        tensors = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        said = json.loads(text)
+    except (OSError, SafetensorError, ValueError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{path}: {names[1]} holds a {type(said).__name__}, needs a JSON object")
+    return Foreign(tensors, header.get("__metadata__") or {}, said)
+
+
+def _require_digests(path: Path, names: tuple[str, str], data: bytes, text: bytes) -> None:
+    saved = files.read(path / DIGESTS, LARGEST_TEXT)
+    if saved != signed(saved[: -len(signed(b""))]):
+        raise CheckpointError(f"{path / DIGESTS}: its own digest does not match; it was changed after it was written")
+    digests, start = json.loads(saved), 8 + int.from_bytes(data[:8], "little")
+    wrong = [names[1]] * (_sha256(text) != digests[names[1]])
+    if _sha256(data[:start]) != digests[names[0]]["header"]:
+        wrong.append(f"{names[0]}: the header")
+    else:
+        places = {
+            name: entry["data_offsets"] for name, entry in json.loads(data[8:start]).items() if name != "__metadata__"
+        }
+        if len(data) != start + max((last for _, last in places.values()), default=0):
+            wrong.append(f"{names[0]}: its length")
+        for name, digest in digests[names[0]]["tensors"].items():
+            first, last = places[name]
+            if _sha256(data[start + first : start + last]) != digest:
+                wrong.append(f"{names[0]}: {printable(name)}")
+    if wrong:
+        raise CheckpointError(
+            f"{path}: {', '.join(wrong)}: the bytes are not those that were saved; if they were changed on purpose, "
+            f"remove {DIGESTS}"
+        )
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def mark(tensor: Tensor) -> str:
+    """Return the dtype of a tensor and a digest of its shape and of elements all over it."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // SAMPLES)].cpu().contiguous()
+    digest = hashlib.sha256(repr(tuple(tensor.shape)).encode())
+    digest.update(as_bytes(some))
+    return f"{CODES[tensor.dtype]}:{digest.hexdigest()[:16]}"

@@ -1,0 +1,146 @@
+"""Collation of samples of different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ftrain.errors import DataError, OptionError, require_positive
+
+MASK = "attention_mask"
+"""What the mask of a padded batch is called."""
+
+FILLS: Mapping[str, float] = {"labels": -100}
+"""What fields are padded with unless told; others with 0."""
+
+
+@dataclass(frozen=True)
+class Pad:
+    """A collate function made by `pad`."""
+
+    draws: ClassVar[bool] = False
+
+    values: Mapping[str, float]
+    length: int | None
+    multiple: int
+    side: str
+    fields: tuple[str, ...] | None
+    mask: str | None
+    cut: bool
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        """Return a batch of samples, which are mappings with the same fields.
+
+        Raises:
+            DataError: when they are not, or the tensors of a field cannot be put together; says which.
+        """
+        names = _names(samples)
+        batch: dict[str, Any] = {}
+        for name in names:
+            found = [sample[name] for sample in samples]
+            batch[name] = found if isinstance(found[0], str | bytes) else self._field(name, found)
+        if self.mask is not None:
+            if self.mask not in names:
+                raise DataError(f"pad: mask={self.mask!r} names no field; there are {', '.join(names)}")
+            real = [torch.ones(len(sample[self.mask]), dtype=torch.bool) for sample in samples]
+            batch[MASK] = self._padded(MASK, real)
+        return batch
+
+    def _field(self, name: str, found: list[Any]) -> Tensor:
+        tensors = [_tensor(name, value) for value in found]
+        wanted = self.fields is None and all(tensor.ndim == 1 for tensor in tensors)
+        if wanted or (self.fields is not None and name in self.fields):
+            return self._padded(name, tensors)
+        shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+        if len(shapes) > 1:
+            raise DataError(f"pad: field {name} has shapes {shapes} in one batch; name it in fields= to have it padded")
+        return torch.stack(tensors)
+
+    def _padded(self, name: str, tensors: list[Tensor]) -> Tensor:
+        if len({(tensor.shape[1:], tensor.dtype) for tensor in tensors}) > 1 or not tensors[0].ndim:
+            listed = sorted({f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors})
+            raise DataError(f"pad: field {name} has {', '.join(listed)} in one batch; only the first axis may differ")
+        length = self._length(name, max(len(tensor) for tensor in tensors))
+        fill = self.values.get(name, FILLS.get(name, 0))
+        batch = tensors[0].new_full((len(tensors), length, *tensors[0].shape[1:]), fill)
+        for row, tensor in zip(batch, tensors, strict=True):
+            tensor = tensor[:length]
+            row[slice(length - len(tensor), None) if self.side == "left" else slice(len(tensor))] = tensor
+        return batch
+
+    def _length(self, name: str, longest: int) -> int:
+        if self.length is None:
+            return -(-longest // self.multiple) * self.multiple
+        if longest > self.length and not self.cut:
+            raise DataError(f"pad: field {name} is {longest} long, more than length={self.length}; pass cut=True")
+        return self.length
+
+
+def pad(
+    *,
+    values: Mapping[str, float] | None = None,
+    length: int | None = None,
+    multiple: int = 1,
+    side: Literal["left", "right"] = "right",
+    fields: Sequence[str] | None = None,
+    mask: str | None = None,
+    cut: bool = False,
+) -> Pad:
+    """Return a collate function for mappings, which pads each field to its longest.
+
+    Fields of text stay lists; numbers, and fields that are not padded, are stacked.
+
+    Args:
+        values: what to pad with, by field; -100 for ``labels`` and 0 for the others, unless told.
+        length: pad to this instead, so that every batch has the same shape.
+        multiple: or to a multiple of this.
+        side: where the padding goes.
+        fields: those to pad, along their first axis; all with one axis, unless told.
+        mask: the field whose places ``attention_mask`` tells from padding (bool, true where a sample has something);
+            no mask unless told.
+        cut: leave out the end of what is longer than `length`, else it is an error.
+
+    Raises:
+        OptionError: for options out of range, or that do not go together.
+
+    >>> batch = pad(mask="tokens")([{"tokens": [1, 2, 3], "labels": [2, 3, 4]}, {"tokens": [5], "labels": [6]}])
+    >>> batch["tokens"].tolist(), batch["labels"].tolist()
+    ([[1, 2, 3], [5, 0, 0]], [[2, 3, 4], [6, -100, -100]])
+    >>> batch["attention_mask"].int().tolist()
+    [[1, 1, 1], [1, 0, 0]]
+    """
+    require_positive("pad", "multiple", multiple)
+    if length is not None:
+        require_positive("pad", "length", length)
+        if multiple != 1:
+            raise OptionError(f"pad: length={length} and multiple={multiple} are two ways to pad; choose one")
+    if side not in ("left", "right"):
+        raise OptionError(f"pad: side is {side!r}; choices are left, right")
+    if cut and length is None:
+        raise OptionError("pad: cut=True needs length=, for else nothing is too long")
+    return Pad(dict(values or {}), length, multiple, side, None if fields is None else tuple(fields), mask, cut)
+
+
+def _names(samples: list[Any]) -> list[str]:
+    for sample in samples:
+        if not isinstance(sample, Mapping):
+            raise DataError(
+                f"pad: a sample is a {type(sample).__name__}; needs mappings from names of fields to values"
+            )
+        if sample.keys() != samples[0].keys():
+            raise DataError(f"pad: samples of one batch have the fields {list(samples[0])} and {list(sample)}")
+    return list(samples[0])
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"pad: field {name} holds a {type(value).__name__} that is no tensor of numbers: {error}; leave it out of "
+            "the samples"
+        ) from error

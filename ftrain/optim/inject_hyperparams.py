@@ -1,0 +1,112 @@
+"""Scheduled values that the state can change: for a sweep, or a rule that looks at evaluations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from ftrain.errors import OptionError, StructureError
+from ftrain.optim.nested import require_optimizer
+from ftrain.tree.name_patterns import near
+from ftrain.types import Hyper, Optimizer, PyTree, TrainState, replace
+
+FACTORS, STATE = "factors", "state"
+
+
+def adjustable(optimizer: Optimizer) -> Optimizer:
+    """Multiply each scheduled value of an optimizer by a factor that lives in the state; `adjust` changes it.
+
+    The factors are 0-d float64 tensors on the CPU, by the schedules' names (``lr``; ``label/lr`` in a `partition`),
+    and 1 at first. They belong to the host as the count of steps does, so that to change one recompiles nothing and
+    waits for nothing. With ``adamw(1.0)`` the factor is the learning rate itself. Goes around `partition` and `chain`.
+
+    Raises:
+        ComposeError: for what is no optimizer, or is adjustable already.
+
+    >>> import ftrain as ft
+    >>> optimizer = ft.optim.adjustable(ft.optim.sgd(0.5))
+    >>> step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optimizer)
+    >>> state = ft.optim.adjust(step.init({"w": torch.ones(1)}), {"lr": 0.1})
+    >>> step(state, torch.ones(1))[1]["lr"]
+    0.05
+    """
+    optimizer = require_optimizer("adjustable", "the optimizer", optimizer)
+    inner = _within(optimizer)
+
+    def init(params: PyTree) -> PyTree:
+        factors = {name: torch.ones((), dtype=torch.float64) for name in optimizer.schedules}
+        return {FACTORS: factors, **inner.init(params)}
+
+    def update(
+        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        params, state = inner.update(grads, opt_state, params, hyper, donate=donate)
+        return params, {FACTORS: opt_state[FACTORS], **state}
+
+    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
+        # The factors are the host's, and of no leaf.
+        return [_within(each) for each in optimizer.apart(params, parts)] if optimizer.apart else []
+
+    return dataclasses.replace(
+        optimizer,
+        init=init,
+        update=update,
+        factors=_factors,
+        text=f"adjustable({optimizer.text})",
+        apart=apart if optimizer.apart else None,
+    )
+
+
+def _within(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer whose state is a part of another one."""
+
+    def init(params: PyTree) -> PyTree:
+        return {STATE: optimizer.init(params)}
+
+    def update(
+        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        params, state = optimizer.update(grads, opt_state[STATE], params, hyper, donate=donate)
+        return params, {STATE: state}
+
+    return dataclasses.replace(optimizer, init=init, update=update)
+
+
+def _factors(opt_state: PyTree) -> Mapping[str, Tensor]:
+    if not isinstance(opt_state, Mapping) or FACTORS not in opt_state:
+        raise StructureError("adjust: the optimizer of the state is not adjustable; make it with optim.adjustable(...)")
+    found: Mapping[str, Tensor] = opt_state[FACTORS]
+    return found
+
+
+def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
+    """Return the state with other factors for the values of an `adjustable` optimizer; itself, if it has these.
+
+    Args:
+        state: of a step whose optimizer is adjustable.
+        factors: name of a scheduled value, or a pattern such as ``"*/lr"``, -> what to multiply it by from now on.
+
+    Raises:
+        StructureError: when the optimizer is not adjustable.
+        OptionError: for a name that no scheduled value has, or a factor that is negative or not finite.
+    """
+    found = _factors(state.opt_state)
+    changed = dict(found)
+    for pattern, factor in factors.items():
+        names = [name for name in changed if fnmatchcase(name, pattern)]
+        if not names:
+            raise OptionError(
+                f"adjust: no scheduled value is called {pattern!r}; there are {near(pattern, list(changed))}"
+            )
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            raise OptionError(f"adjust: the factor of {pattern} is {factor!r}; needs a finite number of at least 0")
+        new = torch.tensor(float(factor), dtype=torch.float64)
+        changed.update((name, new.clone()) for name in names if float(changed[name]) != factor)
+    if all(changed[name] is factor for name, factor in found.items()):
+        return state
+    return replace(state, opt_state={**state.opt_state, FACTORS: changed})

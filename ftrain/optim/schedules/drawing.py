@@ -1,0 +1,84 @@
+"""Drawings of schedules, with matplotlib where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+from ftrain._plotting import as_file, blank, save
+from ftrain.errors import OptionError
+from ftrain.optim.schedules.inputs import count
+from ftrain.optim.schedules.joined import schedule_of
+from ftrain.optim.schedules.text import describe
+from ftrain.types import Schedule
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot(
+    schedules: float | Schedule | Mapping[str, float | Schedule],
+    steps: int,
+    path: str | PathLike[str] | None = None,
+    *,
+    log: bool = False,
+    title: str | None = None,
+) -> Figure:
+    """Draw schedules over the steps 0 to `steps`, into a PNG or SVG if there is a path.
+
+    Args:
+        schedules: one, which titles the plot, or name -> schedule, such as the ``schedules`` of an
+            optimizer.
+        steps: the last step.
+        path: a file that ends in .png or .svg; without it, only the figure is returned.
+        log: draw values on a logarithmic axis, and none that are not positive.
+        title: another title.
+
+    Returns:
+        matplotlib's figure, which no global list of figures holds.
+
+    Raises:
+        OptionError: there is no schedule, one is neither a number nor callable, `steps` is not an integer
+            of at least 1, the path ends in something else, or nothing is positive with `log`.
+        FtrainError: matplotlib is not installed.
+    """
+    steps = count("plot", "steps", steps, least=1)
+    file = as_file(path)
+    curves = _curves(schedules, steps)
+    if log and not any(value > 0 for values in curves.values() for value in values):
+        raise OptionError("plot: log is True, and no value is positive; draw them with log=False.")
+    several = isinstance(schedules, Mapping)
+    if title is None:
+        title = "" if several else next(iter(curves))
+    return save(_draw(curves, log=log, title=title, legend=several), file)
+
+
+def _curves(schedules: float | Schedule | Mapping[str, float | Schedule], steps: int) -> dict[str, list[float]]:
+    if isinstance(schedules, Mapping):
+        made = {name: schedule_of("plot", f"schedules[{name!r}]", each) for name, each in schedules.items()}
+    else:
+        only = schedule_of("plot", "schedules", schedules)
+        made = {describe(only): only}
+    if not made:
+        raise OptionError("plot: schedules is empty; it must name at least one.")
+    return {name: [schedule(step) for step in range(steps + 1)] for name, schedule in made.items()}
+
+
+def _draw(curves: Mapping[str, list[float]], *, log: bool, title: str, legend: bool) -> Figure:
+    figure = blank(7.0, 3.5)
+    axes = figure.add_subplot()
+    for name, values in curves.items():
+        axes.plot(range(len(values)), values, label=name, linewidth=1.8)
+    axes.set(xlabel="optimizer step", ylabel="value")
+    axes.set_title(fill(title, width=80), fontsize="medium")
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useMathText=True)
+    axes.margins(x=0)
+    axes.grid(alpha=0.3, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if log:
+        axes.set_yscale("log", nonpositive="mask")
+    if legend:
+        figure.legend(loc="outside right upper", frameon=False)
+    return figure

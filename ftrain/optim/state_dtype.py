@@ -1,0 +1,227 @@
+"""Parameters and moments that are stored in fewer bits than they are computed in.
+
+A formula gets them in float32 (float64 where a parameter is), one after another as one long vector, and what it has
+written is rounded to what is stored. In eager mode that is done for a stretch of elements at a time, so that there is
+never a float32 copy of the whole state; in graphs leaf by leaf, and the compiler fuses it with the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from ftrain import random, tree
+from ftrain.errors import OptionError
+from ftrain.optim.grouping import Plan, Stretch
+from ftrain.optim.rounding import noise, rounded
+from ftrain.types import PyTree
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+Window: TypeAlias = tuple[Tensor, ...]
+"""What is stored of some elements of a leaf, to be read and written."""
+
+Rounding: TypeAlias = Callable[[Tensor], Tensor]
+"""What is done to float32 values before they go to bfloat16; may write them."""
+
+
+class Format(Protocol):
+    """How a moment is stored: as one tensor or as several, which are trees of their own in the state."""
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """What the names of these trees end in."""
+        ...
+
+    @property
+    def align(self) -> int:
+        """Elements that cannot be parted."""
+        ...
+
+    def begin(self, value: Tensor) -> Window:
+        """Store what a moment begins as."""
+        ...
+
+    def window(self, stored: Window, start: int, stop: int) -> Window:
+        """Return what is stored of the elements from `start` to `stop` of a leaf."""
+        ...
+
+    def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
+        """Return the values, of shape (elements,), in the dtype to compute in."""
+        ...
+
+    def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
+        """Store values."""
+        ...
+
+
+@dataclass(frozen=True)
+class Floats:
+    """Stored in a floating-point dtype; that of the parameter, without one."""
+
+    dtype: torch.dtype | None = None
+    suffixes: tuple[str, ...] = ("",)
+    align: int = 1
+
+    def begin(self, value: Tensor) -> Window:
+        """Store what a moment begins as."""
+        return (value.to(self.dtype or value.dtype),)
+
+    def window(self, stored: Window, start: int, stop: int) -> Window:
+        """Return what is stored of the elements from `start` to `stop` of a leaf."""
+        (leaf,) = stored
+        return (leaf if stop - start == leaf.numel() else leaf.view(-1)[start:stop],)
+
+    def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
+        """Return the values, of shape (elements,), in the dtype to compute in; the memory of one that has it."""
+        return join([leaf for (leaf,) in windows]).to(dtype)
+
+    def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
+        """Store values."""
+        leaves = [leaf for (leaf,) in windows]
+        first = leaves[0]
+        if len(leaves) == 1 and first.dtype == values.dtype and first.is_contiguous():
+            return  # These are the values.
+        if rounding and first.dtype == torch.bfloat16:
+            values = rounding(values.to(torch.float32))
+        part(values, leaves)
+
+
+def join(leaves: list[Tensor]) -> Tensor:
+    """Return the elements of all leaves, each in row-major order, as one vector; the memory of a contiguous leaf."""
+    if len(leaves) == 1:
+        # Not reshape, which finds strides for some leaves that are not dense.
+        return leaves[0].contiguous().view(-1)
+    return _flatten_dense_tensors(leaves)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def part(values: Tensor, leaves: list[Tensor]) -> None:
+    """Write the elements of one vector to the leaves they were joined from."""
+    if len(leaves) == 1 and leaves[0].is_contiguous():
+        # As a vector too, for these may be the values: strides of axes of one element must not tell them apart.
+        leaves[0].view(-1).copy_(values)
+    elif len(leaves) == 1:
+        leaves[0].copy_(values.view(leaves[0].shape))
+    else:
+        torch._foreach_copy_(leaves, _unflatten_dense_tensors(values, leaves))  # type: ignore[no-untyped-call]
+
+
+class Lifted(NamedTuple):
+    """Vectors to compute on, of how many elements of each leaf they are, and whether these decay."""
+
+    leaf: Tensor
+    grad: Tensor
+    moments: dict[str, Tensor]
+    sizes: list[int]
+    decay: bool
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How an optimizer stores its parameters and moments.
+
+    Args:
+        formats: of the moments, by name.
+        stochastic: round what goes to bfloat16 up or down at random.
+        shown: how it prints.
+    """
+
+    formats: Mapping[str, Format]
+    stochastic: bool = False
+    shown: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the trees in the state."""
+        return [key + suffix for key, form in self.formats.items() for suffix in form.suffixes]
+
+    @property
+    def align(self) -> int:
+        """Elements that cannot be parted."""
+        return max([form.align for form in self.formats.values()], default=1)
+
+    def begin(self, state: Mapping[str, Callable[[Tensor], Tensor]], params: PyTree) -> dict[str, PyTree]:
+        """Return the trees of the state, from what each moment begins as for a leaf."""
+        leaves, spec = tree.flatten(params)
+        columns: dict[str, list[Tensor]] = {name: [] for name in self.names}
+        for key, form in self.formats.items():
+            for leaf in leaves:
+                for suffix, stored in zip(form.suffixes, form.begin(state[key](leaf)), strict=True):
+                    columns[key + suffix].append(stored)
+        return {name: tree.unflatten(spec, column) for name, column in columns.items()}
+
+    def lifted(
+        self,
+        plan: Plan,
+        leaves: list[Tensor],
+        grads: list[Tensor],
+        stored: Mapping[str, list[Tensor]],
+        key: Tensor | None,
+        *,
+        eager: bool,
+    ) -> Iterator[Lifted]:
+        """Give out stretch after stretch to compute on, and store what was written when the next one is asked for.
+
+        Args:
+            plan: of the leaves.
+            leaves: the parameters, which are written.
+            grads: their gradients, in memory as they are.
+            stored: the trees of the state, which are written.
+            key: to round with, when that is stochastic.
+            eager: many leaves at a time, and long ones piece by piece.
+        """
+        plain = Floats()
+        for stretch in plan.stretches if eager else plan.wholes:
+            dtype = torch.promote_types(leaves[stretch.windows[0][0]].dtype, torch.float32)
+            windows = [plain.window((leaves[index],), *cut) for index, *cut in stretch.windows]
+            moments = {
+                name: [
+                    form.window(tuple(stored[name + suffix][index] for suffix in form.suffixes), *cut)
+                    for index, *cut in stretch.windows
+                ]
+                for name, form in self.formats.items()
+            }
+            leaf = plain.read(windows, dtype)
+            grad = plain.read([plain.window((grads[index],), *cut) for index, *cut in stretch.windows], dtype)
+            values = {name: self.formats[name].read(found, dtype) for name, found in moments.items()}
+            sizes = [stop - start for _, start, stop in stretch.windows]
+            yield Lifted(leaf, grad, values, sizes, stretch.decay)
+            plain.write(windows, leaf, self._rounding(key, stretch, 0, eager))
+            for number, (name, form) in enumerate(self.formats.items(), 1):
+                form.write(moments[name], values[name], self._rounding(key, stretch, number * plan.size, eager))
+
+    def _rounding(self, key: Tensor | None, stretch: Stretch, offset: int, eager: bool) -> Rounding | None:
+        if key is None:
+            return None
+
+        def rounding(values: Tensor) -> Tensor:
+            here = random.to_device(key, values.device)
+            return rounded(values, noise(here, stretch.place + offset, len(values), eager=eager), eager=eager)
+
+        return rounding
+
+
+def low_precision(
+    function: str, state_dtype: str | None, stochastic_rounding: bool | None, moments: Sequence[str]
+) -> Storage | None:
+    """Return how moments of a dtype are stored; None for those of the parameters, rounded to the nearest.
+
+    Raises:
+        OptionError: for another dtype than float32 and bfloat16.
+    """
+    if state_dtype is not None and state_dtype not in DTYPES:
+        raise OptionError(
+            f"{function}: state_dtype is {state_dtype!r}; choices are None, {', '.join(map(repr, DTYPES))}"
+        )
+    stochastic = state_dtype == "bf16" if stochastic_rounding is None else stochastic_rounding
+    if state_dtype is None and not stochastic:
+        return None
+    shown = {"state_dtype": state_dtype, "stochastic_rounding": stochastic_rounding}
+    form = Floats(DTYPES[state_dtype] if state_dtype else None)
+    told = tuple(f"{name}={value}" for name, value in shown.items() if value is not None)
+    return Storage(dict.fromkeys(moments, form), stochastic, told)

@@ -1,0 +1,133 @@
+"""The table of what a narrow dtype loses, from the metrics of steps that are watched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ftrain.errors import OptionError
+from ftrain.transforms.amp.overflow_counts import GRAD_OVERFLOW, MODEL, OVERFLOW, is_share
+from ftrain.types import Mean
+
+MOST_SHOWN = 20
+
+
+class PrecisionRow(NamedTuple):
+    """What a part of a model lost to a narrow dtype, as `ftrain.with_amp` defines it.
+
+    Args:
+        part: its name.
+        overflow: share of what it returned, in [0, 1].
+        underflow: likewise.
+        grad_overflow: share of the gradient that arrived there; 0 where none did.
+        grad_underflow: likewise.
+        first: the first step that overflowed here, forward or backward; None when none did, or steps are not known.
+    """
+
+    part: str
+    overflow: float = 0.0
+    underflow: float = 0.0
+    grad_overflow: float = 0.0
+    grad_underflow: float = 0.0
+    first: int | None = None
+
+
+@dataclass(frozen=True)
+class PrecisionReport:
+    """The parts of a model, those first that break first; `print` shows it as a table.
+
+    Args:
+        rows: every part that was watched. First those in which an overflow begins, by the step and by how much; then
+            those that contain these, or whose gradient overflowed; then the others, by what vanished.
+    """
+
+    rows: tuple[PrecisionRow, ...]
+
+    def __repr__(self) -> str:
+        bad = [row for row in self.rows if any(row[1:5])]
+        shown = bad[:MOST_SHOWN]
+        width = max(4, *(len(row.part) for row in shown)) if shown else 4
+        lines = [f"{'part':<{width}}  overflow  underflow  grad overflow  grad underflow  first step"]
+        for row in shown:
+            shares = f"{_percent(row.overflow):>8}  {_percent(row.underflow):>9}  {_percent(row.grad_overflow):>13}"
+            first = "" if row.first is None else row.first
+            line = f"{row.part:<{width}}  {shares}  {_percent(row.grad_underflow):>14}  {first:>10}"
+            lines.append(line.rstrip())
+        others, fine = len(bad) - len(shown), len(self.rows) - len(bad)
+        lines += [f"and {others} more, which lose less"] * bool(others)
+        lines += [f"{fine} of {len(self.rows)} parts lose nothing"]
+        return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+    """A share that is not zero must not look as if it were."""
+    if not share:
+        return "-"
+    return f"{share:.2%}" if share >= 5e-5 else "<0.01%"
+
+
+def precision_report(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> PrecisionReport:
+    """Say which parts of a model a narrow dtype breaks, from steps under ``with_amp(..., watch=True)``.
+
+    Reads the metrics, and so waits for the device if they are there still.
+
+    Args:
+        found: the metrics of one step, or the history of `ftrain.fit` (or any list of its records): shares are then
+            means over the steps.
+
+    Raises:
+        OptionError: when there is nothing of the kind in it, or it is something else.
+
+    >>> print(precision_report([{"step": 7, "overflow/blocks.0": 0.25, "underflow/blocks.1": 0.5}]))
+    part      overflow  underflow  grad overflow  grad underflow  first step
+    blocks.0    25.00%          -              -               -           7
+    blocks.1         -     50.00%              -               -
+    0 of 2 parts lose nothing
+    """
+    records = list(found) if isinstance(found, Sequence) else [found]
+    if wrong := [record for record in records if not isinstance(record, Mapping)]:
+        raise OptionError(
+            f"precision_report: found {type(wrong[0]).__name__}; needs the metrics of a step, or the history of ft.fit"
+        )
+    shares: dict[str, dict[str, list[float]]] = {}
+    first: dict[str, int] = {}
+    for record in records:
+        for kind, part, share in _shares(record):
+            shares.setdefault(part, {}).setdefault(kind, []).append(share)
+            if share and kind in (OVERFLOW, GRAD_OVERFLOW) and "step" in record:
+                first.setdefault(part, int(record["step"]))
+    if not shares:
+        raise OptionError(
+            "precision_report: found no metric such as 'overflow/<part>'; watch the steps with ft.with_amp(dtype, "
+            "watch=True), and pass their metrics or the history of ft.fit"
+        )
+    means = {part: {kind: sum(seen) / len(seen) for kind, seen in kinds.items()} for part, kinds in shares.items()}
+    rows = [PrecisionRow(part, **kinds, first=first.get(part)) for part, kinds in means.items()]
+    broken = [row.part for row in rows if row.overflow]
+    return PrecisionReport(tuple(sorted(rows, key=lambda row: _urgency(row, broken))))
+
+
+def _shares(record: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    for name, value in record.items():
+        if is_share(name) and isinstance(value, int | float | Tensor | Mean):
+            kind, _, part = name.partition("/")
+            share = float(value)
+            # Nothing was watched: a part without elements.
+            yield kind, part, 0.0 if math.isnan(share) else share
+
+
+def _urgency(row: PrecisionRow, broken: Sequence[str]) -> tuple[Any, ...]:
+    begins = row.overflow and not any(_contains(row.part, other) for other in broken)
+    tier = 0 if begins else 1 if row.overflow or row.grad_overflow else 2
+    share = row.overflow if begins else max(row.overflow, row.grad_overflow) or max(row.underflow, row.grad_underflow)
+    step = math.inf if row.first is None or tier == 2 else row.first
+    depth = 0 if row.part == MODEL else row.part.count(".") + 1
+    return tier, step, -share, -depth, row.part
+
+
+def _contains(part: str, other: str) -> bool:
+    return part != other and (part == MODEL or other.startswith(f"{part}."))

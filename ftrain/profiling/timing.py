@@ -1,0 +1,252 @@
+"""How long steps take: measured in turns, so that a drift of the machine hits all of them alike."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ftrain import backends, tree
+from ftrain import data as sources
+from ftrain.backends.oom import is_out_of_memory, release
+from ftrain.errors import DataError
+from ftrain.step.purity import as_tree
+from ftrain.step.step import Step
+from ftrain.types import PyTree, TrainState
+
+LEAST = 0.1
+"""Seconds that a turn takes, unless one step takes longer."""
+
+WARM = 3
+"""Steps before a state is timed: libraries load, graphs are captured, and recorded when they find it in place."""
+
+MOST_BATCHES = 32
+ENOUGH = 0.5
+TURNS = 3
+"""A source of data is gone through so often, for so many batches or so many seconds of steps."""
+
+UNSURE = 0.025
+"""What may be missed on either side of an interval."""
+
+
+class Interval(NamedTuple):
+    """A median, and a range that holds it 95 times in 100."""
+
+    low: float
+    median: float
+    high: float
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Return the median of independent values, between two of them that hold it; of fewer than six, between all.
+
+    How many values lie below the median is binomial, whatever their distribution.
+
+    >>> interval([5.0, 1.0, 2.0, 4.0, 3.0, 9.0, 8.0, 7.0, 6.0])
+    Interval(low=2.0, median=5.0, high=8.0)
+    """
+    ordered, missed, left_out = sorted(values), 0.0, 0
+    while (missed := missed + math.comb(len(ordered), left_out) / 2 ** len(ordered)) <= UNSURE:
+        left_out += 1
+    left_out = max(left_out - 1, 0)
+    return Interval(ordered[left_out], statistics.median(ordered), ordered[-1 - left_out])
+
+
+class Racer:
+    """A step that runs on one batch and a state of its own, which is made when it is needed.
+
+    Args:
+        step: the step.
+        begin: makes a state that nobody else has.
+        batch: the batch.
+        device: where both are.
+        needs: bytes that it takes at its peak, as far as that is known.
+    """
+
+    def __init__(
+        self, step: Step, begin: Callable[[], TrainState], batch: PyTree, device: torch.device, needs: int = 0
+    ) -> None:
+        self._step, self._begin, self._batch, self.device, self._needs = step, begin, batch, device, needs
+        self._state: TrainState | None = None
+        self._steps = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has its state already, or there is memory for it beside what the others have."""
+        free = None if self._state is not None else backends.of(self.device).free()
+        return free is None or self._needs <= free
+
+    def turn(self) -> float:
+        """Return the seconds of a step, over as many of them as fill a turn."""
+        if self._state is None:
+            self._state = self._begin()
+            self._run(WARM)
+        if not self._steps:
+            took = self._run(1)
+            self._steps = max(1, round(LEAST / max(took, 1e-6)))
+        return self._run(self._steps) / self._steps
+
+    def _run(self, steps: int) -> float:
+        def work() -> None:
+            for _ in range(steps):
+                self._state, _ = self._step(self._state, self._batch)  # type: ignore[arg-type]
+
+        return seconds(work, self.device)
+
+    def close(self) -> None:
+        """Let go of the state."""
+        self._state = None
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that a piece of work takes; waits for the device before it and after it."""
+    wait = backends.of(device).synchronize
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - start
+
+
+def race(
+    racers: Mapping[str, Racer], rounds: int, *, spares: Callable[[str, Exception], bool]
+) -> dict[str, list[float] | Exception]:
+    """Return the seconds of a step of each racer, round by round, or the error that ended it.
+
+    One round more, which nobody counts, comes first. Every other one goes backwards, so that nobody always runs behind
+    the same one. Where one does not fit beside the states of the others, or runs out of memory, these give theirs back,
+    and make them anew when it is their turn.
+
+    Args:
+        racers: name -> racer.
+        rounds: how often each has its turn.
+        spares: ``(name, error) -> bool``, whether an error is a result.
+
+    Raises:
+        Exception: of a racer, if it is no result.
+    """
+    found: dict[str, list[float]] = {name: [] for name in racers}
+    failed: dict[str, Exception] = {}
+    # Collections would hit whoever happens to run; all start with the same clean heap.
+    gc.collect()
+    for number in range(rounds + 1):
+        for name in list(racers)[:: -1 if number % 2 else 1]:
+            if name in failed:
+                continue
+            try:
+                took = _turn(racers, name)
+            except Exception as error:  # Of whatever kind: who fails is told so, and the others go on.
+                racers[name].close()
+                if not spares(name, error):
+                    raise
+                release(error, racers[name].device)
+                failed[name] = error
+            else:
+                found[name] += [took] * (number > 0)
+    for racer in racers.values():
+        racer.close()
+    return {name: failed.get(name, times) for name, times in found.items()}
+
+
+def _turn(racers: Mapping[str, Racer], name: str) -> float:
+    # Asked first: a host that runs out of memory raises nothing, and its kernel ends the process.
+    if not racers[name].fits:
+        for racer in racers.values():
+            racer.close()
+    try:
+        return racers[name].turn()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        for racer in racers.values():
+            racer.close()
+        release(error, racers[name].device)
+    return racers[name].turn()
+
+
+class Loading(NamedTuple):
+    """Seconds for each batch of a source of data.
+
+    Args:
+        alone: to get it, and do nothing with it.
+        ready: to make a step of it when it is on the device already.
+        together: to get it and make a step of it.
+    """
+
+    alone: float
+    ready: float
+    together: float
+
+    @property
+    def waiting(self) -> float:
+        """Share of the time in which the device has nothing to do: at most that of the data."""
+        return min(max(0.0, 1 - self.ready / self.together), self.alone / self.together)
+
+
+def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch.device) -> Loading:
+    """Time a source of data, which is left where it was, and a step that is fed by it.
+
+    Args:
+        step: the step.
+        state: one that nobody else has.
+        data: batches, which can be gone through several times.
+        device: where the state is.
+
+    Raises:
+        DataError: when the data passes but once, or has fewer than two batches.
+    """
+    if isinstance(data, Iterator) or not isinstance(data, Iterable):
+        raise DataError(
+            f"data is {type(data).__name__}; needs batches that can be gone through several times, such as those of "
+            "ft.data.loader"
+        )
+    position = sources.position(data)
+
+    def given() -> Iterator[PyTree]:
+        if position is not None:
+            sources.seek(data, position)
+        return (tree.to(as_tree(batch), device) for batch in itertools.islice(data, most))
+
+    def work(batch: PyTree) -> None:
+        nonlocal state
+        state, _ = step(state, batch)
+
+    most = 1
+    try:
+        for batch in given():
+            for _ in range(WARM):
+                work(batch)
+            took = seconds(lambda: work(batch), device)  # noqa: B023
+            most = min(MOST_BATCHES, max(2, round(ENOUGH / took)))
+        ahead = list(given())
+        if len(ahead) < 2:
+            raise DataError(f"data has {len(ahead)} batches; needs two or more")
+        # In turns, for whoever comes first may find a machine that is still busy with what was before.
+        turns = [
+            [_passed(given(), id, device), _passed(ahead, work, device), _passed(given(), work, device)]
+            for _ in range(TURNS)
+        ]
+    finally:
+        if position is not None:
+            sources.seek(data, position)
+    return Loading(*(statistics.median(column) for column in zip(*turns, strict=True)))
+
+
+def _passed(batches: Iterable[PyTree], work: Callable[[PyTree], object], device: torch.device) -> float:
+    """Seconds for a batch, the first one left out: with it, workers start."""
+    rest, count = iter(batches), 0
+    work(next(rest))
+
+    def go() -> None:
+        nonlocal count
+        for batch in rest:
+            work(batch)
+            count += 1
+
+    return seconds(go, device) / max(count, 1)

@@ -1,0 +1,399 @@
+"""Counter-based random numbers: every draw is a pure function of a key, the same bits on every device.
+
+A key is an int64 tensor of shape (2,) holding two 32-bit words. The generator is Philox-4x32-10 (Salmon,
+Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), written in wrapping int64
+arithmetic, so eager, traced, compiled, vmapped and recomputed code all draw the same bits. A key is used
+once: `split` it or `fold_in` something before the next draw, for the same key gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ftrain.backends import widest
+from ftrain.errors import OptionError
+from ftrain.random.philox import MASK, full, philox, philox_host
+from ftrain.random.philox import Words as Words
+
+# The third counter word: draws, splits and folds of one key never evaluate the same block.
+_BITS, _SPLIT, _FOLD = 0, 1, 2
+
+# What a user is least likely to fold into a key: stock modules must not draw what a loss draws itself.
+_STOCK = 0x73746F63, 0x6B5F6B79
+_UPDATE = 0x75706461, 0x74655F6B
+
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_INT64_MAX = (1 << 63) - 1
+
+
+def key(seed: int) -> Tensor:
+    """Make a key, on the CPU, from any integer that fits in 64 bits.
+
+    A negative seed is the same as its two's complement. Raises `OptionError` outside -2**63 .. 2**64 - 1.
+
+    >>> key(7)
+    tensor([7, 0])
+    """
+    return from_words(_halves("key", "seed", seed))
+
+
+def split(key: Tensor, num: int = 2) -> Tensor:
+    """Make `num` independent keys from one: int64 of shape (num, 2), on the key's device.
+
+    Raises `OptionError` for a negative `num`.
+
+    >>> first, second = split(key(0))
+    """
+    key, examples = _parted("split", key)
+    if num < 0:
+        raise OptionError(f"split: num = {num}; needed a number of keys that is not negative.")
+    return _joined(torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1), examples)
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """Make the key that belongs to `data`, such as a step or microbatch number.
+
+    Args:
+        key: the parent.
+        data: an integer that fits in 64 bits, or a 0-d integer tensor, which may be on another device.
+
+    Returns a key on the parent's device. Raises `OptionError` for other data.
+    """
+    if isinstance(data, Tensor):
+        if data.ndim:
+            raise OptionError(f"fold_in: data has shape {tuple(data.shape)}; needed a 0-d integer tensor.")
+        return fold_in_each(key, data)
+    key, examples = _parted("fold_in", key)
+    low, high = _halves("fold_in", "data", data)
+    return _joined(_fold(key, full(key, low), full(key, high)), examples)
+
+
+def fold_in_each(key: Tensor, data: Tensor) -> Tensor:
+    """`fold_in` of every element of an integer tensor at the price of one: shape (*data.shape, 2).
+
+    Raises `OptionError` for data of another dtype.
+    """
+    key, examples = _parted("fold_in_each", key)
+    if data.is_floating_point() or data.is_complex():
+        raise OptionError(f"fold_in: data has dtype {data.dtype}; needed an integer tensor.")
+    data = to_device(data, key.device).to(torch.int64)
+    return _joined(_fold(key, data & MASK, (data >> 32) & MASK), examples)
+
+
+def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
+    """Make the key of a piece of a batch, from that of the batch: int64 of shape (4,), on the same device.
+
+    A draw of n numbers for each of the `length` examples of the piece, in row-major order, is then the part that these
+    examples have in the same draw for the whole batch. A draw is taken for one when it has an axis and `length` divides
+    its size; any other is the same in every piece. Keys that are made of this one (`split`, `fold_in`) have the same
+    words in every piece, and remember the examples. Under `vmap` over keys of examples, the numbers of different pieces
+    are independent, but other ones than in the whole batch: there, fold in a number of the example that is its own.
+
+    Args:
+        key: of the batch, or of a piece, of which this is a piece then.
+        start: number of the first example of the piece; in a graph that serves for many, a 0-d int64 tensor.
+        length: how many examples it has.
+
+    Raises `OptionError` for a negative start, or no example.
+
+    >>> whole = bits(key(0), (5, 3))
+    >>> torch.equal(bits(for_examples(key(0), 2, 2), (2, 3)), whole[2:4])
+    True
+    """
+    words, examples = _parted("for_examples", key)
+    if (not isinstance(start, Tensor) and start < 0) or length < 1:
+        raise OptionError(f"for_examples: start = {start}, length = {length}; needed at least 0 and 1.")
+    first = (start if isinstance(start, Tensor) else full(key, start)) if examples is None else examples[0] + start
+    return torch.cat([words, torch.stack([first, full(key, length)])])
+
+
+def fold_in_words(words: tuple[int, int], data: int) -> tuple[int, int]:
+    """`fold_in` on the host: the same words in plain Python integers, in a few microseconds.
+
+    >>> fold_in_words(words(key(0)), 3) == words(fold_in(key(0), 3))
+    True
+    """
+    low, high = _halves("fold_in_words", "data", data)
+    first, second, _, _ = philox_host(words, (low, high, _FOLD, 0))
+    return first, second
+
+
+def words(key: Tensor) -> tuple[int, int]:
+    """Read a key's two words on the host; waits for the device if the key is on one."""
+    first, second = _parted("words", key)[0].tolist()
+    return first, second
+
+
+def from_words(words: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
+    """Make a key from its two 32-bit words: the inverse of `words`."""
+    return torch.tensor(words, dtype=torch.int64, device=device)
+
+
+def stock_words(words: tuple[int, int]) -> tuple[int, int]:
+    """Make the key, on the host, from which torch's own random operations draw in a step with this one."""
+    # Another key of the cipher, and so another stream.
+    return words[0] ^ _STOCK[0], words[1] ^ _STOCK[1]
+
+
+def update_words(words: tuple[int, int]) -> tuple[int, int]:
+    """Make the key, on the host, from which an optimizer draws in a step with this one."""
+    return words[0] ^ _UPDATE[0], words[1] ^ _UPDATE[1]
+
+
+def seed_of(words: tuple[int, int]) -> int:
+    """Make a 63-bit seed for torch's generators from the words of a step's key, on the host."""
+    low, high = stock_words(words)
+    return (high << 32 | low) >> 1
+
+
+def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """Draw uniform 32-bit words, as int64 in 0 .. 2**32 - 1.
+
+    Element i (in row-major order) depends on the key and on i only: a smaller draw is the beginning of
+    a larger one. This holds for every draw in this module but `permutation`.
+    """
+    return _draw("bits", key, shape, 4, lambda block: block)
+
+
+def uniform(
+    key: Tensor,
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> Tensor:
+    """Draw uniformly from [low, high); `high` itself never comes out, whatever the dtype rounds to.
+
+    A unit draw is a multiple of 2**-24 in float32, 2**-53 in float64, 2**-11 in float16 and 2**-8 in
+    bfloat16. A range other than [0, 1) is mapped in float64 and then rounded to a value inside it; in
+    float64 the last bit may then depend on whether a device fuses the multiplication and the addition. A device
+    without float64 (`ftrain.backends.widest`) takes float32, in which other last bits come out.
+
+    Raises `OptionError` for other dtypes, and where `dtype` has no value in [low, high).
+    """
+    digits = _digits("uniform", dtype)
+    if (low, high) == (0.0, 1.0):
+        return _draw("uniform", key, shape, _columns(dtype), lambda block: _unit(block, digits, dtype))
+    smallest, largest = _range("uniform", low, high, dtype)
+    # 29 bits times a unit draw of 24 is exact in float64, so fusing it with the sum changes nothing.
+    mantissa, exponent = math.frexp(high - low)
+    span = math.ldexp(round(math.ldexp(mantissa, 29)), exponent - 29) if digits < 53 else high - low
+    wide = torch.float64 if digits == 53 else widest(key.device)
+    unit = _draw("uniform", key, shape, _columns(dtype), lambda block: _unit(block, digits, wide))
+    return (unit * span + low).to(dtype).clamp(smallest, largest)
+
+
+def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw from the standard normal distribution, by the transform of Box and Muller (1958).
+
+    From 32 bits for each of radius and angle, 53 for float64. It is evaluated in float64 and rounded to
+    `dtype`: the last bits of log and cos differ between devices and compilers, but float32 results then
+    differ only where the float64 value lies next to a tie, about once in 10**8 draws. float64 draws may
+    differ in their last bits, as do all on a device without float64, which evaluates it in float32. Raises
+    `OptionError` for a dtype that `uniform` does not draw.
+    """
+    digits = _digits("normal", dtype)
+
+    def columns(block: Words) -> tuple[Tensor, ...]:
+        units = _open_unit(block, digits)
+        values: list[Tensor] = []
+        for first, second in zip(units[::2], units[1::2], strict=True):
+            radius, angle = (first.log() * -2.0).sqrt(), second * (2.0 * math.pi)
+            values += [(radius * angle.cos()).to(dtype), (radius * angle.sin()).to(dtype)]
+        return tuple(values)
+
+    return _draw("normal", key, shape, _columns(dtype), columns)
+
+
+def exponential(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw from the exponential distribution of rate 1; never zero. Evaluated as in `normal`."""
+    digits = _digits("exponential", dtype)
+
+    def columns(block: Words) -> tuple[Tensor, ...]:
+        return tuple((-unit.log()).to(dtype) for unit in _open_unit(block, digits))
+
+    drawn = _draw("exponential", key, shape, _columns(dtype), columns)
+    return drawn.clamp(min=torch.finfo(dtype).tiny)
+
+
+def bernoulli(key: Tensor, p: float, shape: Sequence[int]) -> Tensor:
+    """Draw bools that are true with probability `p`, rounded to a multiple of 2**-32.
+
+    The bits are compared as integers, so 0 and 1 are certain. Raises `OptionError` for p outside [0, 1].
+    """
+    _check_p("bernoulli", p)
+    threshold = round(p * (1 << 32))
+    return _draw("bernoulli", key, shape, 4, lambda block: tuple(word < threshold for word in block))
+
+
+def dropout(key: Tensor, x: Tensor, p: float) -> Tensor:
+    """Zero each element with probability `p` and scale the others by 1 / (1 - p).
+
+    p = 0 returns `x`, p = 1 zeros. Draws on the device of `x`, to which the key is moved. The gradient is
+    that of the elements that stay. Raises `OptionError` for p outside [0, 1] or `x` not of a float dtype.
+    """
+    _check_p("dropout", p)
+    if not (x.is_floating_point() or x.is_complex()):
+        raise OptionError(f"dropout: x has dtype {x.dtype}; needed a floating point tensor.")
+    if p == 0:
+        return x
+    keep = bernoulli(to_device(key, x.device), 1.0 - p, x.shape)
+    # Selected, not multiplied by a mask: an overflow in what is dropped must not become a NaN.
+    return torch.where(keep, x * keep_scale(p), 0.0)
+
+
+def keep_scale(p: float) -> float:
+    """1 / (1 - p), what dropout scales by; 1 where nothing is kept."""
+    return 1.0 / (1.0 - p) if p < 1 else 1.0
+
+
+def randint(key: Tensor, shape: Sequence[int], low: int, high: int) -> Tensor:
+    """Draw integers from [low, high), as int64; the bias is below (high - low) / 2**63.
+
+    Raises `OptionError` for an empty range or one that does not fit.
+    """
+    if not -_INT64_MAX <= low < high <= _INT64_MAX or high - low > _INT64_MAX:
+        raise OptionError(f"randint: low = {low}, high = {high}; needed low < high, less than 2**63 apart.")
+
+    def columns(block: Words) -> tuple[Tensor, ...]:
+        return tuple(value % (high - low) + low for value in _join(block, 63))
+
+    return _draw("randint", key, shape, 2, columns)
+
+
+def permutation(key: Tensor, num: int) -> Tensor:
+    """Draw an order of 0 .. num - 1, as int64 of shape (num,)."""
+    # Stable: the one pair in 2**63 that ties is then ordered alike on every device.
+    return torch.argsort(_draw("permutation", key, (num,), 2, lambda block: _join(block, 63)), stable=True)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move without waiting where that is safe: a copy from the host is staged before the call returns."""
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=tensor.device.type == "cpu")
+
+
+def _draw(
+    function: str,
+    key: Tensor,
+    shape: Sequence[int],
+    num: int,
+    columns: Callable[[Words], tuple[Tensor, ...]],
+) -> Tensor:
+    """Turn block j into elements num * j .. num * j + num - 1, `columns` giving one tensor for each."""
+    key, examples = _parted(function, key)
+    if any(size < 0 for size in shape):
+        raise OptionError(f"{function}: shape = {tuple(shape)}; needed sizes that are not negative.")
+    size = math.prod(shape)
+    index = torch.arange((size + num - 1) // num + (0 if examples is None else 1), device=key.device)
+    if examples is None:
+        # Interleaved last: the narrow results move, not the int64 words.
+        drawn = torch.stack(columns(_blocks(key, index, _BITS)), -1)
+    else:
+        first = _first_of(key, examples, shape)
+        rows = torch.stack(columns(_blocks(key, index + first // num, _BITS)))
+        # Column j holds elements j, j + num, ...: from another element on, the columns are others, or the next rows of
+        # those. Which ones is known on the device only, so that one graph serves all pieces.
+        rows = torch.cat([rows[:, :-1], rows[:, 1:]])
+        drawn = rows[first % num + torch.arange(num, device=key.device)].mT
+    return drawn.reshape(-1)[:size].reshape(tuple(shape))
+
+
+def _first_of(key: Tensor, examples: Tensor, shape: Sequence[int]) -> Tensor:
+    """Where a draw for some examples begins in that for the whole batch, as a 0-d tensor."""
+    start, length = examples.unbind()
+    size = full(key, math.prod(shape))
+    # Under vmap a draw may be for one example, which must not begin where that of another piece does.
+    other = start * size if torch._C._functorch.is_batchedtensor(key) else full(key, 0)
+    return torch.where(size % length == 0, start * (size // length), other) if shape else other
+
+
+def _blocks(key: Tensor, index: Tensor, domain: int) -> Words:
+    return philox(key, (index & MASK, index >> 32, full(key, domain), full(key, 0)))
+
+
+def _fold(key: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    return torch.stack(philox(key, (low, high, full(key, _FOLD), full(key, 0)))[:2], -1)
+
+
+def _columns(dtype: torch.dtype) -> int:
+    return 2 if dtype == torch.float64 else 4
+
+
+def _join(block: Words, num: int) -> tuple[Tensor, Tensor]:
+    """Two integers of `num` bits, 32 < num < 64, from the four words."""
+    left, right = num - 32, 64 - num
+    return (block[0] << left) | (block[1] >> right), (block[2] << left) | (block[3] >> right)
+
+
+def _unit(block: Words, digits: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Multiples of 2**-digits in [0, 1)."""
+    values = _join(block, 53) if digits == 53 else tuple(word >> (32 - digits) for word in block)
+    return tuple(value.to(dtype) * 2.0**-digits for value in values)
+
+
+def _open_unit(block: Words, digits: int) -> tuple[Tensor, ...]:
+    """float64 in (0, 1): odd multiples of 2**-33, or of 2**-53 when 53 digits are wanted.
+
+    In float32, where a device has no float64, those next to 1 are 1.
+    """
+    if digits == 53:
+        return tuple((value | 1).double() * 2.0**-53 for value in _join(block, 53))
+    return tuple(((word << 1) | 1).to(widest(word.device)) * 2.0**-33 for word in block)
+
+
+def _range(function: str, low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The smallest and the largest value of `dtype` in [low, high)."""
+    if not (low < high and math.isfinite(high - low)):
+        raise OptionError(f"{function}: low = {low}, high = {high}; needed finite numbers, low < high.")
+    smallest = -_round_down(-low, dtype)
+    largest = _round_down(math.nextafter(high, -math.inf), dtype)
+    if smallest > largest:
+        raise OptionError(f"{function}: {dtype} has no value in [{low}, {high}); widen it or its dtype.")
+    return smallest, largest
+
+
+def _round_down(value: float, dtype: torch.dtype) -> float:
+    """The largest value of `dtype` that is not above `value`."""
+    info = torch.finfo(dtype)
+    spacing = max(math.ldexp(info.eps, math.frexp(value)[1] - 1), info.smallest_normal * info.eps)
+    return min(math.floor(value / spacing) * spacing, info.max)
+
+
+def _halves(function: str, name: str, value: int) -> tuple[int, int]:
+    value = operator.index(value)
+    if not -(1 << 63) <= value < 1 << 64:
+        raise OptionError(f"{function}: {name} = {value} does not fit in 64 bits; needed -2**63 <= {name} < 2**64.")
+    return value & MASK, (value >> 32) & MASK
+
+
+def _digits(function: str, dtype: torch.dtype) -> int:
+    if dtype not in _DIGITS:
+        raise OptionError(f"{function}: dtype = {dtype}; needed one of {', '.join(map(str, _DIGITS))}.")
+    return _DIGITS[dtype]
+
+
+def _parted(function: str, key: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The two words of a key, and those that say which examples it is for, if it is for some."""
+    if key.shape == (2,) and key.dtype == torch.int64:
+        return key, None
+    if key.shape == (4,) and key.dtype == torch.int64:
+        return key[:2], key[2:]
+    raise OptionError(
+        f"{function}: the key has shape {tuple(key.shape)} and dtype {key.dtype}; needed int64 of shape "
+        "(2,), as ftrain.random.key, split or fold_in make."
+    )
+
+
+def _joined(keys: Tensor, examples: Tensor | None) -> Tensor:
+    return keys if examples is None else torch.cat([keys, examples.expand(*keys.shape[:-1], 2)], -1)
+
+
+def _check_p(function: str, p: float) -> None:
+    if not 0 <= p <= 1:
+        raise OptionError(f"{function}: p = {p}; needed a probability, 0 <= p <= 1.")

@@ -1,0 +1,74 @@
+"""Running a loss in a narrow dtype: names of dtypes, what a device can compute in, and `torch.autocast`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import backends, tree
+from ftrain.errors import DeviceError
+from ftrain.types import LossFn, LossOutput, PyTree
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+log = logging.getLogger("ftrain")
+
+
+def name_of(dtype: Any) -> str:
+    """Return what a dtype is called here: ``"bf16"`` for `torch.bfloat16`, ``"bfloat16"`` and ``"bf16"``.
+
+    >>> name_of(torch.float16), name_of("float16"), name_of("fp8")
+    ('fp16', 'fp16', 'fp8')
+    """
+    names = {str(known).removeprefix("torch."): name for known, name in NAMES.items()}
+    told = str(dtype).removeprefix("torch.")
+    return names.get(told, told)
+
+
+def require_dtype(function: str, name: str, backend: backends.Backend) -> None:
+    """Check that a device can compute in ``"bf16"`` or ``"fp16"``.
+
+    Raises:
+        DeviceError: naming the device and what it has.
+    """
+    able = backend.autocast_dtypes()
+    if DTYPES[name] not in able:
+        other = ", ".join([*(NAMES[choice] for choice in able), "float32"])
+        raise DeviceError(f"{function}: {backend.describe()} cannot compute in {name}; it has {other}")
+    if DTYPES[name] in backend.emulated_dtypes():
+        _warn_of_emulation(function, name, backend.describe())
+
+
+@functools.cache
+def _warn_of_emulation(function: str, name: str, device: str) -> None:
+    """Log what an emulated dtype costs, once in a process."""
+    log.warning(
+        "%s: %s is emulated on %s, and may take ten times as long as float32; "
+        "'auto' takes bf16 where that is native, and float32 elsewhere",
+        function,
+        name,
+        device,
+    )
+
+
+def auto_dtype(backend: backends.Backend) -> str:
+    """Return what ``"auto"`` is on a device: ``"bf16"`` where that is native, else ``"float32"``."""
+    return "bf16" if torch.bfloat16 in backend.native_dtypes else "float32"
+
+
+def autocast(loss: LossFn, dtype: torch.dtype) -> LossFn:
+    """Run a loss under `torch.autocast` on the device of its parameters."""
+
+    def cast(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+        with torch.autocast(tree.device_of(params).type, dtype=dtype):
+            return loss(params, batch, rng=rng, buffers=buffers)
+
+    return cast

@@ -1,0 +1,170 @@
+"""The blocks of a model: what rematerialisation computes again as a whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias, TypeVar
+
+from torch import nn
+
+from ftrain.errors import OptionError
+from ftrain.step.swap_params import Slot, slots_of
+from ftrain.types import Adapters
+
+Region: TypeAlias = Callable[..., Any]
+"""``region(function, slots, choice, *args, **kwargs)``: runs a block in a special way, rematerialised say."""
+
+Wanted: TypeAlias = Sequence[type[nn.Module] | str] | Mapping[type[nn.Module] | str, Any] | Callable[..., Any]
+"""Which modules are blocks: types and dotted names, or these with a choice for each, or ``(name, module) -> choice``,
+None for what is no block."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+Watcher: TypeAlias = Callable[..., Any]
+"""``watcher(name, run, *args, **kwargs)``: calls a marked function by `run`, and looks on."""
+
+_region: ContextVar[Region | None] = ContextVar("ftrain_region", default=None)
+_watcher: ContextVar[Watcher | None] = ContextVar("ftrain_watcher", default=None)
+
+
+def block(function: F) -> F:
+    """Mark a function as one block of a model: what `remat` recomputes as a whole.
+
+    Outside of a rematerialised step it runs as it is. Tensors that it closes over must not be
+    replaced between its forward and its recomputation; pass those as arguments.
+    """
+
+    @functools.wraps(function)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        watcher = _watcher.get()
+        if watcher is None:
+            return _through_region(function, (), None, *args, **kwargs)
+        run = functools.partial(_through_region, function, (), None)
+        return watcher(function.__name__, run, *args, **kwargs)
+
+    return marked  # type: ignore[return-value]
+
+
+def _through_region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
+    region = _region.get()
+    if region is None:
+        return function(*args, **kwargs)
+    return region(function, slots, choice, *args, **kwargs)
+
+
+def within(region: Region | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function whose blocks go through a region, or with None as they are, in whatever thread it runs."""
+    token = _region.set(region)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _region.reset(token)
+
+
+@contextmanager
+def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Let modules run by other functions than their `forward`."""
+    # An attribute of the instance hides the method of the class until it is deleted again.
+    places = [(part.__dict__, part.__dict__.get("forward"), forward) for part, forward in forwards]
+    try:
+        for place, _, forward in places:
+            place["forward"] = forward
+        yield
+    finally:
+        for place, before, _ in places:
+            if before is None:
+                del place["forward"]
+            else:
+                place["forward"] = before
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Let a watcher look on whenever a function runs that is marked by `block`."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+class Blocks:
+    """The blocks of a module, with the adapters in them, ready to be run through a region."""
+
+    def __init__(self, parts: Mapping[nn.Module, Any], adapters: Adapters | None = None) -> None:
+        self._blocks = []
+        for part, choice in parts.items():
+            slots = slots_of(part) if adapters is None else [*slots_of(part), *adapters.slots(part)]
+            made = functools.partial(_through_region, part.forward, slots, choice)
+            self._blocks.append((part, part.__dict__, made))
+
+    @contextmanager
+    def through(self, region: Region) -> Iterator[None]:
+        """Run the forward of every block, and every function marked by `block`, through `region`."""
+        token = _region.set(region)
+        try:
+            with forwarding(
+                [(part, _instead(made, part) if "forward" in own else made) for part, own, made in self._blocks]
+            ):
+                yield
+        finally:
+            _region.reset(token)
+
+
+def _instead(made: functools.partial[Any], part: nn.Module) -> Callable[..., Any]:
+    """The same for what runs in a block now: an adapter, say, or somebody who looks on."""
+    return functools.partial(made.func, part.forward, *made.args[1:])
+
+
+def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any]:
+    """Return the blocks of a module and what was chosen for each: those wanted, else the repeated children.
+
+    Repeated children are the members of a `ModuleList` or `Sequential` that has at least two of one
+    type with children of their own; the outermost ones where such lists nest. Of a name and a type, the name counts.
+
+    Raises:
+        OptionError: when nothing matches; the message lists what there is.
+    """
+    named = dict(module.named_modules())
+    if wanted is None:
+        found = dict.fromkeys(_repeated_children(module))
+    elif isinstance(wanted, Sequence | Mapping):
+        choices = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
+        _require_blocks(module, named, choices)
+        types = [each for each in choices if isinstance(each, type)]
+        keys = {part: [name, *(each for each in types if isinstance(part, each))] for name, part in named.items()}
+        matched = {part: next((key for key in known if key in choices), None) for part, known in keys.items()}
+        found = {part: choices[key] for part, key in matched.items() if key is not None}
+    else:
+        chosen = {part: wanted(name, part) for name, part in named.items()}
+        found = {part: choice for part, choice in chosen.items() if choice is not None}
+    if not found:
+        lists = [name for name, part in named.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
+        none = "has no repeated children in a ModuleList or Sequential" if wanted is None else "has none of the blocks"
+        raise OptionError(
+            f"remat: {type(module).__name__} {none} (lists in it: "
+            f"{', '.join(lists) or 'none'}); name the blocks with blocks=[...], types or dotted names"
+        )
+    return found
+
+
+def _require_blocks(module: nn.Module, named: Mapping[str, nn.Module], wanted: Mapping[Any, Any]) -> None:
+    missing = [f"{each!r}" for each in wanted if not isinstance(each, type) and each not in named]
+    types = [each for each in wanted if isinstance(each, type)]
+    missing += [each.__name__ for each in types if not any(isinstance(part, each) for part in named.values())]
+    if missing:
+        known = ", ".join(sorted({type(part).__name__ for part in named.values()}))
+        raise OptionError(f"remat: {type(module).__name__} has no block {', '.join(missing)}; types in it are {known}")
+
+
+def _repeated_children(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        children = list(module)
+        types = [type(child) for child in children]
+        repeated = [child for child in children if types.count(type(child)) > 1 and any(True for _ in child.children())]
+        if repeated:
+            return repeated
+    return [part for child in module.children() for part in _repeated_children(child)]

@@ -1,0 +1,231 @@
+"""Evaluation: the loss without its gradient, averaged exactly over a whole data set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from ftrain import backends, tree
+from ftrain.backends.oom import is_out_of_memory, release
+from ftrain.errors import ComposeError, DataError, DeviceError, OptionError, require_order
+from ftrain.step import purity
+from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
+from ftrain.step.microbatch import RAISE, cut, most_pieces, require_on_oom
+from ftrain.step.purity import as_tree
+from ftrain.step.value_and_grad import adapt, detach
+from ftrain.step.wrapper import Wrapper
+from ftrain.types import Loss, Mean, PyTree, TrainState, counted, replace
+
+
+@dataclass(frozen=True)
+class EvalStep:
+    """A function ``(state, batch) -> {name: Mean}``; made by `eval_step`."""
+
+    loss: Loss
+
+    def __call__(self, state: TrainState, batch: PyTree) -> dict[str, Mean]:
+        """Return the loss and its metrics on one batch, as averages that add up over batches.
+
+        Modules run in evaluation mode, a loss that takes a key gets None, and neither the state nor
+        torch's random generators change. A plain number counts once for each example of the batch, and so not at all
+        for an empty one.
+        """
+        batch = as_tree(batch)
+        # Seeded, so that a model that draws in evaluation draws the same each time, and from nobody's stream.
+        seeded = backends.of(tree.device_of(state.params)).seeded(0)
+        with torch.no_grad(), seeded, self.loss.scope(False):
+            leaves, spec = tree.flatten((state.params, state.frozen, batch, state.buffers))
+            loss, metrics, _ = purity.call(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
+            length = tree.batch_length(batch)
+            return {
+                name: _mean(metric, 1 if length is None else length)
+                for name, metric in detach({"loss": loss, **metrics}).items()
+            }
+
+    def wrapped(self, wrapper: Wrapper) -> NoReturn:
+        """Refuse a wrapper.
+
+        Raises:
+            ComposeError: always; wrappers are for training steps.
+        """
+        raise ComposeError(f"{wrapper.text}: acts on a training step; evaluate(..., dtype=) computes in a narrow dtype")
+
+    def __repr__(self) -> str:
+        return f"eval    {self.loss.text}"
+
+
+def eval_step(loss_fn: Callable[..., Any] | Loss) -> EvalStep:
+    """Return the step that evaluates a loss, in any of the forms that `train_step` takes.
+
+    Raises:
+        LossError: when `loss_fn` cannot be called as a loss.
+    """
+    return EvalStep(adapt(loss_fn, "eval_step"))
+
+
+def evaluate(
+    step: EvalStep,
+    state: TrainState,
+    data: Iterable[PyTree],
+    *,
+    dtype: str | torch.dtype | None = None,
+    on_oom: Literal["raise", "split"] = "raise",
+) -> dict[str, float]:
+    """Return the mean of the loss and of every metric over all of `data`.
+
+    Exact for uneven batches: totals and weights are summed on the device in float64, or as exactly in pairs of float32
+    where it has no float64, and read once, at the end.
+
+    Args:
+        step: from `eval_step`.
+        state: whose parameters are evaluated; `ftrain.averaged(state)` for those of `ema`.
+        data: any iterable of batches.
+        dtype: evaluate in ``"bf16"`` or ``"fp16"``: parameters and buffers are cast once, into a copy, and the loss
+            runs under autocast. Without it both stay as they are; ``"auto"`` is ``"bf16"`` where the device multiplies
+            in it natively (`Backend.native_dtypes`), and else None. The batch does so always, and with it labels and
+            weights; where a norm reads float32 data directly, cast these in the loss. What is beyond 65,504, a variance
+            of BatchNorm say, is infinite in ``"fp16"``.
+        on_oom: ``"split"`` evaluates a batch for which there is no memory in twice as many pieces, and those after
+            it too; the means stay exact.
+
+    Raises:
+        DataError: when there is no batch.
+        OptionError: for another dtype, or another `on_oom`.
+        DeviceError: for a dtype that the device cannot compute in, or when with ``"split"`` not even a single example
+            fits.
+        ComposeError: when `step` is no evaluation step, or its loss computes in another narrow dtype by `with_amp`.
+    """
+    require_order("evaluate", step, state, "evaluate(step, state, data)")
+    if not isinstance(step, EvalStep):
+        raise ComposeError(f"evaluate: the step is a {type(step).__name__}; needs one of ft.eval_step(loss_fn)")
+    require_on_oom("evaluate", on_oom)
+    device = tree.device_of(state.params)
+    if dtype == "auto" and auto_dtype(backends.of(device)) == "float32":
+        dtype = None
+    if dtype is not None:
+        step, state = _narrowed(step, state, "bf16" if dtype == "auto" else dtype)
+    sums = _Sums()
+    pieces = 1
+    for given in data:
+        batch = tree.to(as_tree(given), device)
+        found = None
+        while found is None:
+            try:
+                found = _in_pieces(step, state, batch, pieces)
+            except Exception as error:
+                if on_oom == RAISE or not is_out_of_memory(error):
+                    raise
+                if pieces >= most_pieces(batch):
+                    raise _too_large(step, state, batch) from error
+                release(error, device)
+                pieces *= 2
+        sums.add(found)
+    if not sums.totals:
+        raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
+    return sums.read()
+
+
+def _too_large(step: EvalStep, state: TrainState, batch: PyTree) -> DeviceError:
+    (example, *_), sizes = cut(batch, most_pieces(batch)), []
+    for name, part in {
+        "parameters": (state.params, state.frozen),
+        "buffers": state.buffers,
+        "the example": example,
+    }.items():
+        size = sum(leaf.nbytes for leaf in tree.leaves(part) if tree.is_tensor(leaf))
+        sizes.append(f"{name} {size / 2**20:,.1f} MiB")
+    return DeviceError(
+        f"evaluate: memory ran out with a single example of {step.loss.text}: {', '.join(sizes)}; the rest is what the "
+        "model makes of it. Shorter examples, evaluate(..., dtype='bf16'), or a model with nothing else beside it on "
+        "the device, such as the state of a training, need less"
+    )
+
+
+class _Sums:
+    """Sums of means, on the device. Where it has no float64, each number is the sum of two of float32.
+
+    Dekker, "A floating-point technique for extending the available precision", 1971, https://doi.org/10.1007/BF01397083.
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Mean] = {}
+        self._rest: dict[str, Mean] = {}
+
+    def add(self, found: dict[str, Mean]) -> None:
+        for name, mean in found.items():
+            if name not in self.totals:
+                self.totals[name] = mean
+            elif mean.total.dtype == torch.float64:
+                self.totals[name] = self.totals[name] + mean
+            else:
+                before, zero = self.totals[name], torch.zeros_like(mean.total)
+                rest = self._rest.get(name, Mean(zero, zero))
+                total = _exact_sum(before.total, rest.total, mean.total)
+                weight = _exact_sum(before.weight, rest.weight, mean.weight)
+                self.totals[name], self._rest[name] = Mean(total[0], weight[0]), Mean(total[1], weight[1])
+
+    def read(self) -> dict[str, float]:
+        """Return the means, by waiting for the device."""
+        return {name: float(self._joined(name, mean)) for name, mean in self.totals.items()}
+
+    def _joined(self, name: str, mean: Mean) -> Mean:
+        if name not in self._rest:
+            return mean
+        rest = self._rest[name]
+        parts = [float(part) for part in (mean.total, rest.total, mean.weight, rest.weight)]
+        total, weight = torch.tensor(parts, dtype=torch.float64).view(2, 2).sum(1)
+        return Mean(total, weight)
+
+
+def _exact_sum(high: Tensor, low: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+    """``high + low + more`` as a number of the dtype and what is left over; what is not finite leaves nothing."""
+    total = high + more
+    rest = total - high
+    low = low + (high - (total - rest)) + (more - rest)
+    high = total + low
+    return high, torch.where(high.isfinite(), low - (high - total), 0.0)
+
+
+def _in_pieces(step: EvalStep, state: TrainState, batch: PyTree, pieces: int) -> dict[str, Mean]:
+    totals: dict[str, Mean] = {}
+    for piece in cut(batch, pieces):
+        _add(totals, step(state, piece))
+    return totals
+
+
+def _add(totals: dict[str, Mean], found: dict[str, Mean]) -> None:
+    for name, mean in found.items():
+        totals[name] = totals[name] + mean if name in totals else mean
+
+
+def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tuple[EvalStep, TrainState]:
+    """The step and the state that compute in a narrow dtype."""
+    name = name_of(dtype)
+    if name not in DTYPES:
+        raise OptionError(f"evaluate: dtype is {dtype!r}; choices are auto, {', '.join(DTYPES)} and None")
+    require_dtype("evaluate", name, backends.of(tree.device_of(state.params)))
+    loss, wanted = step.loss, DTYPES[name]
+    if loss.narrow not in ("", name) and (loss.narrow, name) != ("auto", "bf16"):
+        raise ComposeError(
+            f"evaluate: dtype is {dtype!r}, and the loss computes in {loss.narrow}: {loss.text}; leave dtype out, or "
+            "evaluate the loss without with_amp"
+        )
+    parts = {part: tree.cast(getattr(state, part), wanted) for part in ("params", "frozen", "buffers")}
+    return EvalStep(dataclasses.replace(loss, fn=autocast(loss.fn, wanted))), replace(state, **parts)
+
+
+def _mean(metric: Any, length: int) -> Mean:
+    if isinstance(metric, Mean) and not metric.plain:
+        return counted(Mean(_widened(metric.total), _widened(metric.weight)))
+    value = _widened(torch.as_tensor(metric.value if isinstance(metric, Mean) else metric))
+    # The mean of no examples is NaN, and they count for nothing.
+    return Mean(value * length if length else torch.zeros_like(value), torch.full_like(value, length))
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.to(backends.widest(value.device))

@@ -1,0 +1,41 @@
+"""The record of a compiled step: what `Step.lower` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MOST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What `ftrain.Step.lower` found out; `print` shows it.
+
+    Args:
+        lowering: ``"whole"`` or ``"split"``.
+        graphs: how many graphs a step runs.
+        nodes: how often each operation is called in them, most frequent first.
+        peak_bytes: bytes of intermediate results alive at once, at most, if every operation ran by itself in
+            the order it was captured in; what a compiler fuses is never stored, so it is an estimate from
+            above. None where the graphs are not known as a whole.
+        breaks: why and where the loss falls apart into several graphs, one text each.
+    """
+
+    lowering: str
+    graphs: int
+    nodes: Mapping[str, int]
+    peak_bytes: int | None
+    breaks: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        total, shown = sum(self.nodes.values()), list(self.nodes.items())[:MOST_SHOWN]
+        often = ", ".join(f"{count} {name}" for name, count in shown)
+        peak = "unknown" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:,.1f} MiB"
+        lines = [
+            f"lowering  {self.lowering}, {self.graphs} graph{'s' * (self.graphs != 1)}",
+            f"nodes     {total:,} ({often}{', ...' * (len(self.nodes) > len(shown))})",
+            f"peak      {peak} of intermediate results",
+            *(f"break     {text}" for text in self.breaks),
+        ]
+        return "\n".join(lines)

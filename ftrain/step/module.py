@@ -1,0 +1,287 @@
+"""From `nn.Module` to a pure loss and back, and the block boundaries that rematerialisation works on."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn.parameter import is_lazy
+
+from ftrain import _torch
+from ftrain.errors import LossError, StructureError
+from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
+from ftrain.step.purity import merge
+from ftrain.step.shared_memory import overlaps
+from ftrain.step.swap_params import Lent, Slot, fill, named_tensors, put, restored, slots_of
+from ftrain.step.value_and_grad import normalise
+from ftrain.tree.ops import MAX_LISTED
+from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
+
+Criterion: TypeAlias = Callable[..., Any]
+
+
+log = logging.getLogger("ftrain")
+
+
+def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
+    """Turn a module into a pure loss over the dict of its parameters, by their dotted names.
+
+    The module serves as a skeleton only: it runs on the parameters and buffers of the state, in
+    training mode in a training step and in evaluation mode in an evaluation step, and is afterwards
+    as it was. Where it recomputes parts of itself (`torch.utils.checkpoint`,
+    ``gradient_checkpointing_enable()`` of transformers), it does so on these, too; `remat` is the wrapper
+    for it. Buffers that it changes (BatchNorm's statistics) are returned, not changed. Tied parameters
+    are one parameter. Parameters with ``requires_grad=False`` are frozen.
+
+    Args:
+        module: any module; models of transformers too.
+        criterion: ``criterion(model, batch)``, which may take ``rng=``, and returns a 0-d tensor or
+            `Mean`, alone or with a dict of metrics. Without one, ``model(**batch).loss``, as
+            transformers' models compute it, weighted by the labels that count, where the model declares what
+            its loss is the mean of (`ftrain.label_weights.LOSS_TYPES`; positions of answers beyond the text must
+            be beyond it for start and end alike). Other losses (sums of several, those with a router's beside, and
+            of modules that are not of transformers) count as a plain number; the logger ``ftrain`` says so.
+
+    Raises:
+        LossError: when `module` is no module, is scripted or traced by `torch.jit`, or the criterion cannot be
+            called; and from the loss, when it gets parameters that are not the module's, or changes a buffer in
+            place that has memory in common with another one (not seen in a split-compiled step).
+    """
+    _require_module(module, criterion)
+    # What torch.compile wraps is the module itself: its names have no prefix, and the step is compiled as a whole.
+    module = _torch.original(module)
+    slots = slots_of(module)
+    places = [place for part in module.modules() for place in (part._parameters, part._buffers)]
+    lent, mode = Lent(places), moding(module)
+    known = {slot.name for slot in slots if not slot.is_buffer}
+    shared = overlaps(dict(module.named_buffers()))
+    text = _criterion_name(criterion, module)
+    run: Criterion = criterion or partial(own_loss, weigh=_weigher(module))
+    needs_rng = "rng" in inspect.signature(run).parameters
+
+    def loss(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+        if len(params) > len(known):
+            raise LossError(_surplus(text, [name for name in params if name not in known]))
+        values = _values(slots, params, {name: buffer.clone() for name, buffer in (buffers or {}).items()}, text)
+        # Dynamo would make it a part of its graph that the tensors stay there.
+        with restored(places) if is_dynamo_compiling() else lent:
+            put(slots, values)
+            returned = run(module, batch, rng=rng) if needs_rng else run(module, batch)
+            after = {slot.name: slot.place[slot.key] for slot in slots if slot.is_buffer}
+            if shared and not is_dynamo_compiling():
+                _require_unwritten(shared, slots, values, after, text)
+        mean, metrics, _ = normalise(returned, None, text)
+        return mean, metrics, after
+
+    @contextmanager
+    def scope(training: bool) -> Iterator[None]:
+        with mode(training), lent.kept():
+            yield
+
+    return Loss(loss, text, scope=scope, module=module, needs_rng=needs_rng)
+
+
+def _require_module(module: Any, criterion: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise LossError(f"from_module: needs an nn.Module, found {module!r}")
+    scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        raise LossError(
+            f"from_module: {scripted[0] or 'the module'} is scripted or traced by torch.jit, which cannot run on other "
+            "parameters than its own; needs the module that it was made of (ft.compiled() compiles the step)"
+        )
+    if criterion is None:
+        return
+    if not callable(criterion):
+        raise LossError(f"from_module: the criterion is {criterion!r}; needs a function criterion(model, batch)")
+    signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
+    try:
+        signature.bind("model", "batch", **({"rng": None} if "rng" in signature.parameters else {}))
+        callable_so = not isinstance(criterion, nn.Module)
+    except TypeError:
+        callable_so = False
+    if not callable_so:
+        raise LossError(
+            f"from_module: the criterion {getattr(criterion, '__name__', type(criterion).__name__)}{signature} cannot "
+            "be called as criterion(model, batch); for a loss of outputs and labels write "
+            "lambda model, batch: loss(model(batch['x']), batch['y'])"
+        )
+
+
+def _require_unwritten(
+    shared: list[tuple[str, str]], slots: list[Slot], values: list[Tensor], after: Mapping[str, Tensor], text: str
+) -> None:
+    """Check that of buffers with memory in common, which have their own in a state, none was changed in place."""
+    # Each was a copy that nothing had been written to.
+    written = {
+        slot.name
+        for slot, value in zip(slots, values, strict=True)
+        if after.get(slot.name) is value and not value.is_inference() and value._version
+    }
+    for pair in shared:
+        if name := next((name for name in pair if name in written), None):
+            raise LossError(
+                f"{text}: the buffers {pair[0]} and {pair[1]} have memory in common, and {name} was changed in place; "
+                "in a state each has its own, so the other would keep its old value. Make one of them a buffer, and "
+                "take the view of it where it is used"
+            )
+
+
+def _weigher(module: nn.Module) -> Weigh | None:
+    weigh = weigher(module)
+    if weigh is None:
+        log.warning(
+            "from_module: the loss of %s itself is not known to be a mean over labels, so it counts as a plain number: "
+            "once for each microbatch, and in evaluation once for each example. Where it is a mean over something of "
+            "which examples have more or less (tokens), give a criterion(model, batch) that returns a Mean",
+            type(module).__name__,
+        )
+    return weigh
+
+
+def own_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None = None) -> Tensor | Mean:
+    """Return ``module(**batch).loss``, as transformers' models define it.
+
+    With `weigh`, as the `Mean` over the labels that count, so that microbatches with more padding count less, and one
+    without any label not at all. A loss that has others added to it is a plain number.
+
+    Raises:
+        LossError: when the batch is no mapping or the model computes no loss from it.
+    """
+    if not isinstance(batch, Mapping):
+        raise LossError(
+            f"from_module: without a criterion the batch is passed as keywords, found {type(batch).__name__}; "
+            "needs a dict, or a criterion(model, batch)"
+        )
+    weight = weigh(batch) if weigh else None
+    outputs = module(**(batch if weight is None else with_any_label(batch, weight)))
+    loss: Tensor | None = getattr(outputs, "loss", None)
+    if loss is None:
+        raise LossError(
+            f"from_module: {type(module).__name__}(**batch) has no .loss; add labels to the batch (it has "
+            f"{', '.join(batch)}) or give a criterion(model, batch)"
+        )
+    if weight is None or not isinstance(loss, Tensor) or loss.ndim or _has_other_losses(outputs):
+        return loss
+    # The count in the dtype of a narrow loss would be rounded, or infinite.
+    weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
+    return Mean((loss * weight).masked_fill(weight == 0, 0), weight)
+
+
+def _has_other_losses(outputs: Any) -> bool:
+    return isinstance(outputs, Mapping) and any("loss" in name and name != "loss" for name in outputs)
+
+
+def to_module(module: nn.Module, state: TrainState) -> nn.Module:
+    """Copy the parameters and buffers of a state into a module, in place, and return it.
+
+    A module that has handed its memory to a state gets new tensors, where those of this state are.
+
+    Raises:
+        StructureError: when names or shapes differ; the module is then unchanged.
+    """
+    tensors = merge(state.params, state.frozen)
+    tensors = tensors if isinstance(tensors, dict) else {}
+    tensors = {**tensors, **(state.buffers or {})}
+    wanted = dict(named_tensors(module))
+    problems = [f"{name}: missing" for name in wanted if name not in tensors]
+    problems += [f"{name}: unexpected" for name in tensors if name not in wanted]
+    problems += [
+        f"{name}: found {list(tensors[name].shape)}, needs {list(wanted[name].shape)}"
+        for name in wanted
+        if name in tensors and tensors[name].shape != wanted[name].shape
+    ]
+    if problems:
+        if any("lora_" in name for name in tensors):
+            problems.append(
+                "these are adapters: merge them first, ft.to_module(module, ft.adapters.merge(step, state))"
+            )
+        raise StructureError(f"to_module: the state does not fit {type(module).__name__}:\n  " + "\n  ".join(problems))
+    fill(module, tensors)
+    return module
+
+
+def initial(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
+    """Return a module's parameters and buffers, and the names of the trainable parameters.
+
+    Raises:
+        StructureError: for a lazy parameter that has no shape yet, or one without values; for a trainable one that
+            has memory in common with another tensor.
+    """
+    for owner, part in module.named_modules():
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            if is_lazy(tensor):
+                raise StructureError(
+                    f"Step.init: {owner + '.' if owner else ''}{name} of {type(part).__name__} has no shape yet; run "
+                    "the module once on an example before making the state"
+                )
+            if tensor.is_meta:
+                raise StructureError(
+                    f"Step.init: {owner + '.' if owner else ''}{name} of {type(part).__name__} has a shape but no "
+                    "values: it is on the device meta, or was donated to another state; fill the module first "
+                    "(ft.to_module(module, state) puts weights back)"
+                )
+    params = {name: param.detach() for name, param in module.named_parameters()}
+    buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
+    trainable = {name for name, param in module.named_parameters() if param.requires_grad}
+    for pair in overlaps(dict(named_tensors(module))):
+        if trainable.intersection(pair):
+            raise StructureError(
+                f"Step.init: {pair[0]} and {pair[1]} of {type(module).__name__} have memory in common, and in a state "
+                "each has its own, so they would be trained apart. Make them one parameter (a.weight = b.weight), of "
+                "which the module takes a view where it needs one, or copies of their own (clone)"
+            )
+    return params, buffers, trainable
+
+
+def _values(slots: list[Slot], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], text: str) -> list[Tensor]:
+    try:
+        return [params[name] if name in params else buffers[name] for _, _, name, _ in slots]
+    except KeyError as error:
+        raise LossError(
+            f"{text}: the module has {error.args[0]!r}, which is neither in params nor in buffers; make the "
+            "state with step.init()"
+        ) from None
+
+
+def _surplus(text: str, names: list[str]) -> str:
+    listed = ", ".join(names[:MAX_LISTED]) + ", ..." * (len(names) > MAX_LISTED)
+    return (
+        f"{text}: params has {listed}, which the module has not; with adapters (ft.lora) evaluate the step's own loss, "
+        "ft.eval_step(step.loss), or merge them into the weights, ft.adapters.merge(step, state)"
+    )
+
+
+def moding(module: nn.Module) -> Callable[[bool], AbstractContextManager[None]]:
+    """Return the function that makes the context in which a module trains, or is evaluated."""
+    parts = list(module.modules())
+    own = any(type(part).train is not nn.Module.train for part in parts)
+
+    @contextmanager
+    def mode(training: bool) -> Iterator[None]:
+        before = [part.training for part in parts]
+        try:
+            if own:
+                module.train(training)
+            else:
+                # Past nn.Module.__setattr__, which looks for parameters and costs ten times as much.
+                for part in parts:
+                    part.__dict__["training"] = training
+            yield
+        finally:
+            for part, flag in zip(parts, before, strict=True):
+                part.__dict__["training"] = flag
+
+    return mode
+
+
+def _criterion_name(criterion: Criterion | None, module: nn.Module) -> str:
+    name = getattr(criterion, "__name__", type(criterion).__name__) if criterion else "own_loss"
+    return f"{'loss' if name == '<lambda>' else name}({type(module).__name__})"

@@ -1,0 +1,106 @@
+"""Hold a loss to being a pure function: containers are its own, and the tensors in them must stay as they are."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.errors import LossError
+from ftrain.step.batch_notes import explain
+from ftrain.types import LossFn, LossOutput, PyTree
+
+LEAF_WRITTEN = "a leaf Variable that requires grad"
+"""What torch says when a tensor that is differentiated is written."""
+
+
+PARTS = "params", "frozen", "batch", "buffers"
+"""What a loss is given, in the order in which `call` has it."""
+
+
+def call(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: Tensor | None, name: str) -> LossOutput:
+    """Call a loss and check that it changed nothing that it was given.
+
+    Args:
+        loss: in its full form.
+        leaves: of the tuple ``(params, frozen, batch, buffers)``.
+        spec: the structure of that tuple.
+        rng: the key of the step.
+        name: what to call the loss in messages.
+
+    Raises:
+        LossError: when it wrote to a tensor in place; the message has the path.
+        StructureError: when the buffers it returns are not like those it got.
+    """
+    # Containers of its own: what it does to these is nobody's business.
+    params, frozen, batch, buffers = tree.unflatten(spec, leaves)
+    before = versions(leaves)
+    try:
+        output = loss(merge(params, frozen), batch, rng=rng, buffers=buffers)
+    except Exception as error:
+        if isinstance(error, RuntimeError) and LEAF_WRITTEN in str(error):
+            raise _changed(name, _written(loss, leaves, spec, rng), spec) from error
+        explain(error, name, (params, frozen), batch)
+        raise
+    after = versions(leaves)
+    if after != before:
+        changed = [a != b for a, b in zip(after, before, strict=True)]
+        raise _changed(name, changed.index(True), spec)
+    if not (tree.is_blank(output[2]) and tree.is_blank(buffers)):
+        _require_like(output[2], tree.unflatten(spec, leaves)[3], name)
+    return output
+
+
+def as_tree(batch: Any) -> PyTree:
+    """Turn a mapping that is no dict (a `BatchEncoding` of transformers, say) into one, to be a tree of its items."""
+    return dict(batch) if not isinstance(batch, dict) and isinstance(batch, Mapping) else batch
+
+
+def merge(params: PyTree, frozen: PyTree) -> PyTree:
+    """Put trainable and frozen parameters back together; each is None where the other has a leaf."""
+    return params if frozen is None else tree.overlay(params, frozen)
+
+
+_version = operator.attrgetter("_version")
+
+
+def versions(leaves: Sequence[Any]) -> list[int | None]:
+    """Return how often each tensor was written in place; None for what is none, or was made in inference mode."""
+    try:
+        return [*map(_version, leaves)]
+    except (AttributeError, RuntimeError):  # Something else, or made so: to ask of each first takes twice as long.
+        return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves]
+
+
+def _written(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, rng: Tensor | None) -> int:
+    """Find the parameter that a loss writes, by giving it copies that it can."""
+    copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    before = versions(copies)
+    params, frozen, batch, buffers = tree.unflatten(spec, copies)
+    with torch.enable_grad():
+        loss(merge(params, frozen), batch, rng=rng, buffers=buffers)
+    changed = [a != b for a, b in zip(versions(copies), before, strict=True)]
+    return changed.index(True) if any(changed) else 0
+
+
+def _changed(name: str, index: int, spec: optree.PyTreeSpec) -> LossError:
+    parts = dict(zip(PARTS, tree.unflatten(spec, range(spec.num_leaves)), strict=True))
+    path = tree.leaf_names(parts)[tree.leaves(parts).index(index)]
+    return LossError(
+        f"{name}: changed its input {path} in place; a loss must be a pure function: work on a copy "
+        "(x = x.clone()), and return new buffers instead of writing them"
+    )
+
+
+def _require_like(returned: PyTree, buffers: PyTree, name: str) -> None:
+    new, old = tree.flatten(returned), tree.flatten(buffers)
+    if new[1] == old[1] and all(
+        isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype for a, b in zip(new[0], old[0], strict=True)
+    ):
+        return
+    tree.require_same(name, "the tree of buffers it returned", returned, buffers)

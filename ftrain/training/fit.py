@@ -1,0 +1,216 @@
+"""Training: the loop with its services, which alone talks to people and to the disk."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, cast
+
+from ftrain.checkpoint import Checkpoints
+from ftrain.errors import ComposeError, Interrupted, OptionError, require_callable, require_positive
+from ftrain.step.microbatch import SPLIT, require_on_oom
+from ftrain.step.step import Step
+from ftrain.training.early_stopping import Adapt, Stop
+from ftrain.training.iterate import iterate
+from ftrain.training.loggers import Logger
+from ftrain.training.loss_additivity import warn_of_pieces
+from ftrain.training.metrics import Count, Evaluate, Recorder
+from ftrain.training.nonfinite_loss import LossWatch
+from ftrain.training.oom_retry import Splitting, reloading
+from ftrain.training.progress import Lines, show
+from ftrain.training.resume import Saved
+from ftrain.training.run import FitResult, Rules, Run, S
+from ftrain.training.signals import EXIT, interruptible
+from ftrain.transforms.compile.status import is_compiled, is_compiling
+from ftrain.types import PyTree
+
+
+def fit(
+    step: Callable[[S, Any], tuple[S, Mapping[str, Any]]],
+    state: S,
+    data: Iterable[PyTree],
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    evaluate: Evaluate | None = None,
+    evaluate_every: int | None = None,
+    stop: Stop | None = None,
+    adapt: Adapt | None = None,
+    checkpoints: Checkpoints | None = None,
+    resume: Literal["auto", "must", "never"] = "auto",
+    loggers: Sequence[Logger] = (),
+    log_every: int = 10,
+    throughput: Mapping[str, Count] | None = None,
+    progress: bool = True,
+    donate: bool = True,
+    on_oom: Literal["raise", "split"] = "raise",
+    on_nonfinite: Literal["warn", "raise", "ignore"] = "warn",
+) -> FitResult[S]:
+    """Train: run `step` over `data`, record, show, evaluate and save; return ``(state, history)``.
+
+    Metrics stay on the device and are read together every `log_every` steps; nothing else waits for it.
+    Ctrl-C ends the run after the current step, and what was trained so far is returned; a second one
+    interrupts at once. A step that is still being compiled is not waited for: the run ends before it.
+
+    With `checkpoints` the run goes on where the directory says it was: state, position in the data,
+    history and log are those of a run that was never interrupted, to the bit. Ctrl-C and SIGTERM then
+    save after the current step, say where, and leave the process with code 130 or 143; a second signal ends it at once,
+    and what was saved before is as it was.
+
+    Args:
+        step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.
+        state: from ``step.init()``, or of an earlier run. Consumed, when `donate` is true.
+        data: any iterable of batches, such as `ftrain.data.loader` or a `torch.utils.data.DataLoader`; a
+            batch is any tree, and its tensors are moved to the device of the state.
+        steps: train until the state has made so many steps, over as many passes as that takes.
+        epochs: or so many passes over the data; one, when neither is given.
+        evaluate: ``state -> {name: number}``; must copy (`ftrain.tree.clone`) what it keeps of a state
+            that is donated. Recorded as ``eval_`` and the name, where that does not begin so already: the ``loss``
+            of `ftrain.evaluate` is ``eval_loss`` in the history, and for `stop`, `adapt` and ``best=``.
+        evaluate_every: evaluate after each so many steps, and at the end. Without it, only at the end.
+        stop: told the `History` after each evaluation, or without one each time that metrics are read;
+            says why to stop, or "". `ftrain.patience` is one.
+        adapt: ``(state, history) -> state``, told as often, returns the state to go on with, or the same one;
+            `ftrain.plateau` is one. Consumes the state, when `donate` is true.
+        checkpoints: where to save; every so many steps, and at the end.
+        resume: ``"auto"`` goes on when there is something to go on from, ``"must"`` demands it, and
+            ``"never"`` demands that there be nothing.
+        loggers: functions of a record, such as `ftrain.loggers.jsonl`.
+        log_every: how often metrics are read, in steps.
+        throughput: name -> how many of that a batch holds, shown per second.
+        progress: show a bar, or lines where there is no terminal.
+        donate: let each state take the memory of the one before; `Step` only.
+        on_oom: ``"split"`` tries a step that runs out of memory again, with the same batch in twice as many pieces,
+            and keeps to that: the same update, but that batch statistics, and dropout that is not counter-based, are
+            of each piece. A loss that is a plain number must be a mean over examples, and is warned of if it is seen
+            not to be: return a `Mean` otherwise. The record of that step says so, as ``split``, and a run that goes on
+            from a checkpoint goes on with it. If the state had begun to be overwritten, the run goes on from the newest
+            checkpoint. `Step` only.
+        on_nonfinite: what to do about the first metric ``loss`` that is read as infinite or NaN, steps aside that
+            `skip_nonfinite` or fp16 have left out: ``"warn"``, and keep the newest checkpoint from before it for good;
+            ``"raise"`` a NonFiniteError, so that no state from after it is saved; or ``"ignore"`` it.
+
+    Raises:
+        ComposeError: when `step` cannot be called, is a class, or stands where the state does; or is to be split and
+            no `Step`.
+        OptionError: for an `evaluate`, `stop`, `adapt` or logger that is no function, `evaluate_every` without
+            `evaluate`, a metric that is not recorded (`patience`, `plateau`, ``best=``), numbers that are not positive,
+            or another `resume`, `on_oom` or `on_nonfinite`.
+        DeviceError: when steps are split and not even one example fits, with the `anatomy` of the step; or when a
+            state was overwritten, and there is no checkpoint.
+        DataError: when there is no batch, or the data ends before `steps` is reached.
+        NonFiniteError: when `skip_nonfinite` has reached its limit, or for ``on_nonfinite="raise"``; nothing is saved.
+        CheckpointError: when nothing can be read or written, or `resume` demands what is not there.
+        StructureError: when the checkpoint is of another model, optimizer or wrapper.
+        Interrupted: after a signal, when there are checkpoints.
+        Exception: whatever a step, the data or a logger raises. Any error holds what was trained until then, as `fit`
+            returns it, in its ``result``, if it has no ``result`` of its own. With checkpoints, the newest state is
+            saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised; after one in a step or in the
+            data the newest checkpoint is as it was, for the state may be overwritten in part, or the place in the data
+            be lost. An error of a loss that is a frozen dataclass is the ``__context__`` of a FrozenInstanceError,
+            since `contextlib` sets the traceback of errors that pass through it.
+    """
+    _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
+    _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
+    _warn_of_best(checkpoints, evaluate_every)
+    watch = LossWatch(on_nonfinite, checkpoints)
+    recorder = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)), watch)
+    saved = Saved(checkpoints, data, recorder, resume)
+    rules = Rules(evaluate, evaluate_every, stop, adapt, log_every, steps)
+    with checkpoints or nullcontext(), show(progress) as display, _interruptible(checkpoints) as interrupted:
+        stepping = step.donating if isinstance(step, Step) and donate else step
+        state, position = saved.restore(state, donate=stepping is not step)
+        run = Run(state, position, rules, recorder, saved, display, interrupted)
+        try:
+            run.resume()
+            loop = functools.partial(iterate, data=data, steps=steps, epochs=epochs)
+            running: Callable[..., Any] = stepping
+            if on_oom == SPLIT and isinstance(stepping, Step):
+                running = Splitting(stepping, recorder, display.say, interrupted)
+            records = reloading(loop, running, run.result.state, position, saved)
+            accumulates = any((wrapper.pieces or 1) > 1 for wrapper in getattr(step, "wrappers", ()))
+            for made in () if run.stopped else records:
+                run.after(made, records)
+                if accumulates and made.step % log_every == 0:
+                    accumulates = False
+                    warn_of_pieces("accumulate", cast(Step, step).loss, run.result.state, made.batch)
+                if is_compiled(step):
+                    saved.reach(made)
+                if run.stopped or interrupted():
+                    break
+            run.finish()
+        except BaseException as error:
+            run.rescue(error)
+            raise
+    result = run.result
+    result.history.stopped = "interrupt" if interrupted() else run.stopped or _ended(recorder.step, steps)
+    if checkpoints and (number := interrupted()):
+        _say_where(number, checkpoints)
+        raise _leaving(EXIT + number, result)
+    return result
+
+
+def _interruptible(checkpoints: Checkpoints | None) -> interruptible:
+    signals = [signal.SIGINT] if checkpoints is None else [signal.SIGINT, signal.SIGTERM]
+    return interruptible(signals, is_compiling)
+
+
+def _ended(step: int, steps: int | None) -> str:
+    return "data" if steps is None or step < steps else "steps"
+
+
+def _leaving(code: int, result: FitResult[Any]) -> Interrupted:
+    leaving = Interrupted(code)
+    leaving.result = result
+    return leaving
+
+
+def _say_where(number: signal.Signals, checkpoints: Checkpoints) -> None:
+    steps = checkpoints.steps()
+    where = f"saved in {checkpoints.path(steps[-1])}; the same call goes on from there" if steps else "before any step"
+    Lines().say(f"fit: ended by {number.name}, {where}")
+
+
+def _require_services(
+    evaluate: Any, evaluate_every: int | None, stop: Any, adapt: Any, checkpoints: Any, loggers: Any
+) -> None:
+    needed = {
+        "evaluate": (evaluate, "state -> {name: number}, such as lambda state: ft.evaluate(eval_step, state, batches)"),
+        "stop": (stop, "history -> why, such as ft.patience('eval_loss')"),
+        "adapt": (adapt, "(state, history) -> state, such as ft.plateau('eval_loss', rule)"),
+    }
+    for name, (value, form) in needed.items():
+        if value is not None and not callable(value):
+            raise OptionError(f"fit: {name} is {type(value).__name__}; needs a function {form}")
+    if evaluate_every is not None and evaluate is None:
+        raise OptionError(f"fit: evaluate_every={evaluate_every} needs evaluate=, a function {needed['evaluate'][1]}")
+    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+        raise OptionError(f"fit: checkpoints is {checkpoints!r}; needs ft.Checkpoints(directory, every=...)")
+    if not isinstance(loggers, Sequence) or isinstance(loggers, str) or not all(map(callable, loggers)):
+        raise OptionError(
+            f"fit: loggers is {loggers!r}; needs a list of functions of a record, such as [ft.loggers.jsonl(path)]"
+        )
+
+
+def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:
+    require_callable("fit", step, state, "fit(step, state, data)")
+    require_on_oom("fit", on_oom)
+    if on_oom == SPLIT and not isinstance(step, Step):
+        raise ComposeError(f"fit: on_oom='split' needs a Step, whose gradient can be split; found {step!r}")
+    for name, value in every.items():
+        if value is not None:
+            require_positive("fit", name, value)
+
+
+def _warn_of_best(checkpoints: Checkpoints | None, evaluate_every: int | None) -> None:
+    best = "" if checkpoints is None else checkpoints.best or ""
+    if checkpoints and evaluate_every and best.startswith("eval_") and evaluate_every % checkpoints.every:
+        warnings.warn(
+            f"fit: evaluate_every={evaluate_every} is no multiple of Checkpoints(every={checkpoints.every}), so that "
+            f"some evaluations are of steps that are not saved, which cannot become the best by {best!r}: evaluate at "
+            "steps that are saved, or save more often",
+            stacklevel=3,
+        )

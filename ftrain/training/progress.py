@@ -1,0 +1,152 @@
+"""The progress display of `fit`: a bar in a terminal, a line now and then in a log file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from ftrain.transforms.amp.overflow_counts import is_share
+
+HIDDEN = frozenset({"step", "seconds", "lr", "skipped", "grad_norm", "loss_scale"})
+MOST_SHOWN = 3
+LINE_SECONDS, BAR_SECONDS = 30.0, 0.1
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Status:
+    """What there is to show.
+
+    Args:
+        step: steps done.
+        total: steps in all; None when nobody knows.
+        seconds: since the start.
+        left: seconds that remain; None when nobody knows.
+        rates: items per second, by name.
+        memory: bytes at most so far.
+        metrics: the latest values.
+    """
+
+    step: int
+    total: int | None
+    seconds: float
+    left: float | None
+    rates: Mapping[str, float]
+    memory: int
+    metrics: Mapping[str, Any]
+
+
+def show(enabled: bool) -> Display:
+    """Return the display that suits where the output goes.
+
+    Bars are drawn by `rich`; without it, lines are printed.
+    """
+    if not enabled:
+        return Display()
+    bar = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    return Bar() if bar else Lines()
+
+
+class Display:
+    """Shows nothing."""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def due(self, step: int, total: int | None, seconds: float) -> bool:
+        """Whether it is time to show where the run is; working out a status for nobody takes longer than a step."""
+        return False
+
+    def update(self, status: Status) -> None:
+        """Show where the run is."""
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+
+
+class Lines(Display):
+    """Prints a line when a tenth of the steps, or half a minute, has passed."""
+
+    def __init__(self) -> None:
+        self._shown_step, self._shown_seconds = 0, 0.0
+
+    def due(self, step: int, total: int | None, seconds: float) -> bool:
+        """Whether the last line is old, or this will be the last one."""
+        every = max(1, (total or sys.maxsize) // 10)
+        return step - self._shown_step >= every or seconds - self._shown_seconds >= LINE_SECONDS or step == total
+
+    def update(self, status: Status) -> None:
+        """Print the status."""
+        self._shown_step, self._shown_seconds = status.step, status.seconds
+        self.say(f"step {status.step}{f'/{status.total}' if status.total else ''}  {describe(status)}")
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+class Bar(Display):
+    """Draws a bar with `rich`."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+        self._task = self._progress.add_task("", total=None, status="starting")
+        self._shown_seconds = -BAR_SECONDS
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def due(self, step: int, total: int | None, seconds: float) -> bool:
+        """Whether an eye could follow, or this will be the last time."""
+        return seconds - self._shown_seconds >= BAR_SECONDS or step == total
+
+    def update(self, status: Status) -> None:
+        """Move the bar."""
+        self._shown_seconds = status.seconds
+        self._progress.update(self._task, completed=status.step, total=status.total, status=describe(status))
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(text, highlight=False)
+
+
+def describe(status: Status) -> str:
+    """Say the status on one line.
+
+    >>> describe(Status(5, 10, 2.0, 2.0, {"tokens": 1234.5}, 2**30, {"loss": 0.5, "lr": 1e-3}))
+    'loss 0.5000  1,234 tokens/s  0:02 left  1.0 GiB'
+    """
+    metrics = {name: value for name, value in status.metrics.items() if not (name in HIDDEN or is_share(name))}
+    shown = {name: value for name, value in metrics.items() if isinstance(value, float)}
+    parts = [f"{name} {value:.4f}" for name, value in list(shown.items())[:MOST_SHOWN]]
+    parts += [f"{rate:,.0f} {name}/s" for name, rate in status.rates.items()]
+    parts += [f"{clock(status.left)} left"] if status.left is not None else []
+    return "  ".join([*parts, f"{status.memory / GIB:.1f} GiB"])
+
+
+def clock(seconds: float) -> str:
+    """Write a duration as minutes and seconds, with hours when there are any.
+
+    >>> clock(65), clock(3661)
+    ('1:05', '1:01:01')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,115 @@
+"""Matrix products in float8, by torchao, in the linear layers of a module as they are bound to a state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ftrain.errors import ComposeError, FtrainError, OptionError
+from ftrain.step.blocks import forwarding
+from ftrain.step.swap_params import Slot, bound
+from ftrain.types import Loss
+
+NAME = "with_amp(fp8)"
+MULTIPLE = 16
+"""Of which the axes of a float8 product are whole multiples."""
+
+
+def require_torchao() -> None:
+    """Check for torchao, without importing it.
+
+    Raises:
+        FtrainError: when it is not installed.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise FtrainError(f"{NAME}: needs torchao, which is not installed: pip install 'ftrain[float8]'")
+
+
+def in_float8(loss: Loss) -> Loss:
+    """Return a loss whose linear layers multiply in float8: those of `float8_layers`.
+
+    Raises:
+        OptionError: for a loss without a module, or a module without such a layer.
+        ComposeError: for a module with adapters.
+    """
+    if loss.module is None:
+        raise OptionError(f"{NAME}: {loss.text} has no module in which to find layers; use ft.from_module, or bf16")
+    if loss.adapters is not None:
+        raise ComposeError(f"{NAME}: {loss.text} has adapters, which compute beside the layers; use bf16")
+    layers = float8_layers(loss.module)
+    if not layers:
+        raise OptionError(
+            f"{NAME}: {type(loss.module).__name__} has no nn.Linear that can multiply in float8: its sizes must be "
+            f"multiples of {MULTIPLE}, and the last one, the head, is left out; use bf16"
+        )
+    forwards = [(layer, functools.partial(_linear, layer, _Products(layer))) for layer in layers.values()]
+
+    @contextmanager
+    def scope(training: bool) -> Iterator[None]:
+        with loss.scope(training), forwarding(forwards):
+            yield
+
+    return dataclasses.replace(loss, scope=scope)
+
+
+def float8_layers(module: nn.Module) -> dict[str, nn.Linear]:
+    """Return the layers of a module that multiply in float8, by name.
+
+    As torchao advises (https://github.com/pytorch/ao/tree/main/torchao/float8): each `nn.Linear` whose sizes are
+    multiples of 16, aside from the head, whose rounding the loss feels most: the last one, or the embedding itself.
+    """
+    linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    return {
+        name: part
+        for name, part in list(linears.items())[:-1]
+        if type(part).forward is nn.Linear.forward
+        and id(part.weight) not in embeddings
+        and not any(size % MULTIPLE for size in part.weight.shape)
+    }
+
+
+class _Products:
+    """The products of a layer: what torchao makes of one without values, run with the weight that is bound."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._even, self._padded = (_converted(layer, padded=padded) for padded in (False, True))
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return ``x @ weight.T``."""
+        # The rows are what the gradient of the weight sums over.
+        made = self._padded if (x.numel() // x.shape[-1]) % MULTIPLE else self._even
+        with bound([Slot(made._parameters, "weight", "", False)], [weight]):
+            returned: Tensor = made.forward(x)
+        return returned
+
+
+def _converted(layer: nn.Linear, *, padded: bool) -> Any:
+    empty = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    return _torchao().convert_to_float8_training(empty, config=_config(padded=padded))
+
+
+def _config(*, padded: bool) -> Any:
+    return _torchao().Float8LinearConfig(pad_inner_dim=padded)
+
+
+def _torchao() -> Any:
+    return importlib.import_module("torchao.float8")
+
+
+def _linear(layer: nn.Linear, products: _Products, x: Tensor) -> Tensor:
+    device = x.device.type
+    if not x.numel():
+        return nn.functional.linear(x, layer.weight, layer.bias)
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    made = products(x, layer.weight)
+    return made if layer.bias is None else made + layer.bias.to(made.dtype)

@@ -1,0 +1,244 @@
+"""Where a narrow dtype breaks: what overflows and what vanishes in each part of a model, counted on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ftrain import tree
+from ftrain.errors import ComposeError, LossError
+from ftrain.random import torch_ops
+from ftrain.step.blocks import forwarding, watched_by, within
+from ftrain.step.recording import aside
+from ftrain.step.swap_params import Slot, bound, pristine, slots_of
+from ftrain.step.value_and_grad import Ran, around_forward, report
+from ftrain.types import GradFn, Loss, LossOutput, Mean, Metrics, PyTree, replace
+
+NAME = "with_amp"
+MODEL = "(model)"
+"""What a module itself is called among its parts."""
+
+OVERFLOW, UNDERFLOW = "overflow", "underflow"
+GRAD_OVERFLOW, GRAD_UNDERFLOW = "grad_overflow", "grad_underflow"
+KINDS = OVERFLOW, UNDERFLOW, GRAD_OVERFLOW, GRAD_UNDERFLOW
+"""The metrics, ``<kind>/<part>``."""
+
+
+def is_share(name: str) -> bool:
+    """Whether a metric is one of these: there is one for each part of a model."""
+    kind, _, part = name.partition("/")
+    return bool(part) and kind in KINDS
+
+
+HARMLESS = Tensor, int, float, complex, bool, str, bytes, torch.dtype, torch.device, type(None)
+"""What a part may be given if it is to run twice; what else there is (caches, say) it may write."""
+
+_forward: ContextVar[_Shares | None] = ContextVar("ftrain_watch_forward", default=None)
+_backward: ContextVar[_Shares | None] = ContextVar("ftrain_watch_backward", default=None)
+
+
+class _Shares:
+    """Counts of elements by metric, and of how many."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self.calls: Counter[str] = Counter()
+
+    def add(self, kind: str, part: str, count: Tensor, of: Tensor) -> None:
+        self.counts.setdefault(f"{kind}/{part}", []).append((count, of))
+
+    def metrics(self) -> Metrics:
+        """Return them as means, which add up over microbatches and batches."""
+        # In float32, as every device has it: from 2 ** 24 elements on to seven digits.
+        sums = {
+            name: [torch.stack(column).sum().to(torch.float32) for column in zip(*counts, strict=True)]
+            for name, counts in self.counts.items()
+        }
+        return {name: Mean(count, of) for name, (count, of) in sums.items()}
+
+
+def watched(loss: Loss, dtype: torch.dtype) -> Loss:
+    """Return a loss, which runs under autocast, that also reports what each part of its model lost to the dtype.
+
+    Raises:
+        ComposeError: from the loss, when it has met no part that could be watched.
+        LossError: from the loss, when a part does not run in float32.
+    """
+    named = () if loss.module is None else loss.module.named_modules()
+    parts = [_Part(name or MODEL, part, slots_of(part)) for name, part in named]
+
+    @contextmanager
+    def scope(training: bool) -> Iterator[None]:
+        with loss.scope(training):
+            # What runs there now may be that of an adapter, or a block that is rematerialised.
+            forwards = [
+                (part.module, functools.partial(_run, dtype, part, part.module.forward))
+                for part in parts
+                if part.module is not None
+            ]
+            with forwarding(forwards), watched_by(functools.partial(_run_marked, dtype)):
+                yield
+
+    def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+        shares = _Shares()
+        with _set(_forward, shares):
+            mean, metrics, new = loss.fn(params, batch, rng=rng, buffers=buffers)
+        if not shares.counts:
+            raise ComposeError(
+                f"with_amp: watch=True: {loss.text} ran no part that could be watched; mark the functions it is made "
+                "of with ft.block(function)"
+            )
+        return mean, report(metrics, NAME, **shares.metrics()), new
+
+    # Dynamo would compile what is counted as well, once for each part.
+    uncompiled: Any = torch.compiler.disable(counted)  # type: ignore[no-untyped-call]
+
+    def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+        return uncompiled(params, batch, rng=rng, buffers=buffers)  # type: ignore[no-any-return]
+
+    return dataclasses.replace(loss, fn=fn, scope=scope)
+
+
+def watched_gradients(grad: GradFn) -> GradFn:
+    """Return a gradient that also reports the gradients which arrived at the parts of a watched loss."""
+    return around_forward(grad, _watching)
+
+
+def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
+    def watching(*args: Any) -> Any:
+        shares = _Shares()
+
+        def told(metrics: Metrics) -> Metrics:
+            return report(metrics, NAME, **shares.metrics())
+
+        with _set(_backward, shares):
+            found = run(*args)
+        if isinstance(found, Ran):
+            return replace(found, later=told)
+        return replace(found, metrics=told(found.metrics))
+
+    return watching
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def _run_marked(dtype: torch.dtype, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function that is marked as a block, of which there may be many by one name."""
+    shares = _forward.get()
+    if shares is None:
+        return run(*args, **kwargs)
+    shares.calls[name] += 1
+    return _run(dtype, _Part(f"{name}.{shares.calls[name] - 1}"), run, *args, **kwargs)
+
+
+class _Part(NamedTuple):
+    """A part that is watched: its name, and if it is no function, the module and its places for tensors."""
+
+    name: str
+    module: nn.Module | None = None
+    slots: Sequence[Slot] = ()
+
+
+def _run(dtype: torch.dtype, part: _Part, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a part, and count what it lost."""
+    shares, given = _forward.get(), (args, kwargs)
+    # A part that is recomputed in the backward pass was counted.
+    if shares is None or not all(isinstance(leaf, HARMLESS) for leaf in tree.leaves(given)):
+        return run(*args, **kwargs)
+    with aside():
+        wide = _in_float32(part, run, given)
+    returned = run(*args, **kwargs)
+    with aside():
+        for narrow, exact in zip(_tensors(returned), wide, strict=False):
+            _count(shares, part.name, dtype, narrow, exact)
+    return returned
+
+
+def _count(shares: _Shares, name: str, dtype: torch.dtype, narrow: Tensor, exact: Tensor) -> None:
+    if narrow.shape != exact.shape or not narrow.numel():
+        return
+    found, size = narrow.detach(), _full(narrow, narrow.numel())
+    if narrow.dtype != dtype:
+        for kind in (OVERFLOW, UNDERFLOW):
+            shares.add(kind, name, torch.zeros_like(size), size)
+        return
+    shares.add(OVERFLOW, name, (~found.isfinite() & exact.isfinite()).sum(), size)
+    shares.add(UNDERFLOW, name, (_is_tiny(found) & (exact != 0)).sum(), size)
+    gradients = _backward.get()
+    if gradients is not None and narrow.requires_grad:
+        narrow.register_hook(functools.partial(_count_gradient, gradients, name))  # type: ignore[no-untyped-call]
+
+
+def _count_gradient(shares: _Shares, name: str, gradient: Tensor) -> None:
+    gradient = gradient.detach()
+    size = _full(gradient, gradient.numel())
+    shares.add(GRAD_OVERFLOW, name, (~gradient.isfinite()).sum(), size)
+    some = gradient != 0
+    held = some.sum()
+    # Zeros may be meant: those of ReLU and dropout. Where there is nothing else, all has vanished.
+    tiny = torch.where(held == 0, size, (_is_tiny(gradient) & some).sum())
+    shares.add(GRAD_UNDERFLOW, name, tiny, torch.where(held == 0, size, held))
+
+
+def _is_tiny(found: Tensor) -> Tensor:
+    return found.abs() < torch.finfo(found.dtype).smallest_normal
+
+
+def _full(like: Tensor, value: int) -> Tensor:
+    return torch.full((), value, dtype=torch.int64, device=like.device)
+
+
+def _in_float32(part: _Part, run: Callable[..., Any], given: Any) -> list[Tensor]:
+    """What a part returns in float32 for the same inputs, parameters and random numbers; it leaves no trace."""
+    tensors = [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
+    tensors += [slot.place[slot.key] for slot in part.slots]
+    device = tensors[0].device if tensors else tree.HOST
+    # Copies of all, for a part may write what it is given.
+    args, kwargs = tree.map(lambda leaf: _widened(leaf, copy=True) if isinstance(leaf, Tensor) else leaf, given)
+    values = [_widened(slot.place[slot.key], copy=slot.is_buffer) for slot in part.slots]
+    with (
+        # A mask that it keeps for later would be one of float32.
+        pristine(part.module),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        # What is drawn here is drawn again by what comes after.
+        torch_ops.noted(device)(),
+        bound(part.slots, values),
+        _set(_forward, None),
+    ):
+        try:
+            return _tensors(within(None, run, *args, **kwargs))
+        except RuntimeError as error:
+            raise LossError(
+                "with_amp: watch=True runs each part of the model a second time in float32, and "
+                f"{part.name} fails there: {error}"
+            ) from error
+
+
+def _widened(tensor: Tensor, *, copy: bool) -> Tensor:
+    wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(wide, copy=copy)
+
+
+def _tensors(returned: Any) -> list[Tensor]:
+    """The floating-point tensors in what a part returns, models' own kinds of mappings included."""
+    if isinstance(returned, Tensor):
+        return [returned] if returned.is_floating_point() else []
+    if isinstance(returned, Mapping):
+        returned = list(returned.values())
+    return [each for part in returned for each in _tensors(part)] if isinstance(returned, list | tuple) else []

@@ -1,0 +1,233 @@
+"""Mixed precision: compute in a narrow dtype, keep parameters, gradients and optimizer state wide."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ftrain import backends, tree
+from ftrain.errors import DeviceError, OptionError, StructureError
+from ftrain.step.autocast import DTYPES, NAMES, auto_dtype, autocast, name_of, require_dtype
+from ftrain.step.matmul_precision import claim
+from ftrain.step.value_and_grad import around_forward, report
+from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.transforms.amp.float8 import in_float8, require_torchao
+from ftrain.transforms.amp.overflow_counts import watched, watched_gradients
+from ftrain.types import GradFn, Loss, LossOutput, PyTree, TrainState, replace
+
+NAME = "with_amp"
+Dtype: TypeAlias = Literal["auto", "bf16", "bfloat16", "fp16", "float16", "tf32", "fp8"] | torch.dtype
+CHOICES = ("auto", "bf16", "fp16", "tf32", "fp8")
+
+UNWATCHED = {
+    "auto": "which may compute in float32",
+    "tf32": "which has the range of float32, so that nothing overflows",
+    "fp8": "whose products are scaled one by one, and whose results are bf16",
+}
+
+INITIAL_SCALE = 2.0**16
+GROWTH = 2.0
+GROWTH_INTERVAL = 2000
+"""The constants of `torch.amp.GradScaler`."""
+
+LEAST_SCALE = 2.0**-24
+"""The smallest number of float16: a scale that becomes 0 would make NaN of the gradients that come after."""
+
+
+@wrapper
+def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
+    """Run the loss in mixed precision (Micikevicius et al. 2018, arXiv:1710.03740).
+
+    Parameters, gradients and optimizer state keep their dtype. With ``"bf16"`` and ``"fp16"`` the loss
+    runs under `torch.autocast`. With ``"fp16"`` the gradient is taken with a cotangent that adapts, as in
+    `torch.amp.GradScaler`: a step that overflows changes nothing but this wrapper's `scale` and `good`
+    (steps since the last change) and the step count, and the metric `loss_scale` is the scale that the step used, which
+    never falls below 2**-24.
+
+    ``"auto"`` is ``"bf16"`` on a device that multiplies in it natively (`Backend.native_dtypes`). Elsewhere it changes
+    nothing, and the step computes in float32: on a CPU without AVX512_BF16, say, which emulates bfloat16 many times
+    slower. It never takes ``"fp16"``, which needs a loss scale in the state; ask for that by name, for GPUs older than
+    Ampere. `print` shows what it took as soon as the step has a state. ``"bf16"`` and ``"fp16"`` by name are used even
+    where the device emulates them; the log then says once that they are slow.
+
+    ``"tf32"`` lets float32 products run in TF32, on every device here that has it.
+
+    ``"fp8"`` is ``"bf16"`` in which the linear layers of a module, the last one aside, multiply in float8, forward and
+    backward, by torchao: each tensor is scaled by its largest magnitude (Micikevicius et al. 2022, arXiv:2209.05433).
+    The state is as under ``"bf16"``. Compared with torchao on emulated products; not run on hardware.
+
+    With `watch` the metrics say what each part of the model loses to the dtype: each of its modules, and in a pure
+    function what is marked by `ft.block`. `ftrain.precision_report` makes a table of them. With the smallest normal
+    number 2**-14 of float16 (2**-126 of bfloat16), they are shares of elements, in [0, 1]:
+
+    * ``overflow/<part>``: of what the part returns in the dtype, what is infinite or NaN, and is finite when the part
+      runs in float32 on the same inputs, parameters and random numbers. So it is where an overflow begins that has it,
+      and what it is a part of, but not what comes after.
+    * ``underflow/<part>``: likewise, what is zero or below the smallest normal number, and is not zero in float32.
+    * ``grad_overflow/<part>``: of the gradient that arrives at what the part returns, scaled as it is, what is infinite
+      or NaN.
+    * ``grad_underflow/<part>``: of that gradient's elements that are not zero, those below the smallest normal number,
+      which Micikevicius et al. scale the loss for (section 3.2); 1 where all are zero.
+
+    What is computed stays the same to the bit. Each part runs once more, so that a step takes some times as long. A
+    split-compiled step runs a watched loss uncompiled. A part that is given other things than tensors and numbers (the
+    caches of transformers) is not watched, and those in it are.
+
+    Args:
+        dtype: ``"auto"``, ``"bf16"``, ``"fp16"``, ``"tf32"`` or ``"fp8"``, or `torch.bfloat16` or `torch.float16`.
+        watch: report what overflows and underflows, part by part.
+
+    Raises:
+        OptionError: for another dtype, or a `watch` that is no bool; for `watch` with ``"tf32"``, whose numbers have
+            the range of float32, with ``"fp8"``, whose products are scaled one by one, or with ``"auto"``, which may
+            be float32; for ``"fp8"`` where there is no module with such layers.
+        FtrainError: for ``"fp8"`` without torchao.
+        ComposeError: for ``"fp8"`` with adapters; for ``"tf32"`` beside `ftrain.matmul_precision`; from the step, when
+            it is watched and a pure loss has met no function that is marked by `ft.block`.
+        LossError: from the step, when it is watched and a part does not run in float32.
+        DeviceError: from `Step.init`, when the device cannot compute in it.
+        StructureError: from `Step.init`, for float16 parameters that are to train, and under ``"fp16"`` for bfloat16
+            ones: their gradients would be as narrow, and vanish when they are scaled back. What is frozen may be.
+    """
+    name = name_of(dtype)
+    if name not in CHOICES:
+        raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
+    if not isinstance(watch, bool):
+        raise OptionError(f"with_amp: watch is {watch!r}; needs True or False")
+    text = f"with_amp({name}{', watch' * watch})"
+    if watch and name in UNWATCHED:
+        raise OptionError(f"with_amp: watch=True with {name}, {UNWATCHED[name]}; watch bf16 or fp16")
+    if name == "fp8":
+        require_torchao()
+        return Wrapper(NAME, text, "loss", loss=_with_fp8, require=_require_fp8)
+    if name == "tf32":
+        return Wrapper(NAME, text, "loss", loss=_with_tf32, require=_require_tf32)
+    if name == "auto":
+        return _with_auto(text)
+
+    def wrap(loss: Loss) -> Loss:
+        made = dataclasses.replace(loss, fn=autocast(loss.fn, DTYPES[name]), text=f"{loss.text} <- {text}", narrow=name)
+        return watched(made, DTYPES[name]) if watch else made
+
+    def grad(inner: GradFn) -> GradFn:
+        inner = around_forward(inner, _reporting) if name == "fp16" else inner
+        return watched_gradients(inner) if watch else inner
+
+    def require(backend: backends.Backend, params: PyTree) -> None:
+        require_dtype(NAME, name, backend)
+        _require_wide(name, params)
+
+    scaling = {"slot": _slot, "scale": _scale, "account": _account} if name == "fp16" else {}
+    return Wrapper(NAME, text, "loss", loss=wrap, grad=grad if watch or scaling else None, require=require, **scaling)  # type: ignore[arg-type]
+
+
+def _require_wide(name: str, params: PyTree) -> None:
+    refused = {torch.float16, torch.bfloat16} if name == "fp16" else {torch.float16}
+    for path, leaf in zip(tree.leaf_names(params), tree.leaves(params), strict=True):
+        if leaf.dtype in refused:
+            raise StructureError(
+                f"with_amp({name}): {tree.path('params', path)} is {tree.describe(leaf)}, and so would its gradient "
+                "be; mixed precision trains float32 parameters: convert them (module.float()), or freeze them with "
+                "trainable=. To train in bfloat16 as a whole, take bfloat16 parameters and leave with_amp out"
+            )
+
+
+def _with_auto(text: str) -> Wrapper:
+    taken: dict[str, str] = {}
+
+    def require(backend: backends.Backend, params: PyTree) -> None:
+        # Noted here, since a compiler that traces the loss cannot trace how a record looks at its device.
+        taken[backend.name] = auto_dtype(backend)
+        if taken[backend.name] == "bf16":
+            _require_wide("bf16", params)
+
+    def dtype_on(device: torch.device) -> str:
+        # The only device that it has met, if so: anatomy lets tensors of the host stand for those of the device.
+        if len(taken) == 1:
+            return next(iter(taken.values()))
+        return taken[device.type] if device.type in taken else auto_dtype(backends.of(device))
+
+    def wrap(loss: Loss) -> Loss:
+        narrow = autocast(loss.fn, torch.bfloat16)
+
+        def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            run = narrow if dtype_on(tree.device_of(params)) == "bf16" else loss.fn
+            return run(params, batch, rng=rng, buffers=buffers)
+
+        return dataclasses.replace(loss, fn=fn, text=f"{loss.text} <- {text}", narrow="auto")
+
+    def choice() -> str:
+        return "auto: " + ", ".join(f"{dtype} on {device}" for device, dtype in taken.items()) if taken else ""
+
+    return Wrapper(NAME, text, "loss", loss=wrap, require=require, choice=choice)
+
+
+def _with_fp8(loss: Loss) -> Loss:
+    made = in_float8(loss)
+    fn = autocast(loss.fn, torch.bfloat16)
+    return dataclasses.replace(made, fn=fn, text=f"{loss.text} <- with_amp(fp8)", narrow="fp8")
+
+
+def _require_fp8(backend: backends.Backend, params: PyTree) -> None:
+    if not backend.float8():
+        able = ", ".join([*(NAMES[choice] for choice in backend.autocast_dtypes()), "float32"])
+        raise DeviceError(f"with_amp: {backend.describe()} has no products in fp8; it has {able}")
+    require_dtype(NAME, "bf16", backend)
+    _require_wide("bf16", params)
+
+
+def _with_tf32(loss: Loss) -> Loss:
+    return claim(loss, "with_amp(tf32)", _tf32)
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    # A scope does not know where the state is. Where there is TF32 and no part of the step, it changes nothing.
+    with ExitStack() as stack:
+        for name in backends.names():
+            backend = backends.of(name)
+            if backend.present and (switch := backend.tf32()) is not None:
+                stack.enter_context(switch)
+        yield
+
+
+def _require_tf32(backend: backends.Backend, params: PyTree) -> None:
+    if backend.tf32() is None:
+        raise DeviceError(f"with_amp: {backend.describe()} has no TF32; use bf16, or leave with_amp out for float32")
+
+
+def _reporting(run: Callable[..., Any]) -> Callable[..., Any]:
+    def reporting(state: TrainState, *more: Any) -> Any:
+        found = run(state, *more)
+        # A copy, for the slot belongs to whoever the state is donated to.
+        return replace(found, metrics=report(found.metrics, NAME, loss_scale=_scale(state).clone()))
+
+    return reporting
+
+
+def _slot(params: PyTree) -> PyTree:
+    device = tree.device_of(params)
+    return {
+        "scale": torch.full((), INITIAL_SCALE, dtype=torch.float32, device=device),
+        "good": torch.zeros((), dtype=torch.int64, device=device),
+    }
+
+
+def _scale(state: TrainState) -> Tensor:
+    return state.slots[NAME]["scale"]  # type: ignore[no-any-return]
+
+
+def _account(slot: PyTree, finite: Tensor) -> PyTree:
+    good = slot["good"] + 1
+    larger = slot["scale"] * GROWTH
+    grow = good >= GROWTH_INTERVAL
+    grown = torch.where(grow & torch.isfinite(larger), larger, slot["scale"])
+    return {
+        "scale": torch.where(finite, grown, (slot["scale"] / GROWTH).clamp_min(LEAST_SCALE)),
+        "good": torch.where(finite & ~grow, good, 0),
+    }

@@ -1,0 +1,1 @@
+"""Compilation of steps: capture, settings, caching, fallbacks."""

@@ -1,0 +1,84 @@
+"""Record on the device what a compiled graph does, and replay it: one launch instead of hundreds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ftrain.backends import Recorder
+from ftrain.transforms.compile import capture
+
+log = logging.getLogger("ftrain")
+
+
+class Replayed:
+    """A compiled graph whose state stays where it is, recorded by the device when it is used again.
+
+    The first call with a state runs as it is, which also warms up. When the next one finds the state at
+    the same addresses, which a donated state is, its work is recorded with slots for all other inputs;
+    from then on the inputs are copied into the slots and the recording is replayed. Outputs are copies,
+    so that they are safe to read later. A state at other addresses runs as it is, and is recorded in
+    turn if it stays.
+
+    Args:
+        run: the compiled graph, which writes its state in place.
+        size: how many of its first inputs are the state.
+        recorder: of the backend.
+    """
+
+    def __init__(self, run: capture.Flat, size: int, recorder: Recorder) -> None:
+        self._run, self._size = run, size
+        self._recorder: Recorder | None = recorder
+        self._seen: list[int] = []
+        self._recorded: _Recording | None = None
+
+    @property
+    def text(self) -> str:
+        """How it prints."""
+        return "replay" if self._recorder else "no replay"
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Run the graph, or replay it."""
+        state, rest = tensors[: self._size], tensors[self._size :]
+        # A tensor may be freed and another one take its place; a recording only knows addresses, too.
+        addresses = [tensor.data_ptr() for tensor in state]
+        if self._recorded is None or addresses != self._recorded.addresses:
+            stays, self._seen = addresses == self._seen, addresses
+            # What was recorded before is given up first, for its memory serves the next recording.
+            self._recorded = None
+            if stays:
+                self._recorded = self._record(addresses, state, rest)
+        return self._recorded(rest) if self._recorded else self._run(*tensors)
+
+    def _record(self, addresses: list[int], state: Sequence[Tensor], rest: Sequence[Tensor]) -> _Recording | None:
+        if self._recorder is None:
+            return None
+        slots = [torch.empty_like(tensor) for tensor in rest]
+        try:
+            replay, outputs = self._recorder(lambda: self._run(*state, *slots))
+        except RuntimeError as error:
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            log.warning("compiled: runs without replay, for the device cannot record it: %s", why)
+            self._recorder = None
+            return None
+        return _Recording(addresses, slots, replay, outputs)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """Work that the device has recorded, and where it reads and writes."""
+
+    addresses: list[int]
+    slots: list[Tensor]
+    replay: Callable[[], None]
+    outputs: Sequence[Tensor]
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        for slot, tensor in zip(self.slots, inputs, strict=True):
+            slot.copy_(tensor, non_blocking=True)
+        self.replay()
+        return [output.clone() for output in self.outputs]

@@ -1,0 +1,85 @@
+"""What a compiled step consists of: graphs, operations, memory, and where a graph breaks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ftrain import tree
+
+
+def count_nodes(*graphs: fx.GraphModule) -> dict[str, int]:
+    """Count the calls of each operation in graphs, most frequent first."""
+    calls = (node for each in graphs for node in each.graph.nodes if node.op.startswith("call_"))
+    return dict(Counter(_operation(node.target) for node in calls).most_common())
+
+
+def _operation(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket).removeprefix("aten.")
+    return target if isinstance(target, str) else getattr(target, "__name__", repr(target))
+
+
+def peak_bytes(captured: fx.GraphModule) -> int:
+    """Return how many bytes of intermediate results a captured graph holds at once, at most.
+
+    A result lives from the operation that makes it to the last one that reads it or a view of it. Inputs
+    do not count.
+    """
+    nodes = list(captured.graph.nodes)
+    last = {node: index for index, node in enumerate(nodes)}
+    for index, node in enumerate(nodes):
+        for used in node.all_input_nodes:
+            last[used] = max(last[used], index)
+    inputs = {key for node in nodes if node.op == "placeholder" for key, _ in storages(node)}
+    ends: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for node in nodes:
+        for key, size in storages(node):
+            if key not in inputs:
+                ends[key], sizes[key] = max(ends.get(key, 0), last[node]), size
+    return _highest(_events(nodes, ends, sizes))
+
+
+def _events(nodes: list[fx.Node], ends: Mapping[int, int], sizes: Mapping[int, int]) -> Iterator[int]:
+    """Bytes as they are taken (positive) and given back (negative), in order."""
+    freed: dict[int, list[int]] = {}
+    for key, index in ends.items():
+        freed.setdefault(index, []).append(key)
+    born: set[int] = set()
+    for index, node in enumerate(nodes):
+        for key, _ in storages(node):
+            if key in sizes and key not in born:
+                born.add(key)
+                yield sizes[key]
+        yield from (-sizes[key] for key in freed.get(index, ()))
+
+
+def _highest(changes: Iterator[int]) -> int:
+    held = highest = 0
+    for change in changes:
+        held += change
+        highest = max(highest, held)
+    return highest
+
+
+def storages(node: fx.Node) -> list[tuple[int, int]]:
+    """Return the storages of what a node of a captured graph returns: of each an identity and its bytes."""
+    values = [leaf for leaf in tree.leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    return [(value.untyped_storage()._cdata, value.untyped_storage().nbytes()) for value in values]
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[fx.GraphModule], tuple[str, ...]]:
+    """Return the graphs into which `torch.compile` cuts a function, and why; runs it once."""
+    found = torch._dynamo.explain(function)(*args, **kwargs)
+    return list(found.graphs), tuple(_reason(each) for each in found.break_reasons)
+
+
+def _reason(found: Any) -> str:
+    why = str(found.reason).strip().splitlines()[0]
+    place = found.user_stack[-1] if found.user_stack else None
+    return f"{why} ({place.filename}:{place.lineno}: {place.line})" if place else why

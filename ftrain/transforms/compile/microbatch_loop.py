@@ -1,0 +1,107 @@
+"""The gradient of a piece of a batch as one graph, which is run for one piece after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ftrain import random, tree
+from ftrain.random.inductor import Fused
+from ftrain.random.torch_ops import Keyed
+from ftrain.step.swap_params import pristine
+from ftrain.step.value_and_grad import Around, around_forward
+from ftrain.transforms.compile import capture
+from ftrain.transforms.compile.announce import described
+from ftrain.transforms.compile.cache import Carrying, Traced
+from ftrain.transforms.compile.settings import Compiler
+from ftrain.types import Core, GradFn, Gradients, Loss, Metrics, PyTree, TrainState, replace
+
+Draw: TypeAlias = Callable[[Tensor], AbstractContextManager[Keyed]]
+"""Context in which stock random operations draw from a key."""
+
+
+class CompiledGradient:
+    """A `GradFn` as one compiled graph, which can add each gradient to sums; a graph for each length of pieces.
+
+    Stock random operations draw from the key it is given, as in a step that is compiled whole.
+
+    Args:
+        grad: what to compile.
+        compile: returns a function of trees as compiled graphs that write into their first argument.
+        draw: in which stock random operations draw from a key.
+        needs_rng: whether `grad` takes a key.
+    """
+
+    def __init__(self, grad: GradFn, compile: Callable[[Carrying], Traced], draw: Draw, *, needs_rng: bool) -> None:  # noqa: A002
+        self._grad, self._compile, self._draw, self._needs_rng = grad, compile, draw, needs_rng
+        self._traced = compile(self._added)
+        self._wrapped = dict[Around, CompiledGradient]()
+
+    def around_forward(self, transform: Around) -> CompiledGradient:
+        """Return it with its forward pass wrapped: the same each time, for it has graphs of its own."""
+        if transform not in self._wrapped:
+            grad = around_forward(self._grad, transform)
+            self._wrapped[transform] = CompiledGradient(grad, self._compile, self._draw, needs_rng=self._needs_rng)
+        return self._wrapped[transform]
+
+    def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        """Return the gradient for a batch."""
+        spec = tree.flatten(state.params)[1]
+        sums, found = self.add(None, state, batch, rng)
+        weight = found.loss.weight
+        grads = tree.scale_leaves_(sums, torch.where(weight == 0, 0.0, 1.0 / weight))
+        return replace(found, grads=tree.unflatten(spec, grads))
+
+    def add(
+        self, sums: list[Tensor] | None, state: TrainState, batch: PyTree, rng: Tensor | None
+    ) -> tuple[list[Tensor], Gradients]:
+        """Add the gradient for a batch, times the weight of its loss, to sums; without them, to zeros."""
+        if sums is None:
+            sums = [torch.zeros_like(leaf) for leaf in tree.leaves(state.params)]
+        return self._traced(sums, batch, replace(state, step=None, opt_state=None, rng=None), rng)
+
+    def _added(self, sums: list[Tensor], batch: PyTree, state: TrainState, rng: Tensor) -> tuple[list[Tensor], Any]:
+        words: Any = rng[0], rng[1]
+        length, of_piece = tree.batch_length(batch) or 1, len(rng) > 2
+        with (
+            self._draw(torch.stack(random.stock_words(words))) as stream,  # type: ignore[arg-type]
+            stream.for_examples(rng[2], length, 0) if of_piece else nullcontext(),
+        ):
+            piece = self._grad(state, batch, rng if self._needs_rng else None)
+        grads = tree.scale_leaves(tree.leaves(piece.grads), 1.0 if piece.loss.plain else piece.loss.weight)
+        return list(torch._foreach_add(sums, grads)), replace(piece, grads=None)
+
+
+@contextmanager
+def stock_draws(module: nn.Module | None, compiler: Compiler, key: Tensor) -> Iterator[Keyed]:
+    """Within a step that is captured, let stock modules draw from a key, and leave the module as it is."""
+    draw = Fused if compiler.backend_for(key.device) == capture.INDUCTOR else Keyed
+    with draw(key) as stream, pristine(module):
+        yield stream
+
+
+def looped(base: Loss, compiler: Compiler, grad: GradFn) -> CompiledGradient:
+    """Return the innermost gradient of a step as one graph for each length of pieces, of which a batch has two."""
+    compiler = dataclasses.replace(compiler, max_graphs=2 * compiler.max_graphs)
+    traced = functools.partial(compiler.traced, what=described(base), donate=True)
+    draw = functools.partial(stock_draws, base.module, compiler)
+    return CompiledGradient(grad, traced, draw, needs_rng=base.needs_rng)
+
+
+def in_a_loop(step: Any, compiler: Compiler, around_update: Any, unpack: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    """Return a step whose innermost gradient and whose update are graphs; what is between them runs as it is."""
+    around_grad = functools.partial(looped, step.base, compiler)
+    core: Core = step.assemble(around_grad=around_grad, around_update=around_update)
+
+    def run(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
+        keys, hyper = unpack(words)
+        with torch.no_grad():
+            return core(state, batch, hyper, keys[0])
+
+    return run

@@ -1,0 +1,146 @@
+"""What a step is compiled with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import backends, tree
+from ftrain.backends import Recorder
+from ftrain.errors import OptionError
+from ftrain.transforms.compile import capture
+from ftrain.transforms.compile.announce import announced
+from ftrain.transforms.compile.cache import Carrying, Compile, Traced
+from ftrain.transforms.compile.cuda_graph import Replayed
+from ftrain.transforms.compile.plan import UPDATE, Execute, Plan, plan_graph, planning_backend
+from ftrain.types import LossFn, LossOutput, PyTree
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """The settings of a compilation.
+
+    Args:
+        backend: of `torch.compile`; the one that suits the device, when it is None.
+        options: of Inductor, by name.
+        fullgraph: refuse to break the graph of a loss.
+        dynamic: compile a loss for changing shapes.
+        replay: record and replay on the device; where that is possible, when it is None.
+        cache_dir: where Inductor keeps its code.
+        max_graphs: as many for one step.
+        execute: runs what Inductor plans, in place of what it compiles.
+    """
+
+    backend: str | None
+    options: Mapping[str, Any]
+    fullgraph: bool
+    dynamic: bool
+    replay: bool | None
+    cache_dir: str | Path | None
+    max_graphs: int
+    execute: Execute | None = None
+
+    def rehearsal(self, execute: Execute, device: torch.device) -> Compiler | None:
+        """Return a compiler that runs plans, for a device; None where Inductor plans nothing."""
+        return dataclasses.replace(self, execute=execute) if self.backend_for(device) == capture.INDUCTOR else None
+
+    def compile(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int) -> capture.Flat:
+        """Compile a captured graph for the device of its inputs."""
+        if self.execute is not None:
+            run = self.execute(captured, UPDATE, lambda: self.plan(captured, inputs))
+            return lambda *given: run(list(given))
+        with self.cache(), backends.of(inputs[0].device).seeded(0):
+            return capture.compile_graph(captured, inputs, self.backend_for(inputs[0].device), self.options)
+
+    def plan(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Plan | None:
+        """Let Inductor plan how it runs a captured graph, if it is who compiles it."""
+        device = inputs[0].device
+        if self.backend_for(device) != capture.INDUCTOR:
+            return None
+        with backends.of(device).seeded(0):
+            return plan_graph(captured, inputs, self.options)
+
+    def replaying(self) -> Compile:
+        """Return `compile` for the graphs of one step, which the device records and replays if it can.
+
+        Raises:
+            OptionError: from what it returns, when the device cannot and ``replay=True``.
+        """
+        recorders: dict[str, Recorder] = {}
+
+        def compile(  # noqa: A001
+            captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int
+        ) -> capture.Flat:
+            run, backend = self.compile(captured, inputs, carried), backends.of(inputs[0].device)
+            if self.replay and backend.recorder is None:
+                raise OptionError(f"compiled: replay=True, and {backend.name} has nothing to record and replay with")
+            if self.replay is False or backend.recorder is None:
+                return run
+            if backend.name not in recorders:
+                recorders[backend.name] = backend.recorder()
+            return Replayed(run, carried, recorders[backend.name])
+
+        return compile
+
+    def compile_loss(self, loss: LossFn) -> LossFn:
+        """Hand a loss to `torch.compile`, with the backend of the device that it is first called on."""
+        settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
+        # Else as many steps with the loss of one function share the graphs that torch compiles for it, eight in all.
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+            settings["isolate_recompiles"] = True
+        if self.execute is not None:
+            return torch.compile(loss, backend=planning_backend(self.execute, self.options), **settings)
+        settings["options"] = dict(self.options) or None
+        found: dict[str, LossFn] = {}
+
+        def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            backend = self.backend_for(tree.device_of(params))
+            if backend not in found:
+                found[backend] = torch.compile(loss, backend=backend, **settings)
+            return found[backend](params, batch, rng=rng, buffers=buffers)
+
+        return compiled
+
+    def backend_for(self, device: torch.device) -> str:
+        """The backend that was asked for, or the one that suits the device."""
+        return self.backend or backends.of(device).compile_backend
+
+    def traced(self, function: Carrying, what: str | None, *, donate: bool, replay: bool = False) -> Traced:
+        """Return a function of trees that is compiled with these settings.
+
+        Args:
+            function: of trees.
+            what: how a line calls it when compiling takes long; None for no line.
+            donate: write the new carry into the tensors of the old one.
+            replay: record and replay on the device, where the settings allow it.
+        """
+        compiler = self.replaying() if replay else self.compile
+        around = nullcontext if what is None else functools.partial(announced, what)
+        return Traced(function, compiler, self.max_graphs, donate=donate, around=around)
+
+    @contextmanager
+    def cache(self) -> Iterator[None]:
+        """Let Inductor keep its code in `cache_dir`."""
+        if self.cache_dir is None:
+            yield
+            return
+        before = os.environ.get(CACHE)
+        os.environ[CACHE] = str(Path(self.cache_dir).expanduser())
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[CACHE]
+            else:
+                os.environ[CACHE] = before

@@ -1,0 +1,58 @@
+"""The forward of a module with an adapter: what it computed, and beside it the product of two small matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ftrain.transforms.lora.config import Config
+from ftrain.transforms.lora.targets import Target
+from ftrain.transforms.lora.weights import norms
+
+
+def forward(target: Target, config: Config) -> Callable[..., Tensor]:
+    """Return the forward of a module with its adapter, whose tensors lie in ``target.held`` meanwhile."""
+    return _embedding(target, config) if target.is_embedding else _linear(target, config)
+
+
+def _linear(target: Target, config: Config) -> Callable[..., Tensor]:
+    part: Any = target.part
+    held, base, scale, rate = target.held, part.forward, config.scale, config.dropout
+
+    def linear(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = base(x, *args, **kwargs)
+        a, b = held["a"], held["b"]
+        drops = bool(rate) and part.training
+        inputs = x.to(a.dtype)
+        inputs = F.dropout(inputs, rate) if drops else inputs
+        # Scaled where it is narrow.
+        product = F.linear(F.linear(inputs, a) * scale, b)
+        if not config.dora:
+            return (result + product).to(result.dtype)
+        ratio: Tensor = held["magnitude"] / norms(target.matrix(part.weight), a, b, scale)
+        # What the magnitudes turn is the weight on the same inputs, those that were dropped left out.
+        turned = base(inputs.to(x.dtype), *args, **kwargs) if drops else result
+        turned = turned if part.bias is None else turned - part.bias
+        return (result + (ratio - 1) * turned + ratio * product).to(result.dtype)
+
+    return linear
+
+
+def _embedding(target: Target, config: Config) -> Callable[..., Tensor]:
+    part: Any = target.part
+    held, base, scale = target.held, part.forward, config.scale
+
+    def embedding(indices: Tensor) -> Tensor:
+        result: Tensor = base(indices)
+        a, b = held["a"], held["b"]
+        rows = F.embedding(indices, a.T, part.padding_idx, scale_grad_by_freq=part.scale_grad_by_freq)
+        product: Tensor = (rows * scale) @ b.T
+        if not config.dora:
+            return (result + product).to(result.dtype)
+        ratio: Tensor = held["magnitude"] / norms(target.matrix(part.weight), a, b, scale)
+        return (ratio * (result + product)).to(result.dtype)
+
+    return embedding

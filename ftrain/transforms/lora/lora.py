@@ -1,0 +1,72 @@
+"""Low-rank adapters: small matrices that train beside a base that does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.transforms.lora.config import config
+from ftrain.transforms.lora.modules import ModuleAdapters
+from ftrain.transforms.lora.trees import TreeAdapters
+from ftrain.types import Loss
+
+NAME = "lora"
+
+
+@wrapper
+def lora(
+    rank: int,
+    alpha: float | None = None,
+    *,
+    targets: Sequence[str],
+    dropout: float = 0.0,
+    dora: bool = False,
+    rslora: bool = False,
+) -> Wrapper:
+    r"""Train low-rank adapters and freeze the rest (LoRA: Hu et al. 2021, arXiv:2106.09685).
+
+    .. math:: y = W x + \frac{\alpha}{r}\, B A\, \mathrm{dropout}(x), \quad A\ (r, in), \quad B\ (out, r)
+
+    `Step.init` adds A and B of every target to the parameters, drawn from the state's seed, with which the loss is at
+    first that of the base, to the bit. They alone train, and what ``train_step(..., trainable=)`` names beside them:
+    ``state.params`` and the optimizer hold nothing else, ``state.frozen`` holds the base in the dtype that it has.
+    Adapters are float32, of a float64 base float64.
+
+    In a module, targets are its `nn.Linear`, `nn.Embedding` and the Conv1D of transformers, and ``W + BA`` is never
+    computed (the norms of DoRA aside, which are those of its rows). Names in the state are those of peft:
+    ``layers.0.q_proj.lora_A.weight``. In a loss of a tree, targets are matrices, and the loss gets ``W + BA`` in
+    their place; the state then has the tree under ``base`` and A and B under ``adapters``. To evaluate, use
+    ``ft.eval_step(step.loss)``. Where the wrapper stands among others makes no difference.
+
+    Args:
+        rank: r, columns of B and rows of A.
+        alpha: the scale of BA, times the rank; the rank itself, unless told, which is a scale of one.
+        targets: patterns of the names of modules, or of the leaves of a tree: ``["*.q_proj", "*.v_proj"]``.
+        dropout: rate in [0, 1) at which inputs of the adapters (of embeddings none) are dropped in training.
+        dora: give each output a magnitude of its own, which trains (Liu et al. 2024, arXiv:2402.09353).
+        rslora: scale by alpha over the root of the rank (Kalajdzievski 2023, arXiv:2312.03732).
+
+    Raises:
+        OptionError: for an option out of its range, or a pattern that matches nothing; of a tree, from `Step.init`.
+    """
+    options = config(rank, alpha, targets, dropout, dora=dora, rslora=rslora)
+
+    def model(loss: Loss) -> Loss:
+        if loss.module is None:
+            whole = TreeAdapters(options, loss.text)
+            return dataclasses.replace(
+                loss, fn=whole.around(loss), text=f"{loss.text} <- {options.text})", adapters=whole
+            )
+        adapters = ModuleAdapters(options, loss.module)
+        text = f"{loss.text} <- {options.text}, targets={len(adapters.targets)})"
+
+        @contextmanager
+        def scope(training: bool) -> Iterator[None]:
+            with loss.scope(training), adapters.installed():
+                yield
+
+        return dataclasses.replace(loss, fn=adapters.around(loss), scope=scope, text=text, adapters=adapters)
+
+    return Wrapper(NAME, f"{options.text})", "loss", model=model)

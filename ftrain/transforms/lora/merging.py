@@ -1,0 +1,119 @@
+"""Adapters folded into the weights that they belong to, and taken out of them again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.errors import ComposeError, StructureError
+from ftrain.step.purity import merge as overlaid
+from ftrain.step.step import Step
+from ftrain.transforms.lora.modules import ModuleAdapters
+from ftrain.transforms.lora.targets import Target
+from ftrain.transforms.lora.trees import ADAPTERS, BASE, TreeAdapters
+from ftrain.transforms.lora.weights import adapted, norms
+from ftrain.types import TrainState, replace
+
+SLOT = "lora"
+
+
+def merge(step: Step, state: TrainState) -> TrainState:
+    """Fold the adapters of a state into its weights, which then compute the same without them.
+
+    The result has all parameters of the base under ``params``, as the loss without `lora` takes them: evaluate it with
+    ``ft.eval_step(loss_fn)``, or load it with ``ft.to_module(module, merged)``. Sums are in the dtype of the adapters,
+    rounded once, to that of the weight. For `unmerge` it keeps the adapters, and of DoRA the norms, under ``slots``.
+
+    Args:
+        step: a step with `lora`.
+        state: of that step, or what `ftrain.averaged` makes of it.
+
+    Raises:
+        ComposeError: when the step has no `lora`.
+        StructureError: when the state is merged already, or a weight is tied to that of another module.
+    """
+    adapters = adapters_of("merge", step)
+    if SLOT in state.slots:
+        raise StructureError("merge: the adapters of this state are in its weights already")
+    whole = overlaid(state.params, state.frozen)
+    kept: dict[str, Any] = {"params": state.params}
+    if isinstance(adapters, TreeAdapters):
+        params = adapters.whole(whole)
+    else:
+        params = {name: leaf for name, leaf in whole.items() if name not in adapters.names}
+        kept["norms"] = {}
+        for target in adapters.targets:
+            params[target.weight], norm = _merged(target, whole, adapters)
+            kept["norms"] |= {} if norm is None else {target.name: norm}
+    return replace(state, params=params, frozen=None, slots={**state.slots, SLOT: kept})
+
+
+def adapters_of(function: str, step: Step) -> ModuleAdapters | TreeAdapters:
+    """Return the adapters of a step.
+
+    Raises:
+        ComposeError: when it has none.
+    """
+    adapters = step.loss.adapters if isinstance(step, Step) else None
+    if not isinstance(adapters, ModuleAdapters | TreeAdapters):
+        raise ComposeError(f"{function}: the step has no adapters; give one that is composed with ft.lora:\n{step!r}")
+    return adapters
+
+
+def _merged(target: Target, whole: dict[str, Tensor], adapters: ModuleAdapters) -> tuple[Tensor, Tensor | None]:
+    weight = whole[target.weight]
+    if target.tied:
+        raise StructureError(
+            f"merge: {target.weight}, the weight of {target.name}, is tied to another module's, which has not this "
+            "adapter; give the module a weight of its own first"
+        )
+    matrix, (a, b, *magnitude) = target.matrix(weight), _tensors(target, whole, adapters)
+    summed, norm = adapted(matrix, a, b, adapters.config.scale), None
+    if magnitude:
+        norm = norms(matrix, a, b, adapters.config.scale)
+        summed = (magnitude[0] / norm)[:, None] * summed
+    return target.matrix(summed).to(weight.dtype).contiguous(), norm
+
+
+def _tensors(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters) -> list[Tensor]:
+    return [named[name] for name in target.names(dora=adapters.config.dora).values()]
+
+
+def unmerge(step: Step, merged: TrainState) -> TrainState:
+    """Take the adapters out of the weights of a state that `merge` made: its inverse, within rounding.
+
+    Args:
+        step: a step with `lora`.
+        merged: from `merge`.
+
+    Raises:
+        ComposeError: when the step has no `lora`.
+        StructureError: when the state is not merged.
+    """
+    adapters = adapters_of("unmerge", step)
+    if SLOT not in merged.slots:
+        raise StructureError("unmerge: the state is not one of ft.adapters.merge(step, state)")
+    kept = merged.slots[SLOT]
+    params = kept["params"]
+    if isinstance(adapters, TreeAdapters):
+        whole = {BASE: merged.params, ADAPTERS: params[ADAPTERS]}
+        whole = {**whole, BASE: adapters.whole(whole, taken_out=True)}
+    else:
+        whole = {**merged.params, **{name: params[name] for name in adapters.names}}
+        for target in adapters.targets:
+            whole[target.weight] = _unmerged(target, whole, adapters, kept["norms"].get(target.name))
+    trained = set(tree.leaf_names(params))
+    _, frozen = tree.split(whole, lambda name, leaf: name in trained)
+    frozen = frozen if tree.leaves(frozen) else None
+    slots = {name: slot for name, slot in merged.slots.items() if name != SLOT}
+    return replace(merged, params=params, frozen=frozen, slots=slots)
+
+
+def _unmerged(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters, norm: Tensor | None) -> Tensor:
+    weight = named[target.weight]
+    matrix, (a, b, *magnitude) = target.matrix(weight), _tensors(target, named, adapters)
+    if norm is not None:
+        matrix = matrix.to(a.dtype) / (magnitude[0] / norm)[:, None]
+    return target.matrix(adapted(matrix, a, b, -adapters.config.scale)).to(weight.dtype).contiguous()

@@ -1,0 +1,99 @@
+"""The adapters of the matrices of a tree, which are added to these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ftrain import tree
+from ftrain.errors import LossError, OptionError
+from ftrain.step.purity import merge
+from ftrain.step.swap_params import Slot
+from ftrain.transforms.lora.config import Config, keys_of, missing
+from ftrain.transforms.lora.weights import adapted, adapter_dtype, kaiming
+from ftrain.tree.name_patterns import as_select, require_matches
+from ftrain.types import Loss, LossFn, LossOutput, PyTree
+
+BASE, ADAPTERS = "base", "adapters"
+WHY_NOT = {
+    "dropout": "the inputs to drop are not known, only the matrix",
+    "dora": "which of its axes are outputs is not known",
+}
+
+
+class TreeAdapters:
+    """The adapters of a tree.
+
+    Args:
+        config: their options.
+        text: of the loss.
+
+    Raises:
+        OptionError: for an option that needs a module.
+    """
+
+    def __init__(self, config: Config, text: str) -> None:
+        self.config = config
+        for name, why in WHY_NOT.items():
+            if value := getattr(config, name):
+                raise OptionError(
+                    f"lora: {name}={value!r} is for modules; {text} is a loss of a tree, where an adapter is added to "
+                    f"a matrix: {why}. Leave it out, or use ft.from_module"
+                )
+
+    def slots(self, part: nn.Module) -> list[Slot]:
+        """Return none, for there is no module."""
+        return []
+
+    def forward(self, part: nn.Module) -> Callable[..., Any]:
+        """Return the forward of a module as it is."""
+        return part.forward
+
+    def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
+        """Return the tree beside new adapters of its matrices, drawn from a key.
+
+        Raises:
+            OptionError: for a pattern that matches no matrix.
+        """
+        chosen = self._chosen(merge(params, frozen))
+        made = {}
+        for (name, leaf), each in zip(chosen.items(), keys_of(key, len(chosen)), strict=True):
+            b = torch.zeros(leaf.shape[0], self.config.rank, dtype=adapter_dtype(leaf), device=leaf.device)
+            made[name] = {"A": kaiming(each, self.config.rank, leaf.shape[1], leaf), "B": b}
+        return {BASE: params, ADAPTERS: made}, {BASE: frozen, ADAPTERS: tree.map(lambda leaf: None, made)}
+
+    def _chosen(self, base: PyTree) -> dict[str, Tensor]:
+        named = dict(zip(tree.leaf_names(base), tree.leaves(base), strict=True))
+        matrices = {name: leaf for name, leaf in named.items() if tree.is_tensor(leaf) and leaf.ndim == 2}
+        if not matrices:
+            raise OptionError("lora: the parameters have no leaf with two axes; only those can have an adapter")
+        select = as_select("lora: targets", self.config.targets)
+        require_matches(select, matrices)
+        return {name: leaf for name, leaf in matrices.items() if select(name, leaf)}
+
+    def around(self, loss: Loss) -> LossFn:
+        """Return a loss of the tree as one of tree and adapters.
+
+        What it returns raises a LossError for parameters without adapters.
+        """
+
+        def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            if not isinstance(params, dict) or params.keys() != {BASE, ADAPTERS}:
+                raise LossError(missing(loss.text, ADAPTERS))
+            return loss.fn(self.whole(params), batch, rng=rng, buffers=buffers)
+
+        return fn
+
+    def whole(self, params: PyTree, *, taken_out: bool = False) -> PyTree:
+        """Return the tree with the adapters added to its matrices, or taken out of them again."""
+        adapters, scale = params[ADAPTERS], -self.config.scale if taken_out else self.config.scale
+
+        def whole(name: str, leaf: Any) -> Any:
+            if name not in adapters:
+                return leaf
+            return adapted(leaf, adapters[name]["A"], adapters[name]["B"], scale).to(leaf.dtype)
+
+        return tree.map_named(whole, params[BASE])

@@ -1,0 +1,1 @@
+"""Offloading of activations and of the optimizer's state."""

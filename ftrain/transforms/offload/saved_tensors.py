@@ -1,0 +1,145 @@
+"""What autograd keeps for the backward pass: in host memory until it is needed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ftrain import backends
+from ftrain.backends.transfers import copier_of, is_abstract, on_host
+from ftrain.errors import LossError, TraceError
+
+AHEAD = 4
+"""Pieces of memory that come back while the gradient of those before is computed."""
+
+PLAIN = Tensor, nn.Parameter, FakeTensor
+"""What is a tensor and nothing more."""
+
+
+class _Held(NamedTuple):
+    """A tensor that stays where it is, and as which version it was kept."""
+
+    tensor: Tensor
+    version: int
+
+
+class _Piece:
+    """One piece of memory, on the host."""
+
+    def __init__(self, flat: Tensor, place: int, device: torch.device) -> None:
+        self.size, self.dtype, self.device, self.place = flat.numel(), flat.dtype, device, place
+        self.host: Tensor | None = None
+        self._coming: Callable[[], Tensor] | None = None
+        self._flat: Tensor | None = None
+
+    def fetch(self, back: Callable[[Tensor, torch.device], Callable[[], Tensor]]) -> None:
+        """Begin to bring it to the device."""
+        if self._coming is None and self._flat is None and self.host is not None:
+            self._coming = back(self.host, self.device)
+
+    def get(self) -> Tensor:
+        """Return it on the device, where it then stays as long as anybody waits for it."""
+        if self._flat is None:
+            if self._coming is None:
+                # Of tensors without values there is nothing to bring.
+                return torch.empty(self.size, dtype=self.dtype, device=self.device)
+            self._flat, self._coming, self.host = self._coming(), None, None
+        return self._flat
+
+
+class _Sent(NamedTuple):
+    """A tensor whose memory is elsewhere: where in that memory it is, and what tells whether it was written since."""
+
+    piece: _Piece
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    shadow: Tensor
+    version: int
+
+
+class Stash:
+    """Sends to the host what a forward pass keeps, each piece of memory once, and brings it back for the backward pass.
+
+    Args:
+        device: of the step.
+        known: tensors that are there all the time, and stay where they are.
+        least: bytes below which a piece of memory stays.
+    """
+
+    def __init__(self, device: torch.device, known: Iterable[Any], least: int) -> None:
+        self._device, self._least = device, max(least, 1)
+        self._known = {leaf.untyped_storage()._cdata for leaf in known if isinstance(leaf, Tensor)}
+        self._copier, self._pinned = copier_of(device), backends.of(device).pinned_memory
+        # A weak reference to memory keeps its address from being used again.
+        self._pieces: dict[tuple[int, int, torch.dtype], tuple[StorageWeakRef, weakref.ref[_Piece]]] = {}
+        self._order: list[weakref.ref[_Piece]] = []
+
+    def pack(self, tensor: Tensor) -> _Held | _Sent:
+        """Keep a tensor.
+
+        Raises:
+            TraceError: while a graph is captured, in which there is no host.
+        """
+        if get_proxy_mode() is not None:
+            raise TraceError("offload: activations go to the host between operations, and a whole graph is one")
+        memory = tensor.untyped_storage()
+        if not self._goes(tensor, memory):
+            return _Held(tensor.detach(), tensor._version)
+        shadow = tensor.detach()
+        shadow.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        piece, offset = self._piece(tensor, memory), int(tensor.storage_offset())
+        return _Sent(piece, tensor.shape, tensor.stride(), offset, shadow, tensor._version)
+
+    def _goes(self, tensor: Tensor, memory: torch.UntypedStorage) -> bool:
+        if type(tensor) not in PLAIN or tensor.device != self._device or tensor.layout != torch.strided:
+            return False
+        size = memory.nbytes()
+        if size < self._least or size % tensor.itemsize or memory._cdata in self._known:
+            return False
+        return not (tensor.is_conj() or tensor.is_neg())
+
+    def _piece(self, tensor: Tensor, memory: torch.UntypedStorage) -> _Piece:
+        key = memory._cdata, tensor._version, tensor.dtype
+        found = self._pieces.get(key)
+        piece = found[1]() if found is not None else None
+        if piece is not None:
+            return piece
+        flat = tensor.detach().as_strided((memory.nbytes() // tensor.itemsize,), (1,), 0)
+        piece = _Piece(flat, len(self._order), tensor.device)
+        if not is_abstract(flat):
+            piece.host = on_host(flat, self._pinned)
+            self._copier.out(flat, piece.host)
+        self._pieces[key] = StorageWeakRef(memory), weakref.ref(piece)  # type: ignore[no-untyped-call]
+        self._order.append(weakref.ref(piece))
+        return piece
+
+    def unpack(self, kept: _Held | _Sent) -> Tensor:
+        """Return a tensor as it was.
+
+        Raises:
+            LossError: when it was written in place since.
+        """
+        if (kept.tensor if isinstance(kept, _Held) else kept.shadow)._version != kept.version:
+            raise LossError(
+                "offload: a tensor that a gradient needs was changed in place after it was computed; take the "
+                "operation that is not in place (x = x.add(1) and not x.add_(1))"
+            )
+        if isinstance(kept, _Held):
+            return kept.tensor
+        kept.piece.fetch(self._copier.back)
+        flat = kept.piece.get()
+        if self._copier.ahead:
+            # The backward pass needs last what came first.
+            for reference in self._order[max(kept.piece.place - AHEAD, 0) : kept.piece.place][::-1]:
+                piece = reference()
+                if piece is not None:
+                    piece.fetch(self._copier.back)
+        return flat.as_strided(kept.shape, kept.stride, kept.offset)

@@ -1,0 +1,1 @@
+"""Rematerialisation (activation checkpointing) of blocks."""

@@ -1,0 +1,263 @@
+"""Rematerialisation (activation checkpointing): compute activations twice rather than keep them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ftrain import backends, tree
+from ftrain.backends.transfers import is_abstract
+from ftrain.errors import ComposeError, LossError, OptionError
+from ftrain.random import torch_ops
+from ftrain.step import optimization_barrier
+from ftrain.step.blocks import Blocks, Region, Wanted, find_blocks, within
+from ftrain.step.purity import versions
+from ftrain.step.swap_params import Slot, bound
+from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.transforms.remat import use_cache
+from ftrain.transforms.remat.budget import Budget
+from ftrain.transforms.remat.checkpoint import recomputed
+from ftrain.transforms.remat.policies import FULL, NONE, Kept, Policy, keeps_of, name_of, require_policy
+from ftrain.types import Loss, LossOutput, PyTree
+
+WITHOUT_CACHE = (
+    "remat: %s runs without its cache of keys and values (use_cache=False), which a block that is computed again would "
+    "fill twice"
+)
+log = logging.getLogger("ftrain")
+Again: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+@wrapper
+def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float | None = None) -> Wrapper:
+    """Keep only the inputs of each block for the backward pass, and compute its inside again there.
+
+    Gradients are the same to the bit, dropout included, and buffers advance once (Chen et al. 2016,
+    arXiv:1604.06174). Blocks are the given ones, else the repeated children of the module's
+    `ModuleList` and `Sequential`; in a pure function, those marked by `ft.block`. Blocks within a block are
+    recomputed one by one while it is: less memory at once, and one more forward pass for them. Models of
+    transformers that fill a cache of keys and values (``config.use_cache``) run without it, which one log line says.
+
+    Args:
+        policy: what to keep of the inside. ``"full"`` recomputes everything, ``"dots"`` keeps matrix products,
+            convolutions and attention, ``"attention"`` keeps attention where it is one operation (a fused
+            kernel of `scaled_dot_product_attention`), ``"none"`` recomputes nothing. A function
+            ``(op, *args, **kwargs) -> bool`` decides for each call of an operation of aten, such as
+            ``torch.ops.aten.mm.default``, whether to keep what it returns; views, casts, random numbers and what
+            writes in place are made again whatever it says.
+        blocks: types of modules or their dotted names, or a mapping from these to policies, or a function
+            ``(name, module)`` that returns a policy, and for what is no block None.
+        budget: a share in [0, 1] of what the blocks keep beside their inputs without this wrapper: each block gets
+            the policy ``"full"``, ``"dots"`` or ``"none"``, so that what is kept lies within the share and the
+            least is done again, by an estimate of products, of memory moved, and of what policies cost the host. Blocks
+            are sized when the loss first meets a batch of a shape, on tensors without memory; blocks within a block
+            belong to it. Split-compiled steps keep to the same choice: the partitioner of `torch.compile` with a budget
+            of its own draws dropout anew.
+
+    Raises:
+        OptionError: for an unknown policy, a budget outside of [0, 1] or beside policies, or when there is no
+            such block.
+        ComposeError: when a pure loss ran without meeting a function marked by `ft.block`.
+        LossError: from the step, when what a block was given or keeps was overwritten before the block was computed
+            again, or when the block did not do the same then.
+        TraceError: from the step, when with a budget the loss asks for the value of a tensor, or takes a gradient.
+    """
+    if isinstance(policy, list | tuple | Mapping | type):
+        named = [policy] if isinstance(policy, type) else policy
+        raise OptionError(f"remat: give blocks by name, remat(blocks={named!r}); the first argument is the policy")
+    require_policy("remat", policy)
+    _require_wanted(blocks)
+    if budget is not None:
+        _require_budget(budget, policy, blocks)
+
+    def wrap(loss: Loss) -> Loss:
+        if loss.module is None and blocks:
+            raise OptionError(
+                f"remat: {loss.text} has no module in which to find blocks={blocks!r}; mark functions with ft.block"
+            )
+        parts = find_blocks(loss.module, blocks) if loss.module is not None else {}
+        parts = {part: policy if choice is None else choice for part, choice in parts.items()}
+        for choice in parts.values():
+            require_policy("remat", choice)
+        prepared = Blocks(parts, loss.adapters)
+        met = [0]
+        plan = None if budget is None else Budget(loss, budget)
+        region = _region(policy, met, plan)
+        begin = None if plan is None else torch.compiler.disable(plan.begin)  # type: ignore[no-untyped-call]
+
+        configs, said = use_cache.configs_of(loss.module) if loss.module is not None else [], [False]
+
+        @contextmanager
+        def scope(training: bool) -> Iterator[None]:
+            filling = use_cache.filling(configs) if training else []
+            if filling and not said[0]:
+                said[0] = True
+                log.warning(WITHOUT_CACHE, type(loss.module).__name__)
+            with loss.scope(training), use_cache.turned_off(filling), prepared.through(region):
+                yield
+
+        def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            if begin is not None:
+                begin(params, batch, rng, buffers)
+            if torch.compiler.is_dynamo_compiling():  # Counting would be a guard of its graph.
+                return loss.fn(params, batch, rng=rng, buffers=buffers)
+            returned = loss.fn(params, batch, rng=rng, buffers=buffers)
+            # Later on, a model may leave all of them out, as in layer dropout.
+            if met[0] == 0:
+                raise ComposeError(
+                    f"remat: {loss.text} ran no block; mark the functions to recompute with ft.block(function), "
+                    "or name modules with blocks=[...]"
+                )
+            return returned
+
+        text = f"remat({_text(policy, list(parts.values()), budget)})"
+        return dataclasses.replace(loss, fn=counted, scope=scope, text=f"{loss.text} <- {text}")
+
+    return Wrapper("remat", "remat", "loss", loss=wrap)
+
+
+def _require_wanted(blocks: Any) -> None:
+    if isinstance(blocks, Mapping):
+        for choice in blocks.values():
+            require_policy("remat", choice)
+    elif isinstance(blocks, type) or not (blocks is None or callable(blocks) or isinstance(blocks, list | tuple)):
+        raise OptionError(
+            f"remat: blocks is {blocks!r}, needs a list of types and dotted names, a mapping from these to policies, "
+            "or a function (name, module) -> policy"
+        )
+
+
+def _require_budget(budget: Any, policy: Policy, blocks: Wanted | None) -> None:
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
+        raise OptionError(f"remat: budget is {budget!r}, needs a number in [0, 1]: a share of what blocks keep")
+    if policy != FULL or isinstance(blocks, Mapping) or callable(blocks):
+        raise OptionError(
+            f"remat: budget={budget} chooses the policies of the blocks; leave out policy={name_of(policy)}, and give "
+            "blocks as a list, or leave out the budget"
+        )
+
+
+def _text(policy: Policy, chosen: Sequence[Policy], budget: float | None) -> str:
+    if budget is not None:
+        return ", ".join([f"budget={budget:g}"] + [f"blocks={len(chosen)}"] * bool(chosen))
+    counts = Counter(map(name_of, chosen))
+    if len(counts) > 1:
+        return ", ".join(f"{name}={count}" for name, count in counts.items())
+    (name,) = counts or [name_of(policy)]
+    return ", ".join([name] * (name != FULL) + [f"blocks={len(chosen)}"] * bool(chosen))
+
+
+def _region(policy: Policy, met: list[int], plan: Budget | None) -> Region:
+    # Both runs of a block are of operations one by one: what Dynamo compiles keeps other tensors.
+    by_operation: Any = torch.compiler.disable(recomputed)  # type: ignore[no-untyped-call]
+
+    def region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
+        met[0] += 1
+        chosen: Any = plan.turn() if plan is not None else policy if choice is None else choice
+        inside = partial(within, again if plan is None else None, function)
+        if chosen == NONE:
+            return inside(*args, **kwargs)
+        held = _held(slots, (args, kwargs))
+        device = _device_of(held)
+        repeatable = _Repeatable(inside, slots, chosen, _noted(held, device))
+        returned = by_operation(repeatable.first, repeatable.again, args, kwargs, device=device)
+        if optimization_barrier.is_captured():
+            repeatable.wait_for(returned)
+        return returned
+
+    # Dynamo may compile the inside of a block that is not computed again.
+    again: Region = torch.compiler.disable(region, recursive=False)  # type: ignore[no-untyped-call]
+    return again
+
+
+class _Repeatable:
+    """A block whose later runs see what the first one saw: parameters, buffers and random numbers.
+
+    Args:
+        function: the block.
+        slots: its places for parameters and buffers.
+        policy: what to keep.
+        drawing_again: makes a context in which torch draws what it would have drawn before the first run.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], slots: Sequence[Slot], policy: Policy, drawing_again: Again
+    ) -> None:
+        self._function, self._slots, self._drawing_again = function, list(slots), drawing_again
+        self._before = [place[key] for place, key, *_ in slots]
+        self._versions = versions(self._before)
+        # What a block does to its buffers must happen once: recomputation works on copies.
+        self._values = [place[key].clone() if is_buffer else place[key] for place, key, _, is_buffer in slots]
+        keeps = keeps_of(policy)
+        self._kept = None if keeps is None else Kept(keeps)
+        self._gradient: Tensor | None = None
+
+    def wait_for(self, returned: PyTree) -> None:
+        """Let later runs begin when a gradient of what the block returned is there."""
+        for leaf in tree.leaves(returned):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    def _arrived(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+
+    def first(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block as it is."""
+        with nullcontext() if self._kept is None else self._kept.keeping():
+            return self._function(*args, **kwargs)
+
+    def again(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it as it was."""
+        stream, key = torch_ops.current(), None
+        if self._gradient is not None:
+            given = args, kwargs, stream.key if stream is not None else None
+            args, kwargs, key = optimization_barrier.after(self._gradient, given)
+        with (
+            bound(self._slots, self._as_then()),
+            self._drawing_again(),
+            nullcontext() if stream is None or key is None else stream.drawing_from(key),
+            nullcontext() if self._kept is None else self._kept.reusing(),
+        ):
+            return self._function(*args, **kwargs)
+
+    def _as_then(self) -> list[Tensor]:
+        """What the slots held; a copy of what the block wrote to, for it writes to that again."""
+        now = versions(self._before)
+        if now == self._versions:
+            return self._values
+        values = []
+        for slot, value, found, before in zip(self._slots, self._values, now, self._versions, strict=True):
+            if found != before and not slot.is_buffer:
+                raise LossError(
+                    f"remat: the parameter {slot.name} of a block was overwritten before the block was computed again: "
+                    "update_in_backward does not wait for blocks that use it detached, or after all that their "
+                    "gradient needs. Do not donate the state, or leave out one of the two"
+                )
+            values.append(value if found == before else value.clone())
+        return values
+
+
+def _held(slots: Sequence[Slot], given: PyTree) -> list[Tensor]:
+    """Return tensors that tell where a block computes."""
+    return [place[key] for place, key, *_ in slots] or [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
+
+
+def _device_of(held: Sequence[Tensor]) -> torch.device:
+    if not held:
+        return backends.default().device
+    return next((leaf.device for leaf in held if leaf.device != tree.HOST), tree.HOST)
+
+
+def _noted(held: Sequence[Tensor], device: torch.device) -> Again:
+    if any(map(is_abstract, held)) and torch_ops.current() is None:
+        return nullcontext
+    # Not left to torch, which notes the generators of CUDA and XPU alone, and those only of its arguments' devices.
+    return torch_ops.noted(device)

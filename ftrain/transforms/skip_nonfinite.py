@@ -1,0 +1,60 @@
+"""Skip steps whose loss or gradient is not finite, and stop when that goes on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.errors import NonFiniteError, require_positive
+from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.types import PyTree
+
+NAME = "skip_nonfinite"
+COUNTERS = "skipped", "in_a_row", "steps", "reached"
+
+
+@wrapper
+def skip_nonfinite(limit: int = 10) -> Wrapper:
+    """Leave the state as it was when the loss or a gradient is infinite or NaN.
+
+    A bad step changes only the step count and this wrapper's counters `skipped` (in all), `in_a_row` (now), `steps`
+    and `reached` (of which step `in_a_row` was last equal to the limit), wherever among the wrappers this one stands;
+    float16 overflows count as well. The metric `skipped` says which steps were bad. Counted on the device: nothing
+    waits for it.
+
+    Args:
+        limit: as many bad steps in a row are an error, also when good ones have followed; `fit` raises it when it
+            next reads metrics, within `log_every` steps, and in a loop of your own `step.check(state)` does.
+
+    Raises:
+        OptionError: when `limit` is not a positive whole number.
+        NonFiniteError: from `Step.check`, after `limit` bad steps in a row; it names the first of them.
+    """
+    require_positive("skip_nonfinite", "limit", limit)
+
+    def slot(params: PyTree) -> PyTree:
+        zero = torch.zeros((), dtype=torch.int64, device=tree.device_of(params))
+        return {name: zero.clone() for name in COUNTERS}
+
+    def account(counters: PyTree, finite: Tensor) -> PyTree:
+        bad = (~finite).to(torch.int64)
+        in_a_row, steps = (counters["in_a_row"] + 1) * bad, counters["steps"] + 1
+        reached = torch.where(in_a_row == limit, steps, counters["reached"])
+        return {"skipped": counters["skipped"] + bad, "in_a_row": in_a_row, "steps": steps, "reached": reached}
+
+    def check(counters: PyTree, step: int, since: int) -> None:
+        reached = int(counters["reached"])
+        if not reached:
+            return
+        skipped, in_a_row, steps = (int(counters[name]) for name in COUNTERS[:3])
+        # A state may have made steps before it had these counters.
+        at = reached + step - steps
+        if at > since:
+            raise NonFiniteError(
+                f"skip_nonfinite: the loss or a gradient was not finite in {max(limit, in_a_row)} steps in a row, of "
+                f"which step {at - limit + 1} was the first (limit {limit}, {skipped} in all); the parameters are "
+                "those of the last good step. Lower the learning rate, clip the gradient, or look at the batch"
+            )
+
+    return Wrapper(NAME, f"skip_nonfinite({limit})", "update", slot=slot, account=account, check=check)
