@@ -8,8 +8,8 @@ ARGS ?=
 # The oldest torch, as ftrain itself names it, in an environment of its own.
 OLD := $(VENV)-oldest
 OLD_TORCH := torch==$(shell sed -n 's/^TESTED = (\([0-9]*\), \([0-9]*\)).*/\1.\2.0/p' ftrain/_torch.py)
-OLD_TESTS := tests/test_lowered.py tests/test_reader.py tests/test_recompute.py tests/test_types.py tests/test_versions.py \
-	tests/data/test_workers.py tests/test_random.py::test_dynamic_shapes
+OLD_TESTS := tests/transforms/compile/test_lowered.py tests/tree/test_fast_flatten.py tests/transforms/remat/test_checkpoint.py tests/test_types.py tests/test_versions.py \
+	tests/data/test_workers.py tests/random/test_keys.py::test_dynamic_shapes
 
 # What a CPU without AVX-512 runs. There bfloat16 and float16 are emulated, and kernels are others.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 TORCHINDUCTOR_CPP_SIMDLEN=256

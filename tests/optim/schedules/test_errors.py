@@ -8,7 +8,7 @@ import torch
 from ftrain.errors import OptionError
 from ftrain.optim import schedules
 from ftrain.optim.schedules import as_schedule, chain, describe
-from tests.schedules.cases import FUNCTIONS
+from tests.optim.schedules.cases import FUNCTIONS
 
 # Least values of whole numbers; `total` and `steps` are counted from 1 where nothing is left without them.
 LEAST = {

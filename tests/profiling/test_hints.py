@@ -14,7 +14,7 @@ from ftrain.profiling.hints import run as hints_run
 from ftrain.profiling.hints.calls import watch
 from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.profiling.timing import Interval, Loading
-from tests.ladder.problem import assert_untouched, batch, kept, make
+from tests.profiling.problem import assert_untouched, batch, kept, make
 
 BF16, F32 = torch.bfloat16, torch.float32
 

@@ -13,7 +13,7 @@ import ftrain as ft
 from ftrain.errors import DataError
 from ftrain.profiling import timing
 from ftrain.profiling.timing import Interval, Loading, Racer, interval, loading, race
-from tests.ladder.problem import batch, make
+from tests.profiling.problem import batch, make
 
 HOST = torch.device("cpu")
 

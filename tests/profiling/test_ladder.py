@@ -11,7 +11,7 @@ from ftrain import tree
 from ftrain.errors import ComposeError, ConsumedError, DataError, FtrainError, OptionError, StructureError, TraceError
 from ftrain.profiling.ladder import TECHNIQUES, Case, run
 from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER
-from tests.ladder.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
+from tests.profiling.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
 
 NAMES = ["accumulate(2)", "remat()", 'with_amp("tf32")', 'adamw(state_dtype="bf16")']
 PLAIN = [each.name for each in TECHNIQUES if each.name != "compiled()"]

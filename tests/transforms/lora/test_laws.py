@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from tests.adapters.models import (
+from tests.laws.oracle import wrappers
+from tests.laws.test_pipelines import STACKS, assert_equal, assert_near, close_trees
+from tests.transforms.lora.models import (
     VOCABULARY,
     WIDTH,
     adapters,
@@ -17,8 +19,6 @@ from tests.adapters.models import (
     step_of,
     train,
 )
-from tests.laws.oracle import wrappers
-from tests.laws.test_pipelines import STACKS, assert_equal, assert_near, close_trees
 
 RANK, ALPHA = 3, 7.0
 KINDS = {"lora": {}, "dora": {"dora": True, "rslora": True, "dropout": 0.2}}

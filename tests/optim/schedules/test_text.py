@@ -31,7 +31,7 @@ from ftrain.optim.schedules import (
     warmup_stable_decay,
 )
 from ftrain.types import Schedule
-from tests.schedules.cases import UNTIMED, any_schedule, ours
+from tests.optim.schedules.cases import UNTIMED, any_schedule, ours
 
 
 class TestText:

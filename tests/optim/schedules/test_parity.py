@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from ftrain.errors import OptionError
 from ftrain.optim import schedules as s
 from ftrain.types import Schedule
-from tests.schedules.cases import SHAPES, STEPS, ours
+from tests.optim.schedules.cases import SHAPES, STEPS, ours
 
 PEAK = 3e-4
 WARMUPS = (0, 1, 7, 100, 150)

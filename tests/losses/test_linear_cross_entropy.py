@@ -490,7 +490,7 @@ def measure(kind, lowering, folder):
     trace = folder / f"{kind}-{lowering}.json"
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, kind, lowering, str(trace)],
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=600,

@@ -30,7 +30,18 @@ from ftrain.optim.schedules import (
     warmup_stable_decay,
 )
 from ftrain.types import Schedule
-from tests.schedules.cases import UNTIMED, any_schedule, counts, cycles, decays, factors, ours, points, rates, stables
+from tests.optim.schedules.cases import (
+    UNTIMED,
+    any_schedule,
+    counts,
+    cycles,
+    decays,
+    factors,
+    ours,
+    points,
+    rates,
+    stables,
+)
 
 
 class TestValues:

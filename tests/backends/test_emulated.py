@@ -15,7 +15,7 @@ from ftrain.profiling.hints import facts_of, judge
 from ftrain.profiling.hints import run as hints_run
 from ftrain.profiling.ladder import run
 from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
-from tests.ladder.problem import scripted
+from tests.profiling.problem import scripted
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -16,7 +16,7 @@ from ftrain.profiling.hints import run as hints_run
 from ftrain.profiling.step_variants import smaller_optimizers
 from ftrain.profiling.tuning import run, search
 from ftrain.profiling.tuning.amounts import as_bytes, mib
-from tests.ladder.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
+from tests.profiling.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
 
 WIDTH, LENGTH = 64, 2048
 

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 import ftrain as ft
 from ftrain.errors import ComposeError, LossError, OptionError, StructureError
-from tests.adapters.models import TARGETS, WIDTH, adapters, loss, make, make_batch, step_of, train
 from tests.laws.models import make_batch as make_tiny_batch
 from tests.laws.models import make_model as make_tiny
 from tests.laws.models import token_loss
 from tests.laws.test_pipelines import assert_equal
+from tests.transforms.lora.models import TARGETS, WIDTH, adapters, loss, make, make_batch, step_of, train
 
 KINDS = {"lora": {}, "rslora": {"rslora": True, "alpha": 5.0}, "dora": {"dora": True}}
 kinds = pytest.mark.parametrize("kind", KINDS)
