@@ -8,13 +8,14 @@ ARGS ?=
 # The oldest torch, as ftrain itself names it, in an environment of its own.
 OLD := $(VENV)-oldest
 OLD_TORCH := torch==$(shell sed -n 's/^TESTED = (\([0-9]*\), \([0-9]*\)).*/\1.\2.0/p' ftrain/_torch.py)
-OLD_TESTS := tests/transforms/compile/test_lowered.py tests/tree/test_fast_flatten.py tests/transforms/remat/test_checkpoint.py tests/test_types.py tests/test_versions.py \
-	tests/data/test_workers.py tests/random/test_keys.py::test_dynamic_shapes
+OLD_TESTS := $(addprefix tests/,transforms/compile/test_lowered.py tree/test_fast_flatten.py transforms/remat/test_checkpoint.py \
+	test_types.py test_versions.py data/test_workers.py random/test_keys.py::test_dynamic_shapes)
 
 # What a CPU without AVX-512 runs. There bfloat16 and float16 are emulated, and kernels are others.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 TORCHINDUCTOR_CPP_SIMDLEN=256
-CPU_TESTS := $(addprefix tests/,test_emulated.py test_precision.py test_watch.py golden parity/test_low_precision.py \
-	parity/test_loop.py backends/test_onednn.py backends/test_doctor.py)
+CPU_TESTS := $(addprefix tests/,backends/test_emulated.py profiling/test_precision_report.py \
+	transforms/amp/test_overflow_counts.py golden parity/test_low_precision.py parity/test_loop.py \
+	backends/test_onednn.py backends/test_doctor.py)
 
 .PHONY: train test test-oldest test-avx2 faults lint format bench clean
 
