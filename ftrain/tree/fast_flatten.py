@@ -21,7 +21,7 @@ TENSORS = {Tensor, nn.Parameter}
 
 
 def reader(spec: optree.PyTreeSpec) -> Callable[[PyTree], list[Any] | None]:
-    """Return a function that lists the leaves of a tree in the order of `ftrain.tree.fast_flatten`.
+    """Return a function that lists the leaves of a tree in the order of `ftrain.tree.flatten`.
 
     It returns None for a tree of another structure. Whatever stands in the place of a leaf is taken for
     one, so that the caller has to look at what the leaves are.
@@ -43,7 +43,7 @@ def reader(spec: optree.PyTreeSpec) -> Callable[[PyTree], list[Any] | None]:
 
 
 class Flattener:
-    """`ftrain.tree.fast_flatten` for trees that mostly have the structure of the one before."""
+    """`ftrain.tree.flatten` for trees that mostly have the structure of the one before."""
 
     def __init__(self) -> None:
         self._spec: optree.PyTreeSpec | None = None
@@ -65,56 +65,61 @@ def _read(spec: optree.PyTreeSpec) -> Read:
     if spec.is_leaf():
         return _leaf
     if spec.type is type(None):
-        return _nothing
+        return _none
     children, entries = spec.children(), spec.entries()
-    if spec.type is dict:
-        if len(children) > 1 and all(child.is_leaf() for child in children):
-            return _flat_dict(entries)
-        return _container(dict, entries, [_read(child) for child in children])
-    if spec.type in (list, tuple):
-        return _container(spec.type, entries, [_read(child) for child in children])
+    if spec.type is dict and len(children) > 1 and all(child.is_leaf() for child in children):
+        return _flat_dict(entries)
+    if spec.type in (dict, list, tuple):
+        return _container(spec.type, entries, children)
     if spec.type is TrainState:
-        return _state(entries, [_read(child) for child in children])
+        return _state(entries, children)
     return _any(spec)
 
 
-def _leaf(node: Any, found: list[Any]) -> bool:
-    found.append(node)
+def _leaf(node: Any, leaves: list[Any]) -> bool:
+    leaves.append(node)
     return True
 
 
-def _nothing(node: Any, found: list[Any]) -> bool:
+def _none(node: Any, leaves: list[Any]) -> bool:
     return node is None
 
 
 def _flat_dict(keys: list[Any]) -> Read:
     get, count = itemgetter(*keys), len(keys)
 
-    def read(node: Any, found: list[Any]) -> bool:
+    def read(node: Any, leaves: list[Any]) -> bool:
         if type(node) is not dict or len(node) != count:
             return False
-        found.extend(get(node))
+        leaves.extend(get(node))
         return True
 
     return read
 
 
-def _container(kind: type[Any], entries: list[Any], children: list[Read]) -> Read:
-    pairs, count = list(zip(entries, children, strict=True)), len(entries)
+def _container(kind: type[Any], entries: list[Any], children: list[optree.PyTreeSpec]) -> Read:
+    # Leaves are appended without a call: this runs several times a step.
+    pairs = [(entry, None if child.is_leaf() else _read(child)) for entry, child in zip(entries, children, strict=True)]
+    count = len(pairs)
 
-    def read(node: Any, found: list[Any]) -> bool:
+    def read(node: Any, leaves: list[Any]) -> bool:
         if type(node) is not kind or len(node) != count:
             return False
-        return all(child(node[entry], found) for entry, child in pairs)
+        for entry, child in pairs:
+            if child is None:
+                leaves.append(node[entry])
+            elif not child(node[entry], leaves):
+                return False
+        return True
 
     return read
 
 
-def _state(names: list[str], children: list[Read]) -> Read:
-    pairs = list(zip(names, children, strict=True))
+def _state(names: list[str], children: list[optree.PyTreeSpec]) -> Read:
+    pairs = [(name, _read(child)) for name, child in zip(names, children, strict=True)]
 
-    def read(node: Any, found: list[Any]) -> bool:
-        return type(node) is TrainState and all(child(getattr(node, name), found) for name, child in pairs)
+    def read(node: Any, leaves: list[Any]) -> bool:
+        return type(node) is TrainState and all(child(getattr(node, name), leaves) for name, child in pairs)
 
     return read
 
@@ -122,9 +127,9 @@ def _state(names: list[str], children: list[Read]) -> Read:
 def _any(spec: optree.PyTreeSpec) -> Read:
     """Other nodes may have parts that are no leaves; comparing structures sees these too."""
 
-    def read(node: Any, found: list[Any]) -> bool:
-        leaves, has = tree.flatten(node)
-        found.extend(leaves)
-        return has == spec
+    def read(node: Any, leaves: list[Any]) -> bool:
+        flat, structure = tree.flatten(node)
+        leaves.extend(flat)
+        return structure == spec
 
     return read
