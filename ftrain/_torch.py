@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
+from operator import attrgetter
 from types import CodeType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ftrain.errors import VersionError
 
@@ -36,9 +37,12 @@ def require_version(version: str) -> None:
 require_version(str(torch.__version__))
 
 try:
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.utils.checkpoint import _recomputation_hook
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+    _ = Tensor._version, torch.UntypedStorage._cdata
     top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
     """The innermost pair of `saved_tensors_hooks`, or None."""
     _stop_workers = _MultiProcessingDataLoaderIter._shutdown_workers
@@ -50,6 +54,27 @@ except (ImportError, AttributeError, KeyError) as error:
         f"ftrain: torch {torch.__version__} has changed something private that ftrain relies on ({error}); use torch "
         + " to ".join(".".join(map(str, tested)) for tested in TESTED)
     ) from error
+
+
+version_of = attrgetter("_version")
+"""``tensor -> int``: how often the memory of a tensor was written in place; views of one memory share it.
+
+Raises a RuntimeError for an inference tensor, which does not count.
+"""
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that two tensors share when they are views of one memory; also for tensors without values.
+
+    It may be used again for other memory after this one is freed: hold the tensor as long as you compare the number.
+    """
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def is_fake(value: Any) -> TypeGuard[FakeTensor]:
+    """Whether a value is a tensor without values, with which torch traces and predicts shapes (`FakeTensor`)."""
+    return isinstance(value, FakeTensor)
 
 
 def recomputes(hook: Any) -> bool:

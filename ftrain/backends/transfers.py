@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ftrain import _torch
 from ftrain.backends.registry import Copier, of
 from ftrain.errors import DeviceError, OptionError
 from ftrain.tree.ops import HOST
@@ -50,8 +50,8 @@ def _made(make: Callable[[], Copier]) -> Copier:
 
 
 def is_abstract(leaf: Tensor) -> bool:
-    """Whether a tensor has no values."""
-    return leaf.is_meta or isinstance(leaf, FakeTensor)
+    """Whether a tensor has a shape and a dtype but no values: on the meta device, or a `FakeTensor`."""
+    return leaf.is_meta or _torch.is_fake(leaf)
 
 
 def is_in_file(leaf: Tensor) -> bool:
