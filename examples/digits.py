@@ -3,7 +3,7 @@
 Shows that a module with running statistics needs no line about them: `ft.from_module` turns it into a pure loss,
 the statistics travel in ``state.buffers``, training steps update them, and evaluation reads them.
 
-    python examples/digits.py              # a few seconds on two CPU cores
+    python examples/digits.py              # a few seconds on a laptop CPU
 """
 
 from __future__ import annotations

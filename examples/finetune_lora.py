@@ -4,7 +4,7 @@ The base is a small Llama made from a config and trained here for a moment on th
 library. Adapters of a few percent of its size then turn it to English: the text of Python's own help pages. They are
 saved in the format of peft and, where peft is installed, loaded by it and compared. Needs no download.
 
-    python examples/finetune_lora.py            # about a minute and a half on two CPU cores
+    python examples/finetune_lora.py            # some minutes on a laptop CPU
     python examples/finetune_lora.py --dora --rank 4
     python examples/finetune_lora.py --help
 """

@@ -4,7 +4,7 @@ Prints where its memory goes, what each technique brings (alone, and those that 
 speed, and which microbatch and rematerialisation are fastest within half of that memory. The model and the
 text are those of `train_lm.py`.
 
-    python examples/ladder.py            # a few minutes on two CPU cores, most of them for what is compiled
+    python examples/ladder.py            # a few minutes on a laptop CPU, most of them for what is compiled
     python examples/ladder.py --techniques "gradient checkpointing" donated() --rounds 5
 
 Draws ``anatomy.png``, memory over the operations of the step, and ``ladder.png``, speed against memory, into ``--out``.

@@ -4,7 +4,7 @@ Mixed precision, accumulation, clipping, averaging and compilation are wrappers 
 shows and records it, and evaluates the averaged weights on whole files that were held out. Needs no download: the text
 is the standard library of the interpreter that runs it.
 
-    python examples/train_lm.py            # about two and a half minutes on two CPU cores
+    python examples/train_lm.py            # a few minutes on a laptop CPU
     python examples/train_lm.py --help
 
 Writes ``metrics.jsonl`` (a record a step), ``model.safetensors`` (the averaged weights) and checkpoints into ``--out``.

@@ -1,41 +1,122 @@
-"""Every Python block of the documentation runs, and the printed pipeline is the one that is shown."""
+"""What the documentation says is there: links, names, commands, figures. Its code blocks run by `tests/pages.py`."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from ftrain import backends
-from ftrain.backends import registry
+import ftrain as ft
+from bench.rows import TIME, WITHIN, read
+from tests import pages
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ["README.md", "CONTRIBUTING.md"]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md", *DOCS]
+ROWS = read(ROOT / "bench/results")
+BUDGET = "ftrain, remat(budget=0.3)"
+LINK = re.compile(r"(?<!`)\[(?:[^][`]|`[^`]*`)+\]\(([^)\s]+)\)")
 
 
-def blocks(name, language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
+def prose(path):
+    """Return a page without its fenced blocks."""
+    return pages.FENCE.sub("", path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_python_blocks_run(name, monkeypatch):
-    monkeypatch.setattr(registry, "_records", dict(registry._records))
-    found = blocks(name, "python")
-    assert found
-    scope = {"__name__": "documentation"}
-    for block in found:
-        # The compiler is left out: what it does is tested elsewhere, and takes half a minute.
-        exec(compile(block.replace("ft.compiled()", 'ft.compiled(backend="eager")'), name, "exec"), scope)
-    assert backends.names()
+def anchors(path):
+    """Return the anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_pipeline_prints_as_the_readme_shows():
-    scope = {"__name__": "documentation"}
-    code = blocks("README.md", "python")[0].split("state = step.init")[0]
-    exec(compile(code, "README.md", "exec"), scope)
-    assert repr(scope["step"]) == blocks("README.md", "text")[0].strip()
+def median(question, variant, metric):
+    """Return a figure of the bench; the rows of a question may come from several runs, which then agree."""
+    wanted = (question, variant, metric)
+    (value,) = {row.median for row in ROWS if (row.question, row.variant, row.metric) == wanted}
+    return value
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_to_a_file_and_a_heading(path):
+    for link in LINK.findall(prose(path)):
+        if link.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.is_relative_to(ROOT), f"{path.name}: {link} leads out of the repository"
+        assert target.exists(), f"{path.name}: {link} leads to no file"
+        assert not anchor or anchor in anchors(target), f"{path.name}: {link} leads to no heading"
+
+
+def test_the_readme_is_short_and_leads_to_every_page():
+    readme = prose(ROOT / "README.md")
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+    assert {f"docs/{path.name}" for path in DOCS} <= {link.partition("#")[0] for link in LINK.findall(readme)}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [ft, ft.optim, ft.schedules, ft.data, ft.losses, ft.adapters, ft.random, ft.checkpoint],
+    ids=lambda module: module.__name__,
+)
+def test_every_public_function_is_on_a_page(module):
+    words = set(re.findall(r"\w+", "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)))
+    functions = {name for name in module.__all__ if name.islower() and not name.startswith("_")}
+    assert not functions - words
+
+
+def test_times_of_the_optimizers_are_those_of_the_bench():
+    text = (ROOT / "docs/optimizers.md").read_text(encoding="utf-8")
+    times = re.findall(r"^\| `(\w+)` \|[^|]*\| ([\d.]+)(?: \(([\d.]+)\))? \|", text, re.MULTILINE)
+    assert len(times) == 13
+    for name, ours, theirs in times:
+        question, variant = f"C8 {name}, 148 leaves", "ftrain update, eager"
+        if not theirs:
+            question, variant = "C8 others, 148 leaves", f"ftrain update, {name}"
+        assert float(ours) == float(f"{median(question, variant, TIME) / 1e3:.2g}"), name
+        others = [
+            row.median for row in ROWS if (row.question, row.metric) == (question, TIME) and row.variant != variant
+        ]
+        assert not theirs or float(theirs) == float(f"{min(others) / 1e3:.2g}"), name
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "figure"),
+    [
+        ("guide", "takes {:.0f} MB beyond", ("C4 loss head, 50,257 classes", "ft.losses.linear_cross_entropy", WITHIN)),
+        ("guide", "plain loss takes {:,.0f} MB", ("C4 loss head, 50,257 classes", "F.cross_entropy(F.linear)", WITHIN)),
+        (
+            "wrappers",
+            "leaves {:.0%} of",
+            ("C9 remat, GPT 12x128", BUDGET, "activations, of those that are kept without"),
+        ),
+        ("wrappers", "for {:.2f} times", ("C9 remat, GPT 12x128", BUDGET, "ratio to loop that keeps all")),
+    ],
+)
+def test_a_figure_in_a_sentence_is_that_of_the_bench(page, sentence, figure):
+    text = " ".join((ROOT / f"docs/{page}.md").read_text(encoding="utf-8").split())
+    assert sentence.format(median(*figure)) in text
 
 
 def test_make_commands_of_the_readme_exist():
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"(?:^|`)make ([\w-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([\w-]+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
     assert {"train", "test", "test-avx2", "lint", "bench"} <= named <= targets
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("```python\nassert 1 == 2\n```\n", "^$"),
+        ("```python\nprint(1)\n```\n\n```text\n2\n```\n", "the page shows"),
+        ("```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n", "^$"),
+    ],
+)
+def test_a_page_whose_code_is_wrong_fails(page, message, tmp_path):
+    (tmp_path / "page.md").write_text(page, encoding="utf-8")
+    with pytest.raises(AssertionError, match=message):
+        pages.run(tmp_path / "page.md", tmp_path)
+
+
+def test_a_page_whose_code_is_right_passes(tmp_path):
+    (tmp_path / "page.md").write_text("```python\nprint(1)\n```\n\n```text\n1\n```\n", encoding="utf-8")
+    pages.run(tmp_path / "page.md", tmp_path)

@@ -1,0 +1,71 @@
+"""Runs a page of the documentation: its Python blocks in order, in one namespace, in an empty directory.
+
+A `text` block that follows a Python block is what that block prints; `...` stands for anything.
+"""
+
+import contextlib
+import doctest
+import io
+import re
+
+import pytest
+
+from ftrain.backends import registry
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def fences(text):
+    """Return the fenced blocks of a page as (language, line before the code, code)."""
+    return [(match[1], text.count("\n", 0, match.start(2)), match[2]) for match in FENCE.finditer(text)]
+
+
+def execute(code, path, line, scope):
+    """Run one block and return what it prints; a traceback names the page and its line."""
+    # Compiling is tested elsewhere, and takes half a minute.
+    code = code.replace("ft.compiled()", 'ft.compiled(backend="eager")')
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile("\n" * line + code, str(path), "exec"), scope)
+    return printed.getvalue()
+
+
+def run(path, directory):
+    """Run all Python blocks of a page.
+
+    Raises:
+        AssertionError: when a block prints something else than the page shows.
+        Exception: what a block raises.
+    """
+    blocks = fences(path.read_text(encoding="utf-8"))
+    scope = {"__name__": "documentation"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        patch.setattr(registry, "_records", dict(registry._records))
+        for index, (language, line, code) in enumerate(blocks):
+            if language != "python":
+                continue
+            printed = execute(code, path, line, scope)
+            if blocks[index + 1 : index + 2] and blocks[index + 1][0] == "text":
+                shown = blocks[index + 1][2]
+                matches = doctest.OutputChecker().check_output(shown, printed, PRINTED)
+                assert matches, f"{path}:{line}: the page shows\n{shown}\nand the block prints\n{printed}"
+
+
+class Page(pytest.File):
+    """A Markdown file with Python blocks, which are one test because they share their variables."""
+
+    def collect(self):
+        if any(language == "python" for language, _, _ in fences(self.path.read_text(encoding="utf-8"))):
+            yield Blocks.from_parent(self, name="blocks")
+
+
+class Blocks(pytest.Item):
+    """The Python blocks of one page."""
+
+    def runtest(self):
+        run(self.path, self.config._tmp_path_factory.mktemp("page"))
+
+    def reportinfo(self):
+        return self.path, 0, str(self.path.name)
