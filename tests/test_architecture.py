@@ -46,17 +46,7 @@ SHARED = {
         "nested",
         "schedules",
     },
-    "optim.schedules": {
-        "text",
-        "inputs",
-        "curve",
-        "decays",
-        "cosines",
-        "inverse_sqrt",
-        "stable",
-        "joined",
-        "piecewise",
-    },
+    "optim.schedules": {"call", "checks", "decays", "phases", "combine"},
     "transforms": {"amp", "compile", "lora", "offload", "remat"},
 }
 

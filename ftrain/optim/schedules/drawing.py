@@ -1,4 +1,4 @@
-"""Drawings of schedules, with matplotlib where it is installed."""
+"""Figures of schedules, drawn by matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from ftrain._plotting import as_file, blank, save
 from ftrain.errors import OptionError
-from ftrain.optim.schedules.inputs import count
-from ftrain.optim.schedules.joined import schedule_of
-from ftrain.optim.schedules.text import describe
+from ftrain.optim.schedules.call import describe
+from ftrain.optim.schedules.checks import count
+from ftrain.optim.schedules.combine import schedule_of
 from ftrain.types import Schedule
 
 if TYPE_CHECKING:
@@ -26,22 +26,21 @@ def plot(
     log: bool = False,
     title: str | None = None,
 ) -> Figure:
-    """Draw schedules over the steps 0 to `steps`, into a PNG or SVG if there is a path.
+    """Draw schedules over the steps 0 to `steps`, and write the figure to a PNG or SVG file if `path` is given.
 
     Args:
-        schedules: one, which titles the plot, or name -> schedule, such as the ``schedules`` of an
-            optimizer.
+        schedules: one, whose text is the title, or name -> schedule, such as the ``schedules`` of an optimizer.
         steps: the last step.
-        path: a file that ends in .png or .svg; without it, only the figure is returned.
-        log: draw values on a logarithmic axis, and none that are not positive.
-        title: another title.
+        path: a file whose name ends in .png or .svg. Default: write nothing.
+        log: draw values on a logarithmic axis, which leaves out those that are not positive.
+        title: the title of the figure.
 
     Returns:
-        matplotlib's figure, which no global list of figures holds.
+        matplotlib's figure, which is not registered with pyplot.
 
     Raises:
-        OptionError: there is no schedule, one is neither a number nor callable, `steps` is not an integer
-            of at least 1, the path ends in something else, or nothing is positive with `log`.
+        OptionError: there is no schedule, one is neither a finite number nor callable, `steps` is not an integer of
+            at least 1, `path` ends in something else, or no value is positive with `log`.
         FtrainError: matplotlib is not installed.
     """
     steps = count("plot", "steps", steps, least=1)
@@ -56,14 +55,15 @@ def plot(
 
 
 def _curves(schedules: float | Schedule | Mapping[str, float | Schedule], steps: int) -> dict[str, list[float]]:
+    """Return name -> values at the steps 0 to `steps`."""
     if isinstance(schedules, Mapping):
-        made = {name: schedule_of("plot", f"schedules[{name!r}]", each) for name, each in schedules.items()}
+        by_name = {name: schedule_of("plot", f"schedules[{name!r}]", each) for name, each in schedules.items()}
     else:
-        only = schedule_of("plot", "schedules", schedules)
-        made = {describe(only): only}
-    if not made:
+        schedule = schedule_of("plot", "schedules", schedules)
+        by_name = {describe(schedule): schedule}
+    if not by_name:
         raise OptionError("plot: schedules is empty; it must name at least one.")
-    return {name: [schedule(step) for step in range(steps + 1)] for name, schedule in made.items()}
+    return {name: [schedule(step) for step in range(steps + 1)] for name, schedule in by_name.items()}
 
 
 def _draw(curves: Mapping[str, list[float]], *, log: bool, title: str, legend: bool) -> Figure:

@@ -1,4 +1,4 @@
-"""A value that falls when a metric has stopped getting better: a small pure state, fed by evaluations."""
+"""A value that is reduced when a metric has stopped improving: torch's ``ReduceLROnPlateau`` as a pure state."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from dataclasses import dataclass, replace
 
 from ftrain.errors import OptionError
-from ftrain.optim.schedules.inputs import choice, count, number, positive
+from ftrain.optim.schedules.checks import choice, count, number, positive
 
 
 @dataclass(frozen=True)
 class Plateau:
-    """What `reduce_on_plateau` makes: the value, and what it must remember.
+    """The state of `reduce_on_plateau`: its options, and what it remembers of past evaluations.
 
     Args:
-        value: now.
+        value: the current value.
         best: the best metric so far.
-        bad: how many in a row were not better.
-        waiting: for how many more these do not count, since the value has just been reduced.
+        bad: evaluations in a row that did not improve on it.
+        waiting: evaluations left of the cooldown, which do not count as bad.
     """
 
     value: float
@@ -34,7 +34,7 @@ class Plateau:
     waiting: int = 0
 
     def after(self, metric: float) -> Plateau:
-        """Return the state after one more evaluation; a metric that is NaN is not better than another."""
+        """Return the state after one more evaluation. A metric that is NaN is not better."""
         better = self._better(float(metric))
         bad = 0 if better or self.waiting else self.bad + 1
         reduce = bad > self.patience
@@ -68,25 +68,25 @@ def reduce_on_plateau(
     end: float = 0.0,
     eps: float = 1e-8,
 ) -> Plateau:
-    """A value that is multiplied by a factor when a metric has not got better for a while.
+    """Return a value that is multiplied by a factor when a metric has not improved for some evaluations.
 
-    The values are those of ``torch.optim.lr_scheduler.ReduceLROnPlateau``, to the last bit. It depends on evaluations
-    and not on the step alone, so that it is no schedule: ``plateau = plateau.after(loss)`` is the next state, and
-    ``plateau.value`` the value. `ftrain.plateau` lets `ftrain.fit` do that.
+    The values are those of ``torch.optim.lr_scheduler.ReduceLROnPlateau``, to the last bit. They depend on metrics and
+    not on the step alone, so this is not a schedule: ``plateau = plateau.after(loss)`` returns the next state, and
+    ``plateau.value`` is its value. `ftrain.plateau` does this in `ftrain.fit`.
 
     Args:
-        value: at first; 1, for the factor of an `ftrain.optim.adjustable`.
-        factor: what it is multiplied by, in (0, 1).
-        patience: evaluations in a row that may be no better.
-        mode: ``"min"`` when less is better, ``"max"`` when more is.
-        threshold: by how much a metric must be better than the best.
-        threshold_mode: ``"rel"`` for a share of the best one, ``"abs"`` for a difference.
+        value: the first value. Default: 1, the factor of an `ftrain.optim.adjustable` optimizer.
+        factor: what the value is multiplied by, in (0, 1).
+        patience: evaluations in a row without improvement before a reduction.
+        mode: ``"min"`` if less is better, ``"max"`` if more is.
+        threshold: the smallest change that is an improvement.
+        threshold_mode: ``"rel"`` if `threshold` is a share of the best metric, ``"abs"`` if it is a difference.
         cooldown: evaluations after a reduction that do not count.
-        end: the least value, torch's ``min_lr``.
-        eps: reductions that are smaller are not made.
+        end: the smallest value, torch's ``min_lr``.
+        eps: the smallest reduction; smaller ones are left out.
 
     Raises:
-        OptionError: for a number out of its range, or another mode.
+        OptionError: a number is out of its range, or a mode is none of these.
 
     >>> plateau = reduce_on_plateau(0.1, factor=0.5, patience=1)
     >>> for loss in (1.0, 0.9, 0.9, 0.9):
@@ -102,8 +102,8 @@ def reduce_on_plateau(
         raise OptionError(f"{name}: factor is {factor!r}; it must be in (0, 1).")
     count(name, "patience", patience)
     count(name, "cooldown", cooldown)
-    for argument, given in (("threshold", threshold), ("end", end), ("eps", eps)):
-        if number(name, argument, given) < 0:
-            raise OptionError(f"{name}: {argument} is {given!r}; it must be at least 0.")
+    for argument, option in (("threshold", threshold), ("end", end), ("eps", eps)):
+        if number(name, argument, option) < 0:
+            raise OptionError(f"{name}: {argument} is {option!r}; it must be at least 0.")
     best = math.inf if mode == "min" else -math.inf
     return Plateau(float(value), factor, patience, mode, threshold, threshold_mode == "rel", cooldown, end, eps, best)

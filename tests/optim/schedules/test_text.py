@@ -148,7 +148,7 @@ class TestText:
 
     def test_is_frozen(self) -> None:
         with pytest.raises(AttributeError):
-            constant(1.0).peak = 2.0  # type: ignore[attr-defined]
+            constant(1.0).value = 2.0  # type: ignore[attr-defined]
 
 
 class TestAsSchedule:

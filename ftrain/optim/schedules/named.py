@@ -1,4 +1,4 @@
-"""transformers' names for schedules, with its options and its values."""
+"""Schedules by transformers' names, with its options and its values."""
 
 from __future__ import annotations
 
@@ -8,76 +8,61 @@ from functools import partial
 from typing import Any
 
 from ftrain.errors import OptionError
-from ftrain.optim.schedules.cosines import warmup_cosine, warmup_cosine_restarts
-from ftrain.optim.schedules.decays import constant, warmup_constant, warmup_linear, warmup_polynomial
-from ftrain.optim.schedules.inputs import choice, count, number
-from ftrain.optim.schedules.inverse_sqrt import warmup_inverse_sqrt
-from ftrain.optim.schedules.joined import ahead, chain, scale
-from ftrain.optim.schedules.piecewise import piecewise
-from ftrain.optim.schedules.stable import warmup_stable_decay
+from ftrain.optim.schedules.checks import choice, count, number
+from ftrain.optim.schedules.combine import ahead, chain, scale
+from ftrain.optim.schedules.decays import (
+    constant,
+    warmup_constant,
+    warmup_cosine,
+    warmup_cosine_restarts,
+    warmup_inverse_sqrt,
+    warmup_linear,
+    warmup_polynomial,
+)
+from ftrain.optim.schedules.phases import piecewise, warmup_stable_decay
 from ftrain.types import Schedule
 
-WATCHING = {
+# Names in transformers that are no functions of the step, and what to use.
+_NEED_METRICS = {
     "reduce_lr_on_plateau": "schedules.reduce_on_plateau(...), and fit(..., adapt=ft.plateau(metric, it))",
     "greedy": "schedules.reduce_on_plateau(...), or a function of your own as fit(..., adapt=...)",
 }
-"""Names of what is no function of the step, and what to use."""
 
 
 def named(name: str, peak: float, warmup: int = 0, total: int | None = None, **options: Any) -> Schedule:
-    """The schedule of a name in transformers' ``lr_scheduler_type``.
+    """Return the schedule of a name in transformers' ``lr_scheduler_type``.
 
     Args:
         name: constant, constant_with_warmup, linear, cosine, cosine_with_restarts, cosine_with_min_lr,
             cosine_warmup_with_min_lr, polynomial, inverse_sqrt or warmup_stable_decay, as a string or a
             ``SchedulerType``.
-        peak: the learning rate that the optimizer is given there.
-        warmup: num_warmup_steps; "constant" takes no notice of it, as there.
-        total: num_training_steps; the constant ones and inverse_sqrt need none.
+        peak: the learning rate of the optimizer.
+        warmup: num_warmup_steps; as in transformers, "constant" ignores it.
+        total: num_training_steps; not needed by constant, constant_with_warmup and inverse_sqrt.
         options: lr_scheduler_kwargs: num_cycles, lr_end and power, min_lr or min_lr_rate, warmup_lr_rate, timescale,
             num_decay_steps, num_stable_steps, warmup_type, decay_type and min_lr_ratio.
 
     Raises:
-        OptionError: another name or option, or a value that the schedule does not take.
+        OptionError: an unknown name or option, or a value that the schedule does not take.
 
     >>> named("cosine_with_min_lr", 3e-4, warmup=100, total=2000, min_lr=3e-5)
     warmup_cosine(3e-4, 100, 2000, end=3e-5)
     >>> named("linear", 5e-5, total=1000)
     warmup_linear(5e-5, 0, 1000)
     """
-    if name in WATCHING:
-        # A member of transformers' enum is a string of its value.
-        kind = name if type(name) is str else name.value  # type: ignore[attr-defined]
+    if name in _NEED_METRICS:
+        # A member of transformers' enum is equal to its value, but prints as the member.
+        text = name if type(name) is str else name.value  # type: ignore[attr-defined]
         raise OptionError(
-            f"named: {kind!r} depends on evaluations and is no function of the step; use {WATCHING[name]}."
+            f"named: {text!r} depends on evaluations and is no function of the step; use {_NEED_METRICS[name]}."
         )
-    make = _NAMES[choice("named", "name", name, _NAMES)]
-    taken = [key for key, each in inspect.signature(make).parameters.items() if each.kind is each.KEYWORD_ONLY]
+    function = _NAMES[choice("named", "name", name, _NAMES)]
+    parameters = inspect.signature(function).parameters.values()
+    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     for option in options:
-        if option not in taken:
-            known = ", ".join(taken) or "none"
-            raise OptionError(f"named: {option!r} is no option of {name!r}, which takes {known}.")
-    return make(peak, warmup, total, **options)
-
-
-def _constant(peak: float, warmup: int, total: int) -> Schedule:
-    return constant(peak)
-
-
-def _constant_with_warmup(peak: float, warmup: int, total: int) -> Schedule:
-    return warmup_constant(peak, warmup)
-
-
-def _linear(peak: float, warmup: int, total: int) -> Schedule:
-    return warmup_linear(peak, warmup, total)
-
-
-def _cosine(peak: float, warmup: int, total: int, *, num_cycles: float = 0.5) -> Schedule:
-    return warmup_cosine(peak, warmup, total, waves=num_cycles)
-
-
-def _cosine_with_restarts(peak: float, warmup: int, total: int, *, num_cycles: int = 1) -> Schedule:
-    return warmup_cosine_restarts(peak, warmup, total, num_cycles)
+        if option not in known:
+            raise OptionError(f"named: {option!r} is no option of {name!r}, which takes {', '.join(known) or 'none'}.")
+    return function(peak, warmup, total, **options)
 
 
 def _cosine_with_min_lr(
@@ -89,14 +74,13 @@ def _cosine_with_min_lr(
     min_lr: float | None = None,
     min_lr_rate: float | None = None,
 ) -> Schedule:
-    share = _share(peak, min_lr, min_lr_rate)
+    share = _share_of_peak(peak, min_lr, min_lr_rate)
     if min_lr is not None:
         return warmup_cosine(peak, warmup, total, end=min_lr, waves=num_cycles)
     return scale(warmup_cosine(1.0, warmup, total, end=share, waves=num_cycles), peak)
 
 
-def _share(peak: float, min_lr: float | None, min_lr_rate: float | None) -> float:
-    """The least rate as a share of the peak."""
+def _share_of_peak(peak: float, min_lr: float | None, min_lr_rate: float | None) -> float:
     if min_lr is not None and min_lr_rate is None:
         peak = number("named", "peak", peak)
         return number("named", "min_lr", min_lr) / peak if peak else 0.0
@@ -115,20 +99,12 @@ def _cosine_warmup_with_min_lr(
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
 ) -> Schedule:
-    end = _share(peak, min_lr, min_lr_rate)
+    end = _share_of_peak(peak, min_lr, min_lr_rate)
     if warmup_lr_rate is None or not warmup:
         return scale(ahead(warmup_cosine(1.0, warmup, total, end=end, waves=num_cycles)), peak)
     rise = piecewise({0: warmup_lr_rate, max(warmup - 1, 1): 1.0}, between="linear")
     fall = ahead(warmup_cosine(1.0, 0, total - warmup, end=end, waves=num_cycles))
     return scale(chain([rise, fall], [warmup]), peak)
-
-
-def _polynomial(peak: float, warmup: int, total: int, *, lr_end: float = 1e-7, power: float = 1.0) -> Schedule:
-    return warmup_polynomial(peak, warmup, total, end=lr_end, power=power)
-
-
-def _inverse_sqrt(peak: float, warmup: int, total: int, *, timescale: int | None = None) -> Schedule:
-    return warmup_inverse_sqrt(peak, warmup, timescale)
 
 
 def _warmup_stable_decay(
@@ -151,15 +127,20 @@ def _warmup_stable_decay(
     return scale(make(1.0, warmup, total, decay, min_lr_ratio, start=min_lr_ratio), peak)
 
 
+# (peak, warmup, total, *, options) -> schedule.
 _NAMES: dict[str, Callable[..., Schedule]] = {
-    "constant": _constant,
-    "constant_with_warmup": _constant_with_warmup,
-    "linear": _linear,
-    "cosine": _cosine,
-    "cosine_with_restarts": _cosine_with_restarts,
+    "constant": lambda peak, warmup, total: constant(peak),
+    "constant_with_warmup": lambda peak, warmup, total: warmup_constant(peak, warmup),
+    "linear": warmup_linear,
+    "cosine": lambda peak, warmup, total, *, num_cycles=0.5: warmup_cosine(peak, warmup, total, waves=num_cycles),
+    "cosine_with_restarts": lambda peak, warmup, total, *, num_cycles=1: warmup_cosine_restarts(
+        peak, warmup, total, num_cycles
+    ),
     "cosine_with_min_lr": _cosine_with_min_lr,
     "cosine_warmup_with_min_lr": _cosine_warmup_with_min_lr,
-    "polynomial": _polynomial,
-    "inverse_sqrt": _inverse_sqrt,
+    "polynomial": lambda peak, warmup, total, *, lr_end=1e-7, power=1.0: warmup_polynomial(
+        peak, warmup, total, lr_end, power
+    ),
+    "inverse_sqrt": lambda peak, warmup, total, *, timescale=None: warmup_inverse_sqrt(peak, warmup, timescale),
     "warmup_stable_decay": _warmup_stable_decay,
 }

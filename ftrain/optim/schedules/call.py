@@ -1,0 +1,72 @@
+"""A schedule is the call of a function: it prints, compares, hashes and pickles as that call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+from ftrain.types import Schedule
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Call:
+    """The schedule that ``function(**arguments)`` returns.
+
+    Args:
+        function: a function of a module, found again by its name when the schedule is unpickled.
+        arguments: all of its arguments, checked.
+        value: step -> value, for steps of at least 0. A negative step counts as 0.
+    """
+
+    function: Callable[..., Schedule]
+    arguments: Mapping[str, Any]
+    value: Callable[[int], float]
+
+    def __call__(self, step: int) -> float:
+        """Return the value at a step of the optimizer, counted from 0."""
+        return self.value(max(step, 0))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Call) and (self.function, self.arguments) == (other.function, other.arguments)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __reduce__(self) -> tuple[Callable[[], Schedule], tuple[()]]:
+        return partial(self.function, **self.arguments), ()
+
+    def __repr__(self) -> str:
+        """Required arguments by position, and the others by name where they differ from their default."""
+        parts = []
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            value = self.arguments[name]
+            if parameter.default is parameter.empty:
+                parts.append(_text(value))
+            elif value != parameter.default:
+                parts.append(f"{name}={_text(value)}")
+        return f"{self.function.__name__}({', '.join(parts)})"
+
+
+def describe(value: float | Schedule) -> str:
+    """Return a number as its shortest text that loses no digit, and a schedule as its call.
+
+    >>> from ftrain.optim.schedules import warmup_constant
+    >>> describe(0.0003), describe(0.1), describe(1.0), describe(warmup_constant(0.001, 5)), describe(abs)
+    ('3e-4', '0.1', '1', 'warmup_constant(1e-3, 5)', 'abs')
+    """
+    if callable(value):
+        return str(getattr(value, "__name__", value))
+    number = Decimal(repr(float(value))).normalize()
+    return format(number, "f" if -3 < number.adjusted() < 6 else "e").replace("e+", "e")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    return repr(value) if isinstance(value, int | str) else describe(value)

@@ -1,0 +1,201 @@
+"""Schedules in several phases: values at chosen steps, one cycle, and a stable phase between warm-up and decay."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping
+
+from ftrain.errors import OptionError
+from ftrain.optim.schedules.call import Call, describe
+from ftrain.optim.schedules.checks import choice, count, number, require_sorted
+from ftrain.optim.schedules.decays import mix_by_peak
+from ftrain.types import Schedule
+
+
+def _linear(start: float, end: float, share: float) -> float:
+    return (end - start) * share + start
+
+
+def _cosine(start: float, end: float, share: float) -> float:
+    return end + (start - end) / 2.0 * (math.cos(math.pi * share) + 1.0)
+
+
+# (start, end, share of the way done) -> value, in torch's order of operations.
+_BETWEEN: dict[str, Callable[[float, float, float], float]] = {"linear": _linear, "cosine": _cosine}
+# Share of the phase done -> height, from 0 to 1 in the warm-up and from 1 to 0 in the decay, as in transformers.
+_UP: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: done,
+    "cosine": lambda done: 0.5 * (1.0 - math.cos(math.pi * done)),
+    "1-sqrt": lambda done: 1.0 - math.sqrt(1.0 - done),
+}
+_DOWN: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "1-sqrt": lambda done: 1.0 - math.sqrt(done),
+}
+
+
+def piecewise(points: Mapping[int, float], between: str = "constant") -> Schedule:
+    """The values of `points` at their steps; between two of them the earlier value, a line or half a cosine.
+
+    Constant pieces are torch's ``MultiStepLR`` with the values written out; lines and cosines are optax's
+    ``piecewise_interpolate_schedule``. The first value holds before its step, the last one after it.
+
+    Args:
+        points: step -> value, smallest step first.
+        between: constant, linear or cosine.
+
+    Raises:
+        OptionError: there is no point, a step is not an integer of at least 0, the steps are not sorted, a value is
+            not a finite number, or `between` is none of these.
+
+    >>> [piecewise({0: 1.0, 2: 0.5, 4: 0.25})(k) for k in range(6)]
+    [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    >>> [piecewise({0: 1.0, 2: 0.5, 4: 0.0}, between="linear")(k) for k in range(6)]
+    [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    """
+    if not isinstance(points, Mapping) or not points:
+        raise OptionError(f"piecewise: points is {points!r}; it must map at least one step to a value.")
+    steps = [count("piecewise", "a step of points", step) for step in points]
+    values = [number("piecewise", f"points[{step}]", value) for step, value in points.items()]
+    require_sorted("piecewise", "points", steps)
+    between = choice("piecewise", "between", between, ("constant", *_BETWEEN))
+
+    def value(step: int) -> float:
+        index = max(bisect_right(steps, step) - 1, 0)
+        begin = steps[index]
+        if between == "constant" or step <= begin or index == len(steps) - 1:
+            return values[index]
+        share = (step - begin) / (steps[index + 1] - begin)
+        return _BETWEEN[between](values[index], values[index + 1], share)
+
+    return Call(piecewise, {"points": dict(zip(steps, values, strict=True)), "between": between}, value)
+
+
+def one_cycle(
+    peak: float,
+    total: int,
+    *,
+    rise: float = 0.3,
+    start: float | None = None,
+    end: float | None = None,
+    shape: str = "cosine",
+    three_phase: bool = False,
+) -> Schedule:
+    """From `start` to `peak` in a share `rise` of the steps, then to `end`: torch's ``OneCycleLR``.
+
+    As there, the peak is at ``k = rise total - 1`` and the end at ``k = total - 1``, the last step.
+
+    Args:
+        peak: the largest value; torch's max_lr.
+        total: steps of the cycle.
+        rise: share of the steps going up; torch's pct_start.
+        start: the first value. Default: ``peak / 25`` (torch's div_factor).
+        end: the last value, which is held. Default: ``start / 10000`` (torch's final_div_factor).
+        shape: cosine or linear; torch's anneal_strategy.
+        three_phase: go back to `start` in as many steps as up, and to `end` in the rest.
+
+    Raises:
+        OptionError: a value is not a finite number, `total` is not an integer of at least 1, not ``0 <= rise < 1``
+            (``<= 0.5`` in three phases), or `shape` is none of these.
+
+    Source: Smith and Topin, Super-Convergence, https://arxiv.org/abs/1708.07120.
+
+    >>> schedule = one_cycle(1.0, 10, start=0.1, end=0.0, shape="linear")
+    >>> [round(schedule(k), 2) for k in (0, 1, 2, 9, 10)]
+    [0.1, 0.55, 1.0, 0.0, 0.0]
+    """
+    name = "one_cycle"
+    peak, total, rise = number(name, "peak", peak), count(name, "total", total, least=1), number(name, "rise", rise)
+    start = None if start is None else number(name, "start", start)
+    end = None if end is None else number(name, "end", end)
+    shape = choice(name, "shape", shape, _BETWEEN)
+    if not isinstance(three_phase, bool):
+        raise OptionError(f"{name}: three_phase is {three_phase!r}; it must be True or False.")
+    if not (0 <= rise <= 0.5 if three_phase else 0 <= rise < 1):
+        needed = "0 <= rise <= 0.5 in three phases" if three_phase else "0 <= rise < 1"
+        raise OptionError(f"{name}: rise is {describe(rise)}; it must be {needed}.")
+    arguments = {"peak": peak, "total": total, "rise": rise, "start": start, "end": end}
+    first = peak / 25.0 if start is None else start
+    last = first / 1e4 if end is None else end
+    values, ends = [first, peak, last], [rise * total - 1, float(total - 1)]
+    if three_phase:
+        values, ends = [first, peak, first, last], [ends[0], 2 * rise * total - 2, ends[1]]
+    return Call(one_cycle, {**arguments, "shape": shape, "three_phase": three_phase}, _cycle(values, ends, shape))
+
+
+def _cycle(values: list[float], ends: list[float], shape: str) -> Callable[[int], float]:
+    """From each value to the next, which it reaches at the step of the same position in `ends`."""
+    begins = [0.0, *ends]
+
+    def value(step: int) -> float:
+        at = min(step, ends[-1])
+        phase = bisect_left(ends, at)
+        begin, end = begins[phase], ends[phase]
+        share = (at - begin) / (end - begin) if end > begin else 1.0
+        return _BETWEEN[shape](values[phase], values[phase + 1], share)
+
+    return value
+
+
+def warmup_stable_decay(
+    peak: float,
+    warmup: int,
+    total: int,
+    decay: int,
+    end: float = 0.0,
+    *,
+    start: float = 0.0,
+    warmup_shape: str = "linear",
+    decay_shape: str = "cosine",
+) -> Schedule:
+    """From `start` to `peak` in `warmup` steps, constant, and to `end` in the last `decay` of `total` steps.
+
+    ``start + (peak - start) up(k / warmup)``, then ``peak``, then ``end + (peak - end) down(p)`` where p is the
+    share of the decay that is done. ``up(p)`` is ``p`` (linear), ``(1 - cos(pi p)) / 2`` (cosine) or
+    ``1 - sqrt(1 - p)`` (1-sqrt); ``down(p)`` is ``1 - p``, ``(1 + cos(pi p)) / 2`` or ``1 - sqrt(p)``. A run can go
+    on from the start of its decay with a larger `total`.
+
+    Args:
+        peak: the value of the stable phase.
+        warmup: steps of the warm-up.
+        total: all steps: warm-up, stable phase and decay.
+        decay: steps of the decay.
+        end: the value at `total` and after it.
+        start: the first value of the warm-up.
+        warmup_shape: linear, cosine or 1-sqrt.
+        decay_shape: linear, cosine or 1-sqrt.
+
+    Raises:
+        OptionError: a value is not a finite number, a count is not an integer of at least 0, `warmup` and `decay`
+            together exceed `total`, or a shape is none of these.
+
+    Source: Hu et al., MiniCPM, https://arxiv.org/abs/2404.06395; Hägele et al., https://arxiv.org/abs/2405.18392,
+    for 1-sqrt.
+
+    >>> [warmup_stable_decay(1.0, 2, 8, 4, decay_shape="linear")(k) for k in range(9)]
+    [0.0, 0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    name = "warmup_stable_decay"
+    peak, end, start = number(name, "peak", peak), number(name, "end", end), number(name, "start", start)
+    warmup, total, decay = count(name, "warmup", warmup), count(name, "total", total), count(name, "decay", decay)
+    up = _UP[choice(name, "warmup_shape", warmup_shape, _UP)]
+    down = _DOWN[choice(name, "decay_shape", decay_shape, _DOWN)]
+    if warmup + decay > total:
+        raise OptionError(
+            f"{name}: warmup is {warmup}, decay {decay} and total {total}; warmup and decay together "
+            "must not exceed total, which counts both."
+        )
+    arguments = {"peak": peak, "warmup": warmup, "total": total, "decay": decay, "end": end, "start": start}
+    shapes = {"warmup_shape": warmup_shape, "decay_shape": decay_shape}
+
+    def value(step: int) -> float:
+        if step < warmup:
+            return mix_by_peak(peak, start, up(step / warmup))
+        if step >= total:
+            return end
+        done = step - (total - decay)
+        return peak if done <= 0 else mix_by_peak(peak, end, down(done / decay))
+
+    return Call(warmup_stable_decay, {**arguments, **shapes}, value)
