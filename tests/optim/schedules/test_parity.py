@@ -116,10 +116,10 @@ class TestTransformers:
         theirs = transformers_values("get_inverse_sqrt_schedule", PEAK, num_warmup_steps=warmup, timescale=timescale)
         assert ours(s.warmup_inverse_sqrt(PEAK, warmup, timescale)) == theirs
 
-    @pytest.mark.parametrize("up", SHAPES)
-    @pytest.mark.parametrize("down", SHAPES)
+    # The two shapes do not meet: each occurs once on each side.
+    @pytest.mark.parametrize(("up", "down"), zip(SHAPES, (*SHAPES[1:], SHAPES[0]), strict=True))
     @pytest.mark.parametrize(("warmup", "decay"), [(0, 150), (10, 40), (100, 50), (30, 0), (0, 0)])
-    @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3])
+    @pytest.mark.parametrize("ratio", [0.0, 0.3])
     def test_warmup_stable_decay(self, up: str, down: str, warmup: int, decay: int, ratio: float) -> None:
         counts = {"num_warmup_steps": warmup, "num_decay_steps": decay, "num_training_steps": TOTAL}
         shapes = {"warmup_type": up, "decay_type": down}
@@ -224,8 +224,10 @@ class TestTorch:
         assert found == pytest.approx(theirs, rel=1e-15)
 
     @pytest.mark.parametrize("total", [2, 10, 150, 200])
-    @pytest.mark.parametrize("shape", ["cosine", "linear"])
-    @pytest.mark.parametrize(("rise", "three_phase"), [(0.3, False), (0.3, True), (0.07, False), (0.5, True)])
+    @pytest.mark.parametrize(
+        ("rise", "three_phase", "shape"),
+        [(0.3, False, "cosine"), (0.3, True, "linear"), (0.07, False, "linear"), (0.5, True, "cosine")],
+    )
     def test_one_cycle(self, total: int, shape: str, rise: float, three_phase: bool) -> None:
         def make(optimizer):
             options = {"pct_start": rise, "anneal_strategy": shape[:3] if shape == "cosine" else shape}

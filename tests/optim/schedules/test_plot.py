@@ -20,8 +20,7 @@ def lines(figure) -> dict[str, tuple[list[float], list[float]]]:
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg", ".SVG"])
-@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize(("suffix", "kind"), [(".png", str), (".svg", Path), (".SVG", str)])
 def test_writes_a_file(tmp_path: Path, suffix: str, kind: type) -> None:
     file = tmp_path / f"schedule{suffix}"
     schedules.plot(SCHEDULE, 120, kind(file))
