@@ -76,7 +76,7 @@ WAITS = {
 # What a file raises that is not our own: errors of the system, to those who make ours of them.
 RAISED = {
     "checkpoint/files.py": {"OSError", "BlockingIOError"},
-    "data/prefetch.py": {"first.error"},
+    "data/device_prefetch.py": {"first.error"},
     "training/fit.py": {"leaving"},
     "training/oom_retry.py": {"Abandoned"},
     "training/signals.py": {"Abandoned"},

@@ -1,205 +1,203 @@
-"""Ways to cut a window of the order into batches, and each batch into the parts of the ranks.
+"""Ways to divide a window of indices into batches, and each batch into the parts of the ranks.
 
-Every rank gets the same number of batches, so that ranks that wait for each other never wait for nothing.
+Every rank gets the same number of batches, so that no rank waits for another that has no batch left.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Protocol
 
 import numpy as np
 
 from ftrain.data.permutation import Indices
+from ftrain.data.sample_lengths import Lengths
 from ftrain.errors import DataError
 
-Lengths = Callable[[Indices], Indices]
-"""The lengths of the samples with these indices."""
 
-
-class Cut(Protocol):
-    """Cuts the samples of a window into the batches of one rank."""
+class BatchSampler(Protocol):
+    """Divides the indices of a window into the batches of one rank."""
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks share a batch."""
+        """The number of ranks that share a batch."""
 
     @property
-    def quantum(self) -> int:
-        """How many samples make a whole: what is left over is less than that."""
+    def granularity(self) -> int:
+        """With ``drop_last``, the number of samples that are used is a multiple of this."""
 
     @property
-    def width(self) -> int:
-        """How many samples a window has: some quanta."""
+    def window_size(self) -> int:
+        """The number of samples in a window; a multiple of `granularity`."""
 
     @property
-    def fixed(self) -> bool:
-        """Whether each quantum is one batch."""
+    def fixed_size(self) -> bool:
+        """Whether every batch has `granularity` samples on all ranks together."""
 
-    def __call__(self, index: Indices) -> list[Indices]:
+    def __call__(self, indices: Indices) -> list[Indices]:
         """Return the batches of this rank."""
 
 
 @dataclass(frozen=True)
-class InOrder:
-    """Batches of a fixed size, as the samples come."""
+class FixedSizeBatchSampler:
+    """Batches of a fixed size in the given order; a window is one batch."""
 
     batch_size: int
     rank: int
     num_ranks: int
-    fixed: bool = True
+    fixed_size: bool = True
 
-    @property
-    def quantum(self) -> int:
-        """The samples of a batch on all ranks."""
+    @cached_property
+    def granularity(self) -> int:
+        """The number of samples in a batch on all ranks."""
         return self.batch_size * self.num_ranks
 
     @property
-    def width(self) -> int:
-        """One batch."""
-        return self.quantum
+    def window_size(self) -> int:
+        """The number of samples in a batch on all ranks."""
+        return self.granularity
 
-    def __call__(self, index: Indices) -> list[Indices]:
-        """Return the one batch, every so many samples of which are this rank's."""
-        return [index[self.rank :: self.num_ranks]]
+    def __call__(self, indices: Indices) -> list[Indices]:
+        """Return the one batch, of which this rank has every `num_ranks`-th sample."""
+        return [indices[self.rank :: self.num_ranks]]
 
 
 @dataclass(frozen=True)
-class ByLength:
-    """Batches of a fixed size, of samples that are about as long as each other."""
+class LengthGroupedBatchSampler:
+    """Batches of a fixed size, of samples of similar lengths."""
 
     batch_size: int
     rank: int
     num_ranks: int
     lengths: Lengths
-    window: int
-    fixed: bool = True
+    min_window_size: int
+    fixed_size: bool = True
 
     @property
-    def quantum(self) -> int:
-        """The samples of a batch on all ranks."""
+    def granularity(self) -> int:
+        """The number of samples in a batch on all ranks."""
         return self.batch_size * self.num_ranks
 
     @property
-    def width(self) -> int:
-        """The window, in whole batches."""
-        return -(-self.window // self.quantum) * self.quantum
+    def window_size(self) -> int:
+        """`min_window_size`, rounded up to whole batches."""
+        return -(-self.min_window_size // self.granularity) * self.granularity
 
-    def __call__(self, index: Indices) -> list[Indices]:
-        """Return neighbours by length; all ranks have samples of about the same lengths."""
-        index = index[np.argsort(self.lengths(index), kind="stable")]
-        whole = [index[start : start + self.quantum] for start in range(0, len(index), self.quantum)]
-        return [batch[self.rank :: self.num_ranks] for batch in whole]
+    def __call__(self, indices: Indices) -> list[Indices]:
+        """Return samples of neighbouring lengths; the ranks get samples of similar lengths."""
+        indices = indices[np.argsort(self.lengths(indices), kind="stable")]
+        starts = range(0, len(indices), self.granularity)
+        global_batches = [indices[start : start + self.granularity] for start in starts]
+        return [batch[self.rank :: self.num_ranks] for batch in global_batches]
 
 
 @dataclass(frozen=True)
-class ByTokens:
-    """Batches of as many samples as fit into a number of tokens, padded to the longest."""
+class MaxTokensBatchSampler:
+    """Batches of samples of similar lengths, with at most so many tokens (rows times the longest row) on each rank."""
 
     max_tokens: int
     max_rows: int | None
     rank: int
     num_ranks: int
     lengths: Lengths
-    window: int
-    fixed: bool = False
+    min_window_size: int
+    fixed_size: bool = False
 
     @property
-    def quantum(self) -> int:
-        """A sample for each rank."""
+    def granularity(self) -> int:
+        """One sample for each rank."""
         return self.num_ranks
 
     @property
-    def width(self) -> int:
-        """The window, shared by the ranks without a rest."""
-        return -(-self.window // self.quantum) * self.quantum
+    def window_size(self) -> int:
+        """`min_window_size`, rounded up to a multiple of the number of ranks."""
+        return -(-self.min_window_size // self.granularity) * self.granularity
 
-    def __call__(self, index: Indices) -> list[Indices]:
-        """Return neighbours by length, as many rows as the longest of them allows.
+    def __call__(self, indices: Indices) -> list[Indices]:
+        """Return samples of neighbouring lengths, as many rows as the longest of them allows.
 
         Raises:
-            DataError: when a sample alone has too many tokens.
+            DataError: if one sample alone has more than `max_tokens`.
         """
-        lengths = self.lengths(index)
+        lengths = self.lengths(indices)
         order = np.argsort(lengths, kind="stable")
-        index, lengths = index[order], lengths[order]
+        indices, lengths = indices[order], lengths[order]
         if len(lengths) and lengths[-1] > self.max_tokens:
             raise DataError(
-                f"loader: sample {index[-1]} has {lengths[-1]} tokens, more than max_tokens={self.max_tokens}; cut it, "
-                "leave it out, or allow more"
+                f"loader: sample {indices[-1]} has {lengths[-1]} tokens, more than max_tokens={self.max_tokens}; cut "
+                "it, leave it out, or raise max_tokens"
             )
-        # Each step takes a sample for every rank; in rising order the last one taken is the longest.
-        longest = lengths[self.num_ranks - 1 :: self.num_ranks]
-        mine = index[self.rank :: self.num_ranks]
-        starts = _starts([int(length) for length in longest], self.max_tokens, self.max_rows)
+        # Row k holds one sample for every rank; lengths rise, so its last sample is its longest.
+        row_lengths = lengths[self.num_ranks - 1 :: self.num_ranks]
+        mine = indices[self.rank :: self.num_ranks]
+        starts = _batch_starts([int(length) for length in row_lengths], self.max_tokens, self.max_rows)
         return [mine[start:stop] for start, stop in zip(starts, [*starts[1:], len(mine)], strict=True)]
 
 
-def _starts(longest: list[int], max_tokens: int, max_rows: int | None) -> list[int]:
-    """Where batches start, for rising lengths."""
+def _batch_starts(rising_lengths: list[int], max_tokens: int, max_rows: int | None) -> list[int]:
+    """Return the rows at which batches start."""
     starts: list[int] = []
-    for row, length in enumerate(longest):
-        rows = row - starts[-1] + 1 if starts else 0
-        if not starts or rows * length > max_tokens or (max_rows is not None and rows > max_rows):
+    for row, length in enumerate(rising_lengths):
+        num_rows = row - starts[-1] + 1 if starts else 0
+        if not starts or num_rows * length > max_tokens or (max_rows is not None and num_rows > max_rows):
             starts.append(row)
     return starts
 
 
 @dataclass(frozen=True)
-class ByRoom:
-    """Batches of a fixed number of rows, each filled with whole documents: the longest first, where there is room."""
+class PackingBatchSampler:
+    """Batches of a fixed number of rows of one length, each filled with whole documents."""
 
     rows: int
-    room: int
+    row_length: int
     rank: int
     num_ranks: int
     lengths: Lengths
-    window: int
-    fixed: bool = False
-    quantum: int = 1
+    window_size: int
+    fixed_size: bool = False
+    granularity: int = 1
 
-    @property
-    def width(self) -> int:
-        """The window."""
-        return self.window
-
-    def __call__(self, index: Indices) -> list[Indices]:
+    def __call__(self, indices: Indices) -> list[Indices]:
         """Return documents row by row; in the last batch of a window, some rows may be empty.
 
         Raises:
-            DataError: when a document is longer than a row.
+            DataError: if a document is longer than a row.
         """
-        rows = _filled(index, self.lengths(index), self.room)
+        rows = _best_fit_decreasing(indices, self.lengths(indices), self.row_length)
         step = self.rows * self.num_ranks
-        whole = [rows[start : start + step] for start in range(0, len(rows), step)]
-        # Put in a row one after another, they fall into the same rows again or into fewer: see `pack`.
+        global_batches = [rows[start : start + step] for start in range(0, len(rows), step)]
+        # `pack` places documents one after another, and so restores these rows, or needs fewer of them.
         return [
-            np.array(list(chain.from_iterable(batch[self.rank :: self.num_ranks])), dtype=np.int64) for batch in whole
+            np.array(list(chain.from_iterable(batch[self.rank :: self.num_ranks])), dtype=np.int64)
+            for batch in global_batches
         ]
 
 
-def _filled(index: Indices, lengths: Indices, room: int) -> list[list[int]]:
-    """Best fit, in falling order of the lengths; documents without a token take no room, and are left out."""
+def _best_fit_decreasing(indices: Indices, lengths: Indices, row_length: int) -> list[list[int]]:
+    """Return the documents of each row: the longest first, each in the fullest row that has room for it.
+
+    Empty documents are left out.
+    """
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []
+    free_space: list[tuple[int, int]] = []  # (space, row), sorted
     for k in np.argsort(-lengths, kind="stable"):
         length = int(lengths[k])
-        if length > room:
+        if length > row_length:
             raise DataError(
-                f"loader: document {index[k]} has {length} tokens, more than pack={room}; cut it into pieces before, "
+                f"loader: document {indices[k]} has {length} tokens, more than pack={row_length}; split the document, "
                 "or make rows longer"
             )
         if not length:
             break
-        place = bisect.bisect_left(free, (length, 0))
-        if place < len(free):
-            left, row = free.pop(place)
+        fullest = bisect.bisect_left(free_space, (length, 0))
+        if fullest < len(free_space):
+            space, row = free_space.pop(fullest)
         else:
-            left, row = room, len(rows)
+            space, row = row_length, len(rows)
             rows.append([])
-        rows[row].append(int(index[k]))
-        bisect.insort(free, (left - length, row))
+        rows[row].append(int(indices[k]))
+        bisect.insort(free_space, (space - length, row))
     return rows

@@ -1,100 +1,108 @@
-"""Which samples make which batch: windows of the order are cut into batches, each a pure function of its number.
+"""The batches of an epoch as indices of samples: a pure function of seed, epoch and position.
 
-A pass is a row of windows, and a window is cut into batches without a look at any other. So a position is a window
-and a batch in it, and to find it again costs one window, wherever it is.
+An epoch is a sequence of windows of the (shuffled) order, and each window is divided into batches independently of the
+others. So a position is the number of a window and that of a batch in it, and resuming costs one window anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from ftrain import random
 from ftrain.data import rng_streams
-from ftrain.data.batch_samplers import Cut
-from ftrain.data.permutation import ORDERS, Indices, stretch
+from ftrain.data.batch_samplers import BatchSampler
+from ftrain.data.fetched_batch import Position
+from ftrain.data.permutation import ORDERS, Indices, permuted_range
 
 
-@dataclass(frozen=True)
-class Request:
-    """A batch that is wanted.
+class BatchRequest(NamedTuple):
+    """A batch to be read.
 
     Args:
-        epoch: the pass.
-        indices: of its samples.
-        after: where the pass stands when it has been yielded: a window, and a batch in it.
+        epoch: the number of the epoch.
+        indices: the indices of the samples.
+        position: the position in the epoch after this batch: a window, and a batch in it.
     """
 
     epoch: int
     indices: list[int]
-    after: tuple[int, int]
+    position: Position
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All batches of one rank, in every pass.
+class EpochPlan:
+    """The batches of one rank in every epoch.
 
     Args:
-        size: how many samples there are.
-        cut: how a window is cut into batches.
-        seed: of the order.
-        shuffle: whether the order is shuffled; else it is that of the data.
-        drop_last: whether the samples are left out that make no whole batch; else they are shared out among the
-            ranks, and when there are fewer than ranks, the first ones of the pass are repeated to make up for it.
-        order: the version of the order, of `ORDERS`.
+        num_samples: the number of samples in the dataset.
+        batch_sampler: divides a window into batches.
+        seed: seed of the order.
+        shuffle: shuffle each epoch; else keep the order of the dataset.
+        drop_last: leave out the last samples if they do not fill a batch on all ranks; else divide them among the
+            ranks, and if there are fewer than ranks, repeat the first samples of the epoch.
+        order_version: the version of the order, a key of `ORDERS`.
     """
 
-    size: int
-    cut: Cut
+    num_samples: int
+    batch_sampler: BatchSampler
     seed: int
     shuffle: bool
     drop_last: bool
-    order: int = 2
+    order_version: int = 2
 
-    @property
-    def used(self) -> int:
-        """How many samples a pass goes through, repeated ones aside."""
-        return self.size - self.size % self.cut.quantum if self.drop_last else self.size
+    @cached_property
+    def num_used(self) -> int:
+        """The number of samples that are read in an epoch, without those that are repeated."""
+        dropped = self.num_samples % self.batch_sampler.granularity if self.drop_last else 0
+        return self.num_samples - dropped
 
     @property
     def num_windows(self) -> int:
-        """How many windows a pass has."""
-        return -(-self.used // self.cut.width)
+        """The number of windows in an epoch."""
+        return -(-self.num_used // self.batch_sampler.window_size)
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches a pass has; None where this depends on the lengths of all samples."""
-        return -(-self.used // self.cut.quantum) if self.cut.fixed else None
+        """The number of batches in an epoch; None if it depends on the lengths of all samples."""
+        sampler = self.batch_sampler
+        return -(-self.num_used // sampler.granularity) if sampler.fixed_size else None
 
     def window(self, epoch: int, number: int) -> list[Indices]:
-        """Return the batches of a window, as the indices of their samples."""
-        first = number * self.cut.width
-        count = min(self.cut.width, self.used - first)
-        rest = count % self.cut.quantum
-        if rest:
-            count += max(self.cut.num_ranks - rest, 0)
-        batches = self.cut(self._index(epoch, first, count))
+        """Return the batches of a window, each as the indices of its samples."""
+        sampler = self.batch_sampler
+        first = number * sampler.window_size
+        count = min(sampler.window_size, self.num_used - first)
+        remainder = count % sampler.granularity
+        if remainder:
+            count += max(sampler.num_ranks - remainder, 0)
+        batches = sampler(self._indices(epoch, first, count))
         if not self.shuffle or len(batches) == 1:
             return batches
-        key = random.fold_in_words(rng_streams.stream(self.seed, epoch, rng_streams.WINDOW), number)
-        return [batches[i] for i in ORDERS[self.order](np.arange(len(batches)), len(batches), key)]
+        words = random.fold_in_words(rng_streams.stream(self.seed, epoch, rng_streams.WINDOW), number)
+        return [batches[i] for i in ORDERS[self.order_version](np.arange(len(batches)), len(batches), words)]
 
-    def _index(self, epoch: int, first: int, count: int) -> Indices:
-        """What the order has from a place on; it begins again at its end."""
+    def _indices(self, epoch: int, first: int, count: int) -> Indices:
+        """Return part of the order of an epoch, which starts again at its end."""
+        size = self.num_samples
         if not self.shuffle:
-            return np.arange(first, first + count) % self.size
-        order, words = ORDERS[self.order], rng_streams.stream(self.seed, epoch, rng_streams.ORDER)
-        if first + count <= self.size:
-            return stretch(order, first, count, self.size, words)
-        return order(np.arange(first, first + count) % self.size, self.size, words)
+            return np.arange(first, first + count) % size
+        permutation, words = ORDERS[self.order_version], rng_streams.stream(self.seed, epoch, rng_streams.ORDER)
+        if first + count <= size:
+            return permuted_range(permutation, first, count, size, words)
+        return permutation(np.arange(first, first + count) % size, size, words)
 
-    def requests(self, epoch: int, window: int, batch: int) -> Iterator[Request]:
-        """Ask for the batches of a pass, from a position on."""
+    def requests(self, epoch: int, window: int, batch: int) -> Iterator[BatchRequest]:
+        """Yield the batches of an epoch from a position on."""
         for number in range(window, self.num_windows):
             batches = self.window(epoch, number)
             for k in range(batch, len(batches)):
-                after = (number, k + 1) if k + 1 < len(batches) else (number + 1, 0)
-                yield Request(epoch, list(map(int, batches[k])), after)
+                is_last = k + 1 == len(batches)
+                position = {"window": number + 1, "batch": 0} if is_last else {"window": number, "batch": k + 1}
+                # Python's integers, which index any dataset.
+                yield BatchRequest(epoch, list(memoryview(batches[k])), position)  # type: ignore[arg-type]
             batch = 0

@@ -1,4 +1,4 @@
-"""Batches of an iterable dataset, which comes in its own order and may keep its own position."""
+"""An iterable dataset as the source of a `Loader`: it has its own order, and may save its own position."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from torch.utils.data import IterableDataset
 
 from ftrain import random
 from ftrain.data import rng_streams
-from ftrain.data.fetch import Collate, Failure, Fetched, Place
+from ftrain.data.batch_dataset import Collate
+from ftrain.data.fetched_batch import FetchedBatch, Position, ReadError
 from ftrain.data.stateful import has_position, position, seek
-from ftrain.data.workers import in_one_worker
+from ftrain.data.worker_pool import read_in_one_worker
 
-START: Place = {"batch": 0, "ended": 0}
-"""Where a pass begins. When the end of the stream has been seen is noted, for datasets then go back to their beginning,
-and the position that they give is no longer one in this pass."""
+START: Position = {"batch": 0, "ended": 0}
+"""The start of an epoch. ``ended`` is 1 once the dataset has raised StopIteration: it may then be back at its start, so
+that its own position is no longer one in this epoch."""
 
 
 @dataclass(eq=False)
-class Stream(IterableDataset[Fetched]):
-    """One pass over the dataset in batches, from a place on; what a worker works with.
+class IterableBatchDataset(IterableDataset[FetchedBatch]):
+    """The batches of one epoch of an iterable dataset, from a position on; read in this process or by a worker.
 
     Args:
-        dataset: of samples.
-        batch_size: of how many samples a batch is.
-        collate: puts them together.
-        seed: of what samples draw.
-        drop_last: whether a last batch of fewer samples is left out.
-        epoch: the pass.
-        place: where it begins.
+        dataset: the iterable dataset of samples.
+        batch_size: the number of samples in a batch.
+        collate: the function that makes a batch of a list of samples.
+        seed: seed of the random numbers that samples draw.
+        drop_last: leave out a last batch of fewer samples.
+        epoch: the number of the epoch.
+        position: where to start; None for the start of the epoch.
     """
 
     dataset: Any
@@ -41,138 +42,147 @@ class Stream(IterableDataset[Fetched]):
     seed: int
     drop_last: bool
     epoch: int = 0
-    place: Place | None = None
+    position: Position | None = None
 
-    def __iter__(self) -> Iterator[Fetched]:
-        place = self.place or START
-        start = place["batch"]
-        if place["ended"]:
-            if "source" in place and has_position(self.dataset):
-                seek(self.dataset, place["source"])
+    def __iter__(self) -> Iterator[FetchedBatch]:
+        start = self.position or START
+        if start["ended"]:
+            if "source" in start and has_position(self.dataset):
+                seek(self.dataset, start["source"])
             return
         try:
-            with rng_streams.preserved():
-                samples, keeper = self._opened(start)
+            with rng_streams.PreservedState():
+                samples, stateful = self._open(start)
         except Exception as error:
-            failure = Failure.of(f"the stream of epoch {self.epoch} cannot be opened", error)
-            yield Fetched({}, failure=failure)
+            subject = f"the stream of epoch {self.epoch} cannot be opened"
+            yield FetchedBatch({}, error=ReadError.from_exception(subject, error))
             return
-        for number in count(start):
-            with rng_streams.preserved():
-                fetched = self._batch(samples, keeper, number)
-            if fetched is None:
+        for number in count(start["batch"]):
+            with rng_streams.PreservedState():
+                batch = self._fetch(samples, stateful, number)
+            if batch is None:
                 return
-            yield fetched
+            yield batch
 
-    def _opened(self, start: int) -> tuple[Iterator[Any], Any]:
-        """Return the samples that are left, and what keeps their position: the dataset, its iterator, or nothing."""
+    def _open(self, start: Position) -> tuple[Iterator[Any], Any]:
+        """Return the samples from a position on, and the object that has their position: dataset, iterator or None."""
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(self.epoch)
-        saved = (self.place or {}).get("source")
-        keeps = has_position(self.dataset)
-        if keeps and saved is not None:
+        saved = start.get("source")
+        dataset_has_position = has_position(self.dataset)
+        if dataset_has_position and saved is not None:
             seek(self.dataset, saved)
         samples = iter(self.dataset)
-        keeper = self.dataset if keeps else samples if has_position(samples) else None
         if saved is None:
-            for ordinal in range(start * self.batch_size):
+            for ordinal in range(start["batch"] * self.batch_size):
                 self._seed(ordinal)
                 next(samples, None)
-        elif not keeps:
+        elif not dataset_has_position:
             seek(samples, saved)
-        return samples, keeper
+        if dataset_has_position:
+            return samples, self.dataset
+        return samples, samples if has_position(samples) else None
 
     def _seed(self, ordinal: int) -> None:
-        # Always, unless it says that it draws nothing: what was taken from a stream cannot be read again.
+        # For every sample, unless the dataset says that it draws nothing: a sample of a stream cannot be read twice.
         if getattr(self.dataset, "draws", True):
             rng_streams.seed_sample(self.seed, self.epoch, ordinal)
 
-    def _batch(self, samples: Iterator[Any], keeper: Any, number: int) -> Fetched | None:
-        found: list[Any] = []
+    def _fetch(self, samples: Iterator[Any], stateful: Any, number: int) -> FetchedBatch | None:
+        batch: list[Any] = []
         ended = 0
         first = number * self.batch_size
         for ordinal in range(first, first + self.batch_size):
             self._seed(ordinal)
             try:
-                found.append(next(samples))
+                batch.append(next(samples))
             except StopIteration:
                 ended = 1
                 break
             except Exception as error:
-                return Fetched({}, failure=Failure.of(f"sample {ordinal} of the stream, epoch {self.epoch}", error))
-        if not found or (self.drop_last and len(found) < self.batch_size):
+                subject = f"sample {ordinal} of the stream, epoch {self.epoch}"
+                return FetchedBatch({}, error=ReadError.from_exception(subject, error))
+        if not batch or (self.drop_last and len(batch) < self.batch_size):
             return None
-        after: Place = {"batch": number + 1, "ended": ended}
-        if keeper is not None:
-            after["source"] = position(keeper)
+        after: Position = {"batch": number + 1, "ended": ended}
+        if stateful is not None:
+            after["source"] = position(stateful)
         rng_streams.seed_collation(self.seed, self.epoch, first)
         try:
-            return Fetched(after, self.collate(found))
+            return FetchedBatch(after, self.collate(batch))
         except Exception as error:
-            what = f"samples {first} to {first + len(found) - 1} of the stream, epoch {self.epoch}, cannot be collated"
-            return Fetched({}, failure=Failure.of(what, error))
+            last = first + len(batch) - 1
+            subject = f"samples {first} to {last} of the stream, epoch {self.epoch}, cannot be collated"
+            return FetchedBatch({}, error=ReadError.from_exception(subject, error))
 
 
-class Streamed:
-    """The passes of a stream, in this process or in one worker.
+class IterableSource:
+    """The epochs of an iterable dataset, read in this process or in one worker.
 
     Args:
-        stream: the first pass.
+        stream: the first epoch.
         num_workers: 0 or 1.
         timeout: how long to wait for a batch, in seconds.
-        ahead: how many batches the worker prepares.
-        context: how its process is started.
+        prefetch_factor: the number of batches that the worker reads ahead.
+        context: the start method of its process; None for Python's default.
     """
 
-    def __init__(self, stream: Stream, num_workers: int, timeout: float, ahead: int, context: str | None) -> None:
+    def __init__(
+        self,
+        stream: IterableBatchDataset,
+        num_workers: int,
+        timeout: float,
+        prefetch_factor: int,
+        context: str | None,
+    ) -> None:
         self._stream, self._num_workers = stream, num_workers
-        self._options = timeout, ahead, context
-        self._begun, self._unfinished = position(stream.dataset), False
+        self._worker_options = timeout, prefetch_factor, context
+        self._epoch_start, self._unfinished = position(stream.dataset), False
         self.start = START
-        self.optional: tuple[str, ...] = ("source",)
-        self.facts = {"seed": stream.seed, "batch_size": stream.batch_size, "drop_last": stream.drop_last}
+        self.optional_keys: tuple[str, ...] = ("source",)
+        self.fingerprint = {"seed": stream.seed, "batch_size": stream.batch_size, "drop_last": stream.drop_last}
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches a pass has, if the dataset says how many samples it has."""
+        """The number of batches in an epoch; None if the dataset has no length."""
         if not hasattr(self._stream.dataset, "__len__"):
             return None
         length, size = len(self._stream.dataset), self._stream.batch_size
         return length // size if self._stream.drop_last else -(-length // size)
 
-    def as_of(self, state: Mapping[str, Any]) -> Streamed:
-        """Return itself: it comes in its own order."""
+    def for_state(self, state: Mapping[str, Any]) -> IterableSource:
+        """Return this source, whose order is that of the dataset in every version."""
         return self
 
-    def check(self, place: Place) -> str | None:
-        """Say what is wrong with a place."""
+    def position_error(self, position: Position) -> str | None:
+        """Return None: only the dataset itself can check a position."""
         return None
 
-    def run(self, epoch: int, place: Place) -> Iterator[Fetched]:
-        """Go through the rest of a pass.
+    def batches(self, epoch: int, position: Position) -> Iterator[FetchedBatch]:
+        """Yield the batches of an epoch that follow a position.
 
         Raises:
-            DataError: when the place holds a position that the dataset cannot be set to, or the worker fails.
+            DataError: when the dataset cannot be set to the position, or the worker fails.
         """
-        if place["batch"] and "source" not in place and not place["ended"]:
+        if position["batch"] and "source" not in position and not position["ended"]:
             warnings.warn(
                 f"loader: {type(self._stream.dataset).__name__} has neither state_dict nor get_state, so "
-                f"{place['batch'] * self._stream.batch_size} samples are read again and thrown away to resume",
+                f"{position['batch'] * self._stream.batch_size} samples are read again and thrown away to resume",
                 stacklevel=2,
             )
-        stream = replace(self._stream, epoch=epoch, place=place)
+        stream = replace(self._stream, epoch=epoch, position=position)
         if self._num_workers:
             seed = random.seed_of(rng_streams.stream(stream.seed, epoch, rng_streams.SAMPLE))
-            yield from in_one_worker(stream, seed, *self._options)
+            yield from read_in_one_worker(stream, seed, *self._worker_options)
             return
-        if "source" not in place and has_position(stream.dataset):
+        if "source" not in position and has_position(stream.dataset):
             self._rewind()
         self._unfinished = True
         yield from stream
         self._unfinished = False
 
     def _rewind(self) -> None:
-        """Bring a dataset that keeps its own position back to where a pass began that was left unfinished."""
-        if self._unfinished and self._begun is not None:
-            seek(self._stream.dataset, self._begun)
-        self._begun = position(self._stream.dataset)
+        """After an unfinished epoch, set a dataset that has a position back to where that epoch started."""
+        if self._unfinished and self._epoch_start is not None:
+            seek(self._stream.dataset, self._epoch_start)
+        self._epoch_start = position(self._stream.dataset)

@@ -1,30 +1,181 @@
-"""The loader: from a dataset and options to passes."""
+"""`Loader`: epochs of batches with a position; and `loader`, which makes one from a dataset and options."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import get_all_start_methods
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from ftrain.data.arrays import arrays
-from ftrain.data.batch_samplers import ByLength, ByRoom, ByTokens, Cut, InOrder
-from ftrain.data.epoch_plan import Plan
-from ftrain.data.fetch import Batches, Collate
-from ftrain.data.iterable_source import Stream, Streamed
-from ftrain.data.lengths import lookup
-from ftrain.data.map_source import Planned
-from ftrain.data.pack import packed
-from ftrain.data.passes import Loader
-from ftrain.data.workers import Workers
-from ftrain.errors import DataError, OptionError, require_positive, require_range
+from ftrain.data.array_dataset import arrays
+from ftrain.data.batch_dataset import BatchDataset, Collate
+from ftrain.data.batch_samplers import (
+    BatchSampler,
+    FixedSizeBatchSampler,
+    LengthGroupedBatchSampler,
+    MaxTokensBatchSampler,
+    PackingBatchSampler,
+)
+from ftrain.data.epoch_plan import EpochPlan
+from ftrain.data.fetched_batch import ReadError
+from ftrain.data.iterable_source import IterableBatchDataset, IterableSource
+from ftrain.data.map_source import MapSource
+from ftrain.data.packing import packed
+from ftrain.data.sample_lengths import lengths_function
+from ftrain.data.source import Source
+from ftrain.data.worker_pool import WorkerPool
+from ftrain.errors import ComposeError, DataError, OptionError, require_positive, require_range
+from ftrain.types import PyTree
 
-WINDOW = 4096
-"""Samples in a window, where batches depend on lengths: enough to find neighbours, and soon looked through."""
+MIN_WINDOW = 4096
+"""The least number of samples in a window, where batches depend on lengths: many of each length, and sorted quickly."""
 
-BATCHES = 64
-"""Batches in a window, at least."""
+MIN_WINDOW_BATCHES = 64
+"""The least number of batches in such a window."""
+
+
+class Loader:
+    """An iterable of batches; each ``iter()`` is an epoch, and the next one follows when it is finished.
+
+    After an unfinished epoch, ``iter()`` starts the same epoch again, at the position where it was started.
+
+    Attributes:
+        skipped: the number of samples that were left out because they could not be read.
+    """
+
+    def __init__(self, source: Source, num_ranks: int = 1) -> None:
+        self.skipped = 0
+        self._source, self._num_ranks = source, num_ranks
+        self._epoch, self._start, self._position = 0, source.start, source.start
+        self._skipped_at_start, self._warned = 0, False
+        self._num_iterators = 0
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch.
+
+        Raises:
+            ComposeError: if it is unknown: it depends on lengths, or on an iterable dataset without a length.
+        """
+        num_batches = self._source.num_batches
+        if num_batches is None:
+            raise ComposeError(
+                "len(loader): the number of batches in an epoch depends on the lengths of all samples, or on what a "
+                "stream holds; count in steps instead"
+            )
+        return num_batches
+
+    def __iter__(self) -> Iterator[PyTree]:
+        self._num_iterators += 1
+        self._position, self.skipped = self._start, self._skipped_at_start
+        return self._batches(self._num_iterators)
+
+    def _batches(self, iterator: int) -> Iterator[PyTree]:
+        self._require_latest(iterator)
+        for batch in self._source.batches(self._epoch, self._start):
+            if batch.error is not None:
+                raise _to_exception(batch.error, '; repair it, or pass on_error="skip" to go on without such samples')
+            self._position = batch.position
+            if batch.skipped:
+                self._count_skipped(batch.skipped)
+            if batch.empty:
+                self._require_one_rank(batch.skipped)
+                continue
+            yield batch.batch
+            self._require_latest(iterator)
+        self._epoch += 1
+        self._start = self._position = self._source.start
+        self._skipped_at_start = self.skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the batches that were yielded, and the options on which it depends.
+
+        It is the same on every rank, except for `skipped`.
+        """
+        return {"epoch": self._epoch, **self._position, "skipped": self.skipped, **self._source.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned: the next epoch yields the batches that were left.
+
+        If an earlier version saved it, this epoch and the following ones keep the order of that version.
+
+        Raises:
+            DataError: if it is not such a state, or from a loader of other data or options; lists the differences.
+        """
+        source = self._source.for_state(state)
+        differences = _differences(source, state)
+        if differences:
+            raise DataError(
+                "Loader.load_state_dict: the position does not fit this loader:\n  "
+                + "\n  ".join(differences)
+                + "\nMake the loader as it was when the position was saved, or begin without it"
+            )
+        keys = [*source.start, *(key for key in source.optional_keys if key in state)]
+        self._source = source
+        self._num_iterators += 1
+        self._epoch = state["epoch"]
+        self.skipped = self._skipped_at_start = state["skipped"]
+        self._start = self._position = {key: state[key] for key in keys}
+
+    def _require_latest(self, iterator: int) -> None:
+        if iterator != self._num_iterators:
+            raise DataError(
+                "loader: an earlier iterator is used after iter() was called again, or a position was loaded; a loader "
+                "has one iterator at a time: make a loader for each"
+            )
+
+    def _require_one_rank(self, errors: Sequence[ReadError]) -> None:
+        if self._num_ranks > 1:
+            raise _to_exception(
+                errors[0],
+                "; no other sample of its batch can be read either, and with several ranks no batch can be left out",
+            )
+
+    def _count_skipped(self, errors: Sequence[ReadError]) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"loader: {errors[0].subject}: {errors[0].message}; it is left out. This is said once: loader.skipped "
+                "counts such samples",
+                stacklevel=3,
+            )
+        self.skipped += len(errors)
+
+
+def _to_exception(error: ReadError, hint: str) -> DataError:
+    """Return the exception to raise, with its cause, or with the traceback of the worker as a note."""
+    exception = DataError(f"loader: {error.subject}: {error.message}{hint}")
+    if error.cause is None:
+        exception.add_note(f"In a worker:\n{error.trace}")
+    exception.__cause__ = error.cause
+    return exception
+
+
+def _differences(source: Source, state: Mapping[str, Any]) -> list[str]:
+    counters = ["epoch", "skipped", *source.start]
+    options = source.fingerprint
+    differences = [f"{name}: missing" for name in [*counters, *options] if name not in state]
+    known = {*counters, *options, *source.optional_keys}
+    differences += [f"{name}: unexpected" for name in state if name not in known]
+    differences += [
+        f"{name}: found {state[name]!r}, needs a whole number of at least 0"
+        for name in counters
+        if name in state and not _is_count(state[name])
+    ]
+    differences += [
+        f"{name}: found {state[name]!r}, this loader has {value!r}"
+        for name, value in options.items()
+        if name in state and state[name] != value
+    ]
+    if differences:
+        return differences
+    error = source.position_error({name: state[name] for name in source.start})
+    return [] if error is None else [error]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def loader(
@@ -47,59 +198,61 @@ def loader(
     prefetch_factor: int = 2,
     context: str | None = None,
 ) -> Loader:
-    """Return passes over a dataset in batches, in an order that is a pure function of seed, epoch and index.
+    """Return an iterable of batches of a dataset, in an order that is a pure function of seed, epoch and index.
 
-    Each ``iter()`` is a pass; `Loader.state_dict` says where it stands after the batches it has yielded, whatever
-    workers have prepared beyond, and resuming costs the same anywhere. A dataset with ``__getitems__`` is read by the
-    batch.
+    Each ``iter()`` is an epoch. `Loader.state_dict` returns the position after the batches that were yielded, even if
+    workers have read further; resuming from it takes the same time anywhere in an epoch. A dataset with
+    ``__getitems__`` is read a batch at a time.
 
     The global generators of torch, Python and numpy are seeded from ``(seed, epoch, index)`` for each sample, so that
-    augmentation too is the same with any number of workers and after resuming. Since this takes longer than to read a
-    small sample, it is only done once a sample has drawn: its batch is then read again (or it alone, if it is the first
-    of all). An attribute of the dataset saves that: ``draws = False``, or ``draws = True``, without which it goes
-    unnoticed if a sample draws and then sets the state of the generator back (``torch.random.fork_rng``), or seeds a
-    generator of its own from ``torch.initial_seed()``.
+    random augmentation too does not depend on the number of workers, or on resuming. Seeding takes longer than reading
+    a small sample, so it starts only when a sample has drawn random numbers: the batch is then read again (the first
+    sample of all is read alone). To avoid this detection, give the dataset the attribute ``draws = False`` or
+    ``draws = True``. The detection misses a sample that draws and then restores the state of the generator
+    (``torch.random.fork_rng``), or that seeds its own generator from ``torch.initial_seed()``: these need
+    ``draws = True``.
 
-    With `lengths`, batches are made within windows of the shuffled order: of `batch_size` samples of about the same
-    length; or, with `max_tokens`, of as many as fit; or, with `pack`, of `batch_size` rows of that length, filled with
+    With `lengths`, batches are formed within windows of the shuffled order: of `batch_size` samples of similar
+    lengths; or, with `max_tokens`, of as many as fit; or, with `pack`, of `batch_size` rows of that length, filled with
     whole documents (see `ftrain.data.pack`).
 
-    An iterable dataset keeps its own order (``shuffle=False``), is read by at most one worker, and is sharded before
-    it gets here. If it, or its iterator, has ``state_dict`` and ``load_state_dict`` (or ``get_state`` and
-    ``set_state``) these keep its position, else resuming reads again what was read. ``set_epoch(epoch)`` is called
-    before each pass if there is one.
+    An iterable dataset keeps its own order (``shuffle=False``), is read by at most one worker, and must already be
+    sharded over ranks. Its position is saved if it or its iterator has ``state_dict`` and ``load_state_dict``, or
+    ``get_state`` and ``set_state``; otherwise resuming reads the earlier samples again. ``set_epoch(epoch)`` is called
+    before each epoch if the dataset has it.
 
     Args:
-        dataset: of samples: ``__getitem__`` and ``__len__``, or iterable.
-        batch_size: samples in a batch of one rank; with `max_tokens`, at most so many, or None for no limit.
-        seed: of the order, and of what samples draw.
-        shuffle: whether each pass has an order of its own; else it is that of the dataset.
+        dataset: the dataset of samples: with ``__getitem__`` and ``__len__``, or iterable.
+        batch_size: samples in a batch on each rank. With `max_tokens` the largest number of samples; None for no limit.
+        seed: seed of the order, and of the random numbers that samples draw.
+        shuffle: shuffle each epoch; else keep the order of the dataset.
         num_workers: processes that read samples; they live as long as the loader.
-        collate: puts a list of samples together; torch's ``default_collate`` unless told, or `packed` with `pack`.
-        drop_last: leave out the samples that make no whole batch on all ranks; else they make a smaller one, for which
-            the first samples of the pass are repeated only if some rank would have none. With `pack`, none is left out.
-        rank: of this process.
-        num_ranks: how many processes share each pass; every one gets as many batches.
-        lengths: of all samples, or a function of the index.
-        max_tokens: rows times longest row of a batch, at most; for padding to a multiple, let `lengths` be multiples.
+        collate: makes a batch of a list of samples. Default: torch's ``default_collate``, or `packed` with `pack`.
+        drop_last: leave out the last samples if they do not fill a batch on all ranks; else they form a smaller batch,
+            for which the first samples of the epoch are repeated if a rank would have none. With `pack`, no sample is
+            left out.
+        rank: the number of this process.
+        num_ranks: how many processes share each epoch; all get the same number of batches.
+        lengths: the length of each sample, or a function of the index.
+        max_tokens: limit of rows times longest row in a batch; for padding to a multiple, round `lengths` up to it.
         pack: the length of a row.
-        window: samples that are looked at together; 4096, or those of 64 batches if these are more, unless told.
+        window: samples whose lengths are compared. Default: 4096, or those of 64 batches if that is more.
         timeout: how long to wait for a worker, in seconds.
-        on_error: what to do with a sample that raises: "raise", or "skip" it and count it in ``loader.skipped``. The
-            good samples of the batch are repeated in its place, so that the batch keeps its shape (with `pack`, its
-            place stays empty); a batch without a good one is left out, which is an error with several ranks.
-        prefetch_factor: batches that each worker prepares ahead.
-        context: how workers are started ("fork", "spawn" or "forkserver"); as Python does unless told.
+        on_error: what to do when a sample raises: "raise"; or "skip" it and count it in ``loader.skipped``, repeating
+            good samples of the batch in its place so that the batch keeps its size (with `pack`, its place stays
+            empty). A batch without a good sample is left out, which is an error with several ranks.
+        prefetch_factor: batches that each worker reads ahead.
+        context: how workers are started: "fork", "spawn" or "forkserver". Default: as Python does.
 
     Raises:
-        OptionError: for options out of range, or that do not go together.
-        DataError: when the dataset is none, or has too few samples for one batch.
+        OptionError: if an option is out of range, or excludes another.
+        DataError: if the dataset is not one, or has too few samples for one batch.
 
     >>> data = loader([{"x": float(i)} for i in range(10)], 4, shuffle=False)
     >>> [batch["x"].tolist() for batch in data]
     [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
     """
-    _require(
+    _require_options(
         batch_size,
         timeout,
         on_error,
@@ -111,35 +264,36 @@ def loader(
     )
     collate = collate or (default_collate if pack is None else packed(pack, rows=batch_size))
     if type(dataset) is TensorDataset:
-        # The same samples, which can be taken by the batch.
+        # The same samples, which are read a batch at a time.
         dataset = arrays(dataset.tensors)
-    if not _is_map(dataset):
-        planned = any(option is not None for option in (lengths, max_tokens, pack, window)) or batch_size is None
-        _require_plain_stream(dataset, shuffle, num_workers, num_ranks, planned, on_error)
-        stream = Stream(dataset, batch_size or 1, collate, seed, drop_last)
-        return Loader(Streamed(stream, num_workers, timeout, prefetch_factor, context))
-    size = len(dataset)
-    cut = _cut(size, batch_size, rank, num_ranks, lengths=lengths, max_tokens=max_tokens, pack=pack, window=window)
-    plan = Plan(size, cut, seed, shuffle, drop_last)
+    if not _is_map_style(dataset):
+        uses_lengths = any(option is not None for option in (lengths, max_tokens, pack, window)) or batch_size is None
+        _require_iterable_options(dataset, shuffle, num_workers, num_ranks, uses_lengths, on_error)
+        stream = IterableBatchDataset(dataset, batch_size or 1, collate, seed, drop_last)
+        return Loader(IterableSource(stream, num_workers, timeout, prefetch_factor, context))
+    num_samples = len(dataset)
+    batch_sampler = _batch_sampler(
+        num_samples, batch_size, rank, num_ranks, lengths=lengths, max_tokens=max_tokens, pack=pack, window=window
+    )
+    plan = EpochPlan(num_samples, batch_sampler, seed, shuffle, drop_last)
     _require_batches(plan)
-    refill = pack is None
-    batches = Batches(dataset, collate, seed=seed, skip=on_error == "skip", refill=refill)
-    workers = Workers(batches, num_workers, timeout, prefetch_factor, context)
-    chosen = {"batch_size": batch_size, "max_tokens": max_tokens, "pack": pack}
-    facts = {
+    batches = BatchDataset(dataset, collate, seed=seed, skip_errors=on_error == "skip", refill=pack is None)
+    workers = WorkerPool(batches, num_workers, timeout, prefetch_factor, context)
+    sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "pack": pack}
+    fingerprint = {
         "seed": seed,
-        "samples": size,
+        "samples": num_samples,
         "shuffle": shuffle,
         "drop_last": drop_last,
         "num_ranks": num_ranks,
-        **{name: value for name, value in chosen.items() if value is not None},
-        **({} if lengths is None else {"window_size": cut.width}),
+        **{name: size for name, size in sizes.items() if size is not None},
+        **({} if lengths is None else {"window_size": batch_sampler.window_size}),
     }
-    return Loader(Planned(plan, workers, facts), num_ranks)
+    return Loader(MapSource(plan, workers, fingerprint), num_ranks)
 
 
-def _cut(
-    size: int,
+def _batch_sampler(
+    num_samples: int,
     batch_size: int | None,
     rank: int,
     num_ranks: int,
@@ -148,32 +302,33 @@ def _cut(
     max_tokens: int | None,
     pack: int | None,
     window: int | None,
-) -> Cut:
+) -> BatchSampler:
     for name, value in (("max_tokens", max_tokens), ("pack", pack), ("window", window)):
         if value is not None:
             require_positive("loader", name, value)
             if lengths is None:
                 raise OptionError(f"loader: {name}={value} needs lengths=, those of all samples or a function")
     if max_tokens is not None and pack is not None:
-        raise OptionError(f"loader: max_tokens={max_tokens} and pack={pack} are two ways to make batches; choose one")
+        raise OptionError(f"loader: max_tokens={max_tokens} and pack={pack} exclude each other; pass one of them")
     if batch_size is None and max_tokens is None:
-        raise OptionError("loader: batch_size is None, which only max_tokens= makes sense of")
-    width = window or max(WINDOW, BATCHES * (batch_size or 1) * num_ranks)
+        raise OptionError("loader: batch_size is None, which needs max_tokens=")
+    size = batch_size or 1
     if lengths is None:
-        return InOrder(batch_size or 1, rank, num_ranks)
-    found = lookup(lengths, size)
+        return FixedSizeBatchSampler(size, rank, num_ranks)
+    lengths_of = lengths_function(lengths, num_samples)
+    window_size = window or max(MIN_WINDOW, MIN_WINDOW_BATCHES * size * num_ranks)
     if max_tokens is not None:
-        return ByTokens(max_tokens, batch_size, rank, num_ranks, found, width)
+        return MaxTokensBatchSampler(max_tokens, batch_size, rank, num_ranks, lengths_of, window_size)
     if pack is not None:
-        return ByRoom(batch_size or 1, pack, rank, num_ranks, found, width)
-    return ByLength(batch_size or 1, rank, num_ranks, found, width)
+        return PackingBatchSampler(size, pack, rank, num_ranks, lengths_of, window_size)
+    return LengthGroupedBatchSampler(size, rank, num_ranks, lengths_of, window_size)
 
 
-def _is_map(dataset: Any) -> bool:
+def _is_map_style(dataset: Any) -> bool:
     if isinstance(dataset, Iterator | Mapping):
         raise DataError(
-            f"loader: the dataset is a {type(dataset).__name__}; needs one that can be gone through again and again: "
-            "a Dataset, a list of samples, or ft.data.arrays(tree of tensors)"
+            f"loader: the dataset is a {type(dataset).__name__}; needs one that can be read many times: a Dataset, a "
+            "list of samples, or ft.data.arrays(tree of tensors)"
         )
     if isinstance(dataset, DataLoader):
         raise DataError("loader: the dataset is a DataLoader, which gives batches; pass its dataset, of samples")
@@ -187,7 +342,7 @@ def _is_map(dataset: Any) -> bool:
     )
 
 
-def _require(
+def _require_options(
     batch_size: int | None,
     timeout: float,
     on_error: str,
@@ -214,29 +369,29 @@ def _require(
         raise OptionError(f"loader: on_error is {on_error!r}; choices are raise, skip")
 
 
-def _require_plain_stream(
-    dataset: Any, shuffle: bool, num_workers: int, num_ranks: int, planned: bool, on_error: str
+def _require_iterable_options(
+    dataset: Any, shuffle: bool, num_workers: int, num_ranks: int, uses_lengths: bool, on_error: str
 ) -> None:
-    refused = [
-        (shuffle, "shuffle=False: it comes in its own order; shuffle in the dataset"),
-        (num_workers > 1, f"num_workers=1 instead of {num_workers}: several would each read all of it"),
-        (num_ranks > 1, "num_ranks=1: give each rank a dataset of its own part"),
+    requirements = [
+        (not shuffle, "shuffle=False: it has its own order; shuffle in the dataset"),
+        (num_workers <= 1, f"num_workers=1 instead of {num_workers}: each worker would read all of it"),
+        (num_ranks == 1, "num_ranks=1: give each rank a dataset of its own part"),
         (
-            planned,
-            "a batch_size=, and no lengths=, max_tokens=, pack= or window=: lengths are not known before it is read",
+            not uses_lengths,
+            "a batch_size=, and no lengths=, max_tokens=, pack= or window=: lengths are unknown before it is read",
         ),
-        (on_error == "skip", 'on_error="raise": a stream that raised has ended; catch errors in the dataset'),
+        (on_error == "raise", 'on_error="raise": a stream that raised has ended; catch errors in the dataset'),
     ]
-    for wrong, needed in refused:
-        if wrong:
-            raise OptionError(f"loader: {type(dataset).__name__} is an iterable dataset, and needs {needed}")
+    for fulfilled, requirement in requirements:
+        if not fulfilled:
+            raise OptionError(f"loader: {type(dataset).__name__} is an iterable dataset, and needs {requirement}")
 
 
-def _require_batches(plan: Plan) -> None:
-    if plan.size == 0:
+def _require_batches(plan: EpochPlan) -> None:
+    if plan.num_samples == 0:
         raise DataError("loader: the dataset has no sample")
     if plan.num_windows == 0:
         raise DataError(
-            f"loader: the dataset has {plan.size} samples, fewer than the {plan.cut.quantum} of one batch on all "
-            "ranks, and drop_last=True leaves them out; pass drop_last=False or a smaller batch_size"
+            f"loader: the dataset has {plan.num_samples} samples, fewer than the {plan.batch_sampler.granularity} of "
+            "one batch on all ranks, and drop_last=True leaves them out; pass drop_last=False or a smaller batch_size"
         )

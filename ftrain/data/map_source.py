@@ -1,4 +1,4 @@
-"""A map-style dataset, in batches that are planned."""
+"""A map-style dataset as the source of a `Loader`."""
 
 from __future__ import annotations
 
@@ -6,39 +6,41 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ftrain.data.epoch_plan import Plan
-from ftrain.data.fetch import Fetched, Place
+from ftrain.data.epoch_plan import EpochPlan
+from ftrain.data.fetched_batch import FetchedBatch, Position
 from ftrain.data.permutation import ORDERS
-from ftrain.data.workers import Workers
+from ftrain.data.worker_pool import WorkerPool
 
 
-class Planned:
-    """A map-style dataset, whose batches are planned."""
+class MapSource:
+    """The batches of a map-style dataset, as an `EpochPlan` divides it and a `WorkerPool` reads it."""
 
-    def __init__(self, plan: Plan, workers: Workers, facts: dict[str, Any]) -> None:
-        self.start: Place = {"window": 0, "batch": 0}
-        self.optional: tuple[str, ...] = ()
-        # A position of version 1 does not name it.
-        self.facts = {**facts, "order": plan.order} if plan.order > 1 else facts
-        self._facts = facts
+    def __init__(self, plan: EpochPlan, workers: WorkerPool, options: dict[str, Any]) -> None:
+        self.start: Position = {"window": 0, "batch": 0}
+        self.optional_keys: tuple[str, ...] = ()
+        # Positions of version 1 do not contain their version.
+        self.fingerprint = {**options, "order": plan.order_version} if plan.order_version > 1 else options
+        self._options = options
         self._plan, self._workers = plan, workers
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches a pass has, where this does not depend on lengths."""
+        """The number of batches in an epoch; None if it depends on the lengths of samples."""
         return self._plan.num_batches
 
-    def as_of(self, state: Mapping[str, Any]) -> Planned:
-        """Return the same with batches in the order in which a position was saved."""
+    def for_state(self, state: Mapping[str, Any]) -> MapSource:
+        """Return the source that has the order of a saved state, which an earlier version may have written."""
         version = state.get("order", 1)
-        return Planned(replace(self._plan, order=version), self._workers, self._facts) if version in ORDERS else self
+        if version not in ORDERS:
+            return self
+        return MapSource(replace(self._plan, order_version=version), self._workers, self._options)
 
-    def check(self, place: Place) -> str | None:
-        """Say what is wrong with a place."""
-        if place["window"] <= self._plan.num_windows:
+    def position_error(self, position: Position) -> str | None:
+        """Return what is wrong with a position; None if it is valid."""
+        if position["window"] <= self._plan.num_windows:
             return None
-        return f"window is {place['window']}, and a pass has {self._plan.num_windows}"
+        return f"window is {position['window']}, and an epoch has {self._plan.num_windows}"
 
-    def run(self, epoch: int, place: Place) -> Iterator[Fetched]:
-        """Go through the rest of a pass: a window is looked at, and nothing before it."""
-        return self._workers(self._plan.requests(epoch, place["window"], place["batch"]))
+    def batches(self, epoch: int, position: Position) -> Iterator[FetchedBatch]:
+        """Yield the batches of an epoch that follow a position."""
+        return self._workers(self._plan.requests(epoch, position["window"], position["batch"]))

@@ -1,4 +1,4 @@
-"""Collation of samples of different lengths."""
+"""Collation of samples of different lengths by padding."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from ftrain.errors import DataError, OptionError, require_positive
 
 MASK = "attention_mask"
-"""What the mask of a padded batch is called."""
+"""The field of a padded batch that holds the mask."""
 
 FILLS: Mapping[str, float] = {"labels": -100}
-"""What fields are padded with unless told; others with 0."""
+"""The default padding values by field; 0 for other fields."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,27 @@ class Pad:
     cut: bool
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        """Return a batch of samples, which are mappings with the same fields.
+        """Return the batch of some samples, mappings with the same fields.
 
         Raises:
-            DataError: when they are not, or the tensors of a field cannot be put together; says which.
+            DataError: if they are not, or if the tensors of a field cannot be stacked; the message names the field.
         """
         names = _names(samples)
         batch: dict[str, Any] = {}
         for name in names:
-            found = [sample[name] for sample in samples]
-            batch[name] = found if isinstance(found[0], str | bytes) else self._field(name, found)
+            values = [sample[name] for sample in samples]
+            batch[name] = values if isinstance(values[0], str | bytes) else self._field(name, values)
         if self.mask is not None:
             if self.mask not in names:
                 raise DataError(f"pad: mask={self.mask!r} names no field; there are {', '.join(names)}")
-            real = [torch.ones(len(sample[self.mask]), dtype=torch.bool) for sample in samples]
-            batch[MASK] = self._padded(MASK, real)
+            masks = [torch.ones(len(sample[self.mask]), dtype=torch.bool) for sample in samples]
+            batch[MASK] = self._padded(MASK, masks)
         return batch
 
-    def _field(self, name: str, found: list[Any]) -> Tensor:
-        tensors = [_tensor(name, value) for value in found]
-        wanted = self.fields is None and all(tensor.ndim == 1 for tensor in tensors)
-        if wanted or (self.fields is not None and name in self.fields):
+    def _field(self, name: str, values: list[Any]) -> Tensor:
+        tensors = [_tensor(name, value) for value in values]
+        is_padded = all(tensor.ndim == 1 for tensor in tensors) if self.fields is None else name in self.fields
+        if is_padded:
             return self._padded(name, tensors)
         shapes = sorted({tuple(tensor.shape) for tensor in tensors})
         if len(shapes) > 1:
@@ -90,22 +90,21 @@ def pad(
     mask: str | None = None,
     cut: bool = False,
 ) -> Pad:
-    """Return a collate function for mappings, which pads each field to its longest.
+    """Return a collate function for mappings, which pads each field to its longest sample.
 
     Fields of text stay lists; numbers, and fields that are not padded, are stacked.
 
     Args:
-        values: what to pad with, by field; -100 for ``labels`` and 0 for the others, unless told.
-        length: pad to this instead, so that every batch has the same shape.
-        multiple: or to a multiple of this.
-        side: where the padding goes.
-        fields: those to pad, along their first axis; all with one axis, unless told.
-        mask: the field whose places ``attention_mask`` tells from padding (bool, true where a sample has something);
-            no mask unless told.
-        cut: leave out the end of what is longer than `length`, else it is an error.
+        values: padding values by field. Default: -100 for ``labels``, 0 for other fields.
+        length: pad to this length, so that every batch has the same shape. Default: the longest sample.
+        multiple: round the longest sample up to a multiple of this.
+        side: the side on which to pad.
+        fields: the fields to pad, along their first axis. Default: all with one axis.
+        mask: the field for which to add ``attention_mask`` (bool, False at padding). Default: no mask.
+        cut: cut samples that are longer than `length` at their end; else they are an error.
 
     Raises:
-        OptionError: for options out of range, or that do not go together.
+        OptionError: if an option is out of range, or excludes another.
 
     >>> batch = pad(mask="tokens")([{"tokens": [1, 2, 3], "labels": [2, 3, 4]}, {"tokens": [5], "labels": [6]}])
     >>> batch["tokens"].tolist(), batch["labels"].tolist()
@@ -117,11 +116,11 @@ def pad(
     if length is not None:
         require_positive("pad", "length", length)
         if multiple != 1:
-            raise OptionError(f"pad: length={length} and multiple={multiple} are two ways to pad; choose one")
+            raise OptionError(f"pad: length={length} and multiple={multiple} exclude each other; pass one of them")
     if side not in ("left", "right"):
         raise OptionError(f"pad: side is {side!r}; choices are left, right")
     if cut and length is None:
-        raise OptionError("pad: cut=True needs length=, for else nothing is too long")
+        raise OptionError("pad: cut=True needs length=")
     return Pad(dict(values or {}), length, multiple, side, None if fields is None else tuple(fields), mask, cut)
 
 

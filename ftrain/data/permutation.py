@@ -1,10 +1,10 @@
-"""The order of a pass, in bounded memory: up to `BLOCK` indices are shuffled, more are computed index by index.
+"""The shuffled order of an epoch, in bounded memory.
 
-A shuffle sorts Philox draws, so that all orders are equally likely. Beyond `BLOCK` the order is a bijection: a
-generalised Feistel network (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002) over pairs
-``(x, y)`` of ``Z_a x Z_b``, with ``a b`` barely above the size: ``x += F(y)`` and ``y += F(x)`` by turns. What
-falls outside of the size is sent through again until it falls inside. With few indices, the keys of this network do
-not reach all orders equally often.
+Up to `BLOCK` indices are sorted by Philox draws, so that all orders are equally likely. The order of more indices is a
+bijection that is computed for each index on its own: a generalised Feistel network (Black and Rogaway, "Ciphers with
+arbitrary finite domains", CT-RSA 2002) over pairs ``(x, y)`` of ``Z_a x Z_b``, with ``a b`` barely above the number of
+indices: ``x += F(y)`` and ``y += F(x)`` by turns. A result outside of the range is mapped again until it falls inside.
+Such a network does not reach all orders of a few indices equally often, hence the sort.
 """
 
 from __future__ import annotations
@@ -24,50 +24,54 @@ from ftrain.random.philox import philox_host
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Permutation: TypeAlias = Callable[[Indices, int, tuple[int, int]], Indices]
-"""Indices, how many there are, and the words of a key -> what stands at these indices."""
-_Words: TypeAlias = npt.NDArray[np.uint64]
+"""``(positions, size, words of a key) -> indices`` at these positions of a permutation of ``0 .. size - 1``."""
+_UInts: TypeAlias = npt.NDArray[np.uint64]
 
 ROUNDS = 8
 BLOCK = 4096
-# The finaliser of MurmurHash3 (Appleby), which turns any bit into half of all bits.
+# The finaliser of MurmurHash3 (Appleby): each input bit flips each output bit with probability 1/2.
 _SHIFT = np.uint64(33)
 _FACTORS = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 
 
 def shuffled(index: npt.ArrayLike, size: int, *, seed: int = 0, epoch: int = 0) -> Indices:
-    """Return what stands at `index` in the shuffled order of ``0 .. size - 1``.
+    """Return the elements at positions `index` of a random permutation of ``0 .. size - 1``.
 
-    A pure function of ``(seed, epoch, index)``, one to one for each size, in bounded memory.
+    A pure function of ``(seed, epoch, index)``, in bounded memory; the order in which `loader` shuffles.
 
     Args:
-        index: integers in ``[0, size)``, of any shape.
-        size: how many there are to shuffle.
-        seed: of the run.
-        epoch: each pass has an order of its own.
+        index: positions, integers in ``[0, size)``, of any shape.
+        size: the number of elements.
+        seed: the seed of the run.
+        epoch: the number of the epoch, each of which has its own permutation.
+
+    Returns:
+        int64 array of the shape of `index`.
 
     Raises:
-        OptionError: for an index outside of the range.
+        OptionError: if an index is out of range.
 
     >>> sorted(int(i) for i in shuffled(range(5), 5, seed=7))
     [0, 1, 2, 3, 4]
     """
-    slots = np.asarray(index, dtype=np.int64)
-    if slots.size and not 0 <= slots.min() <= slots.max() < size:
+    positions = np.asarray(index, dtype=np.int64)
+    if positions.size and not 0 <= positions.min() <= positions.max() < size:
         raise OptionError(
-            f"shuffled: index goes from {slots.min()} to {slots.max()}; needs whole numbers in [0, {size})"
+            f"shuffled: index ranges from {positions.min()} to {positions.max()}; needs whole numbers in [0, {size})"
         )
-    return permuted(slots, size, rng_streams.stream(seed, epoch, rng_streams.ORDER))
+    return permuted(positions, size, rng_streams.stream(seed, epoch, rng_streams.ORDER))
 
 
-def stretch(permutation: Permutation, first: int, count: int, size: int, words: tuple[int, int]) -> Indices:
-    """Return what stands at ``first .. first + count - 1`` in an order.
+def permuted_range(permutation: Permutation, first: int, count: int, size: int, words: tuple[int, int]) -> Indices:
+    """Return the elements at positions ``first .. first + count - 1`` of a permutation.
 
-    By blocks that are kept for a while, since who asks for one batch asks for the next one too.
+    Computed in blocks, which are cached: whoever reads one batch reads the next one soon.
     """
+    start = first % BLOCK
+    if start + count <= BLOCK:
+        return _block(permutation, first // BLOCK, size, words)[start : start + count]
     numbers = range(first // BLOCK, (first + count - 1) // BLOCK + 1)
-    blocks = [_block(permutation, number, size, words) for number in numbers]
-    begin = first % BLOCK
-    return (blocks[0] if len(blocks) == 1 else np.concatenate(blocks))[begin : begin + count]
+    return np.concatenate([_block(permutation, number, size, words) for number in numbers])[start : start + count]
 
 
 @functools.lru_cache(maxsize=8)
@@ -75,56 +79,56 @@ def _block(permutation: Permutation, number: int, size: int, words: tuple[int, i
     return permutation(np.arange(number * BLOCK, min((number + 1) * BLOCK, size), dtype=np.int64), size, words)
 
 
-def permuted(index: Indices, size: int, words: tuple[int, int]) -> Indices:
-    """`shuffled` with the words of a key, and without a check."""
-    return sorted_draws(size, words)[index] if size <= BLOCK else enciphered(index, size, words)
+def permuted(positions: Indices, size: int, words: tuple[int, int]) -> Indices:
+    """`shuffled` from the words of a key, without a check of the range."""
+    return sorted_draws(size, words)[positions] if size <= BLOCK else feistel(positions, size, words)
 
 
 @functools.lru_cache(maxsize=8)
 def sorted_draws(size: int, words: tuple[int, int]) -> Indices:
-    """Return `random.permutation` on the host: ``0 .. size - 1`` in the order of 63-bit draws, two to a block."""
+    """Return `random.permutation`, computed on the host: ``0 .. size - 1`` sorted by 63-bit draws, two to a block."""
     block = philox_host(words, (np.arange((size + 1) // 2, dtype=np.uint64), 0, 0, 0))
-    drawn = np.stack([block[0] << 31 | block[1] >> 1, block[2] << 31 | block[3] >> 1], -1).reshape(-1)
-    return np.argsort(drawn[:size], kind="stable").astype(np.int64)
+    draws = np.stack([block[0] << 31 | block[1] >> 1, block[2] << 31 | block[3] >> 1], -1).reshape(-1)
+    return np.argsort(draws[:size], kind="stable").astype(np.int64)
 
 
-def enciphered(index: Indices, size: int, words: tuple[int, int]) -> Indices:
-    """`permuted` by the network alone, which was the order at every size before there were shuffles."""
-    # Even, for then a round can be an odd permutation, and all of them can be reached.
+def feistel(positions: Indices, size: int, words: tuple[int, int]) -> Indices:
+    """Return the elements at some positions of the permutation that the Feistel network computes."""
+    # Even: one round can then be an odd permutation, without which only half of all permutations could be reached.
     left = math.isqrt(max(size - 1, 0)) + 1
     left += left % 2
-    right = -(-size // left)
-    # Arrays of at least one axis: numpy wraps these silently, where it warns about single numbers.
-    found = _rounds(index.astype(np.uint64).reshape(-1), left, max(right, 1), words)
-    outside = np.flatnonzero(found >= size)
+    right = max(-(-size // left), 1)
+    # Arrays of at least one axis: numpy lets these overflow silently, and warns about scalars.
+    elements = _rounds(positions.astype(np.uint64).reshape(-1), left, right, words)
+    outside = np.flatnonzero(elements >= size)
     while outside.size:
-        found[outside] = _rounds(found[outside], left, right, words)
-        outside = outside[found[outside] >= size]
-    return found.astype(np.int64).reshape(index.shape)
+        elements[outside] = _rounds(elements[outside], left, right, words)
+        outside = outside[elements[outside] >= size]
+    return elements.astype(np.int64).reshape(positions.shape)
 
 
-ORDERS: dict[int, Permutation] = {1: enciphered, 2: permuted}
-"""By version: a position says from which one its batches come, and one that does not is of version 1."""
+ORDERS: dict[int, Permutation] = {1: feistel, 2: permuted}
+"""The permutation of each version of the order. A saved position without a version is of version 1."""
 
 
-def _rounds(slots: _Words, left: int, right: int, words: tuple[int, int]) -> _Words:
+def _rounds(values: _UInts, left: int, right: int, words: tuple[int, int]) -> _UInts:
     a, b = np.uint64(left), np.uint64(right)
-    keys = _keys(words)
-    x, y = slots // b, slots % b
+    keys = _round_keys(words)
+    x, y = values // b, values % b
     for first, second in zip(keys[::2], keys[1::2], strict=True):
-        x = (x + _mixed(y ^ first) % a) % a
-        y = (y + _mixed(x ^ second) % b) % b
-    found: _Words = x * b + y
-    return found
+        x = (x + _mix(y ^ first) % a) % a
+        y = (y + _mix(x ^ second) % b) % b
+    encrypted: _UInts = x * b + y
+    return encrypted
 
 
-def _mixed(value: _Words) -> Any:
+def _mix(value: _UInts) -> Any:
     for factor in _FACTORS:
         value = (value ^ (value >> _SHIFT)) * factor
     return value ^ (value >> _SHIFT)
 
 
 @functools.lru_cache(maxsize=64)
-def _keys(words: tuple[int, int]) -> list[np.uint64]:
+def _round_keys(words: tuple[int, int]) -> list[np.uint64]:
     folded = (random.fold_in_words(words, number) for number in range(ROUNDS))
     return [np.uint64(high << 32 | low) for low, high in folded]

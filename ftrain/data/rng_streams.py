@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import functools
 import random as python_random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.random import mtrand
-from torch import Tensor
 
 from ftrain import random
 
 ORDER, WINDOW, SAMPLE, COLLATION = range(4)
-"""What a stream of numbers is for; streams of different purposes share nothing."""
+"""Purposes of the keys of an epoch. Keys of different purposes give independent numbers."""
 
-_ASIDE = np.random.MT19937(0)
-
-# What a user is least likely to fold into a key of the same seed.
+# Folded into the key of the seed; a number that users are unlikely to fold into a key of the same seed themselves.
 _DATA = 0x64617461
+
+# The global state of numpy while samples are read.
+_SPARE = np.random.MT19937(0)
 
 
 @functools.lru_cache(maxsize=64)
 def stream(seed: int, epoch: int, purpose: int) -> tuple[int, int]:
-    """Return the words of the key that belongs to a purpose in an epoch."""
+    """Return the two words of the key for a purpose in an epoch."""
     base = random.fold_in_words(random.words(random.key(seed)), _DATA)
     return random.fold_in_words(random.fold_in_words(base, epoch), purpose)
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
-    """Seed the generators of torch, Python and numpy for one sample."""
+    """Seed the global generators of torch, Python and numpy for the sample with this index."""
     _seed(random.fold_in_words(stream(seed, epoch, SAMPLE), index))
 
 
@@ -43,63 +41,74 @@ def seed_collation(seed: int, epoch: int, index: int) -> None:
 
 def _seed(words: tuple[int, int]) -> None:
     number = random.seed_of(words)
-    # Not torch.manual_seed, which would reach for devices, in workers too.
+    # Not torch.manual_seed, which seeds the devices as well, in workers too.
     torch.default_generator.manual_seed(number)
     python_random.seed(number)
-    # A word alone, for seeding by several takes six times as long.
+    # One word only: seeding numpy with several takes six times as long.
     np.random.seed(words[0])
 
 
-class Watch:
-    """Whether the global generators were drawn from, or set, since it was made.
+class PreservedState:
+    """Context in which code may use the global generators of torch, Python and numpy; restores their states on exit.
 
-    Python's and numpy's are set to a state that gives known numbers, for to read the state that they are in takes ten
-    times as long. What reads a state and sets it back goes unnoticed.
-
-    Args:
-        state: that of torch, which stays as it is.
+    Except for the second of the two normal numbers that ``np.random.randn`` computes at once and keeps for its next
+    call.
     """
 
-    def __init__(self, state: Tensor) -> None:
-        python_random.setstate(_KNOWN)
-        np.random.seed(_SEED)
-        self._torch = state
-        self._next = iter(_NEXT)
+    __slots__ = ("_numpy", "_python", "torch")
 
-    def drawn(self) -> bool:
-        """Say it; to be asked at most twice."""
-        if _numbers(python_random, mtrand.get_bit_generator()) != next(self._next):
+    def __enter__(self) -> PreservedState:
+        self.torch = torch.default_generator.get_state()
+        self._python = python_random.getstate()
+        # Replaced instead of copied, which takes a hundred times as long.
+        self._numpy = mtrand.get_bit_generator()
+        mtrand.set_bit_generator(_SPARE)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.default_generator.set_state(self.torch)
+        python_random.setstate(self._python)
+        mtrand.set_bit_generator(self._numpy)
+
+
+class DrawDetector:
+    """Tells whether one of the global generators has been drawn from, or set, since this was created.
+
+    The generators of Python and numpy are set to a known state, whose next numbers are compared: reading their states
+    takes ten times as long. Code that reads a state, draws and sets the state back is not detected.
+
+    Args:
+        preserved: the active context; the generator of torch must still be in the state that it had on entry.
+    """
+
+    __slots__ = ("_checks", "_torch")
+
+    def __init__(self, preserved: PreservedState) -> None:
+        python_random.setstate(_KNOWN_STATE)
+        np.random.seed(_KNOWN_SEED)
+        self._torch = preserved.torch
+        self._checks = 0
+
+    def has_drawn(self) -> bool:
+        """Return whether a generator has been used; can be called twice."""
+        expected = _KNOWN_NUMBERS[self._checks]
+        self._checks += 1
+        if _next_numbers(python_random, mtrand.get_bit_generator()) != expected:
             return True
         return not torch.equal(torch.default_generator.get_state(), self._torch)
 
 
-def _numbers(python: Any, numpy: Any) -> tuple[int, int, int]:
+def _next_numbers(python: Any, numpy: Any) -> tuple[int, int, int]:
     return python.getrandbits(64), numpy.random_raw(), numpy.random_raw()
 
 
-def _known() -> tuple[Any, list[tuple[int, int, int]]]:
-    python, numpy = python_random.Random(_SEED), np.random.MT19937()
-    np.random.RandomState(numpy).seed(_SEED)
-    return python.getstate(), [_numbers(python, numpy) for _ in range(2)]
+def _known_state() -> tuple[Any, list[tuple[int, int, int]]]:
+    """Return a state of Python's generator, and the numbers of both generators for the first and the second check."""
+    python, numpy = python_random.Random(_KNOWN_SEED), np.random.MT19937()
+    np.random.RandomState(numpy).seed(_KNOWN_SEED)
+    return python.getstate(), [_next_numbers(python, numpy) for _ in range(2)]
 
 
-# What a dataset is least likely to seed with.
-_SEED = 0x77617463
-_KNOWN, _NEXT = _known()
-
-
-@contextmanager
-def preserved() -> Iterator[Tensor]:
-    """Leave the global generators of the host as they were found; gives the state of torch's.
-
-    Except for the second of two Gaussians that ``np.random.randn`` keeps for its next call.
-    """
-    before = torch.default_generator.get_state(), python_random.getstate(), mtrand.get_bit_generator()
-    # Numpy's is put aside, which is far cheaper than to copy its state, twice.
-    mtrand.set_bit_generator(_ASIDE)
-    try:
-        yield before[0]
-    finally:
-        torch.default_generator.set_state(before[0])
-        python_random.setstate(before[1])
-        mtrand.set_bit_generator(before[2])
+# A number that datasets are unlikely to seed with.
+_KNOWN_SEED = 0x77617463
+_KNOWN_STATE, _KNOWN_NUMBERS = _known_state()

@@ -1,4 +1,4 @@
-"""Positions: where a source of batches stands, in the words of whatever keeps it."""
+"""Read and set the position of a source of batches, by whichever methods it has."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import Any
 from ftrain.errors import DataError
 
 PROTOCOLS = ("state_dict", "load_state_dict"), ("get_state", "set_state")
-"""What a source may call reading its position and setting it."""
+"""Pairs of methods that read and set the position of a source."""
 
 
 def has_position(data: Any) -> bool:
-    """Whether a source keeps its position."""
+    """Return whether a source can save its position."""
     return _methods(data) is not None
 
 
 def position(data: Any) -> dict[str, Any] | None:
-    """Return where a source stands, as its ``state_dict()`` or ``get_state()`` says; None where it has neither.
-
-    A copy, so that it stays what it is when the source goes on.
+    """Return the position of a source: a copy of its ``state_dict()`` or ``get_state()``; None if it has neither.
 
     >>> position([1, 2, 3])
     """
@@ -29,20 +27,20 @@ def position(data: Any) -> dict[str, Any] | None:
 
 
 def seek(data: Any, position: Mapping[str, Any]) -> None:
-    """Set where a source stands, from what `position` returned: its next pass continues there.
+    """Set a source to a position that `position` returned; its next pass continues from it.
 
     Raises:
-        DataError: when the source has no ``load_state_dict`` and no ``set_state``.
+        DataError: if the source has neither ``load_state_dict`` nor ``set_state``.
     """
     methods = _methods(data)
     if methods is None:
         raise DataError(
-            f"seek: {type(data).__name__} has neither load_state_dict nor set_state; needs a source that keeps its "
+            f"seek: {type(data).__name__} has neither load_state_dict nor set_state; needs a source that can save its "
             "position, such as ft.data.loader(...) or torchdata's StatefulDataLoader"
         )
     getattr(data, methods[1])(copy.deepcopy(dict(position)))
 
 
 def _methods(data: Any) -> tuple[str, str] | None:
-    found = (pair for pair in PROTOCOLS if all(callable(getattr(data, name, None)) for name in pair))
-    return next(found, None)
+    pairs = (pair for pair in PROTOCOLS if all(callable(getattr(data, name, None)) for name in pair))
+    return next(pairs, None)

@@ -60,7 +60,7 @@ def seeded(source, indices):
         rng_streams.seed_sample(0, epoch, index)
         return found[index]
 
-    with rng_streams.preserved():
+    with rng_streams.PreservedState():
         return [[sample(epoch, index) for index in range(SIZE)] for epoch in range(2)]
 
 

@@ -169,7 +169,7 @@ def test_one_pass_at_a_time():
     next(first)
     second = iter(loader)
     next(second)
-    with pytest.raises(DataError, match="one pass at a time"):
+    with pytest.raises(DataError, match="one iterator at a time"):
         next(first)
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(DataError, match="a position was loaded"):
@@ -274,7 +274,7 @@ def test_all_that_differs_is_listed():
         ({"epoch": -1}, "epoch: found -1"),
         ({"window": 1.5}, "window: found 1.5"),
         ({"batch": "0"}, "batch: found '0'"),
-        ({"window": 99}, "window is 99, and a pass has 6"),
+        ({"window": 99}, "window is 99, and an epoch has 6"),
         ({"step": 3}, "step: unexpected"),
         ({"source": {}}, "source: unexpected"),
     ],

@@ -116,7 +116,7 @@ def test_a_position_costs_the_same_anywhere(options, lengths):
         loader.load_state_dict({**loader.state_dict(), "window": window})
         asked.clear()
         batch = next(iter(loader))
-        assert loader._source._workers._batches._dataset.read == len(batch)
+        assert loader._source._workers._dataset._dataset.read == len(batch)
         return len(asked)
 
     assert cost(10) == cost(10_000_000) == (64 if lengths else 0)

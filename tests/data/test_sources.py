@@ -341,6 +341,6 @@ def test_the_order_by_blocks_is_the_order(monkeypatch):
     for first in range(40):
         for count in (1, 6, 7, 8, 40 - first):
             count = min(count, 40 - first)
-            found = permutation.stretch(permutation.permuted, first, count, 40, words)
+            found = permutation.permuted_range(permutation.permuted, first, count, 40, words)
             assert found.tolist() == whole[first : first + count].tolist()
     permutation._block.cache_clear()

@@ -14,7 +14,7 @@ import torch
 import torch.utils.data._utils as torch_workers
 
 from ftrain import data
-from ftrain.data.workers import answered
+from ftrain.data.worker_pool import read_from_workers
 from ftrain.errors import DataError
 
 
@@ -146,7 +146,7 @@ def test_a_worker_that_dies_while_a_tensor_is_fetched_from_it(error):
         yield
 
     with pytest.raises(DataError, match=f"a worker died.*the 3rd was awaited: .*{re.escape(str(error)) or 'EOFError'}"):
-        next(answered(torn(), 1.0, lambda: "the 3rd"))
+        next(read_from_workers(torn(), 1.0, lambda: "the 3rd"))
 
 
 def test_a_worker_that_hangs(quick_end):
@@ -217,7 +217,7 @@ def test_but_not_where_other_ranks_would_wait_for_it():
     loader = made(Faulty(8, raises=[4, 6]), num_ranks=2, on_error="skip")
     with (
         pytest.warns(UserWarning, match="sample 4"),
-        pytest.raises(DataError, match=r"sample 4.*with several ranks none can be left out"),
+        pytest.raises(DataError, match=r"sample 4.*with several ranks no batch can be left out"),
     ):
         taken(loader)
 
@@ -275,6 +275,6 @@ def test_what_goes_to_a_new_process_can_be_sent(tmp_path):
     for dataset in sources:
         for options in ({}, {"collate": data.pad(mask="tokens")}, {"lengths": [9] * len(dataset), "pack": 9}):
             loader = data.loader(dataset, 1, num_workers=1, context="spawn", **options)
-            batches = loader._source._workers._batches
+            batches = loader._source._workers._dataset
             sent = pickle.loads(pickle.dumps(batches))
             assert str(sent._dataset[0]) == str(dataset[0])

@@ -1,4 +1,4 @@
-"""In-memory data: a tree of arrays, whose first axis is that of the samples."""
+"""In-memory data: a tree of arrays whose first axis is the samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ftrain.errors import DataError
 from ftrain.types import PyTree
 
 
-class Arrays(Dataset[PyTree]):
+class ArrayDataset(Dataset[PyTree]):
     """A map-style dataset made by `arrays`."""
 
     draws = False
@@ -28,25 +28,25 @@ class Arrays(Dataset[PyTree]):
         """Return the number of samples."""
         return self._length
 
-    def rows(self, index: Sequence[int]) -> PyTree:
-        """Return several samples as one tree, with an axis more in front: what collating them would give."""
-        places = np.asarray(index, dtype=np.int64)
-        return tree.map(lambda leaf: _rows(leaf, places), self._data)
+    def rows(self, indices: Sequence[int]) -> PyTree:
+        """Return several samples as one tree, stacked on a new first axis, as ``default_collate`` would."""
+        index = np.asarray(indices, dtype=np.int64)
+        return tree.map(lambda leaf: _rows(leaf, index), self._data)
 
     def __getitem__(self, index: int) -> PyTree:
-        # As a list would say it, so that `for sample in arrays(...)` ends.
-        place = range(self._length)[index]
-        return tree.map(lambda leaf: _sample(leaf, place), self._data)
+        # Indexing a range raises the IndexError of a list, which ends `for sample in arrays(...)`.
+        row = range(self._length)[index]
+        return tree.map(lambda leaf: _row(leaf, row), self._data)
 
 
-def arrays(data: PyTree) -> Arrays:
+def arrays(data: PyTree) -> ArrayDataset:
     """Return a dataset whose sample i is the same tree with row i of every leaf, as a tensor.
 
     Args:
-        data: a tree (a dict, say) of tensors or numpy arrays, memory-mapped ones included, of one length.
+        data: a tree (a dict, say) of tensors or numpy arrays, memory-mapped ones included, all of one length.
 
     Raises:
-        DataError: when a leaf is no array or has another length; says which.
+        DataError: if a leaf is not an array, has no axis, or has another length; the message names it.
 
     >>> arrays({"x": torch.arange(6).view(3, 2), "y": np.array([5, 6, 7])})[1]
     {'x': tensor([2, 3]), 'y': tensor(6)}
@@ -59,15 +59,15 @@ def arrays(data: PyTree) -> Arrays:
     if len(set(lengths.values())) != 1:
         listed = ", ".join(f"{tree.path('data', name)}: {length}" for name, length in lengths.items())
         raise DataError(f"arrays: needs arrays of one length, one row for each sample; found {listed or 'none'}")
-    # Without the class memmap, whose rows take three times as long.
+    # Not the class memmap, whose rows take three times as long.
     data = tree.map(lambda leaf: leaf if isinstance(leaf, Tensor) else np.asarray(leaf), data)
-    return Arrays(data, next(iter(lengths.values())))
+    return ArrayDataset(data, next(iter(lengths.values())))
 
 
-def _rows(leaf: Any, places: npt.NDArray[np.int64]) -> Tensor:
-    return leaf[torch.from_numpy(places)] if isinstance(leaf, Tensor) else torch.as_tensor(leaf[places])
+def _rows(leaf: Any, index: npt.NDArray[np.int64]) -> Tensor:
+    return leaf[torch.from_numpy(index)] if isinstance(leaf, Tensor) else torch.as_tensor(leaf[index])
 
 
-def _sample(leaf: Any, index: int) -> Tensor:
-    # A copy, for torch warns of memory that it may not write.
+def _row(leaf: Any, index: int) -> Tensor:
+    # A copy: torch warns about read-only memory.
     return leaf[index] if isinstance(leaf, Tensor) else torch.as_tensor(np.array(leaf[index]))

@@ -1,0 +1,151 @@
+"""Copies batches to a device ahead of their use."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import backends, tree
+from ftrain.data.stateful import position, seek
+from ftrain.errors import ComposeError, DataError, require_positive
+from ftrain.step.purity import as_tree
+from ftrain.types import PyTree
+
+
+def prefetch(data: Iterable[PyTree], device: torch.device | str, depth: int = 2) -> DevicePrefetcher:
+    """Return the same batches on a device, copied there while earlier ones are in use.
+
+    On a device that reads pinned memory faster, batches are copied into pinned memory and from there on a separate
+    stream. The position is that after the batches that were yielded, not those that were read ahead.
+
+    Args:
+        data: an iterable of batches.
+        device: the device to copy them to.
+        depth: the number of batches that are read ahead.
+
+    Raises:
+        OptionError: if `depth` is not a positive integer.
+        DataError: if `data` is not iterable.
+        DeviceError: if the device is unknown or unavailable.
+
+    >>> [int(batch["x"]) for batch in prefetch([{"x": torch.tensor(1)}, {"x": torch.tensor(2)}], "cpu")]
+    [1, 2]
+    """
+    require_positive("prefetch", "depth", depth)
+    if not isinstance(data, Iterable):
+        raise DataError(f"prefetch: data is {type(data).__name__}; needs an iterable of batches")
+    return DevicePrefetcher(data, backends.resolve(device), depth)
+
+
+class DevicePrefetcher:
+    """An iterable made by `prefetch`.
+
+    After an unfinished epoch, ``iter()`` starts the same epoch again if `data` has a position.
+    """
+
+    def __init__(self, data: Iterable[PyTree], device: torch.device, depth: int) -> None:
+        self._data, self._device, self._depth = data, device, depth
+        self._position: dict[str, Any] | None = None
+        self._epoch_start: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch.
+
+        Raises:
+            ComposeError: if `data` has no length.
+        """
+        if not isinstance(self._data, Sized):
+            raise ComposeError(f"len(prefetch): {type(self._data).__name__} has no length; count in steps instead")
+        return len(self._data)
+
+    def __iter__(self) -> Iterator[PyTree]:
+        if self._epoch_start is not None:
+            # Reading ahead may have finished the epoch in `data`, which was left unfinished here.
+            seek(self._data, self._epoch_start)
+        self._epoch_start = self._position = position(self._data)
+        return self._batches()
+
+    def _batches(self) -> Iterator[PyTree]:
+        batches, copy = iter(self._data), _CopyToDevice(self._device)
+        queue: deque[_Prefetched] = deque()
+        while True:
+            while len(queue) <= self._depth and not (queue and queue[-1].is_end):
+                queue.append(self._read(batches, copy))
+            first = queue.popleft()
+            if first.error is not None:
+                raise first.error
+            if first.is_end:
+                break
+            self._position = first.position
+            yield first.wait()
+        self._epoch_start = self._position = None
+
+    def _read(self, batches: Iterator[PyTree], copy: _CopyToDevice) -> _Prefetched:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return _Prefetched(is_end=True)
+        except Exception as error:
+            # Raised when it is its turn: the batches before it are good.
+            return _Prefetched(is_end=True, error=error)
+        return _Prefetched(*copy(as_tree(batch)), position=position(self._data))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the position of `data` after the batches that were yielded; None if it has no position."""
+        return position(self._data) if self._position is None else self._position
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the position of `data`.
+
+        Raises:
+            DataError: if `data` has no position, or this one does not fit.
+        """
+        seek(self._data, state)
+        self._epoch_start = self._position = None
+
+
+@dataclass
+class _Prefetched:
+    """A batch on the device with the event of its copy, or the end of the epoch."""
+
+    batch: PyTree = None
+    copied: Any = None
+    position: dict[str, Any] | None = None
+    is_end: bool = False
+    error: Exception | None = None
+
+    def wait(self) -> PyTree:
+        """Return the batch. The current stream waits for its copy, and its memory is kept until that stream is done."""
+        if self.copied is None:
+            return self.batch
+        current = torch.accelerator.current_stream(self.copied.device)
+        current.wait_event(self.copied)
+        tree.map(lambda leaf: leaf.record_stream(current) if isinstance(leaf, Tensor) else None, self.batch)
+        return self.batch
+
+
+class _CopyToDevice:
+    """Copies trees to a device, on a separate stream if it reads pinned memory faster."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device) if backends.of(device).pinned_memory else None
+
+    def __call__(self, batch: PyTree) -> tuple[PyTree, Any]:
+        """Return the tree on the device, and the event of the copy if it is on a separate stream."""
+        if self._stream is None:
+            return tree.to(batch, self._device), None
+        pinned = tree.map(_pin, batch)
+        with self._stream:
+            copy = tree.to(pinned, self._device)
+        return copy, self._stream.record_event()
+
+
+def _pin(leaf: Any) -> Any:
+    needs_pinning = isinstance(leaf, Tensor) and leaf.device == tree.HOST and not leaf.is_pinned()
+    return leaf.pin_memory() if needs_pinning else leaf

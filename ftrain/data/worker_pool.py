@@ -1,0 +1,188 @@
+"""Worker processes: those of torch's `DataLoader`, kept from epoch to epoch."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ftrain import _torch
+from ftrain.data.batch_dataset import BatchDataset, describe
+from ftrain.data.epoch_plan import BatchRequest
+from ftrain.data.fetched_batch import FetchedBatch
+from ftrain.errors import DataError
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_interrupts(worker: int) -> None:
+    # Ctrl-C reaches every process of a terminal; the main process decides what it ends, and when.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class WorkerPool:
+    """Reads requested batches in worker processes, ahead of their use, and yields them in order.
+
+    Args:
+        dataset: the dataset of batches.
+        num_workers: the number of processes; 0 reads each batch in this process when it is asked for.
+        timeout: how long to wait for a batch, in seconds.
+        prefetch_factor: the number of batches that each worker reads ahead.
+        context: the start method ("fork", "spawn", "forkserver"); None for Python's default.
+    """
+
+    def __init__(
+        self, dataset: BatchDataset, num_workers: int, timeout: float, prefetch_factor: int, context: str | None
+    ) -> None:
+        self._dataset, self._num_workers, self._timeout = dataset, num_workers, timeout
+        self._prefetch_factor, self._context = prefetch_factor, context
+        self._requests = _PendingRequests()
+        self._loader: DataLoader[FetchedBatch] | None = None
+
+    def __call__(self, requests: Iterable[BatchRequest]) -> Iterator[FetchedBatch]:
+        """Return an iterator over the batches of some requests.
+
+        Raises:
+            DataError: when a worker dies, or does not answer in time.
+        """
+        return self._from_workers(requests) if self._num_workers else map(self._dataset.__getitem__, requests)
+
+    def _from_workers(self, requests: Iterable[BatchRequest]) -> Iterator[FetchedBatch]:
+        self._requests.start(requests)
+        if self._loader is None:
+            self._loader = self._make_loader()
+        try:
+            for batch in read_from_workers(self._loader, self._timeout, self._requests.describe_next):
+                self._requests.pop()
+                if batch.error is not None:
+                    self._loader = None
+                yield batch
+        except DataError:
+            # The next epoch starts new workers.
+            self._loader = None
+            raise
+
+    def _make_loader(self) -> DataLoader[FetchedBatch]:
+        return DataLoader(
+            self._dataset,
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=self._num_workers,
+            collate_fn=_identity,
+            timeout=self._timeout,
+            # Each epoch draws a number from this generator; the default is the user's global one.
+            generator=torch.Generator(),
+            multiprocessing_context=self._context,
+            worker_init_fn=_ignore_interrupts,
+            prefetch_factor=self._prefetch_factor,
+            persistent_workers=True,
+        )
+
+
+def read_in_one_worker(
+    stream: IterableDataset[FetchedBatch], seed: int, timeout: float, prefetch_factor: int, context: str | None
+) -> Iterator[FetchedBatch]:
+    """Yield the batches of an iterable dataset, read in one worker process.
+
+    Args:
+        stream: the iterable dataset of batches.
+        seed: seed of the worker.
+        timeout: how long to wait for a batch, in seconds.
+        prefetch_factor: the number of batches that the worker reads ahead.
+        context: the start method; None for Python's default.
+
+    Raises:
+        DataError: when the worker dies, or does not answer in time.
+    """
+    loader = DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=1,
+        collate_fn=_identity,
+        timeout=timeout,
+        generator=torch.Generator().manual_seed(seed),
+        multiprocessing_context=context,
+        worker_init_fn=_ignore_interrupts,
+        prefetch_factor=prefetch_factor,
+    )
+    return read_from_workers(loader, timeout, lambda: "the next batch of the stream")
+
+
+def read_from_workers(
+    loader: DataLoader[FetchedBatch], timeout: float, describe_next: Callable[[], str]
+) -> Iterator[FetchedBatch]:
+    """Yield what workers send. Stop them at the first batch that has an error.
+
+    Args:
+        loader: the loader whose workers read the batches.
+        timeout: how long it waits for a batch, in seconds.
+        describe_next: returns a text that names the batch that is waited for.
+
+    Raises:
+        DataError: when a worker cannot be started, dies, or does not answer in time.
+    """
+    batches: Iterator[FetchedBatch] | None = None
+    while True:
+        try:
+            # Starting an epoch may also wait: for workers that are still reading for an epoch that was left.
+            batches = iter(loader) if batches is None else batches
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            if batches is not None:
+                raise
+            raise DataError(
+                f"loader: the dataset or collate= cannot be sent to a worker process: {error}. Use functions and "
+                'classes that a module defines at its top level, no lambdas; or pass num_workers=0, or context="fork" '
+                "where that is safe"
+            ) from error
+        except (RuntimeError, EOFError, OSError) as error:
+            _stop(batches)
+            # Errors of the data arrive as values, so this one comes from the processes or from a truncated message.
+            raise DataError(
+                f"loader: a worker died, or hung for longer than timeout={timeout:g} seconds, while {describe_next()} "
+                f"was awaited: {str(error) or type(error).__name__}. Run with num_workers=0 to see what it does, or "
+                "raise timeout="
+            ) from error
+        if batch.error is not None:
+            _stop(batches)
+        yield batch
+
+
+def _stop(batches: Any) -> None:
+    # The garbage collector would take five seconds for each worker: it closes the queues before the loader can tell
+    # the workers to end.
+    with suppress(RuntimeError):  # Torch may signal the death of another worker meanwhile.
+        _torch.stop_workers(batches)
+
+
+class _PendingRequests:
+    """The sampler of the workers: yields requests, and remembers those whose batches have not arrived yet."""
+
+    def __init__(self) -> None:
+        self._requests: Iterator[BatchRequest] = iter(())
+        self._pending: deque[BatchRequest] = deque()
+
+    def start(self, requests: Iterable[BatchRequest]) -> None:
+        self._requests = iter(requests)
+        self._pending.clear()
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        for request in self._requests:
+            self._pending.append(request)
+            yield request
+
+    def pop(self) -> None:
+        self._pending.popleft()
+
+    def describe_next(self) -> str:
+        return describe(self._pending[0]) if self._pending else "the next batch"
