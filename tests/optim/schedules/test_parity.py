@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from ftrain.errors import OptionError
 from ftrain.optim import schedules as s
 from ftrain.types import Schedule
-from tests.optim.schedules.cases import SHAPES, STEPS, ours
+from tests.optim.schedules.cases import STEPS, ours
 
 PEAK = 3e-4
 WARMUPS = (0, 1, 7, 100, 150)
@@ -117,7 +117,7 @@ class TestTransformers:
         assert ours(s.warmup_inverse_sqrt(PEAK, warmup, timescale)) == theirs
 
     # The two shapes do not meet: each occurs once on each side.
-    @pytest.mark.parametrize(("up", "down"), zip(SHAPES, (*SHAPES[1:], SHAPES[0]), strict=True))
+    @pytest.mark.parametrize(("up", "down"), [("linear", "cosine"), ("cosine", "1-sqrt"), ("1-sqrt", "linear")])
     @pytest.mark.parametrize(("warmup", "decay"), [(0, 150), (10, 40), (100, 50), (30, 0), (0, 0)])
     @pytest.mark.parametrize("ratio", [0.0, 0.3])
     def test_warmup_stable_decay(self, up: str, down: str, warmup: int, decay: int, ratio: float) -> None:
