@@ -37,13 +37,25 @@ STATIC = {"static": True}
 T = TypeVar("T")
 
 TREE_CLASSES: dict[str, Callable[[Mapping[str, Any], Sequence[Any]], Any]] = {}
-"""Of each registered class, by its full name, what makes one of its fields by name and its static values."""
+"""Tag of a registered class -> function that makes an instance from its fields by name and its static values."""
+
+
+def tree_tag(kind: type) -> str:
+    """Return the tag of a registered class, by which checkpoints name it.
+
+    A class of ftrain has its name alone, so that it can move to another module without changing the file format. A
+    class of a user has its module too, so that it is never taken for one of ftrain with the same name.
+    """
+    if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return kind.__name__
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def tree_class(kind: type[T]) -> type[T]:
     """Register a dataclass as a tree of its fields, except those marked `STATIC`.
 
-    What `TREE_CLASSES` then has of it raises a StructureError for other fields.
+    Raises:
+        StructureError: from the function in `TREE_CLASSES`, when it is called with other fields than the class has.
     """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = tuple(each.name for each in fields if not each.metadata.get("static"))
@@ -64,7 +76,7 @@ def tree_class(kind: type[T]) -> type[T]:
             raise StructureError(f"{kind.__name__} has the fields {', '.join(names)}; found {', '.join(children)}")
         return kind(**children, **dict(zip(static, values, strict=True)))
 
-    TREE_CLASSES[f"{kind.__module__}.{kind.__qualname__}"] = restore
+    TREE_CLASSES[tree_tag(kind)] = restore
     optree.register_pytree_node(
         kind,  # type: ignore[arg-type]
         flatten,

@@ -252,6 +252,7 @@ INNER = {
         "own",
         "replace",
         "tree_class",
+        "tree_tag",
     ],
 }
 

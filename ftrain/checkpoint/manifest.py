@@ -18,7 +18,9 @@ from ftrain.checkpoint.treedef import Json, decode, encode, printable
 from ftrain.errors import CheckpointError
 
 NAME = "MANIFEST.json"
-FORMAT, VERSION = "ftrain checkpoint", 1
+FORMAT, VERSION = "ftrain checkpoint", 2
+READABLE = 1, VERSION
+"""Versions that are read. Version 2 names classes by tags, where version 1 had their modules."""
 MOST_BYTES = 64 * 2**20
 MOST_AXES = 64
 FILE_NAME = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]*/)*[A-Za-z0-9_-][A-Za-z0-9_.-]*")
@@ -116,10 +118,11 @@ def parse(data: bytes) -> Manifest:
         body = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
         if not isinstance(body, dict):
             raise CheckpointError(f"{NAME}: needs an object, found {type(body).__name__}")
-        if body.get("format") != FORMAT or body.get("version") != VERSION:
+        version = body.get("version")
+        if body.get("format") != FORMAT or type(version) is not int or version not in READABLE:
             raise CheckpointError(
-                f"{NAME}: the format is {body.get('format')!r:.60}, version {body.get('version')!r:.60}; this ftrain "
-                f"reads {FORMAT!r}, version {VERSION}"
+                f"{NAME}: the format is {body.get('format')!r:.60}, version {version!r:.60}; this ftrain reads "
+                f"{FORMAT!r}, versions {', '.join(map(str, READABLE))}"
             )
         return _manifest(body)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:

@@ -12,13 +12,17 @@ from torch import Tensor
 
 from ftrain.checkpoint.layout import DTYPES
 from ftrain.errors import CheckpointError, StructureError
-from ftrain.types import NAMESPACE, TREE_CLASSES, PyTree, TrainState
+from ftrain.types import NAMESPACE, TREE_CLASSES, PyTree, TrainState, tree_tag
 
 Json: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]
 
 CONTAINERS = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "tuple": tuple}
 KEYS = str, int, bool
+NAMED_TUPLE = "namedtuple "
+"""Begins the tag of a named tuple; no tag of a registered class has a space."""
+VERSION_1_TAGS = {"ftrain.types.TrainState": "TrainState", "ftrain.types.Mean": "Mean"}
+"""Tags of manifests of version 1, which held the module of each class, and of every named tuple."""
 
 
 class Leaf(NamedTuple):
@@ -97,13 +101,15 @@ class _Walk:
         kind = type(tree)
         if kind in (list, tuple):
             return self.container(path, kind.__name__, range(len(tree)), children, owner)
-        name = class_name(kind)
-        if name in TREE_CLASSES:
-            owner = path if kind is TrainState else owner
-            return self.container(path, name, entries, children, owner, static=static)
         if optree.is_namedtuple(tree):
-            return self.container(path, name, entries, children, owner)
-        self.problems.append(f"{dotted(path)}: a {name}; needs dicts, lists, tuples and ftrain's own classes")
+            return self.container(path, f"{NAMED_TUPLE}{kind.__name__}", entries, children, owner)
+        tag = tree_tag(kind)
+        if tag in TREE_CLASSES:
+            owner = path if kind is TrainState else owner
+            return self.container(path, tag, entries, children, owner, static=static)
+        self.problems.append(
+            f"{dotted(path)}: a {class_name(kind)}; needs dicts, lists, tuples and ftrain's own classes"
+        )
         return None
 
     def container(
@@ -215,6 +221,7 @@ def _parts(node: dict[str, Any]) -> tuple[str, list[Any], list[Any]]:
     kind, keys, nodes = node["kind"], _list(node.get("keys")), _list(node.get("nodes"))
     if not isinstance(kind, str) or len(keys) != len(nodes) or any(type(key) not in KEYS for key in keys):
         raise CheckpointError(f"load: the tree in the manifest is malformed at a {kind!r:.60}")
+    kind = VERSION_1_TAGS.get(kind, kind)
     # As a dict sees them, to which True and 1 are one.
     if len(set(keys)) != len(keys):
         raise CheckpointError(f"load: the tree in the manifest has a key twice at a {kind}")
@@ -297,7 +304,7 @@ def children(skeleton: Json) -> dict[Any, Json]:
 
 
 def class_name(kind: type) -> str:
-    """Return the name of a class as a checkpoint has it."""
+    """Return the name of a class with its module, for messages."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftrain import tree as trees
 from ftrain.checkpoint.manifest import Stored
-from ftrain.checkpoint.treedef import Container, class_name, dotted, printable
+from ftrain.checkpoint.treedef import NAMED_TUPLE, Container, class_name, dotted, printable
 from ftrain.errors import OptionError, StructureError
 from ftrain.types import NAMESPACE, PyTree
 
@@ -54,7 +54,7 @@ def choose(
         used.add(key)
         if key not in found:
             problems += [f"{dotted(at)}: missing, needs {_said(need)}"] * (not partial)
-        elif _said(item) != _said(need) and not (loose and isinstance(need, Container)):
+        elif not _agree(item, need) and not (loose and isinstance(need, Container)):
             problems.append(f"{dotted(at)}: found {_said(item)}, needs {_said(need)}")
         elif not isinstance(need, Container):
             chosen[at] = item
@@ -67,6 +67,14 @@ def choose(
             "fits, rename= maps names):\n  " + "\n  ".join(map(printable, problems))
         )
     return chosen
+
+
+def _agree(item: Any, need: Any) -> bool:
+    """Whether a saved item has the container, or the dtype and shape, or the type, of one in `like`."""
+    if isinstance(item, Container) and isinstance(need, Container) and need.kind.startswith(NAMED_TUPLE):
+        # A manifest of version 1 has the module of a named tuple before its name.
+        return need.kind in (item.kind, f"{NAMED_TUPLE}{item.kind.rpartition('.')[2]}")
+    return _said(item) == _said(need)
 
 
 def _said(item: Any) -> str:

@@ -16,7 +16,7 @@ import ftrain as ft
 from ftrain import checkpoint
 from ftrain.checkpoint import __main__ as command
 from ftrain.checkpoint import files, saving
-from ftrain.checkpoint.manifest import NAME
+from ftrain.checkpoint.manifest import NAME, signed
 from ftrain.errors import CheckpointError, OptionError, StructureError
 
 DTYPES = [
@@ -171,6 +171,46 @@ def test_named_tuples_need_a_template_to_come_back(tmp_path):
     checkpoint.save(tmp_path / "a", tree)
     assert same_trees(checkpoint.load(tmp_path / "a", like={"pair": Pair(torch.zeros(2), 0)}), tree)
     with pytest.raises(CheckpointError, match="Pair, which only a tree of its kind can give back; pass like="):
+        checkpoint.load(tmp_path / "a")
+
+
+def test_a_named_tuple_is_known_by_its_name_and_fields(tmp_path):
+    """Not by its module, so that a class can move; and none is taken for a class of ftrain with its name."""
+    checkpoint.save(tmp_path / "a", {"pair": Pair(torch.ones(2), 3)})
+    moved = collections.namedtuple("Pair", "first second", module="elsewhere")
+    assert checkpoint.load(tmp_path / "a", like={"pair": moved(torch.zeros(2), 0)})["pair"][1] == 3
+    renamed = collections.namedtuple("Couple", "first second")
+    with pytest.raises(StructureError, match="pair: found namedtuple Pair, needs namedtuple Couple"):
+        checkpoint.load(tmp_path / "a", like={"pair": renamed(torch.zeros(2), 0)})
+    mean = collections.namedtuple("Mean", "total weight")(torch.ones(()), torch.ones(()))
+    checkpoint.save(tmp_path / "b", mean)
+    with pytest.raises(CheckpointError, match="holds a namedtuple Mean"):
+        checkpoint.load(tmp_path / "b")
+    with pytest.raises(StructureError, match="the tree: found namedtuple Mean, needs Mean"):
+        checkpoint.load(tmp_path / "b", like=ft.Mean(*mean))
+    assert checkpoint.load(tmp_path / "b", like=mean) == mean
+
+
+def test_a_named_tuple_of_version_1_had_its_module(tmp_path):
+    path = tmp_path / "a"
+    checkpoint.save(path, {"pair": Pair(torch.ones(2), 3)})
+    body = json.loads((path / NAME).read_text())
+    body["version"], body["tree"]["nodes"][0]["kind"] = 1, "old.module.Pair"
+    del body["digest"]
+    (path / NAME).write_bytes(signed(json.dumps(body, indent=1).removesuffix("\n}").encode()))
+    assert checkpoint.load(path, like={"pair": Pair(torch.zeros(2), 0)})["pair"].second == 3
+    with pytest.raises(StructureError, match=r"pair: found old.module.Pair, needs namedtuple Couple"):
+        checkpoint.load(path, like={"pair": collections.namedtuple("Couple", "first second")(torch.zeros(2), 0)})
+
+
+@pytest.mark.parametrize("version", [0, 3, True, 1.0, "2", None, [1]])
+def test_another_version_of_the_format_is_refused(version, tmp_path):
+    checkpoint.save(tmp_path / "a", {"x": torch.ones(2)})
+    body = json.loads((tmp_path / "a" / NAME).read_text())
+    del body["digest"]
+    text = json.dumps({**body, "version": version}, indent=1).removesuffix("\n}")
+    (tmp_path / "a" / NAME).write_bytes(signed(text.encode()))
+    with pytest.raises(CheckpointError, match="this ftrain reads 'ftrain checkpoint', versions 1, 2"):
         checkpoint.load(tmp_path / "a")
 
 

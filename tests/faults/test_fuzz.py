@@ -43,6 +43,7 @@ NAMES = [
     *("", ".", "..", "/", "../x", "a/../b", "/etc/passwd", "./a", "a//b", "a/", ".hidden", "x.safetensors"),
     *("MANIFEST.json", "state.safetensors", "params/model.safetensors", "params", "__metadata__", "a\0b", "a\nb"),
     *("\ud800", "ü", "x" * 5000, "os.system", "ftrain.types.TrainState", "ftrain.types.Mean", "dict", "tuple"),
+    *("TrainState", "Mean", "Gradients", "namedtuple Mean", "namedtuple ", "namedtuple dict", "types.TrainState"),
     *(
         "torch.float32",
         "float32",
@@ -87,6 +88,13 @@ CONTAINERS = [
     {"kind": "ftrain.types.TrainState", "keys": ["step", True], "nodes": [None, None]},
     {"kind": "dict"},
     {"kind": None},
+    {"kind": "Mean", "keys": ["total", "weight"], "nodes": [1, 2], "static": [False]},
+    {"kind": "Mean", "keys": ["total", "weight"], "nodes": [1, 2], "static": []},
+    {"kind": "Mean", "keys": ["weight", "other"], "nodes": [1, 2], "static": [False]},
+    {"kind": "Mean", "keys": ["total", "weight"], "nodes": [1, 2], "static": [{"a": []}]},
+    {"kind": "TrainState", "keys": [], "nodes": []},
+    {"kind": "TrainState", "keys": ["step", True], "nodes": [None, None]},
+    {"kind": "namedtuple Mean", "keys": ["total", "weight"], "nodes": [1, 2]},
 ]
 SHAPES = [
     *([-1], [2**62], [2**61, 0], [0, 2**61, 2**61], [2**61, 2**61, 0], [2**33, 2**33], [2**31] * 2 + [0], [0] * 64),
@@ -380,6 +388,10 @@ NONSENSE = {
     "a class of other fields": CONTAINERS[15],
     "a class without fields": CONTAINERS[17],
     "no keys": CONTAINERS[19],
+    "a tag without its static fields": CONTAINERS[22],
+    "a tag of other fields": CONTAINERS[23],
+    "a tag without fields": CONTAINERS[25],
+    "a tag with a key that is a bool": CONTAINERS[26],
     "a tensor that is not there": {"tensor": 10**30},
     "a tensor by a bool": {"tensor": True},
     "a tensor and something": {"tensor": 0, "float": "nan"},

@@ -3,6 +3,7 @@
 Written once by `python tests/golden/test_checkpoint_format.py`, and never again.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -44,7 +45,9 @@ def version_1():
     }
 
 
-VERSIONS = {"1": version_1}
+# Version 2 names the classes of ftrain without their module.
+VERSIONS = {"1": version_1, "2": version_1}
+TAGS = {"1": ["ftrain.types.TrainState", "ftrain.types.Mean"], "2": ["TrainState", "Mean"]}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -54,6 +57,28 @@ def test_a_checkpoint_of_this_version_is_loaded(version):
     assert_same(found, needed)
     assert_same(checkpoint.load(path, like=needed), needed)
     assert checkpoint.verify(path).step == 1200
+    manifest = (path / "MANIFEST.json").read_text()
+    assert f'"version": {version}' in manifest
+    assert all(f'"kind": "{tag}"' in manifest for tag in TAGS[version])
+
+
+def test_the_newest_version_is_written_as_its_golden_checkpoint(tmp_path):
+    """Every byte but those of the environment, and of the digest over all."""
+    write(tmp_path / "written", VERSIONS["2"]())
+    golden = HERE / "2"
+    for file in golden.rglob("*.*"):
+        written = tmp_path / "written" / file.relative_to(golden)
+        if file.name == "MANIFEST.json":
+            needed, found = json.loads(file.read_text()), json.loads(written.read_text())
+            assert needed.keys() == found.keys()
+            differ = {name for name in needed if needed[name] != found[name]}
+            assert differ <= {"environment", "digest"}
+        else:
+            assert written.read_bytes() == file.read_bytes()
+
+
+def write(path, tree):
+    checkpoint.save(path, tree, step=1200, run="golden", texts={"params/config.json": "{}"})
 
 
 def assert_same(found, needed):
@@ -120,4 +145,4 @@ def test_a_run_of_version_1_goes_on_with_its_history(tmp_path):
 if __name__ == "__main__":
     for name, make in VERSIONS.items():
         if not (HERE / name).exists():
-            checkpoint.save(HERE / name, make(), step=1200, run="golden", texts={"params/config.json": "{}"})
+            write(HERE / name, make())
