@@ -1,14 +1,11 @@
-"""Offloads from the device of `toy.py` to its host, and prints what agrees, as JSON.
+"""Checks of offloading from the device of `toy.py` to its host; `on_toy.py` runs them.
 
-Run as ``python -m tests.backends.offload_on_toy``. The device has memory of its own that it counts, and no streams.
+The device has memory of its own that it counts, and no streams.
 """
 
 import dataclasses
 import gc
-import json
-import sys
 import tempfile
-import traceback
 
 import torch
 from torch import nn
@@ -16,8 +13,7 @@ from torch import nn
 import ftrain as ft
 from ftrain import backends
 from ftrain.backends.transfers import is_in_file
-from tests.backends import toy
-from tests.backends.on_toy import differ
+from tests.backends.training_on_toy import differ
 
 CHECKS = {}
 WIDTH, BLOCKS = 64, 6
@@ -67,7 +63,7 @@ def most(module, *wrappers, rows=256):
 
 
 @check
-def activations_change_no_bit(module):
+def activations_change_no_bit(name, module):
     plain = train("toy")
     for more in (
         (),
@@ -83,7 +79,7 @@ def activations_change_no_bit(module):
 
 
 @check
-def activations_leave_the_device(module):
+def activations_leave_the_device(name, module):
     offload = ft.offload("activations")
     plain, some, remat, both = (most(module, *each, rows=1024) for each in ((), (offload,), (ft.remat(),), ALL))
     block = 1024 * WIDTH * 4
@@ -92,7 +88,7 @@ def activations_leave_the_device(module):
 
 
 @check
-def the_state_lives_on_the_host_and_changes_no_bit(module):
+def the_state_lives_on_the_host_and_changes_no_bit(name, module):
     plain, losses = train("toy")
     for more in ((), (ft.update_in_backward(),), (ft.ema(0.9), ft.clip(1.0)), (ft.offload("activations"),)):
         needed = train("toy", *more) if more and more[0].name != "update_in_backward" else (plain, losses)
@@ -105,7 +101,7 @@ def the_state_lives_on_the_host_and_changes_no_bit(module):
 
 
 @check
-def the_state_takes_no_memory_of_the_device(module):
+def the_state_takes_no_memory_of_the_device(name, module):
     held = []
     for wrappers in ((), (ft.offload("opt_state"),)):
         before = module.current
@@ -117,7 +113,7 @@ def the_state_takes_no_memory_of_the_device(module):
 
 
 @check
-def the_state_lives_in_files(module):
+def the_state_lives_in_files(name, module):
     with tempfile.TemporaryDirectory() as directory:
         plain, losses = train("toy")
         state, found = train("toy", ft.offload("opt_state", directory=directory, min_bytes=0))
@@ -126,7 +122,7 @@ def the_state_lives_in_files(module):
 
 
 @check
-def a_state_that_is_not_donated_stays(module):
+def a_state_that_is_not_donated_stays(name, module):
     step = make(ft.offload("opt_state", min_bytes=0))
     state = step.init(device="toy")
     kept, batch = ft.tree.clone(state), batches()[0].to("toy")
@@ -135,7 +131,7 @@ def a_state_that_is_not_donated_stays(module):
 
 
 @check
-def it_is_saved_and_resumed(module):
+def it_is_saved_and_resumed(name, module):
     with tempfile.TemporaryDirectory() as directory:
         for steps in (2, 3):
             step = make(ft.offload("opt_state", min_bytes=0))
@@ -149,7 +145,7 @@ def it_is_saved_and_resumed(module):
 
 
 @check
-def it_is_predicted(module):
+def it_is_predicted(name, module):
     step = ft.donated()(make(ft.offload("opt_state", min_bytes=0), ft.offload("activations", min_bytes=0)))
     state, batch = step.init(device="toy"), batches()[0].to("toy")
     found = ft.anatomy(step, state, batch, measure=False)
@@ -157,10 +153,13 @@ def it_is_predicted(module):
 
 
 @check
-def copies_run_beside_what_is_computed_where_there_are_streams(module):
+def copies_run_beside_what_is_computed_where_there_are_streams(name, module):
     """The device has none; a stand-in notes who waits for whom, and copies at once."""
     streams = Recorded(module)
     record = backends.get("toy")
+    record_stream = torch.Tensor.record_stream
+    # The device has no notion of them.
+    torch.Tensor.record_stream = lambda self, stream: None
     try:
         backends.register(dataclasses.replace(record, copier=lambda: backends.copying.Streams(streams)))
         needed = train("toy")
@@ -170,6 +169,7 @@ def copies_run_beside_what_is_computed_where_there_are_streams(module):
             assert (found[1], differ(found[0], needed[0])) == (needed[1], []), what
             assert set(streams.log) >= {"copy waits for compute", "compute waits for copy"}, set(streams.log)
     finally:
+        torch.Tensor.record_stream = record_stream
         backends.register(record)
     return streams.log[-1] == "host waits for copies"
 
@@ -211,21 +211,3 @@ class Stream:
 
     def synchronize(self):
         self.log.append("host waits for copies")
-
-
-def main():
-    module = toy.register()
-    backends.register(backends.private_use("toy", fused_optimizers=True))
-    # The device has no notion of them.
-    torch.Tensor.record_stream = lambda self, stream: None
-    found = {}
-    for label in CHECKS:
-        try:
-            found[label] = CHECKS[label](module)
-        except Exception:  # Told to the test that runs this.
-            found[label] = traceback.format_exc()[-1500:]
-    sys.stdout.write(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

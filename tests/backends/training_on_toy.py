@@ -1,0 +1,480 @@
+"""Checks that training on the device of `toy.py` agrees with training on the CPU; `on_toy.py` runs them."""
+
+import contextlib
+import dataclasses
+import functools
+import tempfile
+import warnings
+
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain import backends
+from ftrain.errors import DeviceError, OptionError
+from ftrain.profiling import doctor
+
+CHECKS = {}
+# What differs by vendor; the rest is the same for any device.
+BY_RECORD = (
+    "it_has_no_record_until_one_is_registered",
+    "it_trains_as_the_cpu_to_the_bit",
+    "generators_are_put_back",
+    "mixed_precision",
+    "what_it_lacks_is_an_error",
+    "checkpoints_resume_to_the_bit",
+    "memory_is_counted",
+)
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.drop, self.down = (
+            nn.Linear(16, 32),
+            nn.BatchNorm1d(32),
+            nn.Dropout(0.1),
+            nn.Linear(32, 16),
+        )
+
+    def forward(self, x):
+        return self.down(self.drop(torch.tanh(self.norm(self.up(x)))))
+
+
+def criterion(model, batch, *, rng):
+    # Without a key in evaluation.
+    kept = batch if rng is None else ft.random.dropout(rng, batch, 0.2)
+    return (model(kept).float() ** 2).mean()
+
+
+def make(*wrappers):
+    torch.manual_seed(0)
+    optimizer = ft.optim.adamw(ft.schedules.warmup_cosine(1e-2, 3, 30), weight_decay=0.1)
+    loss_fn = ft.from_module(Net(), criterion)
+    return ft.compose(ft.train_step(loss_fn, optimizer), ft.clip(1.0), ft.ema(0.9), ft.skip_nonfinite(), *wrappers)
+
+
+def batches(count=5):
+    return list(torch.randn(count, 8, 16, generator=torch.Generator().manual_seed(1)).unbind())
+
+
+def train(device, *wrappers):
+    step = make(*wrappers)
+    state, history = ft.fit(step, step.init(device=device), batches(), progress=False)
+    return state, history["loss"]
+
+
+@functools.cache
+def plain(device, pieces=1):
+    """What several checks look at."""
+    return train(device, ft.accumulate(pieces)) if pieces > 1 else train(device)
+
+
+def differ(ours, theirs):
+    """Names of the leaves that are not the same to the bit, or not where they should be."""
+    pairs = zip(ft.tree.leaf_names(ours), ft.tree.leaves(ours), ft.tree.leaves(theirs), strict=True)
+    return [name for name, a, b in pairs if not torch.equal(a.cpu(), b.cpu()) or a.device.type == "meta"]
+
+
+def away(state):
+    """Types of the devices that the leaves of a state lie on, aside from what lives on the host anywhere."""
+    return {leaf.device.type for leaf in ft.tree.leaves((state.params, state.buffers, state.opt_state, state.slots))}
+
+
+@check
+def it_has_no_record_until_one_is_registered(name, module):
+    if name != "toy":
+        return name in backends.names()
+    try:
+        backends.get(name)
+    except DeviceError as error:
+        said = "private_use('toy')" in str(error) and "registered are cpu" in str(error)
+    backends.register(backends.private_use(name, fused_optimizers=True))
+    return said and backends.default().name == name and backends.of(torch.device(name, 0)).device.type == name
+
+
+@check
+def it_trains_as_the_cpu_to_the_bit(name, module):
+    ours, losses = plain(name, 2)
+    theirs, needed = plain("cpu", 2)
+    assert away(ours) == {name}, away(ours)
+    return losses == needed and not differ(ours, theirs) and len(set(losses)) == len(losses)
+
+
+@check
+def generators_are_put_back(name, module):
+    before = module.get_rng_state(), torch.get_rng_state()
+    train(name)
+    return torch.equal(module.get_rng_state(), before[0]) and torch.equal(torch.get_rng_state(), before[1])
+
+
+class Noisy(nn.Module):
+    """Draws from the generator of its device."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + torch.tanh(self.up(x)) * torch.empty_like(x).bernoulli_(0.5)
+
+
+@check
+def what_is_recomputed_draws_what_it_drew(name, module):
+    found = []
+    for wrappers in (
+        (),
+        (ft.remat(),),
+        (ft.remat("dots"),),
+        (ft.with_amp("bf16", watch=True),),
+        (ft.with_amp("bf16"),),
+    ):
+        torch.manual_seed(0)
+        # Given by name, its input is nothing that torch's checkpoint would look at.
+        loss_fn = ft.from_module(
+            nn.ModuleList(nn.Sequential(Noisy()) for _ in range(2)),
+            lambda model, x: model[1](input=model[0](input=x)).float().square().mean(),
+        )
+        step = ft.compose(ft.train_step(loss_fn, ft.optim.sgd(0.1)), *wrappers)
+        found.append(ft.fit(step, step.init(device=name), batches(), progress=False).state.params)
+    plain, full, dots, watched, narrow = found
+    return not differ(full, plain) and not differ(dots, plain) and not differ(watched, narrow)
+
+
+@check
+def without_fused_kernels_it_is_the_formula(name, module):
+    fused, host = backends.get(name), backends.get("cpu")
+    try:
+        for record in (fused, host):
+            backends.register(dataclasses.replace(record, fused_optimizers=False))
+        ours, losses = train(name)
+        theirs, needed = train("cpu")
+    finally:
+        backends.register(fused)
+        backends.register(host)
+    return losses == needed and not differ(ours, theirs)
+
+
+@check
+def it_compiles_with_the_compiler_of_its_record(name, module):
+    def compiled(device, **options):
+        loss_fn = lambda params, batch: ((batch @ params["w"]) ** 2).mean()  # noqa: E731
+        step = ft.compose(ft.train_step(loss_fn, ft.optim.sgd(0.1, momentum=0.9)), ft.compiled(donate=True, **options))
+        state = step.init({"w": torch.linspace(-1, 1, 48).reshape(16, 3)}, device=device)
+        return ft.fit(step, state, batches(), progress=False)
+
+    ours, history = compiled(name)
+    theirs, needed = compiled("cpu", backend="aot_eager")
+    return history["loss"] == needed["loss"] and not differ(ours, theirs)
+
+
+@check
+def mixed_precision(name, module):
+    found = {}
+    for dtype, wide in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        seen = set()
+
+        def watched(model, batch, seen=seen):
+            out = model(batch)
+            seen.add(out.dtype)
+            return (out.float() ** 2).mean()
+
+        torch.manual_seed(0)
+        step = ft.train_step(ft.from_module(Net(), watched), ft.optim.adamw(1e-2))
+        step = ft.compose(step, ft.with_amp(dtype))
+        state, history = ft.fit(step, step.init(device=name), batches(), progress=False)
+        kept = {leaf.dtype for leaf in ft.tree.leaves(state.params)} == {torch.float32}
+        found[dtype] = seen == {wide} and kept and history["loss"][-1] < history["loss"][0] * 0.8
+    return all(found.values())
+
+
+@check
+def what_it_lacks_is_an_error(name, module):
+    try:
+        make(ft.with_amp("tf32")).init(device=name)
+    except DeviceError as error:
+        return "Toy has no TF32" in str(error)
+    return False
+
+
+@check
+def checkpoints_resume_to_the_bit(name, module):
+    with tempfile.TemporaryDirectory() as directory:
+
+        def resumed(device, steps):
+            step, data = make(), ft.data.loader(ft.data.arrays(torch.cat(batches())), 8, shuffle=False)
+            checkpoints = ft.Checkpoints(directory, every=2)
+            return ft.fit(step, step.init(device=device), data, steps=steps, checkpoints=checkpoints, progress=False)
+
+        resumed(name, 3)
+        state, history = resumed(name, 5)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            host, _ = resumed("cpu", 5)
+    assert len(history["loss"]) == 5
+    assert away(state) == {name}
+    assert [f"device: {name}, now cpu" in str(each.message) for each in said] == [True]
+    return history["loss"] == plain("cpu")[1] and not differ(state, plain("cpu")[0]) and not differ(state, host)
+
+
+@check
+def evaluation(name, module):
+    loss_fn = ft.from_module(Net(), criterion)
+    found = []
+    for device in (name, "cpu"):
+        state, _ = plain(device)
+        found.append(ft.evaluate(ft.eval_step(loss_fn), state, [ft.tree.to(batch, device) for batch in batches()]))
+    return found[0] == found[1] and found[0]["loss"] < plain(name)[1][0]
+
+
+@contextlib.contextmanager
+def without_float64(name, module, *, fused=False):
+    """Any operation on a tensor of float64 is an error, as on Apple's GPUs."""
+    record = backends.get(name)
+    module.float64 = False
+    try:
+        backends.register(dataclasses.replace(record, fused_optimizers=fused, float64=False))
+        yield
+    finally:
+        module.float64 = True
+        backends.register(record)
+
+
+def near(found, needed, rtol=2e-5, atol=2e-6):
+    if isinstance(found, list):
+        found, needed = torch.tensor(found), torch.tensor(needed)
+    for a, b in zip(ft.tree.leaves(found), ft.tree.leaves(needed), strict=True):
+        torch.testing.assert_close(a.cpu().double(), b.cpu().double(), rtol=rtol, atol=atol)
+    return True
+
+
+@check
+def without_float64_a_double_is_an_error(name, module):
+    """Or the checks below would show nothing."""
+    with without_float64(name, module):
+        for make_one in (lambda: torch.ones(2, device=name).double(), lambda: torch.ones(2).double().to(name)):
+            try:
+                make_one()
+            except TypeError:
+                continue
+            return False
+    return True
+
+
+@check
+def without_float64_it_trains_by_fused_kernels(name, module):
+    with without_float64(name, module, fused=True):
+        _, losses = train(name, ft.accumulate(2))
+    return near(losses, plain("cpu", 2)[1])
+
+
+OPTIMIZERS = {
+    "sgd": lambda lr: ft.optim.sgd(lr, momentum=0.9, dampening=0.5),
+    "adam": lambda lr: ft.optim.adam(lr, amsgrad=True, weight_decay=0.1),
+    "adamw": lambda lr: ft.optim.adamw(lr),
+    "adamw, b1=0": lambda lr: ft.optim.adamw(lr, b1=0.0),
+    "adamw bf16": lambda lr: ft.optim.adamw(lr, state_dtype="bf16"),
+    "adamw_8bit": lambda lr: ft.optim.adamw_8bit(lr, min_size=1),
+    "adafactor": ft.optim.adafactor,
+    "adagrad": lambda lr: ft.optim.adagrad(lr, lr_decay=0.1),
+    "lamb": ft.optim.lamb,
+    "lion": ft.optim.lion,
+    "muon": lambda lr: ft.optim.partition(
+        {"matrix": ft.optim.muon(lr), "rest": ft.optim.nadam(lr)}, {"matrix": ["*.weight"]}
+    ),
+    "nadam": lambda lr: ft.optim.adjustable(ft.optim.nadam(lr)),
+    "radam": lambda lr: ft.optim.lookahead(ft.optim.radam(lr), k=2),
+    "rmsprop": lambda lr: ft.optim.rmsprop(lr, momentum=0.5, centered=True),
+}
+
+
+@check
+def without_float64_every_formula_is_that_of_the_cpu(name, module):
+    """In float32 within rounding, over enough steps that RAdam rectifies; the doubles stay on the host."""
+
+    def run(device, optimizer):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16, bias=False))
+        loss = ft.from_module(model, lambda model, batch: (model(batch) ** 2).mean())
+        step = ft.compose(ft.train_step(loss, optimizer(ft.schedules.warmup_cosine(1e-2, 3, 30))), ft.swa(2))
+        return ft.fit(step, step.init(device=device), batches(7), progress=False)[0]
+
+    far = []
+    for label, optimizer in OPTIMIZERS.items():
+        needed = run("cpu", optimizer)
+        with without_float64(name, module):
+            found = run(name, optimizer)
+        try:
+            near(found.params, needed.params, rtol=1e-4, atol=1e-5)
+        except AssertionError as error:
+            far.append((label, str(error)[:300]))
+    assert not far, far
+    with without_float64(name, module):
+        try:
+            run(name, ft.optim.schedule_free_adamw)
+        except DeviceError as error:
+            return "schedule_free_adamw" in str(error) and "Toy has none" in str(error)
+    return False
+
+
+@check
+def without_float64_compiled_steps_get_their_rates(name, module):
+    """Three of them, an odd number of float32; and dropout of stock modules, from the key."""
+
+    def run(device, **options):
+        torch.manual_seed(0)
+        rates = {
+            label: ft.optim.adamw(ft.schedules.warmup_cosine(each, 3, 30))
+            for label, each in (("up", 1e-2), ("norm", 3e-3), ("down", 1e-3))
+        }
+        optimizer = ft.optim.partition(rates, lambda path, leaf: path.split(".")[0])
+        step = ft.train_step(ft.from_module(Net(), criterion), optimizer)
+        step = ft.compose(step, ft.clip(1.0), ft.skip_nonfinite(), ft.ema(0.9), ft.compiled(donate=True, **options))
+        state, history = ft.fit(step, step.init(device=device), batches(), progress=False)
+        assert "whole" in repr(step), repr(step)
+        return state, history
+
+    needed, wanted = run("cpu", backend="aot_eager")
+    with without_float64(name, module):
+        found, history = run(name)
+    rates = [column for column in wanted[0] if column.startswith("lr") or column.endswith("/lr")]
+    assert len(rates) == 3, wanted[0]
+    assert all(history[column] == wanted[column] for column in rates)
+    # A bias before BatchNorm has no gradient but rounding.
+    found, needed = ({key: leaf for key, leaf in each.params.items() if key != "up.bias"} for each in (found, needed))
+    return near(history["loss"], wanted["loss"]) and near(found, needed, rtol=1e-4, atol=1e-5)
+
+
+@check
+def without_float64_a_split_step_and_mixed_precision_train(name, module):
+    for wrappers in (
+        (ft.compiled(lowering="split"),),
+        (ft.with_amp("fp16", watch=True), ft.accumulate(2)),
+        (ft.with_amp("bf16"), ft.remat(blocks=["up"])),
+    ):
+        with without_float64(name, module):
+            step = make(*wrappers)
+            state, history = ft.fit(step, step.init(device=name), batches(), progress=False)
+        near(history["loss"], plain("cpu")[1], rtol=0.3, atol=0.1)
+        assert away(state) == {name}
+    assert history["lr"] == [step.optimizer.schedules["lr"](k) for k in range(5)]
+    return True
+
+
+@check
+def without_float64_an_evaluation_is_as_exact(name, module):
+    """Many batches of one large and small totals, in which float32 would lose the small ones."""
+
+    def loss(params, batch):
+        return ft.Mean((params["w"] * batch["x"]).sum(), batch["n"]), {"plain": batch["x"].mean()}
+
+    data = [{"x": torch.full((3,), value), "n": torch.tensor(3.0)} for value in (2.0**24, *[0.3] * 400, 1e-3, -7.7)]
+    found = {}
+    for device in ("cpu", name):
+        state = ft.train_step(loss, ft.optim.sgd(0.1)).init({"w": torch.ones(3)}, device=device)
+        context = without_float64(name, module) if device == name else contextlib.nullcontext()
+        with context:
+            found[device] = ft.evaluate(ft.eval_step(loss), state, data)
+            if device == name:
+                narrow = ft.evaluate(ft.eval_step(loss), state, data[1:], dtype="bf16", on_oom="split")
+    exact = float(torch.stack([each["x"][0] for each in data]).double().mean())
+    assert abs(narrow["loss"] - 0.28) < 0.01, narrow
+    for label in ("loss", "plain"):
+        assert abs(found[name][label] - found["cpu"][label]) <= 1e-12 * abs(found["cpu"][label]), found
+    return abs(found[name]["loss"] - exact) <= 1e-12 * exact
+
+
+@check
+def without_float64_draws_are_those_of_the_cpu_within_rounding(name, module):
+    key = ft.random.key(3)
+    draws = {
+        "normal": lambda key: ft.random.normal(key, (1001,)),
+        "exponential": lambda key: ft.random.exponential(key, (1001,)),
+        "uniform": lambda key: ft.random.uniform(key, (1001,), low=-2.0, high=3.0),
+        "unit": lambda key: ft.random.uniform(key, (1001,)),
+        "half": lambda key: ft.random.normal(key, (11,), dtype=torch.bfloat16).float(),
+        "bernoulli": lambda key: ft.random.bernoulli(key, 0.3, (1001,)).float(),
+        "permutation": lambda key: ft.random.permutation(key, 100).float(),
+        "dropout": lambda key: ft.random.dropout(key, torch.ones(33, device=key.device), 0.3),
+    }
+    same = set()
+    for label, draw in draws.items():
+        needed = draw(key)
+        with without_float64(name, module):
+            found = draw(key.to(name))
+        near(found, needed, rtol=1e-5, atol=2e-6)
+        assert label != "uniform" or float(found.max()) < 3.0 <= float(found.max()) + 0.01
+        same |= {label} if torch.equal(found.cpu(), needed) else set()
+    return same >= {"unit", "bernoulli", "permutation", "dropout"}
+
+
+@check
+def memory_is_counted(name, module):
+    before = backends.get(name).memory()
+    block = torch.ones(2**16, device=name)
+    during = backends.get(name).memory()
+    del block
+    after = backends.get(name).memory()
+    return during.current == before.current + 2**18 <= during.peak == after.peak and after.current == before.current
+
+
+@check
+def its_cache_is_emptied_every_few_steps(name, module):
+    """By the number of the step, eager, compiled and resumed; the results are the same to the bit."""
+    record, emptied = backends.get(name), []
+    loss_fn = lambda params, batch: ((batch @ params["w"]) ** 2).mean()  # noqa: E731
+    backends.register(dataclasses.replace(record, empty_cache=lambda: emptied.append(len(seen))))
+    try:
+        for wrappers in ((), (ft.compiled(donate=True),)):
+            step = ft.compose(ft.train_step(loss_fn, ft.optim.sgd(0.1)), ft.empty_cache(2), *wrappers)
+            seen, data = [], [*batches(), *batches(2)]
+            emptied.clear()
+            with tempfile.TemporaryDirectory() as directory:
+                for steps in (3, 7):
+                    state, _ = ft.fit(
+                        step,
+                        step.init({"w": torch.ones(16, 3)}, device=name),
+                        data,
+                        steps=steps,
+                        checkpoints=ft.Checkpoints(directory, every=1),
+                        loggers=[seen.append],
+                        log_every=1,
+                        progress=False,
+                    )
+            # Told before the record of the step is written.
+            assert emptied == [1, 3, 5], emptied
+            without = ft.compose(ft.train_step(loss_fn, ft.optim.sgd(0.1)), *wrappers)
+            needed, _ = ft.fit(without, without.init({"w": torch.ones(16, 3)}, device=name), data, progress=False)
+            assert not differ(state.params, needed.params)
+    finally:
+        backends.register(record)
+    return True
+
+
+@check
+def the_doctor_examines_it(name, module):
+    doctor.SMALLEST = doctor.LARGEST = 64
+    doctor.COPIED = 1 << 12
+    told = "\n".join(doctor.report([name]))
+    return (
+        "fails" not in told
+        and f"\n{name}\n  device         Toy\n  autocast       bfloat16 (native), float16 (native)\n" in told
+    )
+
+
+@check
+def a_module_that_lacks_a_function_has_no_record(name, module):
+    given, module_type = type(module).manual_seed, type(module)
+    try:
+        del module_type.manual_seed
+        backends.private_use(name)
+    except OptionError as error:
+        return "manual_seed" in str(error)
+    finally:
+        module_type.manual_seed = given
+    return False
