@@ -8,6 +8,7 @@ import pytest
 import ftrain as ft
 from bench.rows import TIME, WITHIN, read
 from tests import pages
+from tests.test_architecture import STAIRCASE
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -120,3 +121,17 @@ def test_a_page_whose_code_is_wrong_fails(page, message, tmp_path):
 def test_a_page_whose_code_is_right_passes(tmp_path):
     (tmp_path / "page.md").write_text("```python\nprint(1)\n```\n\n```text\n1\n```\n", encoding="utf-8")
     pages.run(tmp_path / "page.md", tmp_path)
+
+
+def test_the_picture_of_the_house_shows_every_folder_in_order():
+    blocks = pages.fences((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    picture = next(code for language, _, code in blocks if language == "text")
+    shown = [re.split(r"[/ ]|\.py", line)[0] for line in picture.splitlines()]
+    assert shown == [name for name in STAIRCASE if name in shown]
+    assert set(STAIRCASE) - set(shown) == {"_version"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_paths_of_the_repository_exist(path):
+    paths = re.findall(r"`((?:ftrain|tests|bench|examples|docs)/[\w/.-]*)`", prose(path))
+    assert [name for name in paths if not (ROOT / name).exists()] == []
