@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch
+from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.registry import Copier, of
 from ftrain.errors import DeviceError, OptionError
 from ftrain.tree.ops import HOST
@@ -99,7 +100,7 @@ def _reserve(handle: int, size: int, directory: Path) -> None:
 
 def _no_room(size: int, free: int, directory: Path) -> DeviceError:
     return DeviceError(
-        f"offload: {directory} has {free / 2**20:,.0f} MiB left, and {size / 2**20:,.1f} more are needed for the next "
+        f"offload: {directory} has {format_bytes(free)} left, and {format_bytes(size)} more are needed for the next "
         "tensor; make room, or take another directory. A step that does not donate keeps two states"
     )
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftrain.backends.format_bytes import format_bytes
 from ftrain.checkpoint.checkpoints import Checkpoints
 from ftrain.checkpoint.journal import Mark, check, mark_of
 from ftrain.checkpoint.manifest import Manifest, Stored
 from ftrain.checkpoint.reading import load_contents, read_manifest
 from ftrain.checkpoint.treedef import Container, contents, dotted
 from ftrain.errors import CheckpointError
-
-UNITS = "B", "KB", "MB", "GB", "TB"
 
 
 def found(path: Path) -> list[Path]:
@@ -47,12 +46,12 @@ def inspected(path: Path) -> Iterator[str]:
     width = max((len(dotted(at)) for at, item in inside.items() if not isinstance(item, Container)), default=0)
     for at, item in inside.items():
         if isinstance(item, Stored):
-            yield f"  {dotted(at):<{width}}  {item.dtype}{list(item.shape)}  {size(item.kind.bytes)}"
+            yield f"  {dotted(at):<{width}}  {item.dtype}{list(item.shape)}  {format_bytes(item.kind.bytes)}"
         elif not isinstance(item, Container):
             yield f"  {dotted(at):<{width}}  {item!r:.60}"
     total = sum(item.kind.bytes for item in manifest.tensors)
     held = ", ".join(sorted({item.file for item in manifest.tensors}))
-    yield f"  {len(manifest.tensors)} tensors, {size(total)}, in {held}"
+    yield f"  {len(manifest.tensors)} tensors, {format_bytes(total)}, in {held}"
 
 
 def require_history(path: Path, manifest: Manifest) -> None:
@@ -100,15 +99,3 @@ def _difference(one: Any, other: Any) -> str:
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def size(count: float) -> str:
-    """Write a number of bytes.
-
-    >>> size(512), size(1_500_000)
-    ('512 B', '1.5 MB')
-    """
-    unit = 0
-    while count >= 1000 and unit < len(UNITS) - 1:
-        count, unit = count / 1000, unit + 1
-    return f"{count:.0f} {UNITS[unit]}" if unit == 0 else f"{count:.1f} {UNITS[unit]}"

@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ftrain import backends
 from ftrain._version import __version__
 from ftrain.backends import Backend
+from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.registry import CHOICE
-from ftrain.checkpoint.report import size
 
 ENOUGH = 0.005
 """Seconds that a product should take, or be of the largest size, to say something about the device."""
@@ -109,7 +109,7 @@ def _yes(true: object) -> str:
 
 def _memory(record: Backend) -> str:
     memory = record.memory()
-    return f"{size(memory.current)} in use, {size(memory.peak)} at most"
+    return f"{format_bytes(memory.current)} in use, {format_bytes(memory.peak)} at most"
 
 
 def _dtypes(record: Backend) -> str:

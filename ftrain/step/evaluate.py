@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ftrain import backends, tree
+from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import ComposeError, DataError, DeviceError, OptionError, require_order
 from ftrain.step import purity
@@ -138,7 +139,7 @@ def _too_large(step: EvalStep, state: TrainState, batch: PyTree) -> DeviceError:
         "the example": example,
     }.items():
         size = sum(leaf.nbytes for leaf in tree.leaves(part) if tree.is_tensor(leaf))
-        sizes.append(f"{name} {size / 2**20:,.1f} MiB")
+        sizes.append(f"{name} {format_bytes(size)}")
     return DeviceError(
         f"evaluate: memory ran out with a single example of {step.loss.text}: {', '.join(sizes)}; the rest is what the "
         "model makes of it. Shorter examples, evaluate(..., dtype='bf16'), or a model with nothing else beside it on "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ftrain.backends.format_bytes import format_bytes
+
 MOST_SHOWN = 5
 
 
@@ -31,7 +33,7 @@ class Lowered:
     def __repr__(self) -> str:
         total, shown = sum(self.nodes.values()), list(self.nodes.items())[:MOST_SHOWN]
         often = ", ".join(f"{count} {name}" for name, count in shown)
-        peak = "unknown" if self.peak_bytes is None else f"{self.peak_bytes / 2**20:,.1f} MiB"
+        peak = "unknown" if self.peak_bytes is None else format_bytes(self.peak_bytes)
         lines = [
             f"lowering  {self.lowering}, {self.graphs} graph{'s' * (self.graphs != 1)}",
             f"nodes     {total:,} ({often}{', ...' * (len(self.nodes) > len(shown))})",

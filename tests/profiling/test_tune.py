@@ -11,11 +11,12 @@ from torch import nn
 
 import ftrain as ft
 from ftrain import tree
+from ftrain.backends.format_bytes import format_bytes
 from ftrain.errors import ComposeError, ConsumedError, DeviceError, OptionError, StructureError
 from ftrain.profiling.hints import run as hints_run
 from ftrain.profiling.step_variants import smaller_optimizers
 from ftrain.profiling.tuning import run, search
-from ftrain.profiling.tuning.amounts import as_bytes, mib
+from ftrain.profiling.tuning.amounts import as_bytes
 from tests.profiling.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
 
 WIDTH, LENGTH = 64, 2048
@@ -299,7 +300,7 @@ def test_other_optimizers_are_sized_and_not_run(monkeypatch):
         with pytest.raises(OptionError) as caught:
             ft.tune(step, state, given, memory="300 KiB")
         for name, size in needed.items():
-            assert re.search(rf"{re.escape(name)} +{mib(size)}", str(caught.value))
+            assert re.search(rf"{re.escape(name)} +{format_bytes(size)}", str(caught.value))
     assert len(asked) == 2
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ftrain import backends, tree
+from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import ComposeError, FtrainError, OptionError, TraceError, require_order, require_positive
 from ftrain.profiling.anatomy import anatomy
@@ -205,7 +206,7 @@ class _Trial:
         row = dataclasses.replace(row, predicted=found.peak, bytes_a_parameter=each)
         free = backends.of(self.device).free()
         if free is not None and found.peak > free:
-            note = f"does not fit: {found.peak / 2**20:,.0f} MiB predicted, {free / 2**20:,.0f} MiB free"
+            note = f"does not fit: {format_bytes(found.peak)} predicted, {format_bytes(free)} free"
             return dataclasses.replace(row, note=note)
         return row
 

@@ -25,8 +25,3 @@ def as_bytes(memory: int | str) -> int:
     if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
         raise OptionError(f"tune: memory is {memory!r}; needs bytes, as a number or as in '8GB' or '512MiB'")
     return memory
-
-
-def mib(size: float) -> str:
-    """Return how many MiB so many bytes are, or KiB where it is less than one."""
-    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"

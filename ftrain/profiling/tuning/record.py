@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ftrain.backends.format_bytes import format_bytes
 from ftrain.profiling.hints import Hint
 from ftrain.profiling.timing import Interval
-from ftrain.profiling.tuning.amounts import mib
 from ftrain.step.step import Step
 
 
@@ -57,13 +57,13 @@ class Trials:
 
     def __repr__(self) -> str:
         least = min((row.flops for row in self.rows if row.flops), default=1)
-        lines = [f"{self.examples:,} examples within {mib(self.memory)}", ""]
+        lines = [f"{self.examples:,} examples within {format_bytes(self.memory)}", ""]
         lines.append(f"{'pieces':>6}  {'remat':<12} {'predicted':>12} {'FLOP':>6} {'ms a step':>10} {'examples/s':>11}")
         for row in self.rows:
             took = row.seconds.median if row.seconds else None
             cells = [
                 f"{row.pieces:>6}  {row.policy:<12}",
-                f"{'' if row.predicted is None else mib(row.predicted):>12}",
+                f"{'' if row.predicted is None else format_bytes(row.predicted):>12}",
                 f"{f'x{row.flops / least:.2f}' if row.flops else '':>6}",
                 f"{'' if took is None else f'{took * 1e3:,.1f}':>10}",
                 f"{'' if took is None else f'{self.examples / took:,.1f}':>11}",

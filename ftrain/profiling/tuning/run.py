@@ -7,13 +7,13 @@ import logging
 from collections.abc import Sequence
 
 from ftrain import tree
+from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import ComposeError, DeviceError, require_order, require_positive
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.hints import Hint, facts_of, judge
 from ftrain.profiling.step_variants import state_for
 from ftrain.profiling.timing import Interval, Racer, interval, race
-from ftrain.profiling.tuning.amounts import mib
 from ftrain.profiling.tuning.record import Trial, Trials
 from ftrain.profiling.tuning.search import Search
 from ftrain.step.purity import as_tree
@@ -130,7 +130,7 @@ def _verified(search: Search, rows: Sequence[Trial]) -> tuple[Step, list[Trial]]
         if measured is None or measured <= search.memory:
             done[index] = dataclasses.replace(row, measured=measured, verdict=_chosen(row, measured))
             return row.step, done
-        done[index] = dataclasses.replace(row, measured=measured, verdict=f"takes {mib(measured)}, measured")
+        done[index] = dataclasses.replace(row, measured=measured, verdict=f"takes {format_bytes(measured)}, measured")
     raise _nothing_fits(search, done)
 
 
@@ -169,7 +169,7 @@ def _no_memory(name: str, error: Exception) -> bool:
 def _chosen(row: Trial, measured: int | None) -> str:
     if row.seconds is None:
         return "<- computes least"
-    return f"<- fastest; {'not measured' if measured is None else f'{mib(measured)} measured'}"
+    return f"<- fastest; {'not measured' if measured is None else f'{format_bytes(measured)} measured'}"
 
 
 def _nothing_fits(search: Search, rows: Sequence[Trial]) -> DeviceError:
@@ -177,8 +177,8 @@ def _nothing_fits(search: Search, rows: Sequence[Trial]) -> DeviceError:
     if not known:
         return DeviceError(f"tune: nothing could be tried: {rows[0].verdict}")
     least = min(known, key=lambda row: row.measured or row.predicted or 0)
-    size = mib(least.measured or least.predicted or 0)
+    size = format_bytes(least.measured or least.predicted or 0)
     least_of_all = f"in {least.pieces} piece{'s' * (least.pieces != 1)} with remat={least.policy} it is {size}"
-    head = f"tune: nothing fits into {mib(search.memory)}; {least_of_all}"
+    head = f"tune: nothing fits into {format_bytes(search.memory)}; {least_of_all}"
     other = [f"Other pieces do not apply: {search.whole}"] * bool(search.whole)
     return DeviceError("\n".join([head, *other, *search.shortage(least)]))

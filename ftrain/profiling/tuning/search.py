@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import cast
 
 from ftrain import backends, tree
+from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, OptionError
 from ftrain.profiling.anatomy import anatomy
@@ -25,7 +26,7 @@ from ftrain.profiling.step_variants import (
     smaller_optimizers,
     without,
 )
-from ftrain.profiling.tuning.amounts import as_bytes, mib
+from ftrain.profiling.tuning.amounts import as_bytes
 from ftrain.profiling.tuning.record import Trial
 from ftrain.step.evaluate import eval_step
 from ftrain.step.microbatch import cut
@@ -198,13 +199,13 @@ def _line(error: Exception) -> str:
 
 
 def _below(search: Search, resting: Counter[str]) -> OptionError:
-    total = mib(resting.total())
-    lines = [f"tune: memory is {mib(search.memory)}, and the state and the batch alone take {total}:"]
-    lines += [f"  {kind:<34} {mib(size):>12}" for kind, size in resting.items()]
+    total = format_bytes(resting.total())
+    lines = [f"tune: memory is {format_bytes(search.memory)}, and the state and the batch alone take {total}:"]
+    lines += [f"  {kind:<34} {format_bytes(size):>12}" for kind, size in resting.items()]
     lines.append("What would take less:")
     with suppress(FtrainError):
         for name, other in smaller_optimizers(search.step).items():
             state = _begun(search, other)
             size = resting.total() - resting[OPTIMIZER] + _bytes(state and state.opt_state)
-            lines.append(f"  {f'ft.optim.{name}':<34} {mib(size):>12}")
+            lines.append(f"  {f'ft.optim.{name}':<34} {format_bytes(size):>12}")
     return OptionError("\n".join([*lines, "  fewer parameters that train (trainable=, ft.lora), a smaller model"]))
