@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch._inductor import inductor_prims
+from torch._subclasses import fake_tensor
+from torch.fx.experimental import proxy_tensor
 from torch.utils import checkpoint
 from torch.utils.data import dataloader
 
@@ -64,6 +68,11 @@ def renamed(init):
         (checkpoint, "_recomputation_hook"),
         (torch._C._autograd, "_top_saved_tensors_default_hooks"),
         (dataloader, "_MultiProcessingDataLoaderIter"),
+        (fake_tensor, "FakeTensor"),
+        (torch._C, "_current_graph_task_id"),
+        (torch._C, "_SetExcludeDispatchKeyGuard"),
+        (torch._C._functorch, "is_batchedtensor"),
+        (proxy_tensor, "get_proxy_mode"),
         (dataloader._MultiProcessingDataLoaderIter, "_shutdown_workers"),
     ],
 )
@@ -71,6 +80,51 @@ def test_a_private_name_that_is_gone_is_an_error_at_import(owner, name, monkeypa
     monkeypatch.delattr(owner, name)
     with pytest.raises(VersionError, match=rf"changed something private.*{name}.*; use torch {OLDEST} to {NEWEST}"):
         runpy.run_path(_torch.__file__)
+
+
+def test_a_private_name_of_inductor_that_is_gone_is_an_error_where_it_is_used(monkeypatch):
+    monkeypatch.delattr(inductor_prims, "random")
+    with pytest.raises(VersionError, match=r"changed something private.*random"):
+        _torch.inductor_random([2], torch.tensor(0), "rand")
+
+
+@pytest.mark.parametrize("engine", [_torch._engine_run_backward, None], ids=["private", "public"])
+def test_without_the_private_engine_call_the_gradients_are_the_same(engine, monkeypatch):
+    monkeypatch.setattr(_torch, "_engine_run_backward", engine)
+    used, unused = torch.tensor([1.0, 2.0], requires_grad=True), torch.zeros(1, requires_grad=True)
+    grads = _torch.run_backward((used**2).sum(), torch.tensor(0.5), [used, unused])
+    assert grads[0].tolist() == [1.0, 2.0]
+    assert grads[1] is None
+    used.grad = torch.ones(2)
+    assert _torch.run_backward((used**2).sum(), torch.tensor(0.5), [used], add=True) == ()
+    assert used.grad.tolist() == [2.0, 3.0]
+
+
+def test_views_share_their_version_and_their_storage():
+    tensor, other = torch.zeros(4), torch.zeros(4)
+    view = tensor[1:]
+    view.add_(1)
+    assert _torch.version_of(tensor) == _torch.version_of(view) == 1
+    assert _torch.storage_id(tensor) == _torch.storage_id(view) != _torch.storage_id(other)
+
+
+def test_tensors_without_values_have_a_storage_too():
+    with _torch.FakeTensorMode():
+        tensor, other = torch.zeros(4), torch.zeros(4)
+        assert _torch.is_fake(tensor)
+        assert _torch.storage_id(tensor) == _torch.storage_id(tensor.view(2, 2)) != _torch.storage_id(other)
+    assert not _torch.is_fake(torch.zeros(4))
+
+
+def test_an_operation_of_aten_that_is_unknown_is_left_out():
+    assert _torch.aten_operations("mm", "no_such_operation") == {torch.ops.aten.mm.default}
+
+
+def test_the_dicts_of_a_module_hold_its_own_tensors():
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    assert not _torch.parameters_of(module)
+    assert _torch.parameters_of(module[0])["weight"] is module[0].weight
+    assert _torch.buffers_of(module[0])["running_mean"] is module[0].running_mean
 
 
 def test_a_hook_of_another_name_is_an_error_at_import(monkeypatch):

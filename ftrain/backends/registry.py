@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from ftrain import _torch
 from ftrain.errors import DeviceError, OptionError
 
 ENTRY_POINTS = "ftrain.backends"
@@ -335,7 +336,7 @@ def _listed() -> str:
 def _more_about(name: str) -> str:
     if name in _broken:
         return f", and the package that brings it does not load: {_broken[name]}"
-    if name and name == torch._C._get_privateuse1_backend_name():
+    if name and name == _torch.privateuse1_name():
         return f"; torch has it: ftrain.backends.register(ftrain.backends.private_use({name!r}))"
     return ""
 

@@ -15,11 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ftrain import backends, tree
+from ftrain import _torch, backends, tree
 from ftrain.errors import DeviceError, OptionError, StructureError, require_range
 from ftrain.optim.grouping import Group, Plan, Planner, copies, like, pick, settled
 from ftrain.optim.schedules import as_schedule
@@ -270,10 +267,10 @@ def _number(value: Number) -> Number:
     if not isinstance(value, Tensor) or torch.compiler.is_compiling() or not backends.of(value.device).immediate:
         return value
     # In a graph it would be a constant, and a batch of them is no number.
-    if get_proxy_mode() is not None or is_functorch_wrapped_tensor(value):
+    if _torch.is_capturing() or _torch.is_transformed(value):
         return value
     # Without a value, any will do.
-    return 1.0 if isinstance(value, FakeTensor) else value.item()
+    return 1.0 if _torch.is_fake(value) else value.item()
 
 
 def _caster(values: tuple[Number, ...]) -> Callable[[Tensor], tuple[Number, ...]]:

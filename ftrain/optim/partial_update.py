@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import optree
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ftrain import tree
+from ftrain import _torch, tree
 from ftrain.errors import ComposeError
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.tree.guards import Guard
@@ -187,7 +186,7 @@ def shares(
     for part, own in zip(parts, made, strict=True):
         given = {names[place]: leaves[place] for place in part}
         # Outside of whatever captures or watches this run, for only names matter.
-        with _disable_current_modes():
+        with _torch.without_modes():
             state = own.init({name: _hollow(leaf) for name, leaf in given.items()})
         _, spec = tree.flatten(state)
         own_names = tree.leaf_names(state)

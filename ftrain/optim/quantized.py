@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ftrain import _torch
 from ftrain.optim.state_dtype import Rounding, Window, join, part
 
 DECADES = 7
@@ -122,7 +122,7 @@ def dynamic_map(*, signed: bool) -> Tensor:
 @functools.lru_cache(maxsize=32)
 def _map_on(signed: bool, device: torch.device) -> Tensor:
     # Real, even when a graph is being captured.
-    with _disable_current_modes():
+    with _torch.without_modes():
         return dynamic_map(signed=signed).to(device)
 
 
@@ -133,7 +133,7 @@ def _codes_on(signed: bool, device: torch.device) -> Tensor:
     A value is looked up as the float16 that is nearest, which is within 0.05 % of it or within 3e-8, in 0.8 ns; the
     search among 255 bounds took 40.
     """
-    with _disable_current_modes():
+    with _torch.without_modes():
         values = dynamic_map(signed=signed)
         cells = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).to(torch.float32)
         bounds = (values[:-1] + values[1:]) / 2

@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ftrain import random, tree
+from ftrain import _torch, random, tree
 from ftrain.errors import OptionError
 from ftrain.optim.grouping import Plan, Stretch
 from ftrain.optim.rounding import noise, rounded
@@ -97,7 +96,7 @@ def join(leaves: list[Tensor]) -> Tensor:
     if len(leaves) == 1:
         # Not reshape, which finds strides for some leaves that are not dense.
         return leaves[0].contiguous().view(-1)
-    return _flatten_dense_tensors(leaves)  # type: ignore[no-any-return, no-untyped-call]
+    return _torch.flatten_dense(leaves)
 
 
 def part(values: Tensor, leaves: list[Tensor]) -> None:
@@ -108,7 +107,7 @@ def part(values: Tensor, leaves: list[Tensor]) -> None:
     elif len(leaves) == 1:
         leaves[0].copy_(values.view(leaves[0].shape))
     else:
-        torch._foreach_copy_(leaves, _unflatten_dense_tensors(values, leaves))  # type: ignore[no-untyped-call]
+        torch._foreach_copy_(leaves, _torch.unflatten_dense(values, leaves))
 
 
 class Lifted(NamedTuple):

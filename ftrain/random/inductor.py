@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ftrain import random
+from ftrain import _torch, random
 from ftrain.random.torch_ops import Keyed
 
 
@@ -21,15 +20,8 @@ class _Source(NamedTuple):
     examples: tuple[int | Tensor, int] | None
 
     def draw(self, shape: Any, kind: str) -> Tensor:
-        # Imported where it is used: Inductor takes seconds.
-        from torch._inductor import inductor_prims
-
-        shape, offset = list(shape), self._offset(shape)
-        if isinstance(offset, Tensor):
-            return _drawn_from_tensor()(shape, self.seed, kind, offset)
-        if offset:
-            return _drawn_from()(shape, self.seed, kind, offset)
-        return inductor_prims.random(shape, self.seed, kind)  # type: ignore[no-any-return]
+        shape = list(shape)
+        return _torch.inductor_random(shape, self.seed, kind, self._offset(shape))
 
     def _offset(self, shape: Any) -> int | Tensor:
         """Where a draw begins in that for the whole batch, as in `random.for_examples`."""
@@ -62,55 +54,7 @@ class Fused(Keyed):  # type: ignore[no-untyped-call]
         source = _Source((words[1] << 32) + words[0] + self.offset, self.examples)
         drawn = draw(source, arguments)
         self.offset += 1
-        return target.copy_(drawn) if func._schema.is_mutable else drawn
-
-
-@functools.cache
-def _drawn_from() -> Callable[..., Tensor]:
-    """Inductor's operation with an offset, which its lowering takes and the operation itself does not."""
-    from torch._inductor import inductor_prims, lowering
-
-    made: Callable[..., Tensor] = inductor_prims.make_prim(
-        "ftrain_random(SymInt[] size, Tensor seed, str mode, int offset) -> Tensor",
-        lambda size, seed, mode, offset: getattr(torch, mode)(size, device=seed.device, dtype=torch.float32),
-        doc="what inductor_random draws, from element `offset` on",
-    )
-
-    @lowering.register_lowering(made, type_promotion_kind=None)
-    def lowered(size: Any, seed: Any, mode: str, offset: int) -> Any:
-        return lowering.inductor_random(size, seed, mode, offset=offset)
-
-    return made
-
-
-@functools.cache
-def _drawn_from_tensor() -> Callable[..., Tensor]:
-    """The same with the offset as a 0-d int64 tensor, so that one graph serves for every piece of a batch."""
-    from torch._inductor import inductor_prims, ir, lowering
-    from torch._inductor.virtualized import ops
-
-    made: Callable[..., Tensor] = inductor_prims.make_prim(
-        "ftrain_random_at(SymInt[] size, Tensor seed, str mode, Tensor offset) -> Tensor",
-        lambda size, seed, mode, offset: getattr(torch, mode)(size, device=seed.device, dtype=torch.float32),
-        doc="what inductor_random draws, from element `offset` on",
-    )
-
-    @lowering.register_lowering(made, type_promotion_kind=None)
-    def lowered(size: Any, seed: Any, mode: str, offset: Any) -> Any:
-        device, size = seed.get_device_or_error(), [*size]
-        strides = ir.FlexibleLayout.contiguous_strides(size)
-        place = ir.FixedLayout(device, torch.float32, size, strides).make_indexer()
-        load_seed, load_offset = seed.make_loader(), offset.make_loader()
-
-        def element(index: Any) -> Any:
-            begins = ops.to_dtype(load_offset([]), torch.int32)
-            return getattr(ops, mode)(load_seed([]), ops.add(ops.index_expr(place(index), torch.int32), begins))
-
-        drawn = ir.Pointwise.create(device=device, dtype=torch.float32, inner_fn=element, ranges=size)
-        drawn.realize()
-        return drawn
-
-    return made
+        return target.copy_(drawn) if _torch.schema_of(func).is_mutable else drawn
 
 
 def _shape(a: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ftrain import _torch
 from ftrain.backends import widest
 from ftrain.errors import OptionError
 from ftrain.random.philox import MASK, full, philox, philox_host
@@ -309,7 +310,7 @@ def _first_of(key: Tensor, examples: Tensor, shape: Sequence[int]) -> Tensor:
     start, length = examples.unbind()
     size = full(key, math.prod(shape))
     # Under vmap a draw may be for one example, which must not begin where that of another piece does.
-    other = start * size if torch._C._functorch.is_batchedtensor(key) else full(key, 0)
+    other = start * size if _torch.is_batched(key) else full(key, 0)
     return torch.where(size % length == 0, start * (size // length), other) if shape else other
 
 

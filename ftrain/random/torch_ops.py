@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ftrain import _torch, backends, random
 from ftrain.errors import TraceError
@@ -21,7 +20,7 @@ _CHUNK = 32
 _aten = torch.ops.aten
 
 
-class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within this context, torch's random operations draw from `key`, the n-th from ``fold_in(key, n)``.
 
     What is traced inside has no random operation left in it, only arithmetic on the key, and computes
@@ -43,7 +42,7 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, key: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        if torch._C._functorch.is_batchedtensor(key):
+        if _torch.is_batched(key):
             # Dispatch happens below the transforms of torch.func, where their tensors have no storage.
             raise TraceError(
                 "Keyed: the key is a tensor of a torch.func transform. Enter Keyed outside of vmap (with "
@@ -123,7 +122,7 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target: Any = arguments.get("self", arguments.get("input"))
         device = arguments.get("device") or (torch.get_default_device() if target is None else target.device)
         drawn = draw(self._next(device), arguments)
-        return target.copy_(drawn) if func._schema.is_mutable else drawn
+        return target.copy_(drawn) if _torch.schema_of(func).is_mutable else drawn
 
     def _next(self, device: torch.device) -> Tensor:
         # A fold costs the same for many draws as for one.
@@ -138,18 +137,16 @@ class Keyed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def is_run_again() -> bool:
     """Whether this is a recomputation of `torch.utils.checkpoint`, which shows in what watches saved tensors then."""
-    hooks: Any = _torch.top_saved_tensors_hooks(True)
-    if hooks is None:
-        return False
-    # Those of `recompute` hide what was there before them.
-    hidden: bool = getattr(getattr(hooks[0], "__self__", None), "is_run_again", False)
-    return hidden or _torch.recomputes(hooks[0])
+    hook = _torch.saved_tensors_pack_hook()
+    # Our own hook (`remat`) hides the hooks that were active before it, and remembers this of them.
+    hidden: bool = getattr(getattr(hook, "__self__", None), "is_run_again", False)
+    return hidden or _torch.recomputes(hook)
 
 
 def current() -> Keyed | None:
     """The innermost `Keyed` that is active, if any."""
     # Torch's own stack, since it follows the backward pass into autograd's threads.
-    return next((mode for mode in _get_current_dispatch_mode_stack()[::-1] if isinstance(mode, Keyed)), None)
+    return next((mode for mode in _torch.active_modes()[::-1] if isinstance(mode, Keyed)), None)
 
 
 def noted(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
@@ -177,20 +174,12 @@ def is_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return _is_random(func) and not _is_inert(_bind(func, args, kwargs))
 
 
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    if not isinstance(func, torch._ops.OpOverload):
-        return False
-    name = func.name()  # type: ignore[no-untyped-call]
-    # Operators of TorchScript (prim::device) reach a mode too, and are unknown to the dispatcher.
-    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(
-        name, torch._C.DispatchKey.CompositeImplicitAutograd
-    )
+_is_composite = functools.cache(_torch.is_composite)
 
 
 @functools.cache
 def _is_random(func: Any) -> bool:
-    return isinstance(func, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
+    return isinstance(func, _torch.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _is_inert(arguments: _Arguments) -> bool:
@@ -200,7 +189,7 @@ def _is_inert(arguments: _Arguments) -> bool:
 
 
 def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
-    parameters = func._schema.arguments
+    parameters = _torch.schema_of(func).arguments
     defaults = {each.name: each.default_value for each in parameters if each.has_default_value()}
     return defaults | dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
 

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ftrain import random, tree
+from ftrain import _torch, random, tree
 from ftrain.errors import LossError
 from ftrain.random import torch_ops
 from ftrain.step.value_and_grad import Ran, ValueAndGrad, run_backward
@@ -166,9 +166,9 @@ def _own(grads: Iterable[Tensor], leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     known = set[int]()
     for grad, leaf in zip(grads, leaves, strict=True):
         memory = grad.untyped_storage()
-        shared = memory._cdata in known or memory.nbytes() != grad.nbytes or grad.stride() != leaf.stride()
+        shared = _torch.storage_id(grad) in known or memory.nbytes() != grad.nbytes or grad.stride() != leaf.stride()
         yield torch.empty_like(leaf).copy_(grad) if shared else grad
-        known.add(memory._cdata)
+        known.add(_torch.storage_id(grad))
 
 
 def _parts(leaves: list[Tensor]) -> Iterator[slice]:

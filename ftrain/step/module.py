@@ -58,7 +58,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     # What torch.compile wraps is the module itself: its names have no prefix, and the step is compiled as a whole.
     module = _torch.original(module)
     slots = slots_of(module)
-    places = [place for part in module.modules() for place in (part._parameters, part._buffers)]
+    places = [place for part in module.modules() for place in (_torch.parameters_of(part), _torch.buffers_of(part))]
     lent, mode = Lent(places), moding(module)
     known = {slot.name for slot in slots if not slot.is_buffer}
     shared = overlaps(dict(module.named_buffers()))
@@ -123,7 +123,7 @@ def _require_unwritten(
     written = {
         slot.name
         for slot, value in zip(slots, values, strict=True)
-        if after.get(slot.name) is value and not value.is_inference() and value._version
+        if after.get(slot.name) is value and not value.is_inference() and _torch.version_of(value)
     }
     for pair in shared:
         if name := next((name for name in pair if name in written), None):

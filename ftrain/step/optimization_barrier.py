@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftrain import tree
 from ftrain.types import PyTree
@@ -25,11 +24,6 @@ def _after(value: Tensor, gradient: Tensor) -> Tensor:
 @_after.register_fake
 def _(value: Tensor, gradient: Tensor) -> Tensor:
     return value.clone()
-
-
-def is_captured() -> bool:
-    """Whether what runs is being captured as a graph."""
-    return get_proxy_mode() is not None
 
 
 def is_in(graph: fx.GraphModule) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ftrain import tree
+from ftrain import _torch, tree
 from ftrain.errors import LossError
 from ftrain.step.batch_notes import explain
 from ftrain.types import LossFn, LossOutput, PyTree
@@ -66,15 +65,19 @@ def merge(params: PyTree, frozen: PyTree) -> PyTree:
     return params if frozen is None else tree.overlay(params, frozen)
 
 
-_version = operator.attrgetter("_version")
-
-
 def versions(leaves: Sequence[Any]) -> list[int | None]:
     """Return how often each tensor was written in place; None for what is none, or was made in inference mode."""
     try:
-        return [*map(_version, leaves)]
-    except (AttributeError, RuntimeError):  # Something else, or made so: to ask of each first takes twice as long.
-        return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves]
+        return [*map(_torch.version_of, leaves)]
+    except (AttributeError, RuntimeError):
+        # Some leaf has no count. To look at each leaf first would take twice as long in the usual case.
+        return [_version_or_none(leaf) for leaf in leaves]
+
+
+def _version_or_none(leaf: Any) -> int | None:
+    if not isinstance(leaf, Tensor) or leaf.is_inference():
+        return None
+    return _torch.version_of(leaf)
 
 
 def _written(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, rng: Tensor | None) -> int:

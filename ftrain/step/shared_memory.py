@@ -9,7 +9,7 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
-from ftrain import tree
+from ftrain import _torch, tree
 
 
 def overlaps(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
@@ -20,7 +20,7 @@ def overlaps(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     by_memory = defaultdict(list)
     for name, tensor in tensors.items():
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta:
-            by_memory[tensor.untyped_storage()._cdata].append(name)
+            by_memory[_torch.storage_id(tensor)].append(name)
     pairs = (pair for names in by_memory.values() for pair in combinations(names, 2))
     return [(a, b) for a, b in pairs if _overlap(tensors[a], tensors[b])]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftrain import backends, random, tree
+from ftrain import _torch, backends, random, tree
 from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.step.eager import Eager
 from ftrain.step.lowered import Lowered
@@ -392,8 +392,8 @@ def _apart(buffers: PyTree, params: PyTree) -> PyTree:
     """Copy the buffers that share memory with parameters, which a donated update overwrites."""
     if tree.is_blank(buffers):
         return buffers
-    held = {leaf.untyped_storage()._cdata for leaf in tree.leaves(params)}
-    return tree.map(lambda leaf: leaf.clone() if leaf.untyped_storage()._cdata in held else leaf, buffers)
+    held = {_torch.storage_id(leaf) for leaf in tree.leaves(params)}
+    return tree.map(lambda leaf: leaf.clone() if _torch.storage_id(leaf) in held else leaf, buffers)
 
 
 def _value(metric: Any) -> Any:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ftrain import _torch
+
 
 class Slot(NamedTuple):
     """A place in a module that holds a tensor: its dict, the key in it, the tensor's dotted name."""
@@ -30,9 +32,9 @@ def slots_of(module: nn.Module) -> list[Slot]:
     """Every place that holds a parameter or buffer; tied tensors share the first one's name."""
     names = {id(tensor): name for name, tensor in named_tensors(module)}
     return [
-        Slot(place, key, names[id(tensor)], place is part._buffers)
+        Slot(place, key, names[id(tensor)], place is _torch.buffers_of(part))
         for part in module.modules()
-        for place in (part._parameters, part._buffers)
+        for place in (_torch.parameters_of(part), _torch.buffers_of(part))
         for key, tensor in place.items()
         if tensor is not None
     ]

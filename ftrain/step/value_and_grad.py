@@ -13,11 +13,8 @@ from typing import Any, TypeAlias
 import optree
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import _engine_run_backward
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ftrain import backends, tree
+from ftrain import _torch, backends, tree
 from ftrain.errors import LossError
 from ftrain.step import purity
 from ftrain.step.reentrant_checkpoint import REMEDY, Within
@@ -199,7 +196,7 @@ class _Forward:
         leaves, spec = self._flatten((state.params, state.frozen, batch, state.buffers))
         params_spec = spec.child(0)
         # A graph that is being captured must not hold a second run.
-        within = Within() if get_proxy_mode() is not None else None
+        within = Within() if _torch.is_capturing() else None
         with torch.enable_grad(), within or nullcontext():
             if params is None:
                 params = [leaf.detach().requires_grad_() for leaf in leaves[: params_spec.num_leaves]]
@@ -217,7 +214,7 @@ class _Forward:
 
     def _hidden(self, inputs: Any, within: Within | None, unused: list[int]) -> list[int]:
         """Look for unused leaves in re-entrant checkpoints, with a run of its own, once for the same leaves."""
-        is_abstract = within is None and isinstance(inputs[-1][0], FakeTensor)
+        is_abstract = within is None and _torch.is_fake(inputs[-1][0])
         if is_abstract or tuple(unused) in self._unused:
             return []
         if within is None:
@@ -284,10 +281,8 @@ def run_backward(ran: Ran, cotangent: Tensor, *, add: bool = False) -> tuple[Ten
     Raises:
         LossError: when it passes through a re-entrant `torch.utils.checkpoint`.
     """
-    leaves = tuple(ran.params)
     try:
-        # What torch.autograd.grad calls in the end; its checks take a quarter of a small step's time.
-        return _engine_run_backward((ran.total,), (cotangent,), False, False, leaves, True, accumulate_grad=add)
+        return _torch.run_backward(ran.total, cotangent, ran.params, add=add)
     except RuntimeError as error:
         if "use_reentrant=True" not in str(error):
             raise

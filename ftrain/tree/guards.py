@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
+
+from ftrain import _torch
 
 
 class Guard:
@@ -17,11 +18,9 @@ class Guard:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
-        strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+        self._check = _torch.tensor_guard(tensors)
         self._count = len(tensors)
 
     def __call__(self, tensors: Sequence[Any]) -> bool:
         """Return whether `tensors` are like the first ones."""
-        return len(tensors) == self._count and self._guards.check(*tensors)
+        return len(tensors) == self._count and self._check(*tensors)

@@ -8,8 +8,8 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ftrain import _torch
 from ftrain.errors import StructureError
 from ftrain.types import NAMESPACE, PyTree
 
@@ -189,7 +189,7 @@ def _leaf_norms(found: Sequence[Tensor], order: float) -> list[Tensor]:
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     if dtypes != {wide}:
         found = [leaf.to(wide) for leaf in found]
-    if found and isinstance(found[0], FakeTensor) and found[0].device == HOST:
+    if found and _torch.is_fake(found[0]) and found[0].device == HOST:
         # Inductor calls torch's kernel for lists as it is; single norms it fuses (428 for 468 us a step of 8 leaves).
         return [torch.linalg.vector_norm(leaf, order) for leaf in found]
     return list(torch._foreach_norm(found, order)) if found else []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ftrain import _torch
 from ftrain.errors import ComposeError, FtrainError, OptionError
 from ftrain.step.blocks import forwarding
 from ftrain.step.swap_params import Slot, bound
@@ -87,7 +88,7 @@ class _Products:
         """Return ``x @ weight.T``."""
         # The rows are what the gradient of the weight sums over.
         made = self._padded if (x.numel() // x.shape[-1]) % MULTIPLE else self._even
-        with bound([Slot(made._parameters, "weight", "", False)], [weight]):
+        with bound([Slot(_torch.parameters_of(made), "weight", "", False)], [weight]):
             returned: Tensor = made.forward(x)
         return returned
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ftrain import tree
+from ftrain import _torch, tree
 from ftrain.checkpoint.import_safetensors import Foreign, mark, read_foreign, write_foreign
 from ftrain.checkpoint.layout import CODES
 from ftrain.errors import CheckpointError, StructureError
@@ -226,7 +225,7 @@ def _whole_modules(adapters: ModuleAdapters, others: Iterable[str], every: set[s
 def _marks(state: TrainState) -> dict[str, str]:
     frozen = state.frozen or {}
     plain = {name: leaf for name, leaf in frozen.items() if leaf is not None and leaf.dtype in CODES}
-    return {name: mark(leaf) for name, leaf in plain.items() if not is_traceable_wrapper_subclass(leaf)}
+    return {name: mark(leaf) for name, leaf in plain.items() if not _torch.is_wrapper_subclass(leaf)}
 
 
 def _require_options(directory: Path, said: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ftrain import random
+from ftrain import _torch, random
 from ftrain.errors import OptionError
 from ftrain.step.swap_params import Slot, slots_of
 from ftrain.transforms.lora.config import Config
@@ -106,13 +106,13 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
     found = []
     for name in (name for name in able if name in chosen):
         part = able[name]
-        weight = names[id(part._parameters), "weight"]
+        weight = names[id(_torch.parameters_of(part)), "weight"]
         found.append(Target(name, part, weight, uses.count(weight) > 1, tuple(aliases[id(part)][1:])))
     return found
 
 
 def _is_able(part: nn.Module) -> bool:
-    weight = part._parameters.get("weight")
+    weight = _torch.parameters_of(part).get("weight")
     if weight is None or weight.ndim != 2:
         return False
     if isinstance(part, nn.Embedding):

@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ftrain import random
+from ftrain import _torch, random
 
 
 def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of a weight, a quantised one too, in another dtype."""
     # A quantised one is of a class of its own; of plain tensors `dequantize` would make float32.
-    own: Any = is_traceable_wrapper_subclass(weight)
+    own: Any = _torch.is_wrapper_subclass(weight)
     return (weight.dequantize() if own else weight).to(dtype)
 
 

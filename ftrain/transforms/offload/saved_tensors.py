@@ -8,18 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ftrain import backends
+from ftrain import _torch, backends
 from ftrain.backends.transfers import copier_of, is_abstract, on_host
 from ftrain.errors import LossError, TraceError
 
 AHEAD = 4
 """Pieces of memory that come back while the gradient of those before is computed."""
 
-PLAIN = Tensor, nn.Parameter, FakeTensor
+PLAIN = Tensor, nn.Parameter, _torch.FakeTensor
 """What is a tensor and nothing more."""
 
 
@@ -76,7 +74,7 @@ class Stash:
 
     def __init__(self, device: torch.device, known: Iterable[Any], least: int) -> None:
         self._device, self._least = device, max(least, 1)
-        self._known = {leaf.untyped_storage()._cdata for leaf in known if isinstance(leaf, Tensor)}
+        self._known = {_torch.storage_id(leaf) for leaf in known if isinstance(leaf, Tensor)}
         self._copier, self._pinned = copier_of(device), backends.of(device).pinned_memory
         # A weak reference to memory keeps its address from being used again.
         self._pieces: dict[tuple[int, int, torch.dtype], tuple[StorageWeakRef, weakref.ref[_Piece]]] = {}
@@ -88,26 +86,26 @@ class Stash:
         Raises:
             TraceError: while a graph is captured, in which there is no host.
         """
-        if get_proxy_mode() is not None:
+        if _torch.is_capturing():
             raise TraceError("offload: activations go to the host between operations, and a whole graph is one")
         memory = tensor.untyped_storage()
         if not self._goes(tensor, memory):
-            return _Held(tensor.detach(), tensor._version)
+            return _Held(tensor.detach(), _torch.version_of(tensor))
         shadow = tensor.detach()
         shadow.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         piece, offset = self._piece(tensor, memory), int(tensor.storage_offset())
-        return _Sent(piece, tensor.shape, tensor.stride(), offset, shadow, tensor._version)
+        return _Sent(piece, tensor.shape, tensor.stride(), offset, shadow, _torch.version_of(tensor))
 
     def _goes(self, tensor: Tensor, memory: torch.UntypedStorage) -> bool:
         if type(tensor) not in PLAIN or tensor.device != self._device or tensor.layout != torch.strided:
             return False
         size = memory.nbytes()
-        if size < self._least or size % tensor.itemsize or memory._cdata in self._known:
+        if size < self._least or size % tensor.itemsize or _torch.storage_id(tensor) in self._known:
             return False
         return not (tensor.is_conj() or tensor.is_neg())
 
     def _piece(self, tensor: Tensor, memory: torch.UntypedStorage) -> _Piece:
-        key = memory._cdata, tensor._version, tensor.dtype
+        key = _torch.storage_id(tensor), _torch.version_of(tensor), tensor.dtype
         found = self._pieces.get(key)
         piece = found[1]() if found is not None else None
         if piece is not None:
@@ -127,7 +125,7 @@ class Stash:
         Raises:
             LossError: when it was written in place since.
         """
-        if (kept.tensor if isinstance(kept, _Held) else kept.shadow)._version != kept.version:
+        if _torch.version_of(kept.tensor if isinstance(kept, _Held) else kept.shadow) != kept.version:
             raise LossError(
                 "offload: a tensor that a gradient needs was changed in place after it was computed; take the "
                 "operation that is not in place (x = x.add(1) and not x.add_(1))"

@@ -9,15 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ftrain import tree
+from ftrain import _torch, tree
 from ftrain.errors import TraceError
 from ftrain.step.blocks import within
 from ftrain.step.flops import flops
@@ -88,14 +82,14 @@ class Budget:
             return returned
 
         # On tensors without memory of its own mode, unseen by whatever captures or watches this run.
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with _disable_current_modes(), fake, pristine(self._loss.module):
+        fake = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+        with _torch.without_modes(), fake, pristine(self._loss.module):
             params, batch, rng, buffers = tree.map(
                 lambda leaf: _fake(leaf) if isinstance(leaf, Tensor) else leaf, (params, batch, rng, buffers)
             )
             try:
                 within(region, self._loss.fn, params, batch, rng=rng, buffers=buffers)
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            except _torch.NEEDS_VALUES as error:
                 raise TraceError(
                     f"remat: a budget needs the sizes of blocks, which are found on tensors without values, and "
                     f"{self._loss.text} asks for a value ({error.func}); give blocks={{name: policy}} in its place"
@@ -146,7 +140,7 @@ def _unbeaten(states: list[tuple[int, int, Any]], limit: float) -> list[tuple[in
     return list({int(state[0] / limit * MOST_STATES): state for state in best}.values())
 
 
-class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Meter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up what a block makes and keeps."""
 
     def __init__(self) -> None:
@@ -158,7 +152,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def save(self, tensor: Tensor) -> None:
         """Note what is kept for the backward pass; what was there before the block is not the block's."""
-        self._saved.add(tensor.untyped_storage()._cdata)
+        self._saved.add(_torch.storage_id(tensor))
 
     def prices(self) -> list[Price]:
         """Return what the policies cost."""
@@ -173,7 +167,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation and count it."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
-        if isinstance(func, torch._ops.OpOverload) and not func.is_view:
+        if isinstance(func, _torch.OpOverload) and not func.is_view:
             given, results = _storages((args, kwargs)), _storages(returned)
             self._made.update({key: leaf for key, leaf in results.items() if key not in given})
             moved = sum(leaf.nbytes for leaf in tree.leaves((args, kwargs, returned)) if isinstance(leaf, Tensor))
@@ -187,7 +181,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storages(values: PyTree) -> dict[int, Tensor]:
-    return {leaf.untyped_storage()._cdata: leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)}
+    return {_torch.storage_id(leaf): leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)}
 
 
 def _never(packed: None) -> Tensor:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ftrain import tree
+from ftrain import _torch, tree
 from ftrain.errors import LossError
 from ftrain.random import torch_ops
-from ftrain.step import optimization_barrier
 from ftrain.types import PyTree
 
 Run: TypeAlias = Callable[..., Any]
@@ -101,7 +100,7 @@ class _Recomputed:
         while place.tensor is None:
             self._fill()
         tensor, place.tensor = place.tensor, None
-        if tensor._version != place.version:
+        if _torch.version_of(tensor) != place.version:
             raise LossError(f"remat: a tensor that a block needs for its gradient {CHANGED}")
         return tensor
 
@@ -118,7 +117,7 @@ class _Recomputed:
                 if place.kind != _kind(kept):
                     other = f"{_text(_kind(kept))} in place of {_text(place.kind)}"
                     raise _Stopped
-                place.tensor, place.version = kept, kept._version
+                place.tensor, place.version = kept, _torch.version_of(kept)
             if made == count:
                 raise _Stopped
             return kept
@@ -176,7 +175,7 @@ def _text(kind: _Kind) -> str:
 
 def _own(tensor: Tensor) -> Tensor:
     """Cut a tensor off its graph: a hook that the function puts on it must not be one more of the first run."""
-    if tensor.is_leaf or optimization_barrier.is_captured():
+    if tensor.is_leaf or _torch.is_capturing():
         return tensor
     return tensor.detach().requires_grad_()
 

@@ -11,9 +11,8 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ftrain import tree
+from ftrain import _torch, tree
 from ftrain.errors import OptionError
 from ftrain.random.torch_ops import is_draw
 from ftrain.step.recording import is_aside
@@ -26,29 +25,20 @@ again. ``op`` is a `torch._ops.OpOverload`, such as ``torch.ops.aten.mm.default`
 Policy: TypeAlias = Literal["full", "dots", "attention", "none"] | Keeps
 
 _aten = torch.ops.aten
-ATTENTION = frozenset(
-    {
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_fused_attention_overrideable.default,
-        _aten._flash_attention_forward.default,
-        _aten._efficient_attention_forward.default,
-    }
+ATTENTION = _torch.aten_operations(
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
 )
 """Attention in one operation: the dearest of all for long sequences, and its result is as small as its input."""
 
-DOTS = ATTENTION | {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten.linear.default,
-    _aten.convolution.default,
-    _aten._scaled_mm.default,
-    _aten._grouped_mm.default,
-}
+DOTS = ATTENTION | _torch.aten_operations(
+    "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"
+)
 """Products, convolutions and attention: dear to compute, and small beside what lies between them."""
 
 FULL: Final = "full"
@@ -101,7 +91,7 @@ class _Result(NamedTuple):
     @property
     def is_intact(self) -> bool:
         """Whether nobody has written over it since."""
-        return all(leaf._version == version for leaf, version in self.seen)
+        return all(_torch.version_of(leaf) == version for leaf, version in self.seen)
 
 
 class Kept:
@@ -118,7 +108,7 @@ class Kept:
         self._results: dict[Any, list[_Result | None]] = defaultdict(list)
         self._is_reused = False
 
-    def keeping(self) -> TorchDispatchMode:
+    def keeping(self) -> _torch.TorchDispatchMode:
         """Return the context of the first run."""
         return _Keeping(self._keeps, self._results, lambda: self._is_reused)
 
@@ -133,7 +123,7 @@ class Kept:
             self._is_reused = before
 
 
-class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Keeping(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keep what is to be kept."""
 
     def __init__(self, keeps: Keeps, results: dict[Any, list[_Result | None]], is_paused: Callable[[], bool]) -> None:
@@ -162,7 +152,7 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._seen:
             for leaf in _tensors(returned):
                 if (seen := self._seen.get(_memory(leaf))) is not None:
-                    seen.append((_cut(leaf), leaf._version))
+                    seen.append((_cut(leaf), _torch.version_of(leaf)))
 
     def _result(self, returned: Any, given: PyTree) -> _Result | None:
         """What to keep of what an operation returned; nothing of memory that it was given, which costs nothing."""
@@ -170,12 +160,12 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         # Cut off: autograd attaches the graph to what is returned, which must not be kept alive.
         value = _all_cut(returned)
-        seen = [(leaf, leaf._version) for leaf in _tensors(value)]
+        seen = [(leaf, _torch.version_of(leaf)) for leaf in _tensors(value)]
         self._seen.update((_memory(leaf), seen) for leaf, _ in seen)
         return _Result(value, seen)
 
 
-class _Reusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Reusing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Return what was kept, in the order of the first run, instead of computing it."""
 
     def __init__(self, results: dict[Any, list[_Result | None]]) -> None:
@@ -204,9 +194,9 @@ def _is_made_again(func: Any, args: Any, kwargs: Any) -> bool:
 
 @functools.cache
 def _is_always_made_again(func: Any) -> bool:
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, _torch.OpOverload):
         return True
-    return func.is_view or func._schema.is_mutable or func is _aten._to_copy.default
+    return func.is_view or _torch.schema_of(func).is_mutable or func is _aten._to_copy.default
 
 
 def _tensors(value: PyTree) -> list[Tensor]:
@@ -216,7 +206,7 @@ def _tensors(value: PyTree) -> list[Tensor]:
 
 
 def _memory(leaf: Tensor) -> int:
-    return leaf.untyped_storage()._cdata if leaf.layout == torch.strided else id(leaf)
+    return _torch.storage_id(leaf) if leaf.layout == torch.strided else id(leaf)
 
 
 def _all_cut(value: PyTree) -> PyTree:
@@ -225,7 +215,4 @@ def _all_cut(value: PyTree) -> PyTree:
     return tree.map(lambda leaf: _cut(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def _cut(tensor: Tensor) -> Tensor:
-    """Detach a tensor below autograd so that it still counts who writes over it."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
+_cut = _torch.detach_counting_writes

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ftrain import backends, tree
+from ftrain import _torch, backends, tree
 from ftrain.backends.transfers import is_abstract
 from ftrain.errors import ComposeError, LossError, OptionError
 from ftrain.random import torch_ops
@@ -169,7 +169,7 @@ def _region(policy: Policy, met: list[int], plan: Budget | None) -> Region:
         device = _device_of(held)
         repeatable = _Repeatable(inside, slots, chosen, _noted(held, device))
         returned = by_operation(repeatable.first, repeatable.again, args, kwargs, device=device)
-        if optimization_barrier.is_captured():
+        if _torch.is_capturing():
             repeatable.wait_for(returned)
         return returned
 
