@@ -7,6 +7,7 @@ from torch import nn
 import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, LossError, OptionError
+from ftrain.training import progress
 from tests.faults.problem import assert_bitwise, failing, make, squares
 from tests.laws.models import make_batch, make_model, token_loss
 from tests.laws.test_pipelines import assert_equal
@@ -422,8 +423,8 @@ def test_watching_is_a_yes_or_no(watch):
 
 def test_it_prints_and_the_display_leaves_it_out():
     assert "with_amp(fp16, watch)" in repr(build())
-    status = ft.progress.Status(1, 2, 1.0, 1.0, {}, 0, {"loss": 1.0, "overflow/a": 0.5, "grad_underflow/b": 0.5})
-    assert "flow" not in ft.progress.describe(status)
+    status = progress.Status(1, 2, 1.0, 1.0, {}, 0, {"loss": 1.0, "overflow/a": 0.5, "grad_underflow/b": 0.5})
+    assert "flow" not in progress.describe(status)
 
 
 def test_a_metric_of_that_name_is_refused():
