@@ -1,4 +1,4 @@
-"""Sequence packing: several documents in a row, none of which sees another."""
+"""Sequence packing: several documents in each row, with attention only within a document."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from ftrain.errors import BatchError, DataError, require_positive
 
 IGNORED = -100
-"""The label that counts for nothing."""
+"""The label that losses ignore."""
 
 NO_DOCUMENT = -1
-"""The document of padding."""
+"""The document number of padding."""
 
 Document: TypeAlias = "Sequence[int] | Tensor | Mapping[str, Any]"
-"""Tokens, or a mapping with these and perhaps with labels."""
+"""Tokens, or a mapping with tokens and optionally ``"labels"``."""
 
 
 def pack(
@@ -30,27 +30,27 @@ def pack(
     field: str = "tokens",
     cut: bool = False,
 ) -> dict[str, Tensor]:
-    """Put documents one after another into rows of one length, a new row where the next does not fit.
+    """Place documents one after another in rows of one length, starting a new row when the next one does not fit.
 
-    Documents keep their order, which is the caller's means to fill rows well: ``loader(..., pack=length)`` gives them
-    in one in which little room is left. The label of a token is the next one of its document, and -100 for the last.
+    Documents keep their order; ``loader(..., pack=length)`` gives them in an order that leaves little padding. The
+    label of a token is the next token of its document, and -100 for the last one.
 
     Args:
-        documents: tokens, or mappings; empty ones take no room.
-        length: of a row.
-        rows: how many rows there must be, the last of them empty if need be; as many as it takes, unless told.
-        pad: the token in places that are left.
-        field: what the tokens are called in a mapping. If it has ``"labels"`` too, these are taken as they are: each
-            is that of the token in the same place.
-        cut: cut a document that is longer than a row into several that do not see each other, else it is an error.
+        documents: tokens, or mappings with tokens; empty documents are left out.
+        length: tokens in a row.
+        rows: the number of rows, of which the last ones may be empty. Default: as many as needed.
+        pad: the token of padding.
+        field: the key of the tokens in a mapping. If it has ``"labels"`` too, these are used as they are, each for the
+            token at the same index.
+        cut: split a document that is longer than a row into several documents; else it is an error.
 
     Returns:
         ``tokens``, ``labels``, ``positions`` (from 0 in each document) and ``documents`` (counted from 0 in each row,
         -1 for padding), all int64 of shape (rows, length).
 
     Raises:
-        OptionError: for a `length` or `rows` that is no positive number.
-        DataError: when a document is no sequence of tokens or too long, or all need more than `rows`.
+        OptionError: if `length` or `rows` is not a positive integer.
+        DataError: if a document is not a sequence of integers or is too long, or if more than `rows` are needed.
 
     >>> batch = pack([[5, 6, 7], [8, 9]], 6)
     >>> batch["tokens"].tolist(), batch["labels"].tolist(), batch["documents"].tolist()
@@ -59,7 +59,7 @@ def pack(
     require_positive("pack", "length", length)
     if rows is not None:
         require_positive("pack", "rows", rows)
-    placed, used = _placed(documents, length, field, cut)
+    placed, used = _place_documents(documents, length, field, cut)
     if rows is not None and used > rows:
         raise DataError(
             f"pack: the documents fill {used} rows of {length} tokens, and rows={rows}; give fewer at a time"
@@ -80,7 +80,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Packed:
-    """`pack` as a collate function."""
+    """The collate function that `packed` returns."""
 
     draws: ClassVar[bool] = False
 
@@ -91,7 +91,7 @@ class Packed:
     cut: bool
 
     def __call__(self, documents: list[Any]) -> dict[str, Tensor]:
-        """Return the documents of a batch, packed."""
+        """Return the packed documents, as `pack` does."""
         return pack(documents, self.length, rows=self.rows, pad=self.pad, field=self.field, cut=self.cut)
 
 
@@ -99,7 +99,7 @@ def packed(length: int, *, rows: int | None = None, pad: int = 0, field: str = "
     """Return `pack` with these options as a collate function.
 
     Raises:
-        OptionError: for a `length` or `rows` that is no positive number.
+        OptionError: if `length` or `rows` is not a positive integer.
     """
     require_positive("packed", "length", length)
     if rows is not None:
@@ -108,27 +108,28 @@ def packed(length: int, *, rows: int | None = None, pad: int = 0, field: str = "
 
 
 def block_mask(documents: Tensor) -> Tensor:
-    """Return who sees whom in packed rows: a token sees itself and those before it in its document.
+    """Return the attention mask of packed rows: causal, and only within a document.
 
-    For ``scaled_dot_product_attention(..., attn_mask=)``, on the device of `documents`. Padding sees padding, for
-    attention to nothing is NaN.
+    For ``scaled_dot_product_attention(..., attn_mask=)``. Padding attends to padding: without any key, attention would
+    be NaN.
 
     Args:
-        documents: (rows, length), what `pack` calls ``documents``.
+        documents: (rows, length), the ``documents`` of `pack`.
 
     Returns:
-        bool of shape (rows, 1, length, length), true where the query (third axis) sees the key (fourth).
+        bool of shape (rows, 1, length, length) on the device of `documents`, True where the query (third axis) attends
+        to the key (fourth axis).
 
     Raises:
-        BatchError: for another shape.
+        BatchError: if `documents` has another shape.
 
     >>> block_mask(torch.tensor([[0, 0, 1]])).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
     """
     if documents.ndim != 2:
         raise BatchError(f"block_mask: documents have shape {tuple(documents.shape)}; needs (rows, length)")
-    same = documents[:, :, None] == documents[:, None, :]
-    return same.tril().unsqueeze(1)
+    same_document = documents[:, :, None] == documents[:, None, :]
+    return same_document.tril().unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,8 @@ class _Piece:
     labels: Tensor
 
 
-def _placed(documents: Iterable[Document], length: int, field: str, cut: bool) -> tuple[list[_Piece], int]:
-    """Give every document its place, and count the rows."""
+def _place_documents(documents: Iterable[Document], length: int, field: str, cut: bool) -> tuple[list[_Piece], int]:
+    """Return the place of every document, and the number of rows."""
     placed: list[_Piece] = []
     row, start, number = -1, length, 0
     for tokens, labels in _pieces(documents, length, field, cut):
@@ -153,42 +154,42 @@ def _placed(documents: Iterable[Document], length: int, field: str, cut: bool) -
 
 
 def _pieces(documents: Iterable[Document], length: int, field: str, cut: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    for place, document in enumerate(documents):
-        tokens, labels = _read(document, field, place)
+    for index, document in enumerate(documents):
+        tokens, labels = _read(document, field, index)
         if len(tokens) > length and not cut:
             raise DataError(
-                f"pack: document {place} of the batch has {len(tokens)} tokens, and a row {length}; pass cut=True, or "
+                f"pack: document {index} of the batch has {len(tokens)} tokens, and a row {length}; pass cut=True, or "
                 "make rows longer"
             )
         for start in range(0, len(tokens), length):
             yield tokens[start : start + length], labels[start : start + length]
 
 
-def _read(document: Document, field: str, place: int) -> tuple[Tensor, Tensor]:
+def _read(document: Document, field: str, index: int) -> tuple[Tensor, Tensor]:
     if not isinstance(document, Mapping):
-        return _shifted(_tokens(document, field, place))
+        return _with_next_token_labels(_tokens(document, field, index))
     if field not in document:
-        raise DataError(f"pack: document {place} of the batch has no {field!r}, but {', '.join(document)}; pass field=")
-    tokens = _tokens(document[field], field, place)
+        raise DataError(f"pack: document {index} of the batch has no {field!r}, but {', '.join(document)}; pass field=")
+    tokens = _tokens(document[field], field, index)
     if "labels" not in document:
-        return _shifted(tokens)
-    labels = _tokens(document["labels"], "labels", place)
+        return _with_next_token_labels(tokens)
+    labels = _tokens(document["labels"], "labels", index)
     if labels.shape != tokens.shape:
-        raise DataError(f"pack: document {place} of the batch has {len(tokens)} {field} and {len(labels)} labels")
+        raise DataError(f"pack: document {index} of the batch has {len(tokens)} {field} and {len(labels)} labels")
     return tokens, labels
 
 
-def _shifted(tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _with_next_token_labels(tokens: Tensor) -> tuple[Tensor, Tensor]:
     labels = torch.full_like(tokens, IGNORED)
     labels[:-1] = tokens[1:]
     return tokens, labels
 
 
-def _tokens(values: Any, name: str, place: int) -> Tensor:
-    found = torch.as_tensor(values)
-    if found.ndim != 1 or (found.numel() and (found.is_floating_point() or found.is_complex())):
+def _tokens(values: Any, name: str, index: int) -> Tensor:
+    tokens = torch.as_tensor(values)
+    if tokens.ndim != 1 or (tokens.numel() and (tokens.is_floating_point() or tokens.is_complex())):
         raise DataError(
-            f"pack: {name} of document {place} of the batch have shape {tuple(found.shape)} and dtype {found.dtype}; "
+            f"pack: {name} of document {index} of the batch have shape {tuple(tokens.shape)} and dtype {tokens.dtype}; "
             "needs whole numbers on one axis"
         )
-    return found.long()
+    return tokens.long()

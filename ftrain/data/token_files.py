@@ -1,7 +1,7 @@
-"""Token files: plain ``.npy`` files of whole numbers, written in a stream and read without loading them.
+"""Token files: ``.npy`` files of integers, written document by document and read through a memory map.
 
-The ends of the documents stand in a second file beside the first: ``text.npy`` and ``text.ends.npy``. A file gets its
-name when it is complete, so that a writer that died leaves nothing that looks like one.
+The ends of the documents are in a second file: ``text.npy`` and ``text.ends.npy``. A file is renamed to its final name
+when it is complete, so that an interrupted writer leaves no partial file under that name.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 
 class TokenWriter:
-    """Writes a token file document by document, in constant memory but for 8 bytes a document.
+    """Writes a token file document by document; it needs 8 bytes of memory for each document.
 
     Args:
-        path: of the file; its name ends in ``.npy``.
-        dtype: of the tokens in the file; uint16 holds vocabularies of up to 65,536.
+        path: the file; its name ends in ``.npy``.
+        dtype: the integer dtype of the tokens in the file; uint16 holds vocabularies of up to 65,536.
 
     Raises:
-        OptionError: for another name, or a dtype that is none of whole numbers.
+        OptionError: if the name does not end in ``.npy``, or the dtype is not an integer dtype.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "text.npy"
@@ -48,7 +48,7 @@ class TokenWriter:
         if self._path.suffix != ".npy":
             raise OptionError(f"TokenWriter: path is {self._path}; needs a name that ends in .npy")
         if self._dtype.kind not in "iu":
-            raise OptionError(f"TokenWriter: dtype is {self._dtype}; needs one of whole numbers")
+            raise OptionError(f"TokenWriter: dtype is {self._dtype}; needs an integer dtype")
         self._ends = array("q")
         self._part = self._path.with_suffix(".part")
         self._file = self._part.open("wb")
@@ -57,32 +57,35 @@ class TokenWriter:
     def add(self, tokens: Sequence[int] | Tensor | Tokens) -> None:
         """Append a document.
 
+        Args:
+            tokens: integers, of shape (length,).
+
         Raises:
-            DataError: when it is no row of whole numbers, or one does not fit the dtype.
+            DataError: if it has another shape or is not of integers, or if a token does not fit the dtype.
         """
-        found = np.asarray(tokens)
+        document = np.asarray(tokens)
         limits = np.iinfo(self._dtype)
-        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        if document.ndim != 1 or (document.size and document.dtype.kind not in "iu"):
             raise DataError(
-                f"TokenWriter.add: the document has shape {found.shape} and dtype {found.dtype}; needs whole numbers "
-                "on one axis"
+                f"TokenWriter.add: the document has shape {document.shape} and dtype {document.dtype}; needs whole "
+                "numbers on one axis"
             )
-        if found.size and not limits.min <= found.min() <= found.max() <= limits.max:
+        if document.size and not limits.min <= document.min() <= document.max() <= limits.max:
             raise DataError(
-                f"TokenWriter.add: tokens go from {found.min()} to {found.max()}, and {self._dtype} from {limits.min} "
-                f"to {limits.max}; pass a wider dtype="
+                f"TokenWriter.add: tokens range from {document.min()} to {document.max()}, and {self._dtype} from "
+                f"{limits.min} to {limits.max}; pass a wider dtype="
             )
-        self._file.write(found.astype(self._dtype).tobytes())
-        self._ends.append((self._ends[-1] if self._ends else 0) + len(found))
+        self._file.write(document.astype(self._dtype).tobytes())
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(document))
 
     def close(self) -> None:
-        """Complete the file and give it its name."""
+        """Complete the file, write it to the disk and rename it to its final name."""
         self._file.seek(0)
         self._write_header(self._ends[-1] if self._ends else 0)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        # The ends first: a file of tokens is never without them.
+        # The ends are renamed first, so that a token file always has them.
         ends = self._part.with_suffix(".ends.part")
         with ends.open("wb") as file:
             np.save(file, np.array(self._ends, dtype=np.int64))
@@ -90,7 +93,7 @@ class TokenWriter:
         self._part.replace(self._path)
 
     def _write_header(self, count: int) -> None:
-        # numpy leaves room for a count that grows, so that the header can be written again in its place.
+        # numpy pads the header, so that one with a larger count can overwrite it.
         header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (count,)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
@@ -113,13 +116,13 @@ def write_tokens(
     """Write documents to a token file.
 
     Args:
-        path: of the file; its name ends in ``.npy``.
-        documents: rows of tokens.
-        dtype: of the tokens in the file.
+        path: the file; its name ends in ``.npy``.
+        documents: the tokens of each document, integers of shape (length,).
+        dtype: the integer dtype of the tokens in the file.
 
     Raises:
-        OptionError: for another name, or a dtype that is none of whole numbers.
-        DataError: when a document is no row of whole numbers, or a token does not fit the dtype.
+        OptionError: if the name does not end in ``.npy``, or the dtype is not an integer dtype.
+        DataError: if a document has another shape or is not of integers, or a token does not fit the dtype.
     """
     with TokenWriter(path, dtype) as writer:
         for tokens in documents:
@@ -127,15 +130,15 @@ def write_tokens(
 
 
 def ends_path(path: Path) -> Path:
-    """Return where the ends of the documents of a token file stand."""
+    """Return the path of the file that holds the ends of the documents of a token file."""
     return path.with_suffix(".ends.npy")
 
 
-class Mapped:
-    """An array that is mapped into memory when it is first read, in each process anew.
+class _TokenArray:
+    """An array of tokens. A file is memory-mapped when it is first read, by each process for itself.
 
     Raises:
-        DataError: when there is no row of whole numbers in the file.
+        DataError: if the array has more than one axis or is not of integers.
     """
 
     def __init__(self, source: str | Path | Tokens) -> None:
@@ -150,48 +153,49 @@ class Mapped:
 
     @property
     def array(self) -> Tokens:
-        """The array.
+        """The array, of shape (tokens,).
 
         Raises:
-            DataError: when the file is missing, cut off, or no array.
+            DataError: if the file is missing, cut off, or not a ``.npy`` file.
         """
         if self._array is None:
             try:
-                # Without the class memmap, whose slices take three times as long.
+                # Not the class memmap, whose slices take three times as long.
                 self._array = np.asarray(np.load(self._path or "", mmap_mode="r", allow_pickle=False))
             except (OSError, ValueError) as error:
                 raise DataError(f"TokenFile: {self._path} cannot be read: {error}") from error
         return self._array
 
     def __getstate__(self) -> dict[str, Any]:
-        # Sent to a worker, a mapped array would be copied whole.
+        # Pickling a memory map, to send it to a worker, would copy the whole file.
         return {**self.__dict__, "_array": None if self._path else self._array}
 
 
 class TokenFile(Dataset[dict[str, Tensor]]):
-    """Windows of a token file: sample i is ``length`` tokens and, as labels, the token that follows each.
+    """A map-style dataset of consecutive windows of a token file.
 
-    Windows touch and do not overlap; the last tokens, too few for a window, are left out.
+    Sample i is ``{"tokens": ..., "labels": ...}``, both int64 of shape (length,); the label of a token is the next one.
+    Windows do not overlap; the last tokens are left out if they do not fill a window.
 
     Args:
-        tokens: the path of a ``.npy`` file, as `write_tokens` makes it; or an array, such as ``np.memmap(path,
-            dtype=np.uint16)`` of a file of nothing but tokens.
-        length: of a window.
+        tokens: the path of a ``.npy`` file that `write_tokens` made; or an array, such as ``np.memmap(path,
+            dtype=np.uint16)`` of a file without a header.
+        length: tokens in a window.
 
     Raises:
-        OptionError: for a `length` that is no positive number.
-        DataError: when the file cannot be read, or does not hold enough tokens.
+        OptionError: if `length` is not a positive integer.
+        DataError: if the file cannot be read, or has too few tokens for one window.
     """
 
     draws = False
 
     def __init__(self, tokens: str | Path | Tokens, length: int) -> None:
         require_positive("TokenFile", "length", length)
-        self._mapped, self._length = Mapped(tokens), length
-        self._count = max(len(self._mapped.array) - 1, 0) // length
+        self._tokens, self._length = _TokenArray(tokens), length
+        self._count = max(len(self._tokens.array) - 1, 0) // length
         if not self._count:
             raise DataError(
-                f"TokenFile: {len(self._mapped.array)} tokens are too few for a window of length={length} and the "
+                f"TokenFile: {len(self._tokens.array)} tokens are too few for a window of length={length} and the "
                 "label after it"
             )
 
@@ -199,40 +203,41 @@ class TokenFile(Dataset[dict[str, Tensor]]):
         """Return the number of windows."""
         return self._count
 
-    def rows(self, index: Sequence[int]) -> dict[str, Tensor]:
-        """Return several windows as one batch: what collating them would give."""
-        array, size = self._mapped.array, self._length + 1
-        windows = np.concatenate([array[i * self._length : i * self._length + size] for i in index]).reshape(-1, size)
-        tokens = _tensor(windows)
+    def rows(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return several windows as one batch of shape (windows, length), as ``default_collate`` would."""
+        array, size = self._tokens.array, self._length + 1
+        windows = np.concatenate([array[i * self._length : i * self._length + size] for i in indices])
+        tokens = _to_tensor(windows.reshape(-1, size))
         return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start = range(self._count)[index] * self._length
-        window = _tensor(self._mapped.array[start : start + self._length + 1])
+        window = _to_tensor(self._tokens.array[start : start + self._length + 1])
         return {"tokens": window[:-1], "labels": window[1:]}
 
 
 class TokenDocuments(Dataset[dict[str, Tensor]]):
-    """The documents of a token file: sample i is ``{"tokens": those of document i}``.
+    """A map-style dataset of the documents of a token file: sample i is ``{"tokens": those of document i}``, int64.
 
-    `lengths` has the length of each, for ``loader(documents, ..., lengths=documents.lengths)``.
+    Attributes:
+        lengths: int64 array of the length of each document, for ``loader(documents, ..., lengths=documents.lengths)``.
 
     Args:
-        path: of a file that `write_tokens` made.
+        path: a file that `write_tokens` made.
 
     Raises:
-        DataError: when it, or the file of the ends beside it, cannot be read, or the two do not fit.
+        DataError: if it or the file of the document ends cannot be read, or the two do not belong together.
     """
 
     draws = False
 
     def __init__(self, path: str | Path) -> None:
-        self._mapped, self._ends = Mapped(path), Mapped(ends_path(Path(path)))
+        self._tokens, self._ends = _TokenArray(path), _TokenArray(ends_path(Path(path)))
         ends = self._ends.array
         last = int(ends[-1]) if len(ends) else 0
-        if last != len(self._mapped.array):
+        if last != len(self._tokens.array):
             raise DataError(
-                f"TokenDocuments: {path} has {len(self._mapped.array)} tokens, and its documents end at {last}; write "
+                f"TokenDocuments: {path} has {len(self._tokens.array)} tokens, and its documents end at {last}; write "
                 "both again"
             )
         self.lengths = np.diff(ends, prepend=0).astype(np.int64)
@@ -242,10 +247,10 @@ class TokenDocuments(Dataset[dict[str, Tensor]]):
         return len(self._ends.array)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        place = range(len(self))[index]
-        end = int(self._ends.array[place])
-        return {"tokens": _tensor(self._mapped.array[end - int(self.lengths[place]) : end])}
+        row = range(len(self))[index]
+        end = int(self._ends.array[row])
+        return {"tokens": _to_tensor(self._tokens.array[end - int(self.lengths[row]) : end])}
 
 
-def _tensor(tokens: Tokens) -> Tensor:
+def _to_tensor(tokens: Tokens) -> Tensor:
     return torch.from_numpy(tokens.astype(np.int64))
