@@ -1,30 +1,27 @@
-"""Training: the loop with its services, which alone talks to people and to the disk."""
+"""`fit`: train a step over data, with metrics, logs, evaluations, checkpoints and everything else around it."""
 
 from __future__ import annotations
 
-import functools
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from ftrain.checkpoint import Checkpoints
 from ftrain.errors import ComposeError, Interrupted, OptionError, require_callable, require_positive
 from ftrain.step.microbatch import SPLIT, require_on_oom
 from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop
-from ftrain.training.iterate import iterate
 from ftrain.training.loggers import Logger
-from ftrain.training.loss_additivity import warn_of_pieces
-from ftrain.training.metrics import Count, Evaluate, Recorder
-from ftrain.training.nonfinite_loss import LossWatch
-from ftrain.training.oom_retry import Splitting, reloading
+from ftrain.training.metrics import Evaluate
+from ftrain.training.nonfinite_loss import NonFiniteLossCheck
 from ftrain.training.progress import Lines, show
-from ftrain.training.resume import Saved
-from ftrain.training.run import FitResult, Rules, Run, S
+from ftrain.training.resume import RunCheckpoints
+from ftrain.training.run import FitResult, Options, Run, S
 from ftrain.training.signals import EXIT, interruptible
-from ftrain.transforms.compile.status import is_compiled, is_compiling
+from ftrain.training.throughput import Count
+from ftrain.transforms.compile.status import is_compiling
 from ftrain.types import PyTree
 
 
@@ -116,41 +113,39 @@ def fit(
     _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
     _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
     _warn_of_best(checkpoints, evaluate_every)
-    watch = LossWatch(on_nonfinite, checkpoints)
-    recorder = Recorder(step, steps, tuple(loggers), throughput or {}, int(getattr(state, "step", 0)), watch)
-    saved = Saved(checkpoints, data, recorder, resume)
-    rules = Rules(evaluate, evaluate_every, stop, adapt, log_every, steps)
+    options = Options(
+        steps, epochs, evaluate, evaluate_every, stop, adapt, loggers, log_every, throughput or {}, on_oom
+    )
+    check_loss = NonFiniteLossCheck(on_nonfinite, checkpoints)
+    saves = RunCheckpoints(checkpoints, data, resume)
     with checkpoints or nullcontext(), show(progress) as display, _interruptible(checkpoints) as interrupted:
-        stepping = step.donating if isinstance(step, Step) and donate else step
-        state, position = saved.restore(state, donate=stepping is not step)
-        run = Run(state, position, rules, recorder, saved, display, interrupted)
+        donating = step.donating if isinstance(step, Step) and donate else step
+        run = Run(
+            donating,
+            data,
+            options,
+            saves.load(state, donate=donating is not step),
+            checkpoints=saves,
+            check_loss=check_loss,
+            display=display,
+            interrupted=interrupted,
+        )
         try:
-            run.resume()
-            loop = functools.partial(iterate, data=data, steps=steps, epochs=epochs)
-            running: Callable[..., Any] = stepping
-            if on_oom == SPLIT and isinstance(stepping, Step):
-                running = Splitting(stepping, recorder, display.say, interrupted)
-            records = reloading(loop, running, run.result.state, position, saved)
-            accumulates = any((wrapper.pieces or 1) > 1 for wrapper in getattr(step, "wrappers", ()))
-            for made in () if run.stopped else records:
-                run.after(made, records)
-                if accumulates and made.step % log_every == 0:
-                    accumulates = False
-                    warn_of_pieces("accumulate", cast(Step, step).loss, run.result.state, made.batch)
-                if is_compiled(step):
-                    saved.reach(made)
+            run.start()
+            made_steps = run.steps()
+            for record in () if run.stopped else made_steps:
+                run.after_step(record, made_steps)
                 if run.stopped or interrupted():
                     break
             run.finish()
         except BaseException as error:
             run.rescue(error)
             raise
-    result = run.result
-    result.history.stopped = "interrupt" if interrupted() else run.stopped or _ended(recorder.step, steps)
+    run.history.stopped = "interrupt" if interrupted() else run.stopped or _data_or_steps(run.step, steps)
     if checkpoints and (number := interrupted()):
-        _say_where(number, checkpoints)
-        raise _leaving(EXIT + number, result)
-    return result
+        _say_where_saved(number, checkpoints)
+        raise _leaving(EXIT + number, run.result)
+    return run.result
 
 
 def _interruptible(checkpoints: Checkpoints | None) -> interruptible:
@@ -158,7 +153,7 @@ def _interruptible(checkpoints: Checkpoints | None) -> interruptible:
     return interruptible(signals, is_compiling)
 
 
-def _ended(step: int, steps: int | None) -> str:
+def _data_or_steps(step: int, steps: int | None) -> str:
     return "data" if steps is None or step < steps else "steps"
 
 
@@ -168,7 +163,7 @@ def _leaving(code: int, result: FitResult[Any]) -> Interrupted:
     return leaving
 
 
-def _say_where(number: signal.Signals, checkpoints: Checkpoints) -> None:
+def _say_where_saved(number: signal.Signals, checkpoints: Checkpoints) -> None:
     steps = checkpoints.steps()
     where = f"saved in {checkpoints.path(steps[-1])}; the same call goes on from there" if steps else "before any step"
     Lines().say(f"fit: ended by {number.name}, {where}")

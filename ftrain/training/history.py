@@ -44,8 +44,25 @@ class History(list[dict[str, Any]]):
         return [record[key] for record in self if key in record] if isinstance(key, str) else super().__getitem__(key)
 
 
+def record_of(history: History, step: int) -> dict[str, Any]:
+    """Return everything that was recorded of a step, its evaluations included, as one record.
+
+    Only the end of the history is searched: `step` must be the newest one.
+    """
+    combined: dict[str, Any] = {}
+    for record in reversed(history):
+        if record["step"] != step:
+            break
+        combined = {**record, **combined}
+    return combined
+
+
 def unpack(packed: PyTree) -> History:
-    """Return the records that a checkpoint of before ftrain 0.2 holds, as columns of those of the same names."""
+    """Return the records that a checkpoint written before ftrain 0.2 holds: in tables of records with the same names.
+
+    Args:
+        packed: ``{"tables": [{name: column}], "order": the table of each record}``.
+    """
     tables = [
         [dict(zip(table, row, strict=True)) for row in zip(*map(_values, table.values()), strict=True)]
         for table in packed["tables"]

@@ -1,4 +1,4 @@
-"""Where records of a run go. A logger is any function of a record, which is a flat dict of numbers."""
+"""Loggers: functions that get each record of a run, which is a flat dict of numbers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from typing import Any, TypeAlias
 
 Record: TypeAlias = Mapping[str, Any]
 Logger: TypeAlias = Callable[[Record], None]
-"""May have a method ``rewind(step, count)``: a run goes on, of which ``count`` records of that step are the last."""
+"""It may have a method ``rewind(step, count)``, called when a run resumes: it removes records of later steps, and of
+this step all but the first ``count``."""
 
 
 def jsonl(path: str | Path) -> Logger:
     """Return a logger that appends each record to a file as one line of JSON.
 
-    The folder is made when it is missing. Numbers that JSON lacks (NaN, infinities) become null. Each
-    line is written out at once, so that a killed run leaves only whole lines. A run that goes on from a
-    checkpoint removes the lines of later steps, which it makes again.
+    The folder is created if it is missing. Numbers that JSON lacks (NaN, infinities) become null. Each line is written
+    at once, so that a run that is killed leaves whole lines, but for the last one. A run that resumes from a checkpoint
+    removes the lines of later steps, which it makes again.
+
+    Args:
+        path: of the file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,34 +39,44 @@ class _Lines:
             file.write(json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False) + "\n")
 
     def rewind(self, step: int, count: int) -> None:
-        """Remove what came after the first `count` records of a step, and a line that was cut off."""
+        """Remove the lines of later steps, all but the first `count` of this step, and a line that was cut off."""
         if not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         steps = [_step(line) for line in lines]
-        before = [line for line, of in zip(lines, steps, strict=True) if of < step]
-        at = [line for line, of in zip(lines, steps, strict=True) if of == step]
-        kept = self._path.with_name(f"{self._path.name}.tmp")
-        kept.write_text("".join(before + at[:count]), encoding="utf-8")
-        kept.replace(self._path)
+        earlier = [line for line, number in zip(lines, steps, strict=True) if number < step]
+        same = [line for line, number in zip(lines, steps, strict=True) if number == step]
+        temporary = self._path.with_name(f"{self._path.name}.tmp")
+        temporary.write_text("".join(earlier + same[:count]), encoding="utf-8")
+        temporary.replace(self._path)
 
 
 def _step(line: str) -> float:
-    """The step of a line; that of no step for one that is not whole."""
+    """The step of a line; infinity for a line that is not a whole record."""
     try:
         return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf
 
 
+def log(loggers: Sequence[Logger], records: Sequence[Record]) -> None:
+    """Pass records to every logger, even if one of them raises."""
+    if loggers:
+        try:
+            for record in records:
+                loggers[0](record)
+        finally:
+            log(loggers[1:], records)
+
+
 def rewind(loggers: Sequence[Logger], step: int, count: int) -> None:
-    """Make loggers that can forget what came after so many records of a step."""
+    """Call the method ``rewind`` of the loggers that have one: remove what comes after `count` records of a step."""
     for logger in loggers:
-        if callable(again := getattr(logger, "rewind", None)):
-            again(step, count)
+        if callable(remove := getattr(logger, "rewind", None)):
+            remove(step, count)
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, list):
-        return [_finite(part) for part in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -45,5 +45,5 @@ def warn_of_pieces(function: str, loss: Loss, state: TrainState, batch: PyTree) 
             "update depends on how a batch is cut. Return ft.Mean(total, weight): of a sum over examples with their "
             "number as weight (and a learning rate for the mean), of a mean over tokens with theirs. A loss that "
             "compares the examples of a batch cannot be taken in pieces without a change",
-            stacklevel=3,
+            stacklevel=4,
         )

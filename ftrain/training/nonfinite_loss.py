@@ -1,4 +1,4 @@
-"""What `fit` says of a loss that is infinite or NaN."""
+"""What `fit` does about a loss that is infinite or NaN."""
 
 from __future__ import annotations
 
@@ -13,55 +13,57 @@ from ftrain.errors import NonFiniteError, OptionError
 WARN, RAISE, IGNORE = "warn", "raise", "ignore"
 
 
-class LossWatch:
-    """Looks for the first loss that is not finite, among records as they are read.
+class NonFiniteLossCheck:
+    """Searches records, as they are read, for the first loss that is not finite.
 
     Args:
-        choice: ``"warn"``, ``"raise"`` or ``"ignore"``.
-        checkpoints: of which the newest from before such a loss is kept.
+        action: what to do then: ``"warn"``, ``"raise"`` or ``"ignore"``.
+        checkpoints: whose newest one from before such a loss is kept for good; None when nothing is saved.
 
     Raises:
-        OptionError: for another choice.
+        OptionError: for another action.
     """
 
-    def __init__(self, choice: str, checkpoints: Checkpoints | None) -> None:
-        if choice not in (WARN, RAISE, IGNORE):
-            raise OptionError(f"fit: on_nonfinite is {choice!r}; choices are {WARN}, {RAISE}, {IGNORE}")
-        self._choice, self._checkpoints = choice, checkpoints
+    def __init__(self, action: str, checkpoints: Checkpoints | None) -> None:
+        if action not in (WARN, RAISE, IGNORE):
+            raise OptionError(f"fit: on_nonfinite is {action!r}; choices are {WARN}, {RAISE}, {IGNORE}")
+        self._action, self._checkpoints = action, checkpoints
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Warn of such a loss, once, or raise.
+        """Warn of the first loss that is not finite, or raise.
 
         Raises:
-            NonFiniteError: with the step.
+            NonFiniteError: naming the step, if that is the action.
         """
-        bad = next((record for record in records if _is_bad(record)), None) if self._choice != IGNORE else None
-        if bad is None:
+        if self._action == IGNORE:
+            return
+        record = next((record for record in records if _is_nonfinite(record)), None)
+        if record is None:
             return
         text = (
-            f"fit: the loss of step {bad['step']} is {bad['loss']}, and the parameters are probably lost from there "
-            "on; lower the learning rate, clip the gradient with ft.clip(1.0), or leave such steps out with "
+            f"fit: the loss of step {record['step']} is {record['loss']}, and the parameters are probably lost from "
+            "there on; lower the learning rate, clip the gradient with ft.clip(1.0), or leave such steps out with "
             "ft.skip_nonfinite()"
         )
-        good = self._last_good(bad["step"])
-        if self._choice == RAISE:
+        good = self._newest_good_step(record["step"])
+        if self._action == RAISE:
             raise NonFiniteError(text + (f". The newest checkpoint from before is that of step {good}" if good else ""))
-        self._choice = IGNORE
+        self._action = IGNORE
         if self._checkpoints is not None and good:
             self._checkpoints.pin(good)
-            text += f". The checkpoint of step {good}, the newest from before, is pinned: no newer one pushes it out"
+            text += f". The checkpoint of step {good}, the newest from before, is pinned: it will not be removed"
         warnings.warn(f"{text}. on_nonfinite='raise' stops the run instead", stacklevel=5)
 
-    def _last_good(self, step: int) -> int | None:
+    def _newest_good_step(self, step: int) -> int | None:
         if self._checkpoints is None:
             return None
         self._checkpoints.wait()
-        before = [saved for saved in self._checkpoints.steps() if saved < step]
+        earlier = [saved for saved in self._checkpoints.steps() if saved < step]
         # The gradient of the last step with a finite loss may not have been finite.
-        return max([saved for saved in before if saved < step - 1] or before, default=None)
+        return max([saved for saved in earlier if saved < step - 1] or earlier, default=None)
 
 
-def _is_bad(record: Mapping[str, Any]) -> bool:
-    """Whether its loss is not finite, and no wrapper has left the step out."""
+def _is_nonfinite(record: Mapping[str, Any]) -> bool:
+    """Whether the loss of a step is not finite, and no wrapper has skipped the step."""
     loss = record.get("loss")
     return isinstance(loss, float) and not math.isfinite(loss) and not record.get("skipped")

@@ -1,9 +1,9 @@
-"""A step that runs out of memory, and goes on with the same update in smaller pieces."""
+"""Retry a step that ran out of memory: the same update, with the gradient computed in smaller pieces."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -18,267 +18,249 @@ from ftrain.step.microbatch import cut, most_pieces
 from ftrain.step.step import Step
 from ftrain.step.value_and_grad import Ran, around_forward, report
 from ftrain.step.wrapper import Wrapper
-from ftrain.training.iterate import Position, StepRecord, device_of
+from ftrain.training.history import History
+from ftrain.training.iterate import device_of
 from ftrain.training.loss_additivity import warn_of_pieces
-from ftrain.training.metrics import Recorder
-from ftrain.training.resume import Saved
 from ftrain.training.signals import Abandoned
 from ftrain.transforms.compile.cache import kind_of
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, consume, is_own, replace
 
-MOST_TRIES = 8
-"""How often a step is tried again in twice as many pieces: what a 256th of the batch does not mend, it is not."""
+MAX_RETRIES = 8
+"""How often a step is tried again, each time in twice as many pieces: the last ones are a 256th of the batch."""
 
-COUNT = "split"
-"""The metric of the step from which on there were so many pieces."""
-
-Loop = Callable[..., Generator[StepRecord, Any, None]]
+SPLIT_METRIC = "split"
+"""The metric that holds the number of pieces, in the record of the step from which on there are so many."""
 
 
-class _SpoiltError(DeviceError):
-    """A step has failed that may have overwritten its state."""
+class StateOverwrittenError(DeviceError):
+    """Memory ran out in a step that may have begun to overwrite its state.
 
-    def __init__(self, text: str, step: Splitting, state: TrainState) -> None:
-        super().__init__(text)
-        self.step, self.state = step, state
+    Args:
+        state: that state; its values are lost, its memory can be used again.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        super().__init__("fit: memory ran out when the step had begun to overwrite its state")
+        self.state = state
 
 
-class Splitting:
-    """A step that is tried again in twice as many pieces when memory runs out, and keeps to that.
+class OomRetry:
+    """A step that is tried again in twice as many pieces when memory runs out, and stays at that number.
 
-    What is split is what the innermost gradient is taken of, so that it is the same update whatever is around it:
-    with ``accumulate(4)`` each of the four microbatches, and ``clip`` clips what it did.
+    The innermost gradient is split, so that the update is the same whatever wrappers there are: with
+    ``accumulate(4)`` each of the four microbatches is split, and ``clip`` clips what it clipped before.
 
-    A state that the step did not donate is intact when it fails, and so is one whose gradient was not finished, or
-    whose update may be refused (fp16, `skip_nonfinite`), which overwrites nothing. Of a compiled step nobody can say:
-    there the state is kept on the host until a batch of that kind has been through.
+    When a step fails, its state is intact if it was not donated, if the gradient was not finished, or if the update may
+    be refused (fp16, `skip_nonfinite`), for such an update overwrites nothing. A compiled step may fail at any place:
+    its state is copied to the host before the first step with each structure of batches.
 
     Args:
         step: the step.
-        run: what is recorded; the number of pieces is a metric of the step from which on there were so many.
-        say: tells people.
-        interrupted: whether a signal has come; then nothing is tried again.
+        pieces: in how many pieces to begin.
+        say: prints a line.
+        interrupted: whether a signal has come, after which nothing is tried again.
     """
 
-    def __init__(
-        self, step: Step, run: Recorder, say: Callable[[str], None], interrupted: Callable[[], Any] = lambda: None
-    ) -> None:
-        self._whole, self._run, self._say, self._interrupted = step, run, say, interrupted
+    def __init__(self, step: Step, pieces: int, say: Callable[[str], None], interrupted: Callable[[], Any]) -> None:
+        self._original, self._say, self._interrupted = step, say, interrupted
         self._compiled = any(wrapper.step for wrapper in step.wrappers)
-        self._phase = _Phase(not self._compiled and any(wrapper.account for wrapper in step.wrappers))
-        self._pieces = 1
-        self.resume()
+        self._writes = _StateWrites(not self._compiled and any(wrapper.account for wrapper in step.wrappers))
+        self._recorded = pieces
+        self._split_into(pieces)
 
-    def resume(self) -> None:
-        """Go on with at least as many pieces as the history says there were."""
-        self._told = max((1, *self._run.history[COUNT]))
-        self._use(max(self._told, self._pieces))
+    def restart(self, pieces: int) -> None:
+        """Go on from a checkpoint.
 
-    def _use(self, pieces: int) -> None:
+        Args:
+            pieces: the number of pieces that its history has; the number now is kept if it is larger.
+        """
+        self._recorded = pieces
+        self._split_into(max(pieces, self._pieces))
+
+    def _split_into(self, pieces: int) -> None:
         self._pieces = pieces
-        self._known: set[Hashable] = set()
-        self._step = in_pieces(self._whole, pieces, self._phase)
+        self._fitting: set[Hashable] = set()
+        self._step = split_step(self._original, pieces, self._writes)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Make a step, in more pieces if need be.
+        """Run the step, in more pieces if memory runs out.
 
         Raises:
-            DeviceError: when not even a single example fits, or not the pieces of the last of `MOST_TRIES`; the message
-                has the anatomy of the step.
+            StateOverwrittenError: when memory ran out and the state is lost.
+            DeviceError: when not even one example at a time fits, or not after `MAX_RETRIES`; the message has the
+                anatomy of the step.
+            Abandoned: when a signal has come, instead of trying again.
         """
-        tries = 0
-        donates = self._whole.donate and isinstance(state, TrainState) and is_own(state)
+        retries = 0
+        donates = self._original.donate and isinstance(state, TrainState) and is_own(state)
         while True:
-            kind = kind_of(batch) if donates and self._compiled else None
-            copy, self._phase.may_write = None, False
+            structure = kind_of(batch) if donates and self._compiled else None
+            copy, self._writes.begun = None, False
             try:
-                if kind is not None and kind not in self._known:
-                    copy = _on_host(state)
-                self._phase.may_write = self._compiled
-                new, metrics = self._step(state, batch)
+                if structure is not None and structure not in self._fitting:
+                    copy = _copy_to_host(state)
+                self._writes.begun = self._compiled
+                new_state, metrics = self._step(state, batch)
             except Exception as error:
                 if not is_out_of_memory(error):
-                    self._explain(error, batch)
+                    self._note_pieces(error, batch)
                     raise
-                why = error
+                out_of_memory = error
             else:
-                self._known.add(kind)
-                return new, self._reported(metrics, new, batch)
-            spoilt = donates and self._phase.may_write and not _restored(state, copy)
-            pieces, tries = self._pieces, tries + 1
-            larger = pieces < most_pieces(batch) and tries <= MOST_TRIES
-            if larger:
-                self._use(2 * pieces)
-            # And of what was compiled for fewer pieces.
-            release(why, device_of(state))
-            if not larger:
-                raise _too_large(self._whole, state, batch, pieces, spoilt=spoilt) from why
-            if spoilt:
-                raise _spoilt(self, state) from why
+                self._fitting.add(structure)
+                return new_state, self._with_pieces(metrics, new_state, batch)
+            lost = donates and self._writes.begun and not _restore(state, copy)
+            pieces, retries = self._pieces, retries + 1
+            can_retry = pieces < most_pieces(batch) and retries <= MAX_RETRIES
+            if can_retry:
+                self._split_into(2 * pieces)
+            # This frees the code that was compiled for fewer pieces, too.
+            release(out_of_memory, device_of(state))
+            if not can_retry:
+                raise _too_large(self._original, state, batch, pieces, lost=lost) from out_of_memory
+            if lost:
+                raise StateOverwrittenError(state) from out_of_memory
             if self._interrupted():
                 raise Abandoned
 
-    def _explain(self, error: Exception, batch: PyTree) -> None:
+    def _note_pieces(self, error: Exception, batch: PyTree) -> None:
+        """Say with an error that the batch was split, which may be its cause."""
         if self._pieces > 1:
-            lengths = sorted({tree.batch_length(part) or 1 for part in cut(batch, self._pieces)})
+            lengths = sorted({tree.batch_length(piece) or 1 for piece in cut(batch, self._pieces)})
             error.add_note(
-                f"fit: on_oom='split' had cut the batch into pieces of {' and '.join(map(str, lengths))} examples, for "
-                "memory had run out; a model that needs more of them at once (BatchNorm does) cannot be cut so far"
+                f"fit: on_oom='split' had cut the batch into pieces of {' and '.join(map(str, lengths))} examples, "
+                "because memory had run out; a model that needs more examples at once (BatchNorm does) cannot be split "
+                "so far"
             )
 
-    def _reported(self, metrics: Metrics, state: TrainState, batch: PyTree) -> Metrics:
-        if self._pieces == self._told:
+    def _with_pieces(self, metrics: Metrics, state: TrainState, batch: PyTree) -> Metrics:
+        """Add the number of pieces to the metrics of the first step that has so many, and print it."""
+        if self._pieces == self._recorded:
             return metrics
-        if self._told == 1:
-            warn_of_pieces("fit(on_oom='split')", self._whole.loss, state, batch)
-        self._told = self._pieces
-        self._say(
-            f"step {self._run.step + 1}  out of memory: from now on in {self._pieces} pieces, one after the other"
-        )
-        return report(metrics, "fit", **{COUNT: self._pieces})
+        if self._recorded == 1:
+            warn_of_pieces("fit(on_oom='split')", self._original.loss, state, batch)
+        self._recorded = self._pieces
+        self._say(f"step {int(state.step)}  out of memory: from now on in {self._pieces} pieces, one after the other")
+        return report(metrics, "fit", **{SPLIT_METRIC: self._pieces})
 
 
-def reloading(
-    loop: Loop, step: Callable[..., Any], state: Any, position: Position | None, saved: Saved
-) -> Generator[StepRecord, Any, None]:
-    """Run a loop, and go back to what was saved whenever a `Splitting` has spoilt its state.
-
-    It ends, too, before a step that was abandoned for a signal.
-
-    Args:
-        loop: ``(step, state, position=) -> generator``, such as `ftrain.iterate`.
-        step: what it runs.
-        state: where it starts.
-        position: where in the data.
-        saved: what there is to go back to.
-
-    Raises:
-        DeviceError: when there is nothing to go back to, or not even a single example fits.
-    """
-    while True:
-        try:
-            yield from loop(step, state, position=position)
-        except _SpoiltError as error:
-            state, position = saved.reload(error.state)
-            error.step.resume()
-        except Abandoned:
-            return
-        else:
-            return
+def recorded_pieces(history: History) -> int:
+    """Return in how many pieces the last step of a history was made."""
+    pieces: list[int] = history[SPLIT_METRIC]
+    return max((1, *pieces))
 
 
-def in_pieces(step: Step, pieces: int, phase: _Phase | None = None) -> Step:
-    """Return a step that takes its gradient in pieces: the same update, with the same state.
+def split_step(step: Step, pieces: int, writes: _StateWrites | None = None) -> Step:
+    """Return a step that computes its gradient in pieces: the same update, with the same state.
 
-    Batch statistics are of each piece, and dropout only where it is not counter-based, as `accumulate` says. Each loss
+    Batch statistics are those of each piece, and so is dropout that is not counter-based, as `accumulate` says. A loss
     that is a `Mean` counts by its weight, and one that is a plain number by its examples. Where the pieces are equal,
-    the bits are those of ``accumulate(pieces)``.
+    the result is bitwise that of ``accumulate(pieces)``.
 
     Args:
         step: the step.
-        pieces: how many, as long as a batch has so many examples.
-        phase: is told where the step is.
+        pieces: the number of pieces; a batch with fewer examples is split into single examples.
+        writes: is told when the step begins to overwrite its state.
     """
-    inner = [Wrapper(COUNT, f"split({pieces})", "grad", grad=lambda grad: _split(grad, pieces), loops=True)] * (
-        pieces > 1
-    )
-    outer = [Wrapper("watched", "fit(on_oom='split')", "grad", grad=phase.watch)] if phase is not None else []
+    inner: list[Wrapper] = []
+    if pieces > 1:
+        split = Wrapper(SPLIT_METRIC, f"split({pieces})", "grad", grad=lambda grad: _split(grad, pieces), loops=True)
+        inner = [split]
+    outer = [Wrapper("watched", "fit(on_oom='split')", "grad", grad=writes.watch)] if writes is not None else []
     return dataclasses.replace(step, wrappers=(*inner, *step.wrappers, *outer))
 
 
-class _Phase:
-    """Whether a step may have begun to overwrite its state: it has not before its gradient is there.
+class _StateWrites:
+    """Whether a step may have begun to overwrite its state, which it does not before its gradient is computed.
 
     Args:
-        guarded: whether the update may be refused, so that eagerly the old state is there until it is over.
+        refusable: whether the update may be refused; an eager step then keeps the old state until it is done.
     """
 
-    may_write = False
+    begun = False
 
-    def __init__(self, guarded: bool) -> None:
-        self._guarded = guarded
+    def __init__(self, refusable: bool) -> None:
+        self._refusable = refusable
 
     def watch(self, grad: GradFn) -> GradFn:
         def watched(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-            self.may_write = False
-            found = grad(state, batch, rng)
-            self.may_write = not self._guarded
-            return found
+            self.begun = False
+            gradients = grad(state, batch, rng)
+            self.begun = not self._refusable
+            return gradients
 
         return watched
 
 
 def _split(grad: GradFn, pieces: int) -> GradFn:
     def splitting(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        parts = cut(batch, pieces)
-        if len(parts) == 1:
+        microbatches = cut(batch, pieces)
+        if len(microbatches) == 1:
             return grad(state, batch, rng)
-        lengths = {tree.batch_length(part) for part in parts}
-        found = accumulate_grads(grad if len(lengths) == 1 else around_forward(grad, _by_length), state, parts, rng)
-        # No plain number any more, of which each counts once: an `accumulate` around this must weigh it.
-        return replace(found, loss=Mean(found.loss.total, found.loss.weight))
+        equal = len({tree.batch_length(microbatch) for microbatch in microbatches}) == 1
+        weighted = grad if equal else around_forward(grad, _weigh_by_length)
+        gradients = accumulate_grads(weighted, state, microbatches, rng)
+        # No longer a plain number, which counts once: an `accumulate` around this must weigh it.
+        return replace(gradients, loss=Mean(gradients.loss.total, gradients.loss.weight))
 
     return splitting
 
 
-def _by_length(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let numbers of which nobody knows of how many examples they are count by the length of the batch.
+def _weigh_by_length(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Weigh losses and metrics that are plain numbers by the number of examples.
 
     Args:
-        run: ``(state, batch, ...)``, a forward pass, or a `GradFn` of which it cannot be had alone.
+        run: ``(state, batch, ...)``, a forward pass, or a `GradFn` whose forward pass cannot be called alone.
     """
 
-    def running(state: TrainState, batch: PyTree, *more: Any) -> Any:
-        found, length = run(state, batch, *more), tree.batch_length(batch) or 1
-        loss, weight = found.loss, torch.full_like(found.loss.weight, length)
+    def weighing(state: TrainState, batch: PyTree, *more: Any) -> Any:
+        result, length = run(state, batch, *more), tree.batch_length(batch) or 1
+        loss, weight = result.loss, torch.full_like(result.loss.weight, length)
         if loss.plain:
             loss = Mean(loss.total * weight, loss.weight * weight)
 
-        def weighed(metrics: Metrics) -> Metrics:
+        def weigh(metrics: Metrics) -> Metrics:
             return {name: m if isinstance(m, Mean) else Mean(m * weight, weight) for name, m in metrics.items()}
 
-        if not isinstance(found, Ran):
-            return replace(found, loss=loss, metrics=weighed(found.metrics))
+        if not isinstance(result, Ran):
+            return replace(result, loss=loss, metrics=weigh(result.metrics))
         with torch.enable_grad():
-            total = found.total * weight if found.loss.plain else found.total
-        return replace(found, total=total, loss=loss, later=lambda metrics: weighed(found.later(metrics)))
+            total = result.total * weight if result.loss.plain else result.total
+        return replace(result, total=total, loss=loss, later=lambda metrics: weigh(result.later(metrics)))
 
-    return running
+    return weighing
 
 
-def _on_host(state: TrainState) -> list[Any]:
+def _copy_to_host(state: TrainState) -> list[Any]:
     return [leaf.to(tree.HOST, copy=True) if tree.is_tensor(leaf) else leaf for leaf in tree.leaves(state)]
 
 
-def _restored(state: TrainState, copy: list[Any] | None) -> bool:
-    """Write a copy back, if there is one."""
+def _restore(state: TrainState, copy: list[Any] | None) -> bool:
+    """Write a copy back into a state; return whether there is one."""
     if copy is None:
         return False
     with torch.no_grad():
-        for place, value in zip(tree.leaves(state), copy, strict=True):
-            if tree.is_tensor(place):
-                place.copy_(value)
+        for leaf, value in zip(tree.leaves(state), copy, strict=True):
+            if tree.is_tensor(leaf):
+                leaf.copy_(value)
     return True
 
 
-def _spoilt(step: Splitting, state: TrainState) -> DeviceError:
-    return _SpoiltError("fit: memory ran out when the step had begun to overwrite its state", step, state)
-
-
-def _too_large(step: Step, state: TrainState, batch: PyTree, pieces: int, *, spoilt: bool) -> DeviceError:
-    """The error of a step for which there is no memory even in the smallest pieces that were tried."""
-    count = most_pieces(batch)
-    one = cut(batch, pieces)[0]
-    lines = ["fit: the step runs out of memory with one example at a time"]
-    if pieces < count:
-        lines = [
-            f"fit: the step runs out of memory in {pieces} pieces of up to {tree.batch_length(one)} examples, too, and "
-            f"was tried again {MOST_TRIES} times; if fewer examples at a time are of use, pass smaller batches"
-        ]
-    if count == 1:
-        lines = [f"fit: the step runs out of memory, and its batch cannot be cut: {tree.signature(batch)}"]
-    lines += shortage(step, state, one)
-    if spoilt:
-        lines.append("The state had begun to be overwritten, and is lost; what was saved is not.")
+def _too_large(step: Step, state: TrainState, batch: PyTree, pieces: int, *, lost: bool) -> DeviceError:
+    """Return the error of a step that does not fit even in the smallest pieces that were tried."""
+    examples = most_pieces(batch)
+    piece = cut(batch, pieces)[0]
+    if examples == 1:
+        text = f"fit: the step runs out of memory, and its batch cannot be cut: {tree.signature(batch)}"
+    elif pieces < examples:
+        text = (
+            f"fit: the step runs out of memory in {pieces} pieces of up to {tree.batch_length(piece)} examples, too, "
+            f"and was tried again {MAX_RETRIES} times; pass smaller batches if fewer examples at a time may fit"
+        )
+    else:
+        text = "fit: the step runs out of memory with one example at a time"
+    lines = [text, *shortage(step, state, piece)]
+    if lost:
+        lines.append("The step had begun to overwrite the state, which is lost; checkpoints are as they were.")
         consume(state)
     return DeviceError("\n".join(lines))

@@ -141,6 +141,16 @@ def describe(status: Status) -> str:
     return "  ".join([*parts, f"{status.memory / GIB:.1f} GiB"])
 
 
+def describe_evaluation(step: int, values: Mapping[str, Any]) -> str:
+    """Return the result of an evaluation as one line.
+
+    >>> describe_evaluation(10, {"eval_loss": 0.5, "eval_count": 3})
+    'step 10  eval_loss 0.5000  eval_count 3'
+    """
+    texts = [f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
+    return f"step {step}  {'  '.join(texts)}"
+
+
 def clock(seconds: float) -> str:
     """Write a duration as minutes and seconds, with hours when there are any.
 

@@ -12,7 +12,7 @@ from ftrain.checkpoint.checkpoints import Found
 from ftrain.errors import CheckpointError, require_positive
 from ftrain.step.step import Step
 from ftrain.training.iterate import Position, iterate
-from ftrain.training.oom_retry import COUNT, in_pieces
+from ftrain.training.oom_retry import SPLIT_METRIC, split_step
 from ftrain.training.resume import history_of
 from ftrain.types import Metrics, PyTree
 
@@ -63,9 +63,9 @@ def _as_then(step: Callable[..., Any], checkpoints: Checkpoints, found: Found | 
     if found is None or found.step != checkpoints.steps()[-1]:
         found = checkpoints.latest()
     records = history_of(found) if found is not None else []
-    splits = [(record["step"], record[COUNT]) for record in records if COUNT in record]
+    splits = [(record["step"], record[SPLIT_METRIC]) for record in records if SPLIT_METRIC in record]
     whole = step.donating
-    of = functools.cache(lambda pieces: in_pieces(whole, pieces) if pieces > 1 else whole)
+    of = functools.cache(lambda pieces: split_step(whole, pieces) if pieces > 1 else whole)
     return lambda number: of(max([1, *(pieces for begins, pieces in splits if begins <= number)]))
 
 

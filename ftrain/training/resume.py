@@ -1,10 +1,10 @@
-"""What of a run is on the disk: going on from it, and adding to it."""
+"""Checkpoint and resume bookkeeping: what `fit` saves beside the state, and how a run goes on from it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,188 +17,260 @@ from ftrain.checkpoint.journal import Journal, Mark, check, mark_of, read
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.saving import require_savable
 from ftrain.errors import CheckpointError, DeviceError, OptionError
-from ftrain.training.history import History, unpack
-from ftrain.training.iterate import Position, StepRecord, device_of, position_of
-from ftrain.training.metrics import Recorder
+from ftrain.training.history import History, record_of, unpack
+from ftrain.training.iterate import Position, device_of
 from ftrain.types import PyTree, TrainState, consume, is_own, own
 
 RESUME = "auto", "must", "never"
 
 
-class Saved:
-    """What of a run is on the disk, if anything is to be.
+class LastSteps(NamedTuple):
+    """The last step after which each of these was done; -1 for never. Checkpoints hold it under these names.
 
-    Raises:
-        OptionError: for another `resume`, or one that needs checkpoints when there are none.
+    Args:
+        checked: what the wrappers of the step report was checked (`Step.check`).
+        last_evaluation: the state was evaluated.
+        settled: everything that is due after reading metrics was done: evaluate, stop, adapt.
     """
 
-    def __init__(self, checkpoints: Checkpoints | None, data: Iterable[PyTree], run: Recorder, resume: str) -> None:
+    checked: int
+    last_evaluation: int = -1
+    settled: int = -1
+
+
+class ResumePoint(NamedTuple):
+    """Where a run begins or goes on.
+
+    Args:
+        state: the state to start from.
+        step: steps done.
+        last: what was done after which step.
+        history: the records until then.
+        position: where in the data a run that was loaded goes on; None for a run that begins.
+        logged: ``(step, count)``: of what loggers have, the first `count` records of that step are the last to keep.
+            None to leave the loggers as they are.
+    """
+
+    state: Any
+    step: int
+    last: LastSteps
+    history: History
+    position: Position | None = None
+    logged: tuple[int, int] | None = None
+
+
+class RunCheckpoints:
+    """The checkpoints of one run: going on from the newest one, and adding to them.
+
+    Args:
+        checkpoints: where to save; None to save nothing.
+        data: the source of batches, whose position is saved with the state.
+        resume: ``"auto"``, ``"must"`` or ``"never"``, as for `fit`.
+
+    Raises:
+        OptionError: for another `resume`, or ``"must"`` without checkpoints.
+    """
+
+    def __init__(self, checkpoints: Checkpoints | None, data: Iterable[PyTree], resume: str) -> None:
         if resume not in RESUME:
             raise OptionError(f"fit: resume is {resume!r}; choices are {', '.join(RESUME)}")
         if checkpoints is None and resume == "must":
             raise OptionError("fit: resume='must' needs checkpoints=")
-        self._checkpoints, self._data, self._run, self._resume = checkpoints, data, run, resume
-        self._last = -1, -1
+        self._checkpoints, self._data, self._resume = checkpoints, data, resume
         self._journal = Journal(checkpoints.directory) if checkpoints is not None else None
-        self._began = Position(run.step, data=sources.position(data))._asdict()
-        self._position: Position | None = None
-
-    def restore(self, state: Any, *, donate: bool) -> tuple[Any, Position | None]:
-        """Return the state to start from, and where in the data; with `donate` in the memory of the one given.
-
-        Raises:
-            CheckpointError: when it is not as `resume` demands, or nothing that is there can be read, or the state
-                cannot be saved.
-            StructureError: when what is there is of another structure.
-            OptionError: for names of texts that lead elsewhere.
-        """
-        if self._checkpoints is None:
-            return state, None
-        # What the first save would refuse is refused before a step is made.
-        run = {"record": self._run.packed(), "position": self._began, "began": self._began}
-        require_savable({"state": state, "run": run}, self._checkpoints.texts)
-        where = self._checkpoints.directory
-        if self._resume == "never" and (steps := self._checkpoints.steps()):
-            raise CheckpointError(
-                f"fit: {where} holds a run at step {steps[-1]}, and resume='never'; use another directory"
-            )
-        refill = donate and isinstance(state, TrainState) and is_own(state)
-        found = self._checkpoints.latest({"state": state}, on_host=refill, accept=_require_history)
-        if found is None:
-            if self._resume == "must":
-                raise CheckpointError(f"fit: there is no checkpoint in {where}, and resume='must'")
-            if self._checkpoints.begun:
-                self._run.forget()
-            return state, None
-        require_alike(found, device_of(state))
-        return self._taken_up(found, state, refill=refill)
-
-    def reload(self, state: TrainState) -> tuple[Any, Position]:
-        """Return the newest state that was saved, in the memory of one that is spoilt, and where in the data it was.
-
-        Raises:
-            DeviceError: when nothing was saved, or the data passes but once; nobody else can use the state then.
-            CheckpointError: when nothing that is there can be read.
-        """
-        found, step = None, self._run.step + 1
-        try:
-            if self._checkpoints is not None and not _passes_once(self._data):
-                self._checkpoints.wait()
-                found = self._checkpoints.latest({"state": state}, on_host=True, accept=_require_history)
-        finally:
-            if found is None:
-                consume(state)
-        if found is None:
-            raise DeviceError(
-                f"fit: step {step} ran out of memory when it had begun to overwrite its state, which is lost, and "
-                "there is no checkpoint to go back to, or the data passes but once; pass checkpoints= and data that "
-                "can be gone through again, or keep the old state with donate=False"
-            )
-        return self._taken_up(found, state, refill=True)
-
-    def _taken_up(self, found: Found, state: Any, *, refill: bool) -> tuple[Any, Position]:
-        run = found.run
-        self._began, self._position = run["began"], Position(**run["position"])
-        self._run.restore(run["record"], history_of(found), found.step)
-        if self._journal is not None:
-            self._journal.go_on(_mark(found))
-        self._last = found.step, self._run.last_evaluation
-        loaded = found.parts["state"]
-        return _refilled(state, loaded) if refill else loaded, self._position
+        self._began: dict[str, Any] = {}
+        self._saved = -1, -1
 
     @property
-    def saves(self) -> bool:
-        """Whether anything is to be on the disk."""
+    def enabled(self) -> bool:
+        """Whether anything is saved."""
         return self._checkpoints is not None
 
     @property
     def best(self) -> str | None:
-        """The metric by which the best checkpoint is known."""
+        """The metric by which the best checkpoint is chosen."""
         return None if self._checkpoints is None else self._checkpoints.best
 
-    def due(self, step: int) -> bool:
-        """Whether a step is one after which to save."""
+    def is_due(self, step: int) -> bool:
+        """Whether to save after this step."""
         return self._checkpoints is not None and step % self._checkpoints.every == 0
 
-    def reach(self, made: StepRecord) -> None:
-        """Note where in the data a step has left it, for a next one that takes its batch and may be abandoned."""
-        if self._checkpoints is not None:
-            self._position = position_of(made, self._data)
+    def load(self, state: Any, *, donate: bool) -> ResumePoint:
+        """Return where the run begins or goes on.
 
-    def save(self, made: StepRecord, *, every: bool = False) -> None:
-        """Save after a step, if it is due or the last, and tell of errors of the save before."""
-        if self._checkpoints is None or self._journal is None:
-            return
-        self._checkpoints.check()
-        done = made.step, self._run.last_evaluation
-        if done == self._last or (every and not self.due(made.step)):
-            return
-        # Data from which nothing was taken yet is not where the run is, nor what a step was given that was abandoned.
-        noted = self._position
-        position = noted if noted and noted.step == made.step else position_of(made, self._data)
-        # It adds to the journal, too.
-        self._checkpoints.wait()
-        mark, append = self._journal.following(self._run.history)
-        record = {"history": mark._asdict(), **self._run.packed()}
-        run = {"record": record, "position": position._asdict(), "began": self._began}
-        self._checkpoints.save(
-            made.step, {"state": made.state, "run": run}, metrics=self._run.at(made.step), wait=not every, first=append
+        Args:
+            state: the state to begin with; a checkpoint must be like it.
+            donate: load into the memory of `state`, which is consumed, where nothing else uses that memory.
+
+        Raises:
+            CheckpointError: when `resume` demands something else, no checkpoint can be read, or the state cannot be
+                saved.
+            StructureError: when the checkpoint has another structure.
+            OptionError: when the name of a text leads out of the checkpoint.
+        """
+        step = int(getattr(state, "step", 0))
+        begin = ResumePoint(state, step, LastSteps(step), History())
+        self._began = Position(step, data=sources.position(self._data))._asdict()
+        if self._checkpoints is None:
+            return begin
+        # What the first save would refuse is refused before a step is made.
+        run = {"record": begin.last._asdict(), "position": self._began, "began": self._began}
+        require_savable({"state": state, "run": run}, self._checkpoints.texts)
+        directory = self._checkpoints.directory
+        if self._resume == "never" and (steps := self._checkpoints.steps()):
+            raise CheckpointError(
+                f"fit: {directory} holds a run at step {steps[-1]}, and resume='never'; use another directory"
+            )
+        refill = donate and isinstance(state, TrainState) and is_own(state)
+        checkpoint = self._checkpoints.latest({"state": state}, on_host=refill, accept=_require_history)
+        if checkpoint is not None:
+            warn_of_environment(checkpoint, device_of(state))
+            return self._resume_point(checkpoint, state, refill=refill)
+        if self._resume == "must":
+            raise CheckpointError(f"fit: there is no checkpoint in {directory}, and resume='must'")
+        # A run that was killed before its first save may have logged steps, which are made again.
+        return begin._replace(logged=(step + 1, 0)) if self._checkpoints.begun else begin
+
+    def reload(self, state: TrainState, step: int) -> ResumePoint:
+        """Return where to go on after a step has failed that had begun to overwrite its state.
+
+        Args:
+            state: that state, whose memory is used again; it is consumed.
+            step: the number of the step that failed.
+
+        Raises:
+            DeviceError: when nothing was saved, or the data cannot be iterated again.
+            CheckpointError: when no checkpoint can be read.
+        """
+        checkpoint = None
+        try:
+            if self._checkpoints is not None and not _passes_once(self._data):
+                self._checkpoints.wait()
+                checkpoint = self._checkpoints.latest({"state": state}, on_host=True, accept=_require_history)
+        finally:
+            if checkpoint is None:
+                consume(state)
+        if checkpoint is None:
+            raise DeviceError(
+                f"fit: step {step} ran out of memory when it had begun to overwrite its state, which is lost. There is "
+                "no checkpoint to go back to, or the data passes but once: pass checkpoints= and data that can be "
+                "iterated again, or keep the old state with donate=False"
+            )
+        return self._resume_point(checkpoint, state, refill=True)
+
+    def _resume_point(self, checkpoint: Found, state: Any, *, refill: bool) -> ResumePoint:
+        step, record = checkpoint.step, checkpoint.run["record"]
+        last = LastSteps(record.get("checked", step), record["last_evaluation"], record.get("settled", step))
+        history = history_of(checkpoint)
+        if self._journal is not None:
+            self._journal.go_on(_mark(checkpoint))
+        self._began = checkpoint.run["began"]
+        self._saved = step, last.last_evaluation
+        loaded = checkpoint.parts["state"]
+        return ResumePoint(
+            _refill(state, loaded) if refill else loaded,
+            step,
+            last,
+            history,
+            Position(**checkpoint.run["position"]),
+            logged=(step, sum(record["step"] == step for record in history)),
         )
-        self._last = done
+
+    def check(self) -> None:
+        """Raise the error of an earlier save in the background.
+
+        Raises:
+            CheckpointError: when it could not be written.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.check()
+
+    def needs(self, step: int, last: LastSteps) -> bool:
+        """Whether a state is not saved yet: that of another step, or evaluated since."""
+        return self._checkpoints is not None and self._saved != (step, last.last_evaluation)
+
+    def save(self, point: ResumePoint, *, wait: bool) -> None:
+        """Save a state with all that is needed to go on from it.
+
+        Args:
+            point: the state, and the run as it is after it.
+            wait: until it is on the disk.
+
+        Raises:
+            CheckpointError: when this save or the one before could not be written.
+        """
+        if self._checkpoints is None or self._journal is None or point.position is None:
+            return
+        # A save that is still being written adds to the journal, too.
+        self._checkpoints.wait()
+        mark, append = self._journal.following(point.history)
+        record = {"history": mark._asdict(), **point.last._asdict()}
+        run = {"record": record, "position": point.position._asdict(), "began": self._began}
+        self._checkpoints.save(
+            point.step,
+            {"state": point.state, "run": run},
+            metrics=record_of(point.history, point.step),
+            wait=wait,
+            first=append,
+        )
+        self._saved = point.step, point.last.last_evaluation
 
 
-def history_of(found: Found) -> History:
-    """Return what was recorded until a checkpoint that `fit` has saved.
+def history_of(checkpoint: Found) -> History:
+    """Return the history of a run up to a checkpoint that `fit` has saved.
 
     Raises:
-        CheckpointError: when it was saved by something else, or its records cannot be read.
+        CheckpointError: when something else has saved it, or its records cannot be read.
     """
-    mark, packed = _mark(found), found.run["record"]["history"]
-    return unpack(packed) if mark is None else History(read(found.path.parent, mark))
+    mark, packed = _mark(checkpoint), checkpoint.run["record"]["history"]
+    return unpack(packed) if mark is None else History(read(checkpoint.path.parent, mark))
 
 
-def _mark(found: Found) -> Mark | None:
-    """How much of the file of records is a checkpoint's; None when it has them in itself, or is not of `fit`."""
-    run = found.parts.get("run")
+def _mark(checkpoint: Found) -> Mark | None:
+    """How much of the journal belongs to a checkpoint.
+
+    None when `fit` did not save it, or ftrain before 0.2 did, whose checkpoints hold the records themselves.
+    """
+    run = checkpoint.parts.get("run")
     record = run.get("record") if isinstance(run, dict) else None
     return mark_of(record.get("history")) if isinstance(record, dict) else None
 
 
-def _require_history(found: Found) -> None:
-    if (mark := _mark(found)) is not None:
-        check(found.path.parent, mark)
+def _require_history(checkpoint: Found) -> None:
+    if (mark := _mark(checkpoint)) is not None:
+        check(checkpoint.path.parent, mark)
 
 
 def _passes_once(data: Iterable[PyTree]) -> bool:
     return isinstance(data, Iterator) and sources.position(data) is None
 
 
-def _refilled(state: TrainState, loaded: TrainState) -> TrainState:
-    """`loaded` in the memory of a state that nobody else has, which is consumed: there may be no room for a second."""
-    places, spec = tree.flatten(state)
-    new = own(tree.unflatten(spec, [_filled(*pair) for pair in zip(places, tree.leaves(loaded), strict=True)]))
+def _refill(state: TrainState, loaded: TrainState) -> TrainState:
+    """Copy `loaded` into the memory of `state`, which is consumed: there may be no room for both on the device."""
+    leaves, spec = tree.flatten(state)
+    filled = [_copy_into(leaf, value) for leaf, value in zip(leaves, tree.leaves(loaded), strict=True)]
+    refilled = own(tree.unflatten(spec, filled))
     consume(state)
-    return new
+    return refilled
 
 
-def _filled(place: Any, value: Any) -> Any:
-    if not isinstance(place, Tensor):
+def _copy_into(leaf: Any, value: Any) -> Any:
+    if not isinstance(leaf, Tensor):
         return value
-    # Kernels may choose by strides, so that other strides could be other bits.
-    return place.copy_(value) if place.stride() == value.stride() else value.to(place.device)
+    # Kernels may be chosen by strides, so that other strides could give other bits.
+    return leaf.copy_(value) if leaf.stride() == value.stride() else value.to(leaf.device)
 
 
-def require_alike(found: Found, device: torch.device) -> None:
-    """Warn when bits may come out differently here than where a checkpoint was written."""
-    here = environment(device)
-    other = [
-        f"{name}: {found.environment.get(name)}, now {value}"
-        for name, value in here.items()
-        if found.environment.get(name) != value
+def warn_of_environment(checkpoint: Found, device: torch.device) -> None:
+    """Warn when a checkpoint was written with other versions, threads or hardware, which may change the last bits."""
+    differences = [
+        f"{name}: {checkpoint.environment.get(name)}, now {value}"
+        for name, value in environment(device).items()
+        if checkpoint.environment.get(name) != value
     ]
-    if other:
+    if differences:
         warnings.warn(
-            f"fit: goes on from {found.path}, which was written elsewhere; the run may differ in the last bits from "
-            "one that was not interrupted:\n  " + "\n  ".join(other),
+            f"fit: goes on from {checkpoint.path}, which was written elsewhere; the run may differ in the last bits "
+            "from one that was not interrupted:\n  " + "\n  ".join(differences),
             stacklevel=4,
         )

@@ -1,22 +1,34 @@
-"""What `fit` does around the steps of a run: evaluate, ask, adapt, save, and lose nothing when something fails."""
+"""The run of `fit`: what happens at its start, after each step, and at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import functools
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from ftrain import backends
 from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError, OptionError
+from ftrain.step.microbatch import SPLIT
+from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop, column
-from ftrain.training.history import History
-from ftrain.training.iterate import Position, StepRecord
-from ftrain.training.metrics import Evaluate, Recorder
-from ftrain.training.progress import Display
-from ftrain.training.resume import Saved
+from ftrain.training.history import History, record_of
+from ftrain.training.iterate import Position, StepRecord, device_of, iterate, position_of
+from ftrain.training.loggers import Logger, log, rewind
+from ftrain.training.loss_additivity import warn_of_pieces
+from ftrain.training.metrics import Evaluate, PendingMetrics, read_evaluation
+from ftrain.training.nonfinite_loss import NonFiniteLossCheck
+from ftrain.training.oom_retry import OomRetry, StateOverwrittenError, recorded_pieces
+from ftrain.training.progress import Display, Status, describe_evaluation
+from ftrain.training.resume import LastSteps, ResumePoint, RunCheckpoints
+from ftrain.training.signals import Abandoned
+from ftrain.training.throughput import Count, Throughput
+from ftrain.transforms.compile.status import is_compiled
+from ftrain.types import PyTree
 
-Records = Generator[StepRecord, Any, None]
-
+Steps = Generator[StepRecord, Any, None]
 
 S = TypeVar("S")
 
@@ -29,162 +41,283 @@ class FitResult(NamedTuple, Generic[S]):
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What is done, and after which steps; the arguments of `fit`."""
+class Options:
+    """The arguments of `fit` that say what is done after which steps."""
 
+    steps: int | None
+    epochs: int | None
     evaluate: Evaluate | None
     evaluate_every: int | None
     stop: Stop | None
     adapt: Adapt | None
+    loggers: Sequence[Logger]
     log_every: int
-    steps: int | None
+    throughput: Mapping[str, Count]
+    on_oom: str
 
-    def evaluates(self, step: int) -> bool:
-        """Whether a step is one after which to evaluate."""
-        due = step == self.steps or (self.evaluate_every is not None and step % self.evaluate_every == 0)
-        return self.evaluate is not None and due
+    def evaluates_after(self, step: int) -> bool:
+        """Whether to evaluate after this step."""
+        is_due = step == self.steps or (self.evaluate_every is not None and step % self.evaluate_every == 0)
+        return self.evaluate is not None and is_due
 
 
 class Run:
-    """What happens around the steps of a run.
+    """A run of `fit`: where it is, what was recorded, and what happens around its steps.
 
     Args:
-        state: the first one, or the one from which the run goes on.
-        position: where in the data it goes on; None for a run that begins.
-        rules: what is done, and when.
-        recorder: what is recorded.
-        saved: what is on the disk.
-        display: what people see.
-        interrupted: tells the signal that has asked the run to end, or None.
+        step: a `Step`, donating or not, or a function in its place.
+        data: the source of batches.
+        options: what is done after which steps.
+        point: where to begin.
+        checkpoints: where the state is saved.
+        check_loss: warns or raises when it is given a record whose loss is not finite.
+        display: shows progress.
+        interrupted: returns the signal that has asked the run to end, or None.
     """
+
+    _newest: StepRecord
+    _last: LastSteps
+    _position: Position | None
+    _start_time: float
+    history: History
+    """The records of the run."""
 
     def __init__(
         self,
-        state: Any,
-        position: Position | None,
-        rules: Rules,
-        recorder: Recorder,
-        saved: Saved,
+        step: Any,
+        data: Iterable[PyTree],
+        options: Options,
+        point: ResumePoint,
+        *,
+        checkpoints: RunCheckpoints,
+        check_loss: NonFiniteLossCheck,
         display: Display,
         interrupted: Callable[[], Any],
     ) -> None:
-        self._start, self._rules, self._recorder, self._saved = state, rules, recorder, saved
+        self._step, self._data, self._options = step, data, options
+        self._checkpoints, self._check_loss = checkpoints, check_loss
         self._display, self._interrupted = display, interrupted
-        self._made = StepRecord(position.step, state, {}, None, position.epoch, position.batch) if position else None
-        self._between_steps, self._best = False, saved.best
+        self._pending = PendingMetrics()
+        self._throughput = Throughput(time.perf_counter(), options.throughput)
+        self._best = checkpoints.best
+        self._accumulates = isinstance(step, Step) and any((wrapper.pieces or 1) > 1 for wrapper in step.wrappers)
+        self._notes_position = checkpoints.enabled and is_compiled(step)
+        self._between_steps = False
         self.stopped = ""
-        """What `stop` has said."""
+        """Why `stop` has ended the run; "" while it has not."""
+        self._go_on_from(point)
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._newest.step
 
     @property
     def result(self) -> FitResult[Any]:
         """The newest state, and the history."""
-        return FitResult(self._start if self._made is None else self._made.state, self._recorder.history)
+        return FitResult(self._newest.state, self.history)
 
-    def resume(self) -> None:
-        """Do what a run that was not interrupted has done after the step that was saved."""
-        recorder, rules = self._recorder, self._rules
-        if self._made is None:
+    def start(self) -> None:
+        """Do what the run that has saved the checkpoint still had to do after that step, if an error has ended it."""
+        if not self._can_save:
             return
         self._between_steps = True
-        due = self._reads(recorder.step)
-        if due and recorder.settled != recorder.step:
-            # An error has ended the run before it had evaluated, asked and adapted.
-            self._settle(None)
-        elif recorder.last_evaluation == recorder.step if rules.evaluate else due:
-            self.stopped = rules.stop(recorder.history) if rules.stop and recorder.history else ""
+        reads, options = self._reads_after(self.step), self._options
+        if reads and self._last.settled != self.step:
+            self._evaluate_and_adapt(None)
+        elif self._last.last_evaluation == self.step if options.evaluate else reads:
+            self.stopped = options.stop(self.history) if options.stop and self.history else ""
         self._between_steps = False
 
-    def after(self, made: StepRecord, records: Records) -> None:
-        """Record, show, evaluate, ask, adapt and save, as far as it is time to."""
-        self._made, self._between_steps = made, True
-        self._recorder.add(made)
-        if self._reads(made.step):
-            self._recorder.read(made.state, self._display)
-            self._settle(records)
-        self._saved.save(self._made, every=True)
+    def steps(self) -> Steps:
+        """Make steps, and yield after each.
+
+        When memory ran out in a step that had begun to overwrite its state, the run goes back to its newest checkpoint.
+        It ends before a step that a signal has abandoned.
+
+        Raises:
+            DeviceError: when there is no checkpoint to go back to, or not even one example at a time fits.
+        """
+        options, retry = self._options, None
+        if options.on_oom == SPLIT and isinstance(self._step, Step):
+            retry = OomRetry(self._step, recorded_pieces(self.history), self._display.say, self._interrupted)
+        step = self._step if retry is None else retry
+        loop = functools.partial(iterate, step, data=self._data, steps=options.steps)
+        while True:
+            try:
+                yield from loop(self._newest.state, epochs=options.epochs, position=self._position)
+            except StateOverwrittenError as error:
+                self._go_on_from(self._checkpoints.reload(error.state, self.step + 1))
+                if retry is not None:
+                    retry.restart(recorded_pieces(self.history))
+            except Abandoned:
+                return
+            else:
+                return
+
+    def after_step(self, record: StepRecord, steps: Steps) -> None:
+        """Do all that is to be done after a step: record it, and what is due of the rest.
+
+        Args:
+            record: of the step.
+            steps: the loop, to which the state is sent that `adapt` returns.
+        """
+        self._newest, self._can_save, self._between_steps = record, True, True
+        self._pending.add(record.step, time.perf_counter() - self._start_time, record.metrics)
+        self._throughput.add(record.batch)
+        if self._reads_after(record.step):
+            self._read_metrics()
+            self._evaluate_and_adapt(steps)
+        self._save(only_if_due=True)
         self._between_steps = False
+        if self._accumulates and record.step % self._options.log_every == 0:
+            self._accumulates = False
+            warn_of_pieces("accumulate", self._step.loss, self._newest.state, record.batch)
+        if self._notes_position:
+            # The compilation of a later step may be abandoned, when its batch was already taken from the data.
+            self._position = position_of(record, self._data)
 
     def finish(self) -> None:
         """Read, evaluate and save what is left."""
-        recorder, self._between_steps = self._recorder, True
-        recorder.read(self.result.state, self._display)
-        if recorder.last_evaluation != recorder.step and not self._leaving:
+        self._between_steps = True
+        self._read_metrics()
+        if self._last.last_evaluation != self.step and not self._is_leaving:
             self._evaluate()
-            if self._rules.evaluate:
+            if self._options.evaluate:
                 self._adapt(None)
                 self._require_best()
-        if self._made is not None:
-            self._saved.save(self._made)
+        self._save()
 
     def rescue(self, error: BaseException) -> None:
-        """Give an error what was trained, and save that if it is whole."""
-        attach(error, self.result)
+        """Attach what was trained to an error, and save it if it is whole."""
+        attach_result(error, self.result)
         try:
-            self._recorder.read(self.result.state, self._display, check=False)
+            self._read_metrics(check=False)
         except ConsumedError:
             return
         except Exception as other:
-            note(error, f"fit: not all metrics could be recorded: {other!r}")
-        # What fails within a step may have overwritten a part of its state, and data that fails has lost its position.
-        if isinstance(error, Exception) and self._between_steps and self._made is not None:
-            self._save(self._made, error)
-
-    def _save(self, made: StepRecord, error: Exception) -> None:
-        # What is not finite would push out what is, and what could not be saved cannot be saved now.
+            add_note(error, f"fit: not all metrics could be recorded: {other!r}")
+        # A step that fails may have overwritten a part of its state, and data that fails has lost its position.
+        if not isinstance(error, Exception) or not self._between_steps:
+            return
+        # A state that is not finite would replace a finite one; what could not be saved before cannot be saved now.
         if isinstance(error, NonFiniteError | CheckpointError):
             return
         try:
-            self._saved.save(made)
+            self._save()
         except Exception as other:
-            note(error, f"fit: the state after step {made.step} could not be saved: {other!r}")
+            add_note(error, f"fit: the state after step {self.step} could not be saved: {other!r}")
 
-    def _settle(self, records: Records | None) -> None:
-        """Evaluate, ask whether to stop, and adapt, if it is time to."""
-        recorder, rules = self._recorder, self._rules
-        evaluating = rules.evaluates(recorder.step) and not (recorder.step == rules.steps and self._leaving)
-        if evaluating and recorder.last_evaluation != recorder.step:
+    def _go_on_from(self, point: ResumePoint) -> None:
+        position = point.position
+        epoch, batches = (position.epoch, position.batch) if position else (0, 0)
+        self._newest = StepRecord(point.step, point.state, {}, None, epoch, batches)
+        self._last, self.history = point.last, point.history
+        self._position = position
+        # Whether there is anything worth saving: a run that makes no step and was not loaded has nothing.
+        self._can_save = position is not None
+        self._pending.clear()
+        # The clock goes on from the last record.
+        self._start_time = time.perf_counter() - max(self.history["seconds"], default=0.0)
+        if point.logged is not None:
+            rewind(self._options.loggers, *point.logged)
+
+    def _reads_after(self, step: int) -> bool:
+        """Whether to read the metrics after this step."""
+        options = self._options
+        return step % options.log_every == 0 or options.evaluates_after(step) or self._checkpoints.is_due(step)
+
+    def _read_metrics(self, *, check: bool = True) -> None:
+        """Wait for the device once; record, log and show all steps since the last reading, and check them."""
+        records = self._pending.read()
+        try:
+            self._log(records)
+        finally:
+            if records and self._display.due(self.step, self._options.steps, time.perf_counter() - self._start_time):
+                self._display.update(self._status(records[-1]))
+            if check:
+                self._check_loss(records)
+                self._check_step()
+
+    def _check_step(self) -> None:
+        if isinstance(self._step, Step):
+            self._step.check(self._newest.state, self._last.checked)
+            self._last = self._last._replace(checked=self.step)
+
+    def _log(self, records: Sequence[dict[str, Any]]) -> None:
+        self.history.extend(records)
+        log(self._options.loggers, records)
+
+    def _status(self, metrics: Mapping[str, Any]) -> Status:
+        now, total = time.perf_counter(), self._options.steps
+        rates, seconds_per_step = self._throughput.rates(now)
+        remaining = seconds_per_step * (total - self.step) if total is not None else None
+        memory = backends.of(device_of(self._newest.state)).memory().peak
+        return Status(self.step, total, now - self._start_time, remaining, rates, memory, metrics)
+
+    def _evaluate_and_adapt(self, steps: Steps | None) -> None:
+        """Evaluate, ask `stop` and `adapt`, where it is time to."""
+        options, step = self._options, self.step
+        evaluates = options.evaluates_after(step) and not (step == options.steps and self._is_leaving)
+        if evaluates and self._last.last_evaluation != step:
             self._evaluate()
-        if evaluating or not rules.evaluate:
-            self.stopped = rules.stop(recorder.history) if rules.stop else ""
-            self._adapt(records)
+        if evaluates or not options.evaluate:
+            self.stopped = options.stop(self.history) if options.stop else ""
+            self._adapt(steps)
             self._require_best()
-        recorder.settled = recorder.step
+        self._last = self._last._replace(settled=step)
 
     def _evaluate(self) -> None:
-        if self._rules.evaluate is not None:
-            self._recorder.evaluated(self._rules.evaluate, *self.result[:1], self._display)
+        """Evaluate and record the result; the time of it does not count as training."""
+        if self._options.evaluate is None:
+            return
+        start = time.perf_counter()
+        values = read_evaluation(self._options.evaluate(self._newest.state))
+        self._last = self._last._replace(last_evaluation=self.step)
+        self._log([{"step": self.step, **values}])
+        self._display.say(describe_evaluation(self.step, values))
+        self._throughput.exclude(time.perf_counter() - start)
 
-    def _adapt(self, records: Records | None) -> None:
-        before = self.result.state
-        state = self._rules.adapt(before, self._recorder.history) if self._rules.adapt else before
+    def _adapt(self, steps: Steps | None) -> None:
+        if self._options.adapt is None:
+            return
+        state = self._options.adapt(self._newest.state, self.history)
         if state is None:
             raise ComposeError("fit: adapt returned None; needs the state to go on with, which may be the one it got")
-        if state is before:
-            return
-        if self._made is None:
-            self._start = state
-        else:
-            self._made = self._made._replace(state=state) if records is None else records.send(state)
+        if state is not self._newest.state:
+            self._newest = self._newest._replace(state=state) if steps is None else steps.send(state)
 
     def _require_best(self) -> None:
-        """Check, once, that there is the metric by which the best checkpoint is known."""
+        """Check, once, that the metric by which the best checkpoint is chosen is recorded."""
         best, self._best = self._best, None
-        if best is None or type(self._recorder.at(self._recorder.step).get(best)) in (bool, int, float):
+        if best is None or type(record_of(self.history, self.step).get(best)) in (bool, int, float):
             return
-        values = column("Checkpoints(best=)", best, self._recorder.history)
+        values = column("Checkpoints(best=)", best, self.history)
         raise OptionError(f"Checkpoints(best=): {best!r} must be a number of each evaluation; found {values[-1]!r}")
 
-    def _reads(self, step: int) -> bool:
-        return step % self._rules.log_every == 0 or self._rules.evaluates(step) or self._saved.due(step)
+    def _save(self, *, only_if_due: bool = False) -> None:
+        """Save the newest state, unless it is saved already."""
+        checkpoints, step = self._checkpoints, self.step
+        checkpoints.check()
+        if not self._can_save or not checkpoints.needs(step, self._last):
+            return
+        if only_if_due and not checkpoints.is_due(step):
+            return
+        # The data itself may not be where the run is: after loading, or when the compilation of a step was abandoned.
+        position = self._position
+        if position is None or position.step != step:
+            position = position_of(self._newest, self._data)
+        point = ResumePoint(self._newest.state, step, self._last, self.history, position)
+        checkpoints.save(point, wait=not only_if_due)
 
     @property
-    def _leaving(self) -> bool:
-        """Whether the process is to end as soon as it has saved."""
-        return self._saved.saves and self._interrupted() is not None
+    def _is_leaving(self) -> bool:
+        """Whether the process ends as soon as it has saved."""
+        return self._checkpoints.enabled and self._interrupted() is not None
 
 
-def attach(error: BaseException, result: FitResult[Any]) -> None:
-    """Give an error its `result`; one of the user's own stays."""
+def attach_result(error: BaseException, result: FitResult[Any]) -> None:
+    """Set the ``result`` of an error, unless it has one of another kind."""
     if not isinstance(getattr(error, "result", None), FitResult | None):
         return
     # Not setattr, which frozen dataclasses refuse.
@@ -192,7 +325,7 @@ def attach(error: BaseException, result: FitResult[Any]) -> None:
         BaseException.__setattr__(error, "result", result)
 
 
-def note(error: BaseException, text: str) -> None:
-    """Add a note to an error, as `add_note` does, which frozen dataclasses refuse."""
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an error, as `BaseException.add_note` does, which frozen dataclasses refuse."""
     with suppress(Exception):
         BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), text])

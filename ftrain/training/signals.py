@@ -1,4 +1,4 @@
-"""Signals as a question that a loop asks between steps."""
+"""Signals that end a run after the current step."""
 
 from __future__ import annotations
 
@@ -13,44 +13,47 @@ EXIT = 128
 
 
 class Abandoned(BaseException):
-    """A signal has come in the middle of a step that has changed nothing yet, and takes long: it was not finished."""
+    """A step was abandoned because of a signal, before it had changed anything: compiling it would take long."""
 
 
 class interruptible:  # noqa: N801
-    """Context of a function that tells which of some signals has come; a second one of it acts as ever.
+    """Context that remembers a signal instead of acting on it; a second signal acts as it did outside.
 
-    None does outside the main thread, nor where a signal is ignored, as Ctrl-C is in a job of the background.
+    ``with interruptible(signals) as interrupted:`` gives a function that returns the signal that has come, or None.
+    Signals that are ignored stay ignored, as Ctrl-C is in a background job of a shell, and outside the main thread
+    nothing is changed.
 
     Args:
-        signals: which ones.
-        abandons: whether what runs in a frame of the interpreter can be abandoned: a signal raises `Abandoned` there.
+        signals: to be remembered.
+        can_abandon: ``interpreter frame -> bool``, whether what runs in it can be abandoned: the signal then raises
+            `Abandoned` there.
     """
 
     # No generator: contextlib writes to the errors that pass through one, which frozen dataclasses refuse.
     def __init__(
-        self, signals: Sequence[signal.Signals], abandons: Callable[[FrameType | None], bool] = lambda frame: False
+        self, signals: Sequence[signal.Signals], can_abandon: Callable[[FrameType | None], bool] = lambda frame: False
     ) -> None:
-        self._abandons = abandons
+        self._can_abandon = can_abandon
         self._signals = signals if threading.current_thread() is threading.main_thread() else ()
-        self._before: dict[signal.Signals, Any] = {}
-        self._asked: list[signal.Signals] = []
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._received: list[signal.Signals] = []
 
     def __enter__(self) -> Callable[[], signal.Signals | None]:
-        before = {number: signal.getsignal(number) for number in self._signals}
-        self._before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-        for number in self._before:
-            signal.signal(number, self._ask)
-        return lambda: self._asked[0] if self._asked else None
+        handlers = {number: signal.getsignal(number) for number in self._signals}
+        self._handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+        for number in self._handlers:
+            signal.signal(number, self._receive)
+        return lambda: self._received[0] if self._received else None
 
     def __exit__(self, *error: object) -> None:
         self._restore()
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked.append(signal.Signals(number))
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(signal.Signals(number))
         self._restore()
-        if self._abandons(frame):
+        if self._can_abandon(frame):
             raise Abandoned
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ftrain as ft
-from ftrain.training.oom_retry import in_pieces
+from ftrain.training.oom_retry import split_step
 
 F64 = torch.float64
 EXAMPLES, WIDTH = 12, 5
@@ -43,7 +43,7 @@ def revealing(drop, *, block=lambda function: function):
 
 def factors(loss, *wrappers, pieces=1):
     """What each number of each example was multiplied by."""
-    step = in_pieces(ft.compose(ft.train_step(loss, ft.optim.sgd(1.0)), *wrappers), pieces)
+    step = split_step(ft.compose(ft.train_step(loss, ft.optim.sgd(1.0)), *wrappers), pieces)
     state = step.init({"w": torch.zeros(EXAMPLES, WIDTH, dtype=F64)}, seed=3)
     new, _ = step(state, {"index": torch.arange(EXAMPLES)})
     return -new.params["w"] * EXAMPLES
@@ -135,7 +135,7 @@ def criterion(model, batch, rng):
 def trained(*wrappers, pieces=1):
     torch.manual_seed(0)
     step = ft.train_step(ft.from_module(Net().double(), criterion), ft.optim.adamw(0.05))
-    step = in_pieces(ft.compose(step, *wrappers), pieces)
+    step = split_step(ft.compose(step, *wrappers), pieces)
     state, draw = step.init(seed=1), torch.Generator().manual_seed(5)
     for _ in range(4):
         labels = torch.randint(-1, 3, (EXAMPLES,), generator=draw)

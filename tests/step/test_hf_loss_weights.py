@@ -9,7 +9,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.step.hf_loss_weights import LOSS_TYPES
-from ftrain.training.oom_retry import in_pieces
+from ftrain.training.oom_retry import split_step
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.set_verbosity_error()
@@ -416,7 +416,7 @@ def test_a_batch_in_pieces_leaves_out_those_without_a_label():
     step = ft.train_step(ft.from_module(model), ft.optim.sgd(0.1))
     needed, _ = step(step.init(), SOME)
     for batch in (HALF, {"labels": HALF["labels"][:3]}):
-        state, _ = in_pieces(step, 2)(step.init(), batch)
+        state, _ = split_step(step, 2)(step.init(), batch)
         torch.testing.assert_close(state.params, needed.params, rtol=1e-12, atol=0)
 
 

@@ -17,8 +17,8 @@ from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import CheckpointError, ComposeError, ConsumedError, DeviceError, OptionError
 from ftrain.step.microbatch import cut, most_pieces
 from ftrain.step.step import Step
-from ftrain.training.metrics import Recorder
-from ftrain.training.oom_retry import in_pieces
+from ftrain.training.oom_retry import split_step
+from ftrain.training.run import Run
 from ftrain.transforms.compile import capture as capturing
 
 F64 = torch.float64
@@ -126,7 +126,7 @@ def fit(step, data, **options):
 
 
 def by_hand(step, data, split_at, pieces=2):
-    state, split = step.init(params()), in_pieces(step, pieces)
+    state, split = step.init(params()), split_step(step, pieces)
     for index, batch in enumerate(data):
         state, _ = (split if index >= split_at else step)(state, batch)
     return state
@@ -217,7 +217,7 @@ def test_a_step_that_may_be_refused_overwrites_nothing(more):
 def test_without_the_checkpoint_it_would_go_on_wrong(monkeypatch):
     """The test above proves something: most states that are refused are no longer what they were."""
     monkeypatch.setattr(
-        "ftrain.training.oom_retry._Phase.may_write", property(lambda self: False, lambda self, value: None)
+        "ftrain.training.oom_retry._StateWrites.begun", property(lambda self: False, lambda self, value: None)
     )
     step, data = make(), batches(2)
     needed, wrong = by_hand(step, data, 1), 0
@@ -235,9 +235,9 @@ def test_out_of_memory_at_every_operation_of_a_compiled_step(donate, after, tmp_
     """Run operation by operation, so that it can run out between them; captured once in so many pieces."""
     step, data = make(ft.compiled(lowering="whole", backend="eager"), loss=still), batches(2)
     # The phase is of no use in a graph, and a new one would be a new step.
-    split = in_pieces(step.donating if donate else step, 2)
+    split = split_step(step.donating if donate else step, 2)
     monkeypatch.setattr(
-        "ftrain.training.oom_retry.in_pieces", lambda whole, pieces, phase: split if pieces == 2 else whole
+        "ftrain.training.oom_retry.split_step", lambda whole, pieces, writes: split if pieces == 2 else whole
     )
     needed = [by_hand(step, data, 0), by_hand(step, data, 1)]
     count = operations(step, 1, donate=donate)
@@ -318,7 +318,7 @@ def test_pieces_of_a_compiled_step_are_one_graph_in_a_loop(backend, criterion, l
         state, (batch,) = step.init(seed=1), batches(1, length)
         needed, metrics = step(state, batch)
         with captures() as sizes[length, pieces]:
-            split = in_pieces(step, pieces)
+            split = split_step(step, pieces)
             state, found = split(state, batch)
         assert_close(state, needed)
         assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-12)
@@ -344,13 +344,13 @@ def test_pieces_of_a_compiled_fp16_step(donate):
     batch |= {name: batch[name] / 10 for name in ("x", "y")}
     state = step.init(seed=1)
     needed, _ = step(ft.tree.clone(state), batch)
-    found, metrics = in_pieces(step, 3)(state, batch)
+    found, metrics = split_step(step, 3)(state, batch)
     assert not metrics["skipped"]
     assert_close(found.params, needed.params, 1e-3)
     assert torch.equal(found.slots["with_amp"]["scale"], needed.slots["with_amp"]["scale"])
     batch["x"][7] = float("inf")
     before = ft.tree.clone(found.params)
-    found, metrics = in_pieces(step, 3)(found, batch)
+    found, metrics = split_step(step, 3)(found, batch)
     assert metrics["skipped"]
     assert_bitwise(found.params, before)
 
@@ -380,7 +380,7 @@ def test_a_piece_that_cannot_be_captured_is_split_otherwise():
         return still(params, batch) if float(batch["x"].sum()) > -1e9 else None
 
     step, data = make(ft.compiled(backend="eager"), loss=asking), batches(1)
-    state, _ = in_pieces(step, 2)(step.init(params()), data[0])
+    state, _ = split_step(step, 2)(step.init(params()), data[0])
     assert_close(state, by_hand(make(loss=still), data, 0))
 
 
@@ -408,7 +408,7 @@ def test_no_more_is_tried_than_what_can_be_of_use():
 def test_a_split_is_the_same_update(pieces, length, loss, wrappers):
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True), *wrappers)
     state, (batch,) = step.init(params()), batches(1, length)
-    (found, metrics), (needed, whole) = in_pieces(step, pieces)(state, batch), step(state, batch)
+    (found, metrics), (needed, whole) = split_step(step, pieces)(state, batch), step(state, batch)
     assert_close(found, needed)
     assert metrics.keys() == whole.keys()
     names = [name for name in metrics if name != "worst"]
@@ -423,7 +423,7 @@ def test_pieces_of_unequal_length_need_no_second_gradient(loss):
     for length in (6, 5):
         (batch,) = batches(1, length)
         batch["x"] = batch["x"].repeat(1, 1000)
-        most.append(ft.anatomy(in_pieces(step, 2), state, batch, measure=False).most["gradients"])
+        most.append(ft.anatomy(split_step(step, 2), state, batch, measure=False).most["gradients"])
     assert most[1] == pytest.approx(most[0], abs=100)  # But for numbers: a second one takes 96,000 bytes.
 
 
@@ -431,7 +431,7 @@ def test_clip_clips_what_it_did():
     """Clipped microbatches stay those that the user has cut, however small the pieces of each."""
     step = ft.compose(ft.train_step(still, ft.optim.sgd(0.1)), ft.clip(0.1), ft.accumulate(2))
     state, (batch,) = step.init(params()), batches(1)
-    assert_close(in_pieces(step, 3)(state, batch)[0], step(state, batch)[0])
+    assert_close(split_step(step, 3)(state, batch)[0], step(state, batch)[0])
     finer = ft.compose(ft.train_step(still, ft.optim.sgd(0.1)), ft.clip(0.1), ft.accumulate(6))
     assert not torch.allclose(finer(state, batch)[0].params["w1"], step(state, batch)[0].params["w1"], rtol=1e-6)
 
@@ -440,7 +440,7 @@ def test_clip_clips_what_it_did():
 def test_equal_pieces_are_accumulate_to_the_bit(loss):
     make = lambda *wrappers: ft.compose(ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True), *wrappers)  # noqa: E731
     state, (batch,) = make().init(params()), batches(1)
-    assert_bitwise(in_pieces(make(), 3)(state, batch)[0], make(ft.accumulate(3))(state, batch)[0])
+    assert_bitwise(split_step(make(), 3)(state, batch)[0], make(ft.accumulate(3))(state, batch)[0])
 
 
 def test_cut_loses_nothing():
@@ -510,7 +510,7 @@ def test_a_replay_makes_steps_in_as_many_pieces(tmp_path, every, keep):
     step, data, states = make(), batches(7), [make().init(params())]
     checkpoints = ft.Checkpoints(tmp_path, every=every, keep=keep)
     with scarce(4, 5), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recorder, "add", noting(states))
+        patch.setattr(Run, "after_step", noting(states))
         _, history = fit(step, data, checkpoints=checkpoints)
     assert splits(history) == {5: 2}
     for at in range(1, 8):
@@ -523,12 +523,12 @@ def test_a_replay_makes_steps_in_as_many_pieces(tmp_path, every, keep):
 
 
 def noting(states):
-    """`Recorder.add`, which keeps a copy of each state."""
-    add = Recorder.add
+    """`Run.after_step`, which also keeps a copy of each state."""
+    after_step = Run.after_step
 
-    def noted(self, made):
-        states.append(ft.tree.clone(made.state))
-        return add(self, made)
+    def noted(self, record, steps):
+        states.append(ft.tree.clone(record.state))
+        return after_step(self, record, steps)
 
     return noted
 
@@ -731,7 +731,7 @@ def test_a_model_that_needs_more_examples_at_once_is_told_why_it_has_fewer():
     step = ft.train_step(ft.from_module(net, criterion), ft.optim.sgd(0.1))
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
         fit(step, [{"x": torch.randn(8, 3)}, {"x": torch.randn(5, 3)}], state=step.init())
-    assert "cut the batch into pieces of 1 and 2 examples, for memory had run out" in caught.value.__notes__[0]
+    assert "cut the batch into pieces of 1 and 2 examples, because memory had run out" in caught.value.__notes__[0]
 
 
 def test_who_needs_all_gradients_is_named_as_the_user_wrote_it():
