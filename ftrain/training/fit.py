@@ -48,14 +48,14 @@ def fit(
 ) -> FitResult[S]:
     """Train: run `step` over `data`, record, show, evaluate and save; return ``(state, history)``.
 
-    Metrics stay on the device and are read together every `log_every` steps; nothing else waits for it.
-    Ctrl-C ends the run after the current step, and what was trained so far is returned; a second one
-    interrupts at once. A step that is still being compiled is not waited for: the run ends before it.
+    Metrics stay on the device and are read together every `log_every` steps; nothing else waits for the device.
+    Ctrl-C ends the run after the current step and returns what was trained; a second one interrupts at once. A step
+    that is still being compiled is not waited for: the run ends before it.
 
-    With `checkpoints` the run goes on where the directory says it was: state, position in the data,
-    history and log are those of a run that was never interrupted, to the bit. Ctrl-C and SIGTERM then
-    save after the current step, say where, and leave the process with code 130 or 143; a second signal ends it at once,
-    and what was saved before is as it was.
+    With `checkpoints` the run resumes from the newest checkpoint in the directory: state, position in the data,
+    history and log are bitwise those of a run that was never interrupted, but for times. Ctrl-C and SIGTERM then save
+    after the current step, print where, and exit the process with code 130 or 143; a second signal ends it at once,
+    and leaves earlier checkpoints as they were.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.
@@ -63,36 +63,39 @@ def fit(
         data: any iterable of batches, such as `ftrain.data.loader` or a `torch.utils.data.DataLoader`; a
             batch is any tree, and its tensors are moved to the device of the state.
         steps: train until the state has made so many steps, over as many passes as that takes.
-        epochs: or so many passes over the data; one, when neither is given.
+        epochs: train for so many passes over the data. Default, without `steps`: 1.
         evaluate: ``state -> {name: number}``; must copy (`ftrain.tree.clone`) what it keeps of a state
-            that is donated. Recorded as ``eval_`` and the name, where that does not begin so already: the ``loss``
-            of `ftrain.evaluate` is ``eval_loss`` in the history, and for `stop`, `adapt` and ``best=``.
-        evaluate_every: evaluate after each so many steps, and at the end. Without it, only at the end.
-        stop: told the `History` after each evaluation, or without one each time that metrics are read;
-            says why to stop, or "". `ftrain.patience` is one.
-        adapt: ``(state, history) -> state``, told as often, returns the state to go on with, or the same one;
-            `ftrain.plateau` is one. Consumes the state, when `donate` is true.
-        checkpoints: where to save; every so many steps, and at the end.
-        resume: ``"auto"`` goes on when there is something to go on from, ``"must"`` demands it, and
-            ``"never"`` demands that there be nothing.
-        loggers: functions of a record, such as `ftrain.loggers.jsonl`.
+            that is donated. Its results are recorded with ``eval_`` before their names, unless these begin so: the
+            ``loss`` of `ftrain.evaluate` is ``eval_loss`` in the history, and for `stop`, `adapt` and ``best=``.
+        evaluate_every: evaluate after each so many steps, and at the end. Default: only at the end.
+        stop: ``history -> reason to stop, or ""``, called after each evaluation, or without `evaluate` each time that
+            metrics are read; such as `ftrain.patience`.
+        adapt: ``(state, history) -> state``, called when `stop` is, returns the state to go on with, or the same one;
+            such as `ftrain.plateau`. Consumes the state, when `donate` is true.
+        checkpoints: where and how often to save; the last state is saved, too. Default: nothing is saved.
+        resume: ``"auto"`` resumes if there is a checkpoint, ``"must"`` requires one, and ``"never"`` requires that
+            there be none.
+        loggers: functions that get each record, such as `ftrain.loggers.jsonl`.
         log_every: how often metrics are read, in steps.
-        throughput: name -> how many of that a batch holds, shown per second.
+        throughput: name -> function that counts such items in a batch, to be shown per second.
         progress: show a bar, or lines where there is no terminal.
-        donate: let each state take the memory of the one before; `Step` only.
-        on_oom: ``"split"`` tries a step that runs out of memory again, with the same batch in twice as many pieces,
-            and keeps to that: the same update, but that batch statistics, and dropout that is not counter-based, are
-            of each piece. A loss that is a plain number must be a mean over examples, and is warned of if it is seen
-            not to be: return a `Mean` otherwise. The record of that step says so, as ``split``, and a run that goes on
-            from a checkpoint goes on with it. If the state had begun to be overwritten, the run goes on from the newest
-            checkpoint. `Step` only.
-        on_nonfinite: what to do about the first metric ``loss`` that is read as infinite or NaN, steps aside that
-            `skip_nonfinite` or fp16 have left out: ``"warn"``, and keep the newest checkpoint from before it for good;
-            ``"raise"`` a NonFiniteError, so that no state from after it is saved; or ``"ignore"`` it.
+        donate: reuse the memory of each state for the next one; `Step` only.
+        on_oom: ``"split"`` retries a step that runs out of memory, with the same batch in twice as many pieces, and
+            stays at that number: the same update, except that batch statistics, and dropout that is not
+            counter-based, are those of each piece. A loss that is a plain number must be a mean over examples; `fit`
+            warns if it sees that it is not: return a `Mean` then. The record of that step has the number of pieces as
+            ``split``, and a run that resumes keeps it. If the step had begun to overwrite its state, the run goes back
+            to the newest checkpoint. `Step` only.
+        on_nonfinite: what to do about the first metric ``loss`` that is infinite or NaN, except in steps that
+            `skip_nonfinite` or fp16 have skipped: ``"warn"``, and keep the newest checkpoint from before it for good;
+            ``"raise"`` a NonFiniteError, so that no later state is saved; or ``"ignore"`` it.
+
+    Returns:
+        ``(state, history)``: the last state, and the `History`, whose ``stopped`` says why the run ended.
 
     Raises:
         ComposeError: when `step` cannot be called, is a class, or stands where the state does; or is to be split and
-            no `Step`.
+            is no `Step`; or when `adapt` returns None.
         OptionError: for an `evaluate`, `stop`, `adapt` or logger that is no function, `evaluate_every` without
             `evaluate`, a metric that is not recorded (`patience`, `plateau`, ``best=``), numbers that are not positive,
             or another `resume`, `on_oom` or `on_nonfinite`.
@@ -100,19 +103,19 @@ def fit(
             state was overwritten, and there is no checkpoint.
         DataError: when there is no batch, or the data ends before `steps` is reached.
         NonFiniteError: when `skip_nonfinite` has reached its limit, or for ``on_nonfinite="raise"``; nothing is saved.
-        CheckpointError: when nothing can be read or written, or `resume` demands what is not there.
+        CheckpointError: when a checkpoint cannot be read or written, or is not as `resume` requires.
         StructureError: when the checkpoint is of another model, optimizer or wrapper.
         Interrupted: after a signal, when there are checkpoints.
-        Exception: whatever a step, the data or a logger raises. Any error holds what was trained until then, as `fit`
-            returns it, in its ``result``, if it has no ``result`` of its own. With checkpoints, the newest state is
-            saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised; after one in a step or in the
-            data the newest checkpoint is as it was, for the state may be overwritten in part, or the place in the data
-            be lost. An error of a loss that is a frozen dataclass is the ``__context__`` of a FrozenInstanceError,
-            since `contextlib` sets the traceback of errors that pass through it.
+        Exception: whatever a step, the data or a logger raises. Every error has what was trained until then, as `fit`
+            returns it, in its ``result``, unless it has another ``result``. With checkpoints, the newest state is
+            saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised. After an error in a step or
+            in the data it is not, because the state may be overwritten in part, or the position in the data lost. An
+            error that is a frozen dataclass and raised by a loss is the ``__context__`` of a FrozenInstanceError,
+            because `contextlib` sets the traceback of errors that pass through it.
     """
     _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
     _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
-    _warn_of_best(checkpoints, evaluate_every)
+    _warn_if_best_is_missed(checkpoints, evaluate_every)
     options = Options(
         steps, epochs, evaluate, evaluate_every, stop, adapt, loggers, log_every, throughput or {}, on_oom
     )
@@ -130,6 +133,8 @@ def fit(
             display=display,
             interrupted=interrupted,
         )
+        # The run alone holds a state from here on, so that the memory of the first one can be freed.
+        del state
         try:
             run.start()
             made_steps = run.steps()
@@ -200,7 +205,7 @@ def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:
             require_positive("fit", name, value)
 
 
-def _warn_of_best(checkpoints: Checkpoints | None, evaluate_every: int | None) -> None:
+def _warn_if_best_is_missed(checkpoints: Checkpoints | None, evaluate_every: int | None) -> None:
     best = "" if checkpoints is None else checkpoints.best or ""
     if checkpoints and evaluate_every and best.startswith("eval_") and evaluate_every % checkpoints.every:
         warnings.warn(

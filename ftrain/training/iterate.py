@@ -1,4 +1,4 @@
-"""The loop over batches, and where in the data it stands."""
+"""The loop over batches, and its position in the data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ftrain.types import Metrics, PyTree, TrainState, consume, is_own, own
 
 
 class Position(NamedTuple):
-    """Where a run stands in its data.
+    """The position of a run in its data.
 
     Args:
         step: steps done.
-        epoch: passes that were finished.
-        batch: batches taken in the one that was not.
-        data: the position that the data itself keeps; None when it keeps none.
+        epoch: passes over the data that were completed.
+        batch: batches taken in the current pass.
+        data: the position that the data itself reports; None when it reports none.
     """
 
     step: int = 0
@@ -39,10 +39,10 @@ class StepRecord(NamedTuple):
     Args:
         step: steps done, as the state counts them.
         state: the state after the step; consumed by the next one when the step donates.
-        metrics: of the step, as it returned them: nothing has waited for the device.
+        metrics: of the step, as it returned them: tensors on the device, which nothing has waited for.
         batch: the batch, on the device.
-        epoch: passes over the data that were finished before.
-        batches: of this pass so far, this one included.
+        epoch: passes over the data that were completed.
+        batches: batches of this pass so far, this one included.
     """
 
     step: int
@@ -62,112 +62,114 @@ def iterate(
     epochs: int | None = None,
     position: Position | None = None,
 ) -> Generator[StepRecord, Any, None]:
-    """Run a step over data and yield after each: the loop of `fit`, for those who write their own around it.
+    """Run a step over data and yield after each step: the loop of `fit`, to write your own around it.
 
-    ``send(state)`` to it returns the record with another state, from which it then goes on; the state that it had is
-    consumed, if the step donates. When the loop is left within a pass, data that keeps a position goes on from there
-    the next time.
+    ``send(state)`` replaces the state and returns the record with it; the loop goes on from it. The state before is
+    consumed, if the step donates. When the loop is left within a pass, data that reports its position goes on from
+    there the next time.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.
         state: the state to start from; steps are counted from its ``step``, or that of `position`.
-        data: any iterable of batches; gone through again as often as it takes, if it can be.
+        data: any iterable of batches; iterated again as often as needed, unless it is an iterator.
         steps: stop when the state has made so many steps.
-        epochs: stop after so many passes over the data, those before `position` included; one, when
-            neither is given.
-        position: where to go on, as `position_of` has told.
+        epochs: stop after so many passes over the data, those before `position` included. Default, without `steps`: 1.
+        position: where to go on, as returned by `position_of`. Default: the beginning.
 
     Raises:
         ComposeError: when `step` cannot be called or is a class, or stands where the state does.
-        OptionError: for numbers that are not positive, or several epochs of data that passes but once.
+        OptionError: for numbers that are not positive, or several epochs of an iterator.
         DataError: when there is no batch, or the data ends before `steps` is reached.
     """
     require_callable("iterate", step, state, "iterate(step, state, data)")
     _require_limits(data, steps, epochs)
-    count = int(getattr(state, "step", position.step if position else 0))
+    count = first = int(getattr(state, "step", position.step if position else 0))
     device = device_of(state)
     last_epoch = epochs if epochs is not None else (1 if steps is None else None)
     epoch, index = (position.epoch, position.batch) if position else (0, 0)
-    batches: Iterable[PyTree] = _from(data, position) if position else data
-    resumed, idle, first, flatten = position is not None, 0, count, Flattener()
+    batches: Iterable[PyTree] = _rest_of_pass(data, position) if position else data
+    resumed, empty_passes, flatten = position is not None, 0, Flattener()
     while (steps is None or count < steps) and (last_epoch is None or epoch < last_epoch):
-        before = count
-        for given in batches:
-            batch = _moved(as_tree(given), device, flatten)
+        count_before_pass = count
+        for drawn in batches:
+            batch = _to_device(as_tree(drawn), device, flatten)
             state, metrics = step(state, batch)
             count, index = count + 1, index + 1
             try:
-                made = StepRecord(count, state, metrics, batch, epoch, index)
-                while (sent := (yield made)) is not None:
-                    state = _taken_over(sent, state)
-                    made = made._replace(state=state)
+                record = StepRecord(count, state, metrics, batch, epoch, index)
+                while (replacement := (yield record)) is not None:
+                    state = _replace_state(state, replacement)
+                    record = record._replace(state=state)
             except GeneratorExit:
-                _leave(data)
+                _keep_position(data)
                 raise
             if steps is not None and count >= steps:
-                _leave(data)
+                _keep_position(data)
                 return
-        # A pass that was finished before has nothing left to give, and counts; any other that gives nothing does not.
-        idle = idle + 1 if count == before else 0
-        epoch, index, batches = epoch + (not idle or resumed), 0, data
-        resumed = False
-        if idle > 1 or (steps is not None and isinstance(data, Iterator) and epochs is None):
-            raise DataError(_ended(count, steps, empty=count == first))
+        # An empty pass does not count as an epoch, unless a run resumes at the end of a pass, of which nothing is left.
+        empty_passes = empty_passes + 1 if count == count_before_pass else 0
+        if not empty_passes or resumed:
+            epoch += 1
+        index, batches, resumed = 0, data, False
+        if empty_passes > 1 or (steps is not None and isinstance(data, Iterator) and epochs is None):
+            raise DataError(_data_ended(count, steps, empty=count == first))
 
 
-def _leave(data: Iterable[PyTree]) -> None:
-    """Make data that keeps a position go on from it the next time, instead of starting its pass over."""
+def _keep_position(data: Iterable[PyTree]) -> None:
+    """Make data that reports its position go on from it the next time, instead of starting its pass over."""
     position = sources.position(data)
     if position is not None:
         sources.seek(data, position)
 
 
-def _taken_over(new: Any, old: Any) -> Any:
-    """Return a state that was made of one that nobody else has, as one that nobody else has."""
+def _replace_state(old: Any, new: Any) -> Any:
+    """Return `new`, in memory that nothing else uses if `old` had such memory; `old` is then consumed."""
     if not (isinstance(new, TrainState) and isinstance(old, TrainState) and is_own(old)) or new is old:
         return new
-    had = {id(leaf) for leaf in tree.leaves(old)}
-    # Whoever made the new state may keep what he put into it.
-    mine = own(tree.map(lambda leaf: leaf if id(leaf) in had else leaf.clone(), new))
+    shared = {id(leaf) for leaf in tree.leaves(old)}
+    # Other leaves are copied: whoever made the new state may still use them.
+    replaced = own(tree.map(lambda leaf: leaf if id(leaf) in shared else leaf.clone(), new))
     consume(old)
-    return mine
+    return replaced
 
 
-def position_of(made: StepRecord, data: Iterable[PyTree]) -> Position:
-    """Return where in its data a run stands after the step that `iterate` has just yielded."""
-    return Position(made.step, made.epoch, made.batches, sources.position(data))
+def position_of(record: StepRecord, data: Iterable[PyTree]) -> Position:
+    """Return the position of a run in its data after the step that `iterate` has just yielded."""
+    return Position(record.step, record.epoch, record.batches, sources.position(data))
 
 
-def _from(data: Iterable[PyTree], position: Position) -> Iterable[PyTree]:
-    """The rest of the pass in which a run was."""
+def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree]:
     if position.data is not None:
         sources.seek(data, dict(position.data))
         return data
     if position.batch and not isinstance(data, Sequence):
         warnings.warn(
-            f"fit: {type(data).__name__} keeps no position, so that {position.batch} batches are read again and left "
-            "out; they are the same only if it gives them in the same order (ftrain.data.loader keeps its position)",
+            f"fit: {type(data).__name__} keeps no position, so that {position.batch} batches are read again and "
+            "skipped; the run is the same only if they come in the same order (ftrain.data.loader keeps its position)",
             stacklevel=3,
         )
-    return _without(data, position.batch)
+    return _skip(data, position.batch)
 
 
-def _without(data: Iterable[PyTree], count: int) -> Iterator[PyTree]:
+def _skip(data: Iterable[PyTree], count: int) -> Iterator[PyTree]:
     if isinstance(data, Sequence):
         yield from (data[index] for index in range(count, len(data)))
         return
     yield from (batch for index, batch in enumerate(data) if index >= count)
 
 
-def _moved(batch: PyTree, device: torch.device, flatten: Flattener) -> PyTree:
-    """`ftrain.tree.to`, which has nothing to do when the batch is there already."""
+def _to_device(batch: PyTree, device: torch.device, flatten: Flattener) -> PyTree:
+    """Return a batch on a device; itself, if all of it is there already."""
     if all(isinstance(leaf, Tensor) and leaf.device == device for leaf in flatten(batch)[0]):
         return batch
     return tree.to(batch, device)
 
 
 def device_of(state: Any) -> torch.device:
-    """Return where a state lives: counters and keys stay on the CPU, and what is trained may be elsewhere."""
+    """Return the device of the parameters of any state: of its first tensor that is not on the CPU.
+
+    Counters and keys stay on the CPU wherever the parameters are.
+    """
     devices = [leaf.device for leaf in tree.leaves(state) if isinstance(leaf, Tensor)]
     return next((device for device in devices if device != tree.HOST), tree.HOST)
 
@@ -185,15 +187,15 @@ def _require_limits(data: Iterable[PyTree], steps: int | None, epochs: int | Non
         )
     if epochs is not None and epochs > 1 and isinstance(data, Iterator):
         raise OptionError(
-            f"fit: epochs={epochs} needs data that can be gone through again, and this is an iterator; pass the "
-            "list or DataLoader it was made from, or use steps="
+            f"fit: epochs={epochs} needs data that can be iterated again, and this is an iterator; pass the list or "
+            "DataLoader it was made from, or use steps="
         )
 
 
-def _ended(count: int, steps: int | None, *, empty: bool) -> str:
+def _data_ended(count: int, steps: int | None, *, empty: bool) -> str:
     if empty:
         return "fit: the data has no batch; needs an iterable of at least one (is drop_last cutting the only one?)"
     return (
-        f"fit: the data ended at step {count} of {steps}, and cannot be gone through again; pass a list or DataLoader "
+        f"fit: the data ended at step {count} of {steps}, and cannot be iterated again; pass a list or DataLoader "
         "instead of an iterator, or fewer steps. The error's result holds what was trained"
     )

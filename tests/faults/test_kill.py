@@ -1,7 +1,7 @@
 """SIGKILL at random moments: of saves, and of whole runs, which go on until they are done.
 
 Children are forked from this process, so that thousands of them can be killed. The moments are drawn from a seed, and
-are spread over the time that the same work takes undisturbed.
+are spread over the time that the same work takes undisturbed, counted from what a child says it has done.
 """
 
 import json
@@ -96,6 +96,8 @@ def took(directory, options):
 # Runs
 
 STEPS, SAMPLES, BATCH = 20, 33, 4
+LATE = 0.75
+"""Of the kills, the share that waits for the first checkpoint of the process; the others may come before it."""
 DATA = {
     "list": lambda: [torch.utils.data.default_collate(samples()[at : at + BATCH]) for at in range(0, 28, BATCH)],
     "loader": lambda: ft.data.loader(samples(), BATCH, seed=5),
@@ -134,8 +136,22 @@ def built():
     return ft.compose(step, ft.with_amp("fp16"), ft.accumulate(2), ft.ema(0.9), ft.skip_nonfinite(), named_batches)
 
 
+class Telling(Checkpoints):
+    """Says once, between steps, that a checkpoint of this process is on the disk."""
+
+    def __init__(self, tell, directory, **options):
+        super().__init__(directory, **options)
+        self._tell, self._known = tell, self.steps()
+
+    def check(self):
+        super().check()
+        if self._tell is not None and self.steps() != self._known:
+            self._tell("saved")
+            self._tell = None
+
+
 def training(tell, directory, data):
-    """A run with everything that there is to resume; what came of it is left beside it."""
+    """A run with everything that there is to resume; its result is saved beside it."""
     step = built()
     tell("begun")
     state, history = ft.fit(
@@ -143,7 +159,7 @@ def training(tell, directory, data):
         step.init(seed=3),
         DATA[data](),
         steps=STEPS,
-        checkpoints=Checkpoints(directory / "run", every=3, keep=2),
+        checkpoints=Telling(tell, directory / "run", every=3, keep=2),
         evaluate=lambda state: {"norm": sum(leaf.double().square().sum() for leaf in state.params.values())},
         evaluate_every=5,
         log_every=2,
@@ -176,7 +192,10 @@ def let_go(child):
 
 
 def went_on(directory, data, draw, span):
-    """Run until it is done, killed at random moments of it; return how often, and in how many of them it had a past."""
+    """Run until it is done, killed at random moments; return how often, and how often it went on from a checkpoint.
+
+    Most processes are killed after they have saved, so that each of these goes further, however slow the machine is.
+    """
     kills, resumed, before = 0, 0, None
     while True:
         resumed += bool(newest_step(directory))
@@ -184,6 +203,8 @@ def went_on(directory, data, draw, span):
         assert child.hear() == "begun"
         # Its workers have lived on until here, beside the new ones.
         let_go(before)
+        if draw.random() < LATE:
+            assert child.hear() in ("saved", "done")
         time.sleep(draw.random() * span)
         with suppress(ProcessLookupError):
             child.signal(signal.SIGKILL)
@@ -205,8 +226,9 @@ def newest_step(directory):
 def test_a_run_is_killed_again_and_again(data, fast):
     draw, kills, resumed, runs = random.Random(data), 0, 0, 0
     (fast / "whole").mkdir()
-    start = time.perf_counter()
     child = Child(training, fast / "whole", data)
+    assert [child.hear(), child.hear()] == ["begun", "saved"]
+    start = time.perf_counter()
     assert child.end() == 0
     span = time.perf_counter() - start
     whole = outcome(fast / "whole")
