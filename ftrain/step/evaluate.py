@@ -16,7 +16,7 @@ from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import ComposeError, DataError, DeviceError, OptionError, require_order
 from ftrain.step import purity
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
-from ftrain.step.microbatch import RAISE, cut, most_pieces, require_on_oom
+from ftrain.step.microbatch import RAISE, most_pieces, require_on_oom, split_batch
 from ftrain.step.purity import as_tree
 from ftrain.step.value_and_grad import adapt, detach
 from ftrain.step.wrapper import Wrapper
@@ -132,7 +132,7 @@ def evaluate(
 
 
 def _too_large(step: EvalStep, state: TrainState, batch: PyTree) -> DeviceError:
-    (example, *_), sizes = cut(batch, most_pieces(batch)), []
+    (example, *_), sizes = split_batch(batch, most_pieces(batch)), []
     for name, part in {
         "parameters": (state.params, state.frozen),
         "buffers": state.buffers,
@@ -194,7 +194,7 @@ def _exact_sum(high: Tensor, low: Tensor, more: Tensor) -> tuple[Tensor, Tensor]
 
 def _in_pieces(step: EvalStep, state: TrainState, batch: PyTree, pieces: int) -> dict[str, Mean]:
     totals: dict[str, Mean] = {}
-    for piece in cut(batch, pieces):
+    for piece in split_batch(batch, pieces):
         _add(totals, step(state, piece))
     return totals
 

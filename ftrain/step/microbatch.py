@@ -1,18 +1,19 @@
-"""Batches in pieces along their first axis."""
+"""Split a batch into pieces along its first axis."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ftrain import tree
-from ftrain.errors import OptionError
+from ftrain.errors import BatchError, OptionError
 from ftrain.types import PyTree
 
 ON_OOM = RAISE, SPLIT = "raise", "split"
 
 
 def require_on_oom(function: str, on_oom: str) -> None:
-    """Check what is to be done when memory runs out.
+    """Check the option that says what to do when memory runs out.
 
     Raises:
         OptionError: for anything but ``"raise"`` and ``"split"``.
@@ -22,27 +23,60 @@ def require_on_oom(function: str, on_oom: str) -> None:
 
 
 def most_pieces(batch: PyTree) -> int:
-    """In how many pieces a batch can be cut: its examples, or 1 when its tensors do not say how many there are."""
+    """Return into how many pieces a batch can be split: its examples, or 1 if its tensors have unequal first axes."""
     lengths = {leaf.shape[0] for leaf in tree.leaves(batch) if _has_axis(leaf)}
     return max(1, *lengths) if len(lengths) == 1 else 1
 
 
-def cut(batch: PyTree, pieces: int) -> list[PyTree]:
-    """Cut every tensor of a batch along its first axis, without copying, into as many pieces as it allows.
+def split_batch(batch: PyTree, pieces: int, *, require_equal: str | None = None) -> list[PyTree]:
+    """Split every tensor of a batch along its first axis, without copying.
 
-    They differ by one example at most. 0-d tensors and other leaves go to every piece.
+    0-d tensors and other leaves go to every piece.
+
+    Args:
+        batch: a tree of tensors whose first axes have the same length.
+        pieces: how many pieces; by default fewer where there are fewer examples, and their lengths differ by at most
+            one.
+        require_equal: the function to name in an error, when there are not so many pieces of the same length.
+
+    Raises:
+        BatchError: naming the leaf whose first axis `pieces` does not divide, or has another length than the others.
 
     >>> import torch
-    >>> [len(piece) for piece in cut(torch.zeros(5, 2), 2)]
+    >>> [len(piece) for piece in split_batch(torch.zeros(5, 2), 2)]
     [3, 2]
     """
-    pieces = min(pieces, most_pieces(batch))
-    if pieces == 1:
-        return [batch]
-    found, spec = tree.flatten(batch)
-    columns = [leaf.tensor_split(pieces) if _has_axis(leaf) else (leaf,) * pieces for leaf in found]
+    leaves, spec = tree.flatten(batch)
+    if require_equal is None:
+        pieces = min(pieces, most_pieces(batch))
+        if pieces == 1:
+            return [batch]
+        columns = [leaf.tensor_split(pieces) if _has_axis(leaf) else (leaf,) * pieces for leaf in leaves]
+    else:
+        _require_divisible(batch, leaves, pieces, require_equal)
+        columns = [leaf.chunk(pieces) if _has_axis(leaf) else (leaf,) * pieces for leaf in leaves]
     return [tree.unflatten(spec, [column[index] for column in columns]) for index in range(pieces)]
 
 
 def _has_axis(leaf: Any) -> bool:
     return tree.is_tensor(leaf) and leaf.ndim > 0
+
+
+def _require_divisible(batch: PyTree, leaves: Sequence[Any], pieces: int, function: str) -> None:
+    lengths = {index: leaf.shape[0] for index, leaf in enumerate(leaves) if _has_axis(leaf)}
+    if not lengths:
+        raise BatchError(f"{function}: the batch has no tensor with an axis to cut; found {tree.signature(batch)}")
+    first = next(iter(lengths))
+    for index, length in lengths.items():
+        if length == lengths[first] and length % pieces == 0 and length > 0:
+            continue
+        names = [tree.path("batch", name) for name in tree.leaf_names(batch)]
+        if length != lengths[first]:
+            raise BatchError(
+                f"{function}: {names[index]} has {length} examples and {names[first]} has {lengths[first]}; all first "
+                "axes must have the same length"
+            )
+        raise BatchError(
+            f"{function}: the first axis of {names[index]} has length {length}, which is not a positive multiple of "
+            f"{pieces}; change the batch size or n, or drop the last short batch"
+        )

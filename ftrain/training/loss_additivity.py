@@ -7,7 +7,7 @@ import warnings
 
 from ftrain import tree
 from ftrain.step.evaluate import EvalStep
-from ftrain.step.microbatch import cut, most_pieces
+from ftrain.step.microbatch import most_pieces, split_batch
 from ftrain.types import Loss, PyTree, TrainState
 
 SAME, SAME_NARROW = 1e-3, 2e-2
@@ -30,7 +30,7 @@ def warn_of_pieces(function: str, loss: Loss, state: TrainState, batch: PyTree) 
     """
     if most_pieces(batch) < 2:
         return
-    step, (first, second, *_) = EvalStep(loss), cut(batch, most_pieces(batch))
+    step, (first, second, *_) = EvalStep(loss), split_batch(batch, most_pieces(batch))
     both = tree.map(lambda leaf: leaf[:2] if tree.is_tensor(leaf) and leaf.ndim else leaf, batch)
     try:
         means = [step(state, part)["loss"] for part in (both, first, second)]

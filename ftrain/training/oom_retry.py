@@ -14,7 +14,7 @@ from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError
 from ftrain.profiling.oom_report import shortage
 from ftrain.step.accumulation import accumulate_grads
-from ftrain.step.microbatch import cut, most_pieces
+from ftrain.step.microbatch import most_pieces, split_batch
 from ftrain.step.step import Step
 from ftrain.step.value_and_grad import Ran, around_forward, report
 from ftrain.step.wrapper import Wrapper
@@ -126,7 +126,7 @@ class OomRetry:
     def _note_pieces(self, error: Exception, batch: PyTree) -> None:
         """Say with an error that the batch was split, which may be its cause."""
         if self._pieces > 1:
-            lengths = sorted({tree.batch_length(piece) or 1 for piece in cut(batch, self._pieces)})
+            lengths = sorted({tree.batch_length(piece) or 1 for piece in split_batch(batch, self._pieces)})
             error.add_note(
                 f"fit: on_oom='split' had cut the batch into pieces of {' and '.join(map(str, lengths))} examples, "
                 "because memory had run out; a model that needs more examples at once (BatchNorm does) cannot be split "
@@ -194,7 +194,7 @@ class _StateWrites:
 
 def _split(grad: GradFn, pieces: int) -> GradFn:
     def splitting(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        microbatches = cut(batch, pieces)
+        microbatches = split_batch(batch, pieces)
         if len(microbatches) == 1:
             return grad(state, batch, rng)
         equal = len({tree.batch_length(microbatch) for microbatch in microbatches}) == 1
@@ -249,7 +249,7 @@ def _restore(state: TrainState, copy: list[Any] | None) -> bool:
 def _too_large(step: Step, state: TrainState, batch: PyTree, pieces: int, *, lost: bool) -> DeviceError:
     """Return the error of a step that does not fit even in the smallest pieces that were tried."""
     examples = most_pieces(batch)
-    piece = cut(batch, pieces)[0]
+    piece = split_batch(batch, pieces)[0]
     if examples == 1:
         text = f"fit: the step runs out of memory, and its batch cannot be cut: {tree.signature(batch)}"
     elif pieces < examples:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from ftrain import tree
-from ftrain.errors import BatchError, require_positive
+from ftrain.errors import require_positive
 from ftrain.step.accumulation import accumulate_grads
+from ftrain.step.microbatch import split_batch
 from ftrain.step.wrapper import Wrapper, wrapper
 from ftrain.types import GradFn, Gradients, PyTree, TrainState
 
@@ -46,44 +44,9 @@ def accumulate(n: int) -> Wrapper:
 
     def wrap(grad: GradFn) -> GradFn:
         def accumulating(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-            return accumulate_grads(grad, state, split_batch(batch, n), rng)
+            microbatches = split_batch(batch, n, require_equal=f"accumulate({n})")
+            return accumulate_grads(grad, state, microbatches, rng)
 
         return accumulating
 
     return Wrapper("accumulate", f"accumulate({n})", "grad", grad=wrap, pieces=n)
-
-
-def split_batch(batch: PyTree, n: int) -> list[PyTree]:
-    """Cut every tensor of a batch into `n` equal pieces along its first axis, without copying.
-
-    Raises:
-        BatchError: naming the leaf whose axis `n` does not divide, or whose length differs.
-    """
-    found, spec = tree.flatten(batch)
-    _require_even(batch, found, n)
-    columns = [leaf.chunk(n) if _has_axis(leaf) else (leaf,) * n for leaf in found]
-    return [tree.unflatten(spec, [column[index] for column in columns]) for index in range(n)]
-
-
-def _has_axis(leaf: Any) -> bool:
-    return tree.is_tensor(leaf) and leaf.ndim > 0
-
-
-def _require_even(batch: PyTree, found: list[Any], n: int) -> None:
-    lengths = {index: leaf.shape[0] for index, leaf in enumerate(found) if _has_axis(leaf)}
-    if not lengths:
-        raise BatchError(f"accumulate({n}): the batch has no tensor with an axis to cut; found {tree.signature(batch)}")
-    first = next(iter(lengths))
-    for index, length in lengths.items():
-        if length == lengths[first] and length % n == 0 and length > 0:
-            continue
-        names = [tree.path("batch", name) for name in tree.leaf_names(batch)]
-        if length != lengths[first]:
-            raise BatchError(
-                f"accumulate({n}): {names[index]} has {length} examples and {names[first]} has "
-                f"{lengths[first]}; all first axes must have the same length"
-            )
-        raise BatchError(
-            f"accumulate({n}): the first axis of {names[index]} has length {length}, which is not a positive "
-            f"multiple of {n}; change the batch size or n, or drop the last short batch"
-        )

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import ftrain as ft
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import CheckpointError, ComposeError, ConsumedError, DeviceError, OptionError
-from ftrain.step.microbatch import cut, most_pieces
+from ftrain.step.microbatch import most_pieces, split_batch
 from ftrain.step.step import Step
 from ftrain.training.oom_retry import split_step
 from ftrain.training.run import Run
@@ -446,7 +446,7 @@ def test_equal_pieces_are_accumulate_to_the_bit(loss):
 def test_cut_loses_nothing():
     (batch,) = batches(1, 7)
     for pieces in range(1, 9):
-        parts = cut(batch, pieces)
+        parts = split_batch(batch, pieces)
         assert len(parts) == min(pieces, 7)
         for name in ("x", "y", "kept"):
             assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])

@@ -10,7 +10,7 @@ from functools import partial
 from ftrain import backends, tree
 from ftrain.errors import BatchError, ComposeError, DeviceError
 from ftrain.profiling.step_variants import having, in_pieces_of, length_of, pieces_of, smaller_optimizers, texts, twice
-from ftrain.step.microbatch import cut
+from ftrain.step.microbatch import split_batch
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.transforms.amp.wrapper import with_amp
@@ -64,7 +64,7 @@ def _halved(case: Case) -> Case:
     if not length or length % (2 * pieces):
         more = f" and each taken in {pieces} equal pieces" * (pieces > 1)
         raise BatchError(f"{length} example{'s' * (length != 1)} cannot be halved{more}")
-    return dataclasses.replace(case, batch=cut(case.batch, 2)[0])
+    return dataclasses.replace(case, batch=split_batch(case.batch, 2)[0])
 
 
 def _with(make: Callable[[], Wrapper]) -> Callable[[Case], Case]:

@@ -29,7 +29,7 @@ from ftrain.profiling.step_variants import (
 from ftrain.profiling.tuning.amounts import as_bytes
 from ftrain.profiling.tuning.record import Trial
 from ftrain.step.evaluate import eval_step
-from ftrain.step.microbatch import cut
+from ftrain.step.microbatch import split_batch
 from ftrain.step.step import Step
 from ftrain.transforms.compile.plan import UPDATE
 from ftrain.transforms.remat.policies import Policy
@@ -124,7 +124,7 @@ class Search:
         whole: Mean | None = None
         try:
             whole = evaluated(self.state, self.batch)["loss"]
-            halves += [evaluated(self.state, half)["loss"] for half in cut(self.batch, 2)]
+            halves += [evaluated(self.state, half)["loss"] for half in split_batch(self.batch, 2)]
         except Exception as error:  # Of whatever kind: some losses are for training alone, and memory may run out.
             lacking = whole is None or is_out_of_memory(error)
             failed = "" if lacking else f"the loss fails over half of the batch: {_line(error)}"
