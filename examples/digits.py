@@ -1,7 +1,7 @@
 """Train a small convolutional network with batch normalisation on real handwritten digits, to 99% of a held-out test.
 
-Shows that a module with running statistics needs no line about them: `ft.from_module` turns it into a pure loss,
-the statistics travel in ``state.buffers``, training steps update them, and evaluation reads them.
+Shows that a module with running statistics needs no code for them: `ft.from_module` turns it into a pure loss, the
+statistics are in ``state.buffers``, training steps update them, and evaluation reads them.
 
     python examples/digits.py              # a few seconds on a laptop CPU
 """
@@ -50,7 +50,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def classify(model: nn.Module, batch: list[Tensor]) -> tuple[ft.Mean, dict[str, ft.Mean]]:
-    """Cross-entropy, and how many are right."""
+    """Return the cross-entropy, and the accuracy as a metric."""
     images, labels = batch
     logits = model(images)
     return ft.losses.cross_entropy(logits, labels), {"accuracy": ft.losses.accuracy(logits, labels)}

@@ -1,7 +1,7 @@
 """Fine-tune a language model of transformers with low-rank adapters, and hand the adapters to peft.
 
-The base is a small Llama made from a config and trained here for a moment on the source code of Python's standard
-library. Adapters of a few percent of its size then turn it to English: the text of Python's own help pages. They are
+The base is a small Llama made from a config and trained here for a short time on the source code of Python's standard
+library. Adapters of a few percent of its size are then fine-tuned on English text: Python's own help pages. They are
 saved in the format of peft and, where peft is installed, loaded by it and compared. Needs no download.
 
     python examples/finetune_lora.py            # some minutes on a laptop CPU
@@ -125,8 +125,8 @@ def options() -> argparse.Namespace:
     def add(name: str, default: Any, text: str) -> None:
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
 
-    add("rank", 8, "of the adapters")
-    add("alpha", 16.0, "their scale, times the rank")
+    add("rank", 8, "rank of the adapters")
+    add("alpha", 16.0, "scale of the adapters, times the rank")
     add("dropout", 0.0, "rate at which inputs of the adapters are dropped")
     parser.add_argument("--dora", action="store_true", help="give each output a magnitude of its own")
     parser.add_argument("--rslora", action="store_true", help="scale by the root of the rank")
@@ -135,9 +135,9 @@ def options() -> argparse.Namespace:
     add("batch", 16, "windows in a batch")
     add("length", 64, "bytes in a window")
     add("width", 128, "features of a byte; a multiple of 32")
-    add("layers", 3, "of the model")
+    add("layers", 3, "number of layers")
     add("sample", 240, "bytes to sample before and after")
-    parser.add_argument("--out", type=Path, help="directory to save the adapters in; a temporary one, unless told")
+    parser.add_argument("--out", type=Path, help="directory to save the adapters in; default: a temporary one")
     return parser.parse_args()
 
 
@@ -172,7 +172,7 @@ def reload_with_peft(base: nn.Module, directory: Path, batch: Tensor, ours: Tens
         return
     from peft import PeftModel
 
-    with warnings.catch_warnings():  # What peft asks of transformers may be deprecated there.
+    with warnings.catch_warnings():  # peft may call functions that are deprecated in transformers.
         warnings.simplefilter("ignore")
         theirs = PeftModel.from_pretrained(copy.deepcopy(base), directory).eval()
     with torch.no_grad():
@@ -195,7 +195,7 @@ def main() -> None:
     tell("base", f"Llama, {sum(p.numel() for p in model.parameters()):,} parameters")
     tell("texts", f"{len(code) / 1e6:.1f} MB of source code, then {len(prose) / 1e6:.2f} MB of help pages\n")
 
-    # A base, as others would download one.
+    # The base, which one would usually download.
     schedule = ft.schedules.warmup_cosine(6e-3, warmup=o.base_steps // 10, total=o.base_steps)
     pretrain = ft.compose(ft.train_step(loss_fn, ft.optim.adamw(schedule, b2=0.95, weight_decay=0.1)), ft.clip(1.0))
     base, _ = ft.fit(pretrain, pretrain.init(), windows(code, o.batch, o.length), steps=o.base_steps)

@@ -1,6 +1,6 @@
 """What would make this step faster, or smaller: the techniques of the performance guides, measured on a small GPT.
 
-Prints where its memory goes, what each technique brings (alone, and those that pay on top of each other), what costs
+Prints where its memory goes, what each technique brings (alone, and stacked on top of those that help), what costs
 speed, and which microbatch and rematerialisation are fastest within half of that memory. The model and the
 text are those of `train_lm.py`.
 
@@ -34,12 +34,12 @@ def options() -> argparse.Namespace:
     add("batch", 16, "windows in a batch")
     add("length", 128, "bytes in a window")
     add("width", 128, "features of a byte; a multiple of twice the heads")
-    add("layers", 6, "blocks")
+    add("layers", 6, "number of blocks")
     add("heads", 2, "attention heads")
     add("rounds", 9, "how often each technique is timed")
-    add("share", 0.5, "of the memory that the step takes: what to tune it for")
+    add("share", 0.5, "share of the step's memory to tune for")
     add("device", ft.backends.default().name, "where to run")
-    parser.add_argument("--techniques", nargs="*", help="names or methods of those to try; all, unless told")
+    parser.add_argument("--techniques", nargs="*", help="names or methods of the techniques to try; default: all")
     add("out", Path("runs/ladder"), "folder for the drawings")
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
 """Train with no module and no `fit`: parameters are a dict of tensors, the loss is a function, the loop is yours.
 
-``python examples/pure.py`` shows what all of ftrain rests on, a pure step, on real data: 569 tumours, a fifth held out.
+``python examples/pure.py`` trains a classifier of 569 tumours with a pure step, and holds a fifth of them out.
 """
 
 from collections.abc import Iterator

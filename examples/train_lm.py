@@ -1,4 +1,4 @@
-"""Train a byte-level GPT on the source code of Python's own standard library, with everything ftrain composes.
+"""Train a byte-level GPT on the source code of Python's own standard library, with a full pipeline of wrappers.
 
 Mixed precision, accumulation, clipping, averaging and compilation are wrappers around one pure step; `ft.fit` runs it,
 shows and records it, and evaluates the averaged weights on whole files that were held out. Needs no download: the text
@@ -8,7 +8,7 @@ is the standard library of the interpreter that runs it.
     python examples/train_lm.py --help
 
 Writes ``metrics.jsonl`` (a record a step), ``model.safetensors`` (the averaged weights) and checkpoints into ``--out``.
-Stop it however you like, with Ctrl-C or with kill -9: the same command goes on and ends at the same bits.
+Stop it with Ctrl-C or with kill -9: the same command resumes the run, and ends with the same bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VOCABULARY = 256
 """A token is a byte."""
 
 NEIGHBOURS = 4
-"""How many bytes, itself included, the vector of a byte is made of."""
+"""The vector of a byte is made from this many bytes: itself and those right before it."""
 
 
 # The model -----------------------------------------------------------------------------------------------------------
@@ -60,10 +60,10 @@ class GPT(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Turn each byte and those right before it into one vector: ``(batch, time) -> (batch, time, width)``.
+    """Map each byte and those right before it into one vector: ``(batch, time) -> (batch, time, width)``.
 
-    A causal convolution over one-hot bytes. Bytes are small tokens: without their neighbours, the first layers do
-    little else than put them together, and the same model needs many more steps to come as far.
+    A causal convolution over one-hot bytes. A byte alone says little: without this layer, the first blocks do little
+    else than combine neighbouring bytes, and the same model needs many more steps for the same loss.
     """
 
     def __init__(self, width: int) -> None:
@@ -72,7 +72,7 @@ class Embedding(nn.Module):
         nn.init.normal_(self.table.weight, std=NEIGHBOURS**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Sum the rows of a byte and its predecessors, of which each place has rows of its own."""
+        """Sum the rows of a byte and of those before it; each of these positions has its own rows."""
         place = VOCABULARY * torch.arange(NEIGHBOURS, device=tokens.device)
         neighbours = F.pad(tokens, (NEIGHBOURS - 1, 0)).unfold(1, NEIGHBOURS, 1)  # batch, time, neighbour
         vectors: Tensor = reduce(
@@ -90,7 +90,7 @@ class Block(nn.Module):
         self.norm2, self.perceptron = nn.RMSNorm(width), Perceptron(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` with what the two found."""
+        """Return `x` plus the outputs of both."""
         x = x + self.attention(self.norm1(x))
         return x + self.perceptron(self.norm2(x))
 
@@ -136,7 +136,7 @@ class Perceptron(nn.Module):
 
 
 def linear(inputs: int, outputs: int, *, zero: bool = False) -> nn.Linear:
-    """Make a linear map without bias; with `zero` it starts silent, which lets the learning rate be high at once."""
+    """Make a linear map without bias; `zero` weights at the start allow a high learning rate at once."""
     layer = nn.Linear(inputs, outputs, bias=False)
     if zero:
         nn.init.zeros_(layer.weight)
@@ -189,11 +189,11 @@ class RandomWindows:
             yield {"bytes": self.windows[drawn].long()}
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position, which a checkpoint holds."""
+        """Return the position, for checkpoints."""
         return {"k": self.k}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a position."""
+        """Continue from a position."""
         self.k = state["k"]
 
 
@@ -224,7 +224,7 @@ def options() -> argparse.Namespace:
 
     add("steps", 600, "optimizer steps")
     add("batch", 32, "windows in a batch")
-    add("accumulate", 1, "pieces a batch is computed in; divides it")
+    add("accumulate", 1, "microbatches per batch; must divide the batch")
     add("length", 128, "bytes in a window")
     add("width", 128, "features of a byte; a multiple of twice the heads")
     add("layers", 4, "blocks")
@@ -233,7 +233,7 @@ def options() -> argparse.Namespace:
     add("decay", 0.1, "weight decay of the matrices")
     add("ema", 0.98, "decay of the average of the weights")
     add("clip", 1.0, "largest norm of the gradient")
-    add("seed", 0, "of the weights and of the windows")
+    add("seed", 0, "seed of the weights and of the windows")
     add("device", ft.backends.default().name, "where to train")
     add(
         "amp",
@@ -247,7 +247,7 @@ def options() -> argparse.Namespace:
     add("prompt", "def ", "what the sampled text continues")
     add("sample", 400, "bytes to sample")
     add("save-every", 200, "steps between checkpoints")
-    add("out", Path("runs/lm"), "folder of the run, which goes on when it holds one")
+    add("out", Path("runs/lm"), "directory of the run; a run found there is resumed")
     return parser.parse_args()
 
 
@@ -311,7 +311,8 @@ def main() -> None:
     if made := checkpoints.steps():
         tell("resumed", f"after step {made[-1]}, from {checkpoints.directory}")
     state = step.init(seed=o.seed)
-    print(f"\n{step}\n", flush=True)  # with a state it knows its device, and so the dtype that auto takes there
+    # Printed after init, so that it shows the dtype that with_amp("auto") takes on this device.
+    print(f"\n{step}\n", flush=True)
 
     eval_step = ft.eval_step(ft.from_module(model, predict_bytes))
     windows = SpreadWindows(held_out, o.batch, o.length, o.eval_batches)
