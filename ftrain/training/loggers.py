@@ -59,16 +59,6 @@ def _step(line: str) -> float:
         return math.inf
 
 
-def log(loggers: Sequence[Logger], records: Sequence[Record]) -> None:
-    """Pass records to every logger, even if one of them raises."""
-    if loggers:
-        try:
-            for record in records:
-                loggers[0](record)
-        finally:
-            log(loggers[1:], records)
-
-
 def rewind(loggers: Sequence[Logger], step: int, count: int) -> None:
     """Call the method ``rewind`` of the loggers that have one: remove what comes after `count` records of a step."""
     for logger in loggers:

@@ -16,7 +16,7 @@ from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop, column
 from ftrain.training.history import History, record_of
 from ftrain.training.iterate import Position, StepRecord, device_of, iterate, position_of
-from ftrain.training.loggers import Logger, log, rewind
+from ftrain.training.loggers import Logger, rewind
 from ftrain.training.loss_additivity import warn_of_pieces
 from ftrain.training.metrics import Evaluate, PendingMetrics, read_evaluation
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
@@ -246,7 +246,7 @@ class Run:
 
     def _log(self, records: Sequence[dict[str, Any]]) -> None:
         self.history.extend(records)
-        log(self._options.loggers, records)
+        _call_loggers(self._options.loggers, records)
 
     def _status(self, metrics: Mapping[str, Any]) -> Status:
         now, total = time.perf_counter(), self._options.steps
@@ -314,6 +314,16 @@ class Run:
     def _is_leaving(self) -> bool:
         """Whether the process ends as soon as it has saved."""
         return self._checkpoints.enabled and self._interrupted() is not None
+
+
+def _call_loggers(loggers: Sequence[Logger], records: Sequence[Mapping[str, Any]]) -> None:
+    """Pass records to every logger, even if one of them raises."""
+    if loggers:
+        try:
+            for record in records:
+                loggers[0](record)
+        finally:
+            _call_loggers(loggers[1:], records)
 
 
 def attach_result(error: BaseException, result: FitResult[Any]) -> None:
