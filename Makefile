@@ -15,7 +15,7 @@ OLD_TESTS := $(addprefix tests/,transforms/compile/test_lowered.py tree/test_fas
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 TORCHINDUCTOR_CPP_SIMDLEN=256
 CPU_TESTS := $(addprefix tests/,backends/test_emulated.py profiling/test_precision_report.py \
 	transforms/amp/test_overflow_counts.py golden parity/test_low_precision.py parity/test_loop.py \
-	backends/test_onednn.py backends/test_doctor.py)
+	backends/test_doctor.py)
 
 .PHONY: train test test-oldest test-avx2 faults lint format bench clean
 

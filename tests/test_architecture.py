@@ -33,7 +33,7 @@ STAIRCASE = [
 ]
 # Folders whose files are variants of one thing do not import each other, but for what they share.
 SHARED = {
-    "backends": {"registry", "copying", "device_module", "cuda", "format_bytes", "onednn", "resident", "transfers"},
+    "backends": {"registry", "copying", "device_module", "cuda", "format_bytes", "resident", "transfers"},
     "losses": {"inputs", "chunked"},
     "optim": {
         "partial_update",
@@ -81,7 +81,6 @@ RAISED = {
     "training/oom_retry.py": {"Abandoned", "StateOverwrittenError"},
     "training/signals.py": {"Abandoned"},
     "transforms/compile/fallback.py": {"CompilerError"},
-    "transforms/compile/plan.py": {"_Stopped"},
     "transforms/compile/wrapper.py": {"cause"},
     "transforms/remat/checkpoint.py": {"_Stopped"},
 }

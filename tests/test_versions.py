@@ -18,9 +18,7 @@ from torch.utils import checkpoint
 from torch.utils.data import dataloader
 
 from ftrain import _torch
-from ftrain.errors import TraceError, VersionError
-from ftrain.profiling.anatomy import planned
-from ftrain.transforms.compile.plan import Plan
+from ftrain.errors import VersionError
 
 ROOT = Path(_torch.__file__).parents[1]
 OLDEST, NEWEST = (".".join(map(str, version)) for version in _torch.TESTED)
@@ -132,13 +130,6 @@ def test_a_hook_of_another_name_is_an_error_at_import(monkeypatch):
     monkeypatch.setattr(checkpoint._recomputation_hook, "__init__", renamed)
     with pytest.raises(VersionError, match=r"changed something private.*pack_hook"):
         runpy.run_path(_torch.__file__)
-
-
-def test_code_of_inductor_that_takes_memory_by_another_name_is_an_error():
-    """Read as code that takes none, it would be predicted to need none."""
-    about = planned.About("forward", {}, lambda numbers: None)
-    with pytest.raises(TraceError, match="another name than empty_strided"):
-        planned.Script(Plan("def call(args):\n    return ()\n", {}, {}, []), about, lambda name, args: 0)
 
 
 def test_the_versions_are_the_same_everywhere():

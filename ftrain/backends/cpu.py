@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from ftrain.backends.onednn import scratch
 from ftrain.backends.registry import Backend
 from ftrain.backends.resident import resident
 
@@ -103,5 +102,4 @@ BACKEND = Backend(
     distributed="gloo",
     fused_optimizers=True,
     immediate=True,
-    scratch=scratch,
 )

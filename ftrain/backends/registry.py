@@ -34,7 +34,6 @@ CALLS = (
     "free",
     "multiple",
     "float8",
-    "scratch",
 )
 
 
@@ -110,8 +109,6 @@ class Backend:
         float8: whether this machine's device multiplies in float8 (e4m3, e5m2), as `torch._scaled_mm` does.
         immediate: whether the device has done its work when a call returns, so that to read a value is to wait for
             nothing.
-        scratch: ``(name, args) -> int``, bytes that the kernel of an operation of ATen takes for itself while it runs;
-            0, unless told.
         platform: whose devices these are, where the name does not say it.
         package: of the vendor, which adds the device to torch; imported when the backend is asked for by name.
         install: how to get that package, for messages.
@@ -143,7 +140,6 @@ class Backend:
     float64: bool = True
     float8: Callable[[], bool] = lambda: False
     immediate: bool = False
-    scratch: Callable[[str, Sequence[Any]], int] = lambda name, args: 0
     platform: str = ""
     package: str = ""
     install: str = ""

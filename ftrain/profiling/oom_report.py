@@ -34,7 +34,7 @@ def shortage(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
 def peak_of(step: Step, state: TrainState | None, batch: PyTree) -> Anatomy | None:
     """Return what `anatomy` predicts, or None where it cannot: the error that is being told of matters more."""
     try:
-        return anatomy(step, state, batch, measure=False, fuse=False)
+        return anatomy(step, state, batch, measure=False)
     except Exception:  # Of whatever kind.
         return None
 

@@ -52,14 +52,14 @@ KNOWN = {}
 def remembered(anatomy):
     """Predictions are made once: they depend on the step and on shapes alone."""
 
-    def known(step, state, batch, *, measure=True, fuse=True):
+    def known(step, state, batch, *, measure=True):
         if measure:
-            return anatomy(step, state, batch, fuse=fuse)
+            return anatomy(step, state, batch)
         shapes = [tree.signature((part.params, part.opt_state)) for part in (state,) if part is not None]
         places = [is_in_file(leaf) for leaf in tree.leaves(state)]
-        key = fuse, repr(step), repr((shapes, tree.signature(batch), places))
+        key = repr(step), repr((shapes, tree.signature(batch), places))
         if key not in KNOWN:
-            KNOWN[key] = anatomy(step, state, batch, measure=False, fuse=fuse)
+            KNOWN[key] = anatomy(step, state, batch, measure=False)
         return KNOWN[key]
 
     return known

@@ -3,11 +3,13 @@
 import dataclasses
 import itertools
 import json
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ftrain as ft
@@ -15,7 +17,9 @@ from ftrain import optim, tree
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
 from ftrain.profiling.hints.calls import watch
 from ftrain.profiling.step_variants import outline
+from ftrain.step.eager import Eager
 from ftrain.step.flops import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
+from ftrain.transforms.compile import capture
 
 
 class Block(nn.Module):
@@ -101,16 +105,55 @@ def build(model, wrapper, optimizer=None, **options):
     return step, batch
 
 
+class LivePeak(TorchDispatchMode):
+    """The most bytes of live tensors in a real run, without what kernels allocate for their own use."""
+
+    def __init__(self, trees):
+        super().__init__()
+        self.peak, self.live = 0, {}
+        self.add(trees)
+
+    def add(self, trees):
+        for leaf in tree.leaves(trees):
+            if isinstance(leaf, torch.Tensor) and (key := leaf.untyped_storage()._cdata) not in self.live:
+                self.live[key] = leaf.untyped_storage().nbytes()
+                weakref.finalize(leaf.untyped_storage(), self.live.pop, key)
+        self.peak = max(self.peak, sum(self.live.values()))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returned = func(*args, **(kwargs or {}))
+        self.add(returned)
+        return returned
+
+
+def live_peak(step, state, batch):
+    """The peak of the live tensors of a step that runs eagerly."""
+    if step.donate:
+        state = tree.clone(state)
+    state = dataclasses.replace(state, step=0, rng=None)
+    hyper = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}
+    mode = LivePeak((state.params, state.frozen, state.buffers, state.opt_state, state.slots, batch))
+    with step.loss.scope(True), mode:
+        Eager(step)(state, batch, hyper, (0, 0))
+    return mode.peak
+
+
 @pytest.mark.parametrize(("model", "wrapper"), list(itertools.product(MODELS, WRAPPERS)))
-def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(model, wrapper):
+def test_the_predicted_peak_is_the_measured_one(model, wrapper):
     step, batch = build(model, wrapper)
     state = step.init()
     kept = tree.clone(state)
     found = ft.anatomy(step, state, batch)
     assert found.peak == sum(found.at_peak.values())
-    assert abs(found.measured / found.peak - 1) < 0.05, found
+    assert found.measured_ratio == found.measured / found.peak
     for a, b in zip(tree.leaves(kept), tree.leaves(state), strict=True):
         assert torch.equal(a, b)
+    if model == "convnet":
+        # What kernels of convolutions allocate for their own use differs from one CPU to another.
+        assert found.peak == pytest.approx(live_peak(step, state, batch), rel=0.005)
+        assert found.measured > 0.995 * found.peak
+    else:
+        assert found.measured_ratio == pytest.approx(1, abs=0.05), found
 
 
 class Residual(nn.Module):
@@ -141,201 +184,108 @@ FILTERS = {
 
 @pytest.mark.parametrize("wrapper", ["plain", "fp16"])
 @pytest.mark.parametrize("name", FILTERS)
-def test_what_other_convolutions_take_for_themselves_is_predicted(name, wrapper):
+def test_the_tensors_of_other_convolutions_are_predicted(name, wrapper):
     make, shape = FILTERS[name]
     loss = ft.from_module(make(), lambda model, batch: model(batch["x"]).square().mean())
     step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), *WRAPPERS[wrapper])
-    found = ft.anatomy(step, step.init(), {"x": torch.randn(shape)})
-    assert abs(found.measured / found.peak - 1) < 0.05, found
+    state, batch = step.init(), {"x": torch.randn(shape)}
+    found = ft.anatomy(step, state, batch)
+    assert found.peak == pytest.approx(live_peak(step, state, batch), rel=0.005), found
+    assert found.measured > 0.995 * found.peak
+    assert found.overhead == found.measured - found.peak
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "bf16", "fp16", "remat", "accumulate"])
-def test_what_convolutions_take_for_themselves_is_predicted(wrapper):
+def test_the_tensors_of_residual_convolutions_are_predicted(wrapper):
     body = nn.Sequential(Residual(32, 32, 1), Residual(32, 64, 2), Residual(64, 128, 2))
     model = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1), body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
     loss = ft.from_module(model, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]))
     wrappers = [ft.remat(blocks=["1.0", "1.1", "1.2"])] if wrapper == "remat" else WRAPPERS[wrapper]
     step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), *wrappers)
-    found = ft.anatomy(step, step.init(), {"x": torch.randn(32, 3, 32, 32), "y": torch.randint(10, (32,))})
-    assert abs(found.measured / found.peak - 1) < 0.05, found
+    state, batch = step.init(), {"x": torch.randn(32, 3, 32, 32), "y": torch.randint(10, (32,))}
+    found = ft.anatomy(step, state, batch)
+    assert found.peak == pytest.approx(live_peak(step, state, batch), rel=0.005), found
+    assert found.measured > 0.995 * found.peak
 
 
-def compiled_anatomy(model, wrapper, optimizer=None, **options):
-    step, batch = build(model, wrapper, optimizer)
-    step = dataclasses.replace(step, wrappers=tuple(each for each in step.wrappers if not each.donate))
-    step = ft.compiled(**options)(step)
+def without_donation(step):
+    return dataclasses.replace(step, wrappers=tuple(each for each in step.wrappers if not each.donate))
+
+
+def compiled_anatomy(model, wrapper, **options):
+    step, batch = build(model, wrapper)
+    step = ft.compiled(**options)(without_donation(step))
     return ft.anatomy(step, step.init(), batch)
-
-
-@pytest.mark.parametrize(
-    ("model", "wrapper", "donate"),
-    [
-        ("gpt", "clip", True),
-        ("convnet", "accumulate", True),
-        ("bert", "bf16", False),
-        ("convnet", "remat", False),
-        ("convnet", "swa", False),
-    ],
-)
-def test_the_predicted_peak_of_a_captured_step_is_exact(model, wrapper, donate):
-    found = compiled_anatomy(model, wrapper, lowering="whole", backend="eager", donate=donate)
-    assert found.peak == sum(found.at_peak.values())
-    assert abs(found.measured / found.peak - 1) < 0.005, found
-    assert not found.timeline.curve("")[-1]
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize(("model", "wrapper"), [("gpt", "remat"), ("bert", "bf16")])
-def test_a_split_step_is_predicted_as_an_eager_one_within_five_percent(model, wrapper):
-    found = compiled_anatomy(model, wrapper, lowering="split", backend="aot_eager")
-    assert abs(found.measured / found.peak - 1) < 0.05, found
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
     ("model", "wrapper", "options"),
     [
-        ("gpt", "remat", {"donate": True}),
-        ("gpt", "plain", {"dynamic": True}),
-        ("bert", "accumulate", {}),
-        ("convnet", "bf16", {}),
-        ("convnet", "all", {"donate": True}),
+        ("gpt", "plain", {"lowering": "split"}),
+        ("gpt", "remat", {"lowering": "whole", "donate": True}),
+        ("bert", "bf16", {"lowering": "whole"}),
+        ("convnet", "plain", {"lowering": "whole"}),
     ],
 )
-def test_the_predicted_peak_of_a_step_that_inductor_compiles_in_parts_is_exact(model, wrapper, options):
-    found = compiled_anatomy(
-        model, wrapper, **{"lowering": "split", **options} if "dynamic" not in options else options
-    )
-    assert found.peak == sum(found.at_peak.values())
-    assert -0.001 < found.measured / found.peak - 1 < 0.005, found
+def test_a_compiled_step_takes_at_most_what_is_predicted(model, wrapper, options):
+    found = compiled_anatomy(model, wrapper, **options)
+    assert found.compiled
+    assert found.at_rest.total() < found.measured
+    bound = found.peak
+    if model == "convnet":
+        # What its kernels allocate for their own use is no tensor, and not predicted.
+        step, batch = build(model, wrapper)
+        bound = max(bound, ft.anatomy(step, step.init(), batch).measured)
+    assert found.measured <= bound, found
+    assert found.measured_ratio == found.measured / found.peak
 
 
-def broken(model, batch):
-    x = model.words(batch["x"])
-    torch._dynamo.graph_break()
-    for block in model.blocks:
-        x = block(x)
-    return F.cross_entropy(model.head(x).flatten(0, 1), batch["x"].flatten())
+def test_the_measured_ratio_of_a_compiled_step_by_hand():
+    """One kernel reads the parameters and the batch, and writes the new parameters; eagerly there are activations."""
+    size = 100_000
+    step = ft.train_step(lambda params, batch: (params["w"] * batch).cos().exp().sum(), optim.sgd(0.1))
+    state, batch = step.init({"w": torch.randn(size)}), torch.randn(size)
+    eager, compiled = (ft.anatomy(each, state, batch) for each in (step, ft.compiled(lowering="whole")(step)))
+    assert compiled.peak == eager.peak
+    assert compiled.measured == pytest.approx(3 * 4 * size, abs=4096)
+    assert compiled.measured_ratio == pytest.approx(3 * 4 * size / eager.peak, rel=0.01)
+    assert compiled.measured_ratio < 0.7
+    assert compiled.overhead is None
+    assert (eager.compiled, compiled.compiled) == (False, True)
+    text = repr(compiled)
+    assert "predicted of the eager step, an upper bound for the compiled one; " in text
+    assert f"measured ({compiled.measured_ratio:.1%} of it)" in text
+    assert "beyond" not in text
+    numbers = compiled.as_dict()
+    assert (numbers["compiled"], numbers["measured_ratio"]) == (True, compiled.measured_ratio)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_a_split_step_is_predicted_where_its_graph_breaks_and_where_its_state_is_in_files(tmp_path):
-    batch = words(True)[1]
-    step = ft.train_step(ft.from_module(Transformer(True), broken), optim.adamw(1e-3))
-    for wrappers in ((ft.compiled(lowering="split"),), (ft.offload("opt_state", directory=tmp_path), ft.compiled())):
-        whole = ft.compose(step, *wrappers)
-        found = ft.anatomy(whole, whole.init(), batch)
-        assert -0.001 < found.measured / found.peak - 1 < 0.005, found
+@pytest.mark.parametrize("options", [{}, {"lowering": "split"}, {"lowering": "whole", "donate": True}], ids=str)
+@pytest.mark.parametrize(("model", "wrapper"), [("gpt", "bf16"), ("bert", "accumulate"), ("convnet", "remat")])
+def test_a_compiled_step_is_predicted_as_the_eager_one_without_compiling(model, wrapper, options, monkeypatch):
+    step, batch = build(model, wrapper)
+    compiled = ft.compiled(**options)(step)
+    eager = ft.donated()(step) if options.get("donate") else step
+
+    def never(*args, **kwargs):
+        raise AssertionError("compiles")
+
+    monkeypatch.setattr(torch, "compile", never)
+    monkeypatch.setattr(capture, "capture", never)
+    plain, found = (ft.anatomy(each, each.init(), batch, measure=False) for each in (eager, compiled))
+    assert found.compiled
+    assert not plain.compiled
+    assert found.measured_ratio is None
+    assert {**found.as_dict(), "compiled": False} == plain.as_dict()
+    assert "predicted of the eager step, an upper bound for the compiled one\n" in repr(found)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_what_a_split_step_takes_is_for_what_an_eager_one_takes_it():
-    eager, split = (
-        ft.anatomy(*init(wrapped(build("gpt", "clip", optim.sgd(0.1)), *wrappers)), measure=False)
-        for wrappers in ((), (ft.compiled(lowering="split"),))
-    )
-    assert split.at_rest == eager.at_rest
-    assert {"blocks.0", "blocks.1"} <= {*split.activations} <= {*eager.activations, ""}
-    assert 0.5 * sum(eager.activations.values()) < sum(split.activations.values()) < sum(eager.activations.values())
-    assert split.flops["tensor contractions"] == eager.flops["tensor contractions"]
-    sizes = {kind: [found.most[kind] for found in (eager, split)] for kind in ("gradients", "next state")}
-    assert all(mine == pytest.approx(theirs, rel=0.01) for theirs, mine in sizes.values()), sizes
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_anatomy_leaves_what_a_split_step_has_compiled_as_it_is():
-    step, batch = build("convnet", "plain")
-    step = ft.compiled(lowering="split", backend="inductor")(step)
-    state = step.init()
-    first, _ = step(state, batch)
-    torch._dynamo.utils.counters.clear()
-    for _ in range(9):
-        ft.anatomy(step, state, batch, measure=False)
-    made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    second, _ = step(state, batch)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
-    assert not torch._dynamo.utils.counters["recompile_limit"]
-    for a, b in zip(tree.leaves(first), tree.leaves(second), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(
-    ("model", "wrapper", "donate"),
-    [("gpt", "remat", True), ("bert", "bf16", False), ("convnet", "skip", False)],
-)
-def test_the_predicted_peak_of_a_step_that_inductor_compiles_is_within_five_percent(model, wrapper, donate):
-    found = compiled_anatomy(model, wrapper, optim.sgd(0.1, momentum=0.9), lowering="whole", donate=donate)
-    assert found.peak == sum(found.at_peak.values())
-    # Exact but for what kernels take for themselves.
-    assert -0.001 < found.measured / found.peak - 1 < 0.05, found
-    assert not found.timeline.curve("")[-1]
-
-
-def test_what_a_fused_step_takes_is_for_what_it_takes_it_when_nothing_is_fused():
-    step, batch = build("gpt", "clip", optim.sgd(0.1))
-    step = ft.compiled(lowering="whole", donate=True)(step)
-    fused, serial = (ft.anatomy(step, step.init(), batch, measure=False, fuse=fuse) for fuse in (True, False))
-    assert fused.at_rest == serial.at_rest
-    assert fused.flops == serial.flops
-    # Clipped gradients are not kept beside those that are clipped, nor are probabilities of words.
-    assert fused.most["gradients"] == pytest.approx(serial.most["gradients"] / 2, rel=0.01)
-    assert 0.5 * serial.most["activations"] < fused.most["activations"] < 0.8 * serial.most["activations"]
-    # Memory that is used again is for something else.
-    assert fused.timeline.curve("activations")[-1] < 8192
-    # What is looked up in a table is looked up again.
-    assert {*serial.activations} - {*fused.activations} == {"words"}
-
-
-def test_a_wrapper_in_another_language_takes_what_that_in_python_takes():
-    step = ft.train_step(lambda params, batch: (batch * params["w"]).cos().sum(), optim.sgd(0.1))
-    peaks = {
-        ft.anatomy(
-            ft.compiled(cpp_wrapper=cpp)(step), step.init({"w": torch.ones(99)}), torch.ones(5, 99), measure=False
-        ).peak
-        for cpp in (False, True)
-    }
-    assert len(peaks) == 1
-
-
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_a_constant_of_a_graph_is_there_before_and_takes_nothing(backend):
+def test_a_constant_that_the_loss_holds_is_not_counted():
     table = torch.randn(1000, 64)
     step = ft.train_step(lambda params, batch: (table.T @ params["w"]).cos().sum() * batch, optim.sgd(0.1))
-    step = ft.compiled(lowering="whole", backend=backend)(step)
     found = ft.anatomy(step, step.init({"w": torch.randn(1000)}), torch.ones(()))
     assert found.measured == pytest.approx(found.peak, abs=64)
-
-
-def test_what_a_captured_step_takes_is_for_what_an_eager_one_takes_it():
-    eager, captured = (
-        ft.anatomy(*init(wrapped(build("gpt", "bf16"), *wrappers)), measure=False)
-        for wrappers in ((), (ft.compiled(lowering="whole", backend="eager"),))
-    )
-    assert captured.bytes_a_parameter == pytest.approx(eager.bytes_a_parameter, rel=0.01)
-    assert captured.at_peak.keys() == eager.at_peak.keys()
-    for kind in ("parameters", "optimizer state", "activations"):
-        assert captured.at_peak[kind] == pytest.approx(eager.at_peak[kind], rel=0.01)
-    assert captured.activations.keys() == eager.activations.keys()
-    assert captured.flops["tensor contractions"] == eager.flops["tensor contractions"]
-
-
-def wrapped(built, *wrappers):
-    step, batch = built
-    return ft.compose(step, *wrappers), batch
-
-
-def test_a_captured_step_of_a_model_that_no_machine_holds():
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(10)))
-    loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
-    step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), ft.compiled(donate=True))
-    serial, fused = (
-        ft.anatomy(step, None, torch.empty(64, 100_000, device="meta"), fuse=fuse) for fuse in (False, True)
-    )
-    assert serial.most["optimizer state"] == fused.most["optimizer state"] == pytest.approx(8e11, rel=1e-6)
-    assert serial.most["gradients"] == pytest.approx(4e11, rel=1e-6)
-    # Inductor does not wait for the last gradient to update the first parameter.
-    assert fused.most["gradients"] < 2e11
 
 
 def test_a_linear_layer_by_hand():
@@ -455,13 +405,16 @@ def test_fused_updates_take_no_memory_either(optimizer):
     assert found.most["parameters"] == 4 * 10**11
 
 
-def test_a_model_that_no_machine_holds():
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(donate=True),)], ids=["eager", "compiled"])
+def test_a_model_that_no_machine_holds(wrappers):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(10)))
     loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
-    found = ft.anatomy(ft.train_step(loss, optim.adamw(1e-3)), None, torch.empty(64, 100_000, device="meta"))
+    step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), *wrappers)
+    found = ft.anatomy(step, None, torch.empty(64, 100_000, device="meta"))
     assert found.params == 10**11
     assert found.most["optimizer state"] == pytest.approx(8e11, rel=1e-6)
+    assert found.most["gradients"] == pytest.approx(4e11, rel=1e-6)
     assert found.measured is None
     assert all(leaf.is_meta for leaf in model.parameters())
 

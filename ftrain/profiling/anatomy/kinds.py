@@ -1,9 +1,8 @@
-"""What memory is for, by when it came and went."""
+"""What memory is for, by when it was allocated and freed."""
 
 from __future__ import annotations
 
-from ftrain.profiling.anatomy.timeline import Piece, Timeline
-from ftrain.transforms.compile.plan import BACKWARD, FORWARD, UPDATE
+from ftrain.profiling.anatomy.timeline import BACKWARD, FORWARD, UPDATE, Allocation, AllocationLog
 
 KINDS = (
     "parameters",
@@ -20,31 +19,36 @@ KINDS = (
 PARAMETERS, FROZEN, COPIES, OPTIMIZER, GRADIENTS, ACTIVATIONS, REST, BATCH, NEXT, TEMPORARIES = KINDS
 
 
-def name_the_rest(timeline: Timeline, update: int) -> None:
-    """Say of pieces what they were for, by when they came and went; `update` is the first operation of the update."""
-    backward = [number for number, each in enumerate(timeline.operations) if each.phase == BACKWARD]
-    starts = [n for n, before in zip(backward, [-2, *backward], strict=False) if n != before + 1]
-    ends = [n for n, following in zip(backward, [*backward[1:], -1], strict=True) if n + 1 != following]
-    after = min(ends, default=update)
+def classify(log: AllocationLog) -> None:
+    """Set the kind of the allocations that have none yet."""
+    timeline = log.timeline
+    backward = [index for index, operation in enumerate(timeline.operations) if operation.phase == BACKWARD]
+    # A step with microbatches has several backward passes.
+    starts = [index for index, previous in zip(backward, [-2, *backward], strict=False) if index != previous + 1]
+    ends = [index for index, following in zip(backward, [*backward[1:], -1], strict=True) if index + 1 != following]
+    first_end = min(ends, default=log.update_start)
 
-    def outlives(piece: Piece, moments: list[int]) -> bool:
-        return any(piece.born <= moment < timeline.end(piece) - 1 for moment in moments)
+    def outlives(allocation: Allocation, indices: list[int]) -> bool:
+        return any(allocation.start <= index < timeline.end(allocation) - 1 for index in indices)
 
-    for piece in timeline.pieces:
-        if piece.kind:
+    def is_gradient(allocation: Allocation) -> bool:
+        # What a backward pass leaves, and what is computed from it before the update: sums, clipped gradients.
+        if allocation.phase == BACKWARD:
+            return outlives(allocation, ends)
+        return allocation.phase == UPDATE and first_end < allocation.start < log.update_start
+
+    for allocation in timeline.allocations:
+        if allocation.kind:
             continue
-        if piece.phase == FORWARD and _is_parameter(piece.source):
-            piece.kind = COPIES
-        elif piece.phase == FORWARD and outlives(piece, starts):
-            piece.kind = ACTIVATIONS
-        elif (
-            outlives(piece, ends) if piece.phase == BACKWARD else piece.phase == UPDATE and after < piece.born < update
-        ):
-            # What is left of a backward pass, and what is made of it before the update: sums, clipped ones.
-            piece.kind = GRADIENTS
+        if allocation.phase == FORWARD and _is_parameter(allocation.cast_of):
+            allocation.kind = COPIES
+        elif allocation.phase == FORWARD and outlives(allocation, starts):
+            allocation.kind = ACTIVATIONS
+        elif is_gradient(allocation):
+            allocation.kind = GRADIENTS
         else:
-            piece.kind = TEMPORARIES
+            allocation.kind = TEMPORARIES
 
 
-def _is_parameter(piece: Piece | None) -> bool:
-    return piece is not None and piece.kind in (PARAMETERS, FROZEN, COPIES)
+def _is_parameter(allocation: Allocation | None) -> bool:
+    return allocation is not None and allocation.kind in (PARAMETERS, FROZEN, COPIES)

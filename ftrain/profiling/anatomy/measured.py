@@ -1,4 +1,4 @@
-"""A step as the profiler of torch sees it: bytes that were really taken, and time."""
+"""The memory and the time of a step, measured by the profiler of torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
 MEMORY = "[memory]"
+"""The name of the profiler's events that allocate or free memory."""
+
 QUIET = "KINETO_LOG_LEVEL", "6"
 
 
@@ -26,23 +28,13 @@ class Measured:
     """What was measured of a step.
 
     Args:
-        more: bytes at most beyond those of before.
-        profiler: that has seen it.
+        beyond_start: bytes at the peak, beyond those that were allocated before the step.
+        seconds: time by group of operations; on a device that of its kernels, on a CPU that of each operation without
+            the operations that it calls.
     """
 
-    more: int
-    profiler: Any
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Time by group of operations: of kernels on a device, and on a CPU without those that they call."""
-        found: Counter[str] = Counter()
-        for event in self.profiler.key_averages():
-            spent = event.self_device_time_total or event.self_cpu_time_total
-            name = event.key.removeprefix("aten::")
-            if name != event.key:
-                found[group_of(name) if spent else MOVEMENT] += spent / 1e6
-        return dict(found)
+    beyond_start: int
+    seconds: dict[str, float]
 
 
 def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
@@ -50,7 +42,7 @@ def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
 
     Args:
         step: the step; one that donates consumes the state.
-        state: where it begins.
+        state: the state that it starts from.
         batch: a batch.
     """
     device = tree.device_of(state.params)
@@ -58,33 +50,43 @@ def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
     with _quiet(), profile(activities=_activities(device), profile_memory=True, acc_events=True) as profiler:
         step(state, batch)
         backends.of(device).synchronize()
-    results: Any = profiler.profiler
-    events = [event for event in results.kineto_results.events() if event.name() == MEMORY]
-    events = [event for event in events if event.device_type().name.lower() == device.type]
-    return Measured(_most(events), profiler)
+    return Measured(_highest(profiler, device), _seconds(profiler))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let the profiler keep its remarks to itself, unless it was told what to say."""
+    """Silence the log of the profiler, unless the environment sets its level."""
     name, level = QUIET
-    told = name in os.environ
+    is_set = name in os.environ
     os.environ.setdefault(name, level)
     try:
         yield
     finally:
-        if not told:
+        if not is_set:
             del os.environ[name]
 
 
 def _activities(device: torch.device) -> list[ProfilerActivity]:
-    other = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
-    return list(dict.fromkeys([ProfilerActivity.CPU, other]))
+    activity = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
+    return list(dict.fromkeys([ProfilerActivity.CPU, activity]))
 
 
-def _most(events: list[Any]) -> int:
-    held = most = 0
+def _highest(profiler: Any, device: torch.device) -> int:
+    """Return the most bytes that were allocated on a device at one time while the profiler ran."""
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == MEMORY]
+    events = [event for event in events if event.device_type().name.lower() == device.type]
+    allocated = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
+        allocated += event.nbytes()
+        highest = max(highest, allocated)
+    return highest
+
+
+def _seconds(profiler: Any) -> dict[str, float]:
+    by_group: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        microseconds = event.self_device_time_total or event.self_cpu_time_total
+        name = event.key.removeprefix("aten::")
+        if name != event.key:
+            by_group[group_of(name) if microseconds else MOVEMENT] += microseconds / 1e6
+    return dict(by_group)

@@ -1,4 +1,4 @@
-"""What `anatomy` found, as numbers, a table and a picture."""
+"""The result of `anatomy`: numbers, a table and a picture."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WEIGHTS = PARAMETERS, COPIES, OPTIMIZER, GRADIENTS
-"""What is counted in bytes a parameter."""
+"""The kinds that are counted in bytes a parameter."""
 
 MOST_SHOWN = 12
 OVERHEAD = "what the framework and its kernels take for themselves"
+BOUND = "of the eager step, an upper bound for the compiled one"
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,16 @@ class Anatomy:
     """Where the memory and the work of a step go; `print` shows it.
 
     Args:
-        peak: bytes at most, predicted.
-        at_peak: of these, by what they are for.
-        activations: of these, those kept for the backward pass, by the module that made them.
-        most: bytes at most of each kind, whenever that is.
-        params: number of parameters that train.
+        peak: bytes at the peak, predicted; of a compiled step, those of the eager one.
+        at_peak: the bytes at the peak, by what they are for.
+        activations: the bytes at the peak that are kept for the backward pass, by the module that computed them.
+        most: the most bytes of each kind, whenever that is.
+        params: number of trained parameters.
         flops: floating-point operations by group.
-        measured: bytes at most, measured; None where nothing was.
-        seconds: time by group, measured; None where nothing was.
-        timeline: all of it.
+        measured: bytes at the peak, measured; None where nothing was measured.
+        seconds: time by group, measured; None where nothing was measured.
+        timeline: every allocation and operation.
+        compiled: whether the step is compiled, so that `peak` is an upper bound of its tensors.
     """
 
     peak: int
@@ -48,20 +50,29 @@ class Anatomy:
     measured: int | None
     seconds: Mapping[str, float] | None
     timeline: Timeline = field(repr=False)
+    compiled: bool = False
 
     @property
     def at_rest(self) -> Counter[str]:
-        """Bytes that are there before the step begins, by what they are for."""
-        found = Counter[str]()
-        for piece in self.timeline.pieces:
-            if not piece.phase:
-                found[piece.kind] += piece.size
-        return found
+        """Bytes that are allocated before the step, by what they are for."""
+        by_kind = Counter[str]()
+        for allocation in self.timeline.allocations:
+            if not allocation.phase:
+                by_kind[allocation.kind] += allocation.size
+        return by_kind
+
+    @property
+    def measured_ratio(self) -> float | None:
+        """The measured peak divided by the predicted one; None where nothing was measured."""
+        return None if self.measured is None else self.measured / max(self.peak, 1)
 
     @property
     def overhead(self) -> int | None:
-        """Bytes that were measured beyond those that were predicted: what kernels take for themselves."""
-        return None if self.measured is None else self.measured - self.peak
+        """Measured bytes beyond the predicted ones: what kernels allocate for their own use.
+
+        None where nothing was measured, and of a compiled step, whose tensors are not those that were predicted.
+        """
+        return None if self.measured is None or self.compiled else self.measured - self.peak
 
     @property
     def bytes_a_parameter(self) -> dict[str, float]:
@@ -69,17 +80,23 @@ class Anatomy:
         return {kind: self.most[kind] / max(self.params, 1) for kind in WEIGHTS if self.most.get(kind)}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all but the timeline as dicts, text and numbers, such as JSON can hold: bytes, operations, seconds."""
-        whole = "peak", "measured", "overhead", "params"
-        parts = "at_peak", "at_rest", "activations", "most", "bytes_a_parameter", "flops"
-        told = {name: getattr(self, name) for name in whole} | {name: dict(getattr(self, name)) for name in parts}
-        return {**told, "seconds": None if self.seconds is None else dict(self.seconds)}
+        """Return all but the timeline as dicts, text and numbers, which JSON can hold: bytes, operations, seconds."""
+        totals = "peak", "compiled", "measured", "measured_ratio", "overhead", "params"
+        tables = "at_peak", "at_rest", "activations", "most", "bytes_a_parameter", "flops"
+        return {
+            **{name: getattr(self, name) for name in totals},
+            **{name: dict(getattr(self, name)) for name in tables},
+            "seconds": None if self.seconds is None else dict(self.seconds),
+        }
 
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
-        """Draw the memory over the operations of the step, into a PNG or SVG if there is a path; needs matplotlib.
+        """Draw the memory over the operations of the step; needs matplotlib.
+
+        Args:
+            path: a PNG or SVG file to write. Default: none.
 
         Raises:
-            OptionError: for a path that ends in something else.
+            OptionError: for a path with another suffix.
             FtrainError: when matplotlib is not installed.
         """
         curves = {kind: self.timeline.curve(kind) for kind in KINDS if self.most.get(kind)}
@@ -91,8 +108,11 @@ class Anatomy:
     def _memory(self) -> list[str]:
         unit, name = _unit(self.peak, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
         peak = f"{self.peak / unit:,.1f} {name} at the peak, predicted"
-        if self.measured is not None:
-            peak += f"; {self.measured / unit:,.1f} measured ({self.measured / max(self.peak, 1) - 1:+.1%})"
+        if self.compiled:
+            peak += f" {BOUND}"
+        if self.measured is not None and self.measured_ratio is not None:
+            ratio = f"{self.measured_ratio:.1%} of it" if self.compiled else f"{self.measured_ratio - 1:+.1%}"
+            peak += f"; {self.measured / unit:,.1f} measured ({ratio})"
         lines = [peak]
         for kind, size in self.at_peak.items():
             lines.append(f"  {kind:<26} {size / unit:>12,.1f} {name}  {size / self.peak:6.1%}")
@@ -105,51 +125,67 @@ class Anatomy:
         return [*lines, f"{sum(each.values()):.3g} bytes a parameter: {parts}"]
 
     def _shown(self) -> list[tuple[str, int]]:
-        found = list(self.activations.items())
-        rest = sum(size for _, size in found[MOST_SHOWN:])
-        return [*found[:MOST_SHOWN], *[("(others)", rest)] * bool(rest)]
+        modules = list(self.activations.items())
+        others = sum(size for _, size in modules[MOST_SHOWN:])
+        return [*modules[:MOST_SHOWN], ("(others)", others)] if others else modules[:MOST_SHOWN]
 
     def _work(self) -> list[str]:
         total = sum(self.flops.values())
         unit, name = _unit(total, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
-        lines, spent = [f"{total / unit:,.2f} {name} a step"], sum((self.seconds or {}).values())
+        lines = [f"{total / unit:,.2f} {name} a step"]
+        total_seconds = sum((self.seconds or {}).values())
         for group in GROUPS:
             count = self.flops.get(group, 0)
             line = f"  {group:<26} {count / unit:>12,.3f} {name}  {count / max(total, 1):6.1%}"
             if self.seconds is not None:
-                time = self.seconds.get(group, 0.0)
-                line += f"  {time * 1e3:>10,.2f} ms  {time / max(spent, 1e-12):6.1%}"
+                seconds = self.seconds.get(group, 0.0)
+                line += f"  {seconds * 1e3:>10,.2f} ms  {seconds / max(total_seconds, 1e-12):6.1%}"
             lines.append(line)
         return lines
 
 
 def _unit(value: int, base: int, names: Sequence[str]) -> tuple[int, str]:
-    """The largest unit of which there is one."""
+    """Return the largest unit that is at most the value, and its name."""
     power = max((n for n in range(len(names)) if value >= base**n), default=0)
     return base**power, names[power]
 
 
-def summarise(timeline: Timeline, params: int) -> Anatomy:
-    """Return what a timeline shows, before anything is measured."""
+def summarise(timeline: Timeline, params: int, *, compiled: bool) -> Anatomy:
+    """Return the anatomy of a predicted step, without measurements.
+
+    Args:
+        timeline: what the step allocates and computes.
+        params: number of trained parameters.
+        compiled: whether the step is compiled.
+    """
     curves = {kind: timeline.curve(kind) for kind in KINDS}
-    whole = timeline.curve()
-    peak = max(whole, default=0)
-    moment = whole.index(peak) if whole else 0
-    alive = [piece for piece in timeline.pieces if piece.born <= moment < timeline.end(piece)]
+    total = timeline.curve()
+    peak = max(total, default=0)
+    moment = total.index(peak) if total else 0
     at_peak, modules, flops = Counter[str](), Counter[str](), Counter[str]()
-    for piece in alive:
-        at_peak[piece.kind] += piece.size
-        if piece.kind == ACTIVATIONS:
-            modules[_block(piece.module)] += piece.size
+    for allocation in timeline.allocations:
+        if allocation.start <= moment < timeline.end(allocation):
+            at_peak[allocation.kind] += allocation.size
+            if allocation.kind == ACTIVATIONS:
+                modules[_block(allocation.module)] += allocation.size
     for operation in timeline.operations:
         flops[operation.group] += operation.flops
-    most = {kind: max(curve, default=0) for kind, curve in curves.items()}
-    shown = {kind: at_peak[kind] for kind in KINDS if at_peak[kind]}
-    return Anatomy(peak, shown, dict(modules), most, params, dict(flops), None, None, timeline)
+    return Anatomy(
+        peak=peak,
+        at_peak={kind: at_peak[kind] for kind in KINDS if at_peak[kind]},
+        activations=dict(modules),
+        most={kind: max(curve, default=0) for kind, curve in curves.items()},
+        params=params,
+        flops=dict(flops),
+        measured=None,
+        seconds=None,
+        timeline=timeline,
+        compiled=compiled,
+    )
 
 
 def _block(name: str) -> str:
-    """The part of a module that a table shows: of ``blocks.0.feed.up`` ``blocks.0``.
+    """Return the name under which a table shows a module: its first numbered part, or its first part.
 
     >>> _block("blocks.0.feed.up"), _block("head"), _block("model.layers.11.mlp")
     ('blocks.0', 'head', 'model.layers.11')

@@ -14,50 +14,46 @@ from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
 
-def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: bool = True, fuse: bool = True) -> Anatomy:
-    """Return where the memory and the work of a step go: predicted, and measured beside it.
+def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: bool = True) -> Anatomy:
+    """Return where the memory and the work of a step go: predicted, and measured.
 
-    The prediction runs the step operation by operation on tensors without memory, so that a model may be larger than
-    this machine; groups of operations are those of Ivanov et al. 2021 (arXiv:2007.00072).
+    The prediction runs the step operation by operation on fake tensors, so that a model may be larger than this
+    machine. It counts the tensors; what kernels allocate for their own use is measured alone: on a CPU, that of
+    convolutions and of `nn.LSTM` can be as large as the activations. The groups of operations are those of Ivanov et
+    al. 2021 (arXiv:2007.00072).
 
-    Where Inductor compiles a step, whole or split, it plans which operations it fuses, what it keeps for the backward
-    pass and when memory is taken and used again, and what is predicted is what its plans take; that lasts about as long
-    as to compile the step, without the compiler of C++. With other backends, and with ``fuse=False``, what the graph of
-    a whole step takes when its operations run one by one is predicted, and a split one as if it ran eagerly; Inductor
-    stores up to a quarter less. Plans are those for the CPU, wherever the state is.
-
-    What kernels take for themselves is predicted of convolutions on the CPU alone, in bfloat16 but for a part (5% of a
-    net of them, 11% of one over volumes). Products of bfloat16 in compiled steps take some, too: the measured peak was
-    16% above the predicted one on a split GPT of 165,000 parameters, 9% on a small whole one, and equal on one of 5.8
-    million. So does `nn.LSTM`, with which the peak was up to three times the predicted one.
+    A compiled step is predicted as if it ran eagerly. Inductor fuses operations and frees inputs early, so this is an
+    upper bound of its tensors; where the step is measured, the ratio of the two is shown.
 
     Args:
         step: the step.
-        state: a state of it, which is left as it is. Without one, that of the module of its loss, which may be on the
-            device ``meta``; nothing is measured then.
-        batch: a batch, of tensors; those on ``meta`` serve as well, and nothing is measured then.
-        measure: also run the step twice on a copy of the state, and measure.
-        fuse: let Inductor plan what it fuses, if it is who compiles the step.
+        state: a state of it, which is left as it is. Default: that of the module of its loss, which may be on the
+            ``meta`` device; then nothing is measured.
+        batch: a batch of tensors; with ``meta`` tensors, nothing is measured.
+        measure: also run the step twice on a copy of the state, and measure its peak and its time.
 
     Raises:
         ComposeError: for what is no `Step`.
-        StructureError: for another state, or none where the loss is no module.
+        StructureError: for the state of another step, or no state where the loss is no module.
         TraceError: when the step asks for the value of a tensor.
     """
     require_order("anatomy", step, state, "anatomy(step, state, batch)")
     if not isinstance(step, Step):
         raise ComposeError(f"anatomy: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
-    whole, batch = _whole(step, state), as_tree(batch)
-    timeline = predict(step, whole, batch, fuse=fuse)
-    found = summarise(timeline, sum(leaf.numel() for leaf in tree.leaves(whole.params)))
-    if state is None or not measure or any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch)):
-        return found
-    # A step changes its state only where it donates.
-    seen = measured_of(step, tree.clone(state) if step.donate else state, batch)
-    return dataclasses.replace(found, measured=found.at_rest.total() + seen.more, seconds=seen.seconds)
+    is_measured, batch = measure and state is not None, as_tree(batch)
+    state = _state_of(step, state)
+    timeline = predict(step, state, batch)
+    params = sum(leaf.numel() for leaf in tree.leaves(state.params))
+    predicted = summarise(timeline, params, compiled=any(wrapper.step for wrapper in step.wrappers))
+    if not is_measured or any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch)):
+        return predicted
+    # Only a step that donates writes to its state.
+    measured = measured_of(step, tree.clone(state) if step.donate else state, batch)
+    at_peak = predicted.at_rest.total() + measured.beyond_start
+    return dataclasses.replace(predicted, measured=at_peak, seconds=measured.seconds)
 
 
-def _whole(step: Step, state: TrainState | None) -> TrainState:
+def _state_of(step: Step, state: TrainState | None) -> TrainState:
     if state is not None:
         step.require(state)
         return state

@@ -1,52 +1,51 @@
-"""Every piece of memory that a step takes: how large, for what, and from when to when."""
+"""The memory of a step: every allocation with its size, its purpose and its lifetime, and every operation."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import tree
 from ftrain.step.flops import flops, group_of, is_view
 from ftrain.step.module_path import Running
-from ftrain.transforms.compile.plan import BACKWARD, FORWARD, UPDATE
 
-Scratch: TypeAlias = Callable[[str, Sequence[Any]], int]
-"""``(name, args) -> bytes`` that the kernel of an operation takes for itself while it runs."""
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+"""The phases of a step."""
 
 
 @dataclass
-class Piece:
-    """One piece of memory.
+class Allocation:
+    """The memory of one tensor and its views.
 
     Args:
         size: bytes.
-        born: number of the operation that took it.
-        died: number of the first operation after it was given back; None while it is there.
-        phase: ``"forward"``, ``"backward"`` or ``"update"``, when it was taken.
+        start: index of the operation that allocated it.
+        phase: the phase of the step in which it was allocated; ``""`` when the step began with it.
         module: dotted name of the module that was running.
         kind: what it is for, where that is known.
-        source: of which piece it is a copy in another dtype.
+        cast_of: the allocation of which it is a copy in another dtype, if it is one.
+        end: index of the first operation after it was freed; None while it is alive.
     """
 
     size: int
-    born: int
+    start: int
     phase: str
     module: str
     kind: str = ""
-    source: Piece | None = None
-    died: int | None = None
+    cast_of: Allocation | None = None
+    end: int | None = None
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: its group, the phase, and its floating-point operations."""
+    """One operation: its group, its phase, and its floating-point operations."""
 
     group: str
     phase: str
@@ -55,115 +54,124 @@ class Operation:
 
 @dataclass
 class Timeline:
-    """The pieces and operations of one step, in order; of the pieces, `born` is the operation that took them."""
+    """The allocations and the operations of one step, in order."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
 
-    def end(self, piece: Piece) -> int:
-        """Return the number of the operation before which a piece is given back; after the last, if it stays."""
-        return len(self.operations) if piece.died is None else piece.died
+    def end(self, allocation: Allocation) -> int:
+        """Return the index of the first operation after an allocation was freed; their number if it never was."""
+        return len(self.operations) if allocation.end is None else allocation.end
 
     def curve(self, *kinds: str) -> list[int]:
-        """Return the bytes after each operation; of some kinds, or of all."""
+        """Return the allocated bytes at each operation.
+
+        Args:
+            kinds: what is counted. Default: everything.
+        """
         changes = [0] * (len(self.operations) + 1)
-        for piece in self.pieces:
-            if not kinds or piece.kind in kinds:
-                changes[piece.born] += piece.size
-                changes[self.end(piece)] -= piece.size
+        for allocation in self.allocations:
+            if not kinds or allocation.kind in kinds:
+                changes[allocation.start] += allocation.size
+                changes[self.end(allocation)] -= allocation.size
         return list(itertools.accumulate(changes))[: len(self.operations)]
 
-    def brief(self, size: int, phase: str, module: str = "", kind: str = "") -> None:
-        """Write down what the next operation takes for itself."""
-        if size:
-            born = len(self.operations)
-            self.pieces.append(Piece(size, born, phase, module, kind, died=born + 1))
 
+class AllocationLog:
+    """Records allocations in a `Timeline`, and when they are freed.
 
-class Ledger:
-    """Writes down in a `Timeline` which memory is taken, and sees by itself when it is given back."""
+    Attributes:
+        timeline: what was recorded.
+        update_start: index of the first operation of the update.
+    """
 
     def __init__(self) -> None:
         self.timeline = Timeline()
-        self._live: dict[int, Piece] = {}
+        self.update_start = 0
+        self._live: dict[int, Allocation] = {}
 
-    def take(self, tensor: Tensor, kind: str = "", phase: str = "", module: str = "", of: Tensor | None = None) -> None:
-        """Write down the memory of a tensor, unless it is known; `of` is what it copies in another dtype."""
+    def add(
+        self, tensor: Tensor, kind: str = "", phase: str = "", module: str = "", cast_of: Tensor | None = None
+    ) -> None:
+        """Record the memory of a tensor, unless it is recorded already.
+
+        Args:
+            tensor: the tensor.
+            kind: what it is for.
+            phase: the phase of the step.
+            module: dotted name of the module that is running.
+            cast_of: the tensor that it is a copy of, in another dtype.
+        """
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._live:
-            self._begin(storage, Piece(0, 0, phase, module, kind, None if of is None else self.piece_of(of)))
-            weakref.finalize(storage, self._give_back, storage._cdata)
+        key = storage._cdata
+        if key in self._live:
+            return
+        source = None if cast_of is None else self.allocation_of(cast_of)
+        allocation = Allocation(storage.nbytes(), len(self.timeline.operations), phase, module, kind, source)
+        self._live[key] = allocation
+        self.timeline.allocations.append(allocation)
+        weakref.finalize(storage, self._free, key)
 
-    def renew(self, tensor: Tensor, kind: str, phase: str, module: str) -> None:
-        """Write down that from now on memory is used for something else."""
-        self._live[tensor.untyped_storage()._cdata].died = len(self.timeline.operations)
-        self._begin(tensor.untyped_storage(), Piece(0, 0, phase, module, kind))
-
-    def piece_of(self, tensor: Tensor) -> Piece | None:
-        """Return the piece that is a tensor's memory now."""
+    def allocation_of(self, tensor: Tensor) -> Allocation | None:
+        """Return the allocation that a tensor lives in; None for one that was not recorded."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
     def leave_out(self, tensors: Sequence[Tensor]) -> None:
-        """Say what was there before and is no memory of the device."""
+        """Count no bytes for tensors that are kept outside of the device's memory."""
         for tensor in tensors:
             self._live[tensor.untyped_storage()._cdata].size = 0
 
     def mark(self, tensors: Sequence[Tensor], kind: str) -> None:
-        """Say what memory is for that was taken before."""
+        """Set what the memory of tensors is for, where that is not known yet."""
         for tensor in tensors:
-            piece = self.piece_of(tensor)
-            if piece is not None and not piece.kind:
-                piece.kind = kind
+            allocation = self.allocation_of(tensor)
+            if allocation is not None and not allocation.kind:
+                allocation.kind = kind
 
-    def _begin(self, storage: UntypedStorage, piece: Piece) -> None:
-        piece.size, piece.born = storage.nbytes(), len(self.timeline.operations)
-        self._live[storage._cdata] = piece
-        self.timeline.pieces.append(piece)
-
-    def _give_back(self, key: int) -> None:
-        piece = self._live.pop(key, None)
-        if piece is not None:
-            piece.died = len(self.timeline.operations)
+    def _free(self, key: int) -> None:
+        allocation = self._live.pop(key, None)
+        if allocation is not None:
+            allocation.end = len(self.timeline.operations)
 
 
-class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes a `Ledger` of what runs inside of it.
+class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the allocations and operations that run in this context.
 
     Args:
-        known: kind -> tensors that are there before.
-        module: whose parts are named.
-        scratch: ``(name, args) -> bytes`` that a kernel takes for itself.
+        tensors_by_kind: kind -> tensors with which the step begins.
+        module: whose submodules name the allocations; None for a loss without a module.
     """
 
-    def __init__(
-        self, known: Mapping[str, Sequence[Tensor]], module: nn.Module | None, scratch: Scratch = lambda name, args: 0
-    ) -> None:
+    def __init__(self, tensors_by_kind: Mapping[str, Sequence[Tensor]], module: nn.Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger, self.running, self._scratch = Ledger(), Running(module), scratch
-        for kind, tensors in known.items():
+        self.log, self.running = AllocationLog(), Running(module)
+        for kind, tensors in tensors_by_kind.items():
             for tensor in tensors:
-                self.ledger.take(tensor, kind)
+                self.log.add(tensor, kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and write down what it takes."""
+        """Run an operation and record it."""
         kwargs = kwargs or {}
-        name, phase = func.overloadpacket.__name__, phase_now()
-        # They write in place and return nothing; those that torch has no fake of, it would run on memory of their size.
-        returned = None if name.startswith("_fused_") and name.endswith("_") else func(*args, **kwargs)
+        name, phase = func.overloadpacket.__name__, current_phase()
+        # Fused optimizer kernels write in place and return nothing. Some have no fake kernel: torch would run the real
+        # one on tensors of that size.
+        is_fused_update = name.startswith("_fused_") and name.endswith("_")
+        returned = None if is_fused_update else func(*args, **kwargs)
+        # A view allocates nothing; one of a constant that the loss holds is not recorded as memory of the step.
+        if is_view(func):
+            return returned
         for leaf in tree.leaves(returned):
             if isinstance(leaf, Tensor):
-                of = args[0] if name == "_to_copy" else None
-                self.ledger.take(leaf, phase=phase, module=self.running.name, of=of)
-        if not is_view(func):
-            self.ledger.timeline.brief(self._scratch(name, args), phase, self.running.name)
-            count = flops(func, name, args, kwargs, returned)
-            self.ledger.timeline.operations.append(Operation(group_of(name), phase, count))
+                cast_of = args[0] if name == "_to_copy" else None
+                self.log.add(leaf, phase=phase, module=self.running.name, cast_of=cast_of)
+        count = flops(func, name, args, kwargs, returned)
+        self.log.timeline.operations.append(Operation(group_of(name), phase, count))
         return returned
 
 
-def phase_now() -> str:
+def current_phase() -> str:
     """Return the phase of the step in which the calling thread is."""
-    # The engine has a task while it computes gradients, what is rematerialised for them included.
+    # The autograd engine has a task while it computes gradients, which includes rematerialisation.
     if torch._C._current_graph_task_id() >= 0:
         return BACKWARD
     return FORWARD if torch.is_grad_enabled() else UPDATE

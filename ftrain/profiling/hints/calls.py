@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import random, tree
-from ftrain.profiling.anatomy.predicted import abstractly
+from ftrain.profiling.anatomy.predicted import fake_run
 from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.step.module_path import Running
 from ftrain.step.recording import is_aside
@@ -68,7 +68,7 @@ def watch(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], 
         return skipped
 
     core = step.assemble(around_loss=watching, around_update=skipping)
-    with abstractly("hints", step, mode):
+    with fake_run("hints", step, mode):
         core(state, batch, {}, key)
     return seen.products, seen.attentions
 

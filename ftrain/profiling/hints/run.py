@@ -67,7 +67,7 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
     known: dict[str, Any] = {}
     if data is not None:
         known["loading"] = loading(step, begin(), data, device)
-    found = anatomy(step, state, batch, measure=False, fuse=False)
+    found = anatomy(step, state, batch, measure=False)
     racers = {"once": Racer(step, begin, batch, device)}
     with suppress(BatchError):  # It has no examples of which there could be more.
         racers["twice"] = Racer(step, begin, twice(batch), device)

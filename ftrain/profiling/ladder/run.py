@@ -93,7 +93,7 @@ def _hints(
     given: Case, state: TrainState, base: Row, alone: Mapping[Technique, Row], fed: Loading | None
 ) -> list[Hint]:
     tried = {row.name: row.speed for row in alone.values() if row.speed is not None}
-    found = anatomy(given.step, state, given.batch, measure=False, fuse=False)
+    found = anatomy(given.step, state, given.batch, measure=False)
     took = base.seconds.median if base.seconds else 0.0
     known = {"doubled": tried.get("batch x2"), "loading": fed, "tried": tried}
     return judge(facts_of(given.step, state, given.batch, found, took, **known))  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ class _Trial:
             self._resting[row.name] = sum(
                 leaf.nbytes for leaf in tree.leaves((begun, case.batch)) if tree.is_tensor(leaf)
             )
-            found = anatomy(case.step, begun, case.batch, measure=False, fuse=False)
+            found = anatomy(case.step, begun, case.batch, measure=False)
         except TraceError:
             return row  # What cannot be predicted can still be measured.
         except Exception as error:  # Of whatever kind: a technique that does not work is a row.
@@ -233,7 +233,7 @@ class _Trial:
     def _measured(self, row: Row, case: Case) -> int | None:
         """Bytes at the peak, or None where the second state that it takes does not fit."""
         try:
-            return self._resting[row.name] + measure(case.step, self._begun(case), case.batch).more
+            return self._resting[row.name] + measure(case.step, self._begun(case), case.batch).beyond_start
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

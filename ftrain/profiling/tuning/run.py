@@ -138,7 +138,7 @@ def _hints(search: Search, step: Step, took: Interval | None) -> list[Hint]:
     """Return what costs the chosen step its speed."""
     if search.state is None or took is None:
         return []
-    found = anatomy(step, search.outline(step), search.batch, measure=False, fuse=False)
+    found = anatomy(step, search.outline(step), search.batch, measure=False)
     try:
         return judge(facts_of(step, state_for(step, search.step, search.state), search.batch, found, took.median))
     except Exception as error:
@@ -154,7 +154,7 @@ def _measured(search: Search, step: Step) -> int | None:
     if search.state is None or not search.runs:
         return None
     try:
-        return anatomy(step, state_for(step, search.step, search.state), search.batch, fuse=False).measured
+        return anatomy(step, state_for(step, search.step, search.state), search.batch).measured
     except Exception as error:
         if not is_out_of_memory(error):
             raise

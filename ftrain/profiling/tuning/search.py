@@ -16,6 +16,7 @@ from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, Op
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.anatomy.kinds import OPTIMIZER
 from ftrain.profiling.anatomy.predicted import abstract_state
+from ftrain.profiling.anatomy.timeline import UPDATE
 from ftrain.profiling.oom_report import shortage
 from ftrain.profiling.step_variants import (
     having,
@@ -31,7 +32,6 @@ from ftrain.profiling.tuning.record import Trial
 from ftrain.step.evaluate import eval_step
 from ftrain.step.microbatch import split_batch
 from ftrain.step.step import Step
-from ftrain.transforms.compile.plan import UPDATE
 from ftrain.transforms.remat.policies import Policy
 from ftrain.transforms.remat.wrapper import remat
 from ftrain.types import Mean, PyTree, TrainState
@@ -59,7 +59,7 @@ class Search:
     def __init__(self, step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None) -> None:
         self.step, self.state, self.batch = step, state, batch
         told = as_bytes(memory) if memory is not None else None
-        resting = anatomy(step, state, batch, measure=False, fuse=False).at_rest
+        resting = anatomy(step, state, batch, measure=False).at_rest
         self.memory = told if told is not None else self._free() + resting.total()
         if resting.total() > self.memory:
             raise _below(self, resting)
@@ -169,7 +169,7 @@ class Search:
     def _size(self, pieces: int, policy: str) -> tuple[int, int]:
         """Bytes at the peak of a candidate, and its operations."""
         step, batch = self._shown(pieces, policy)
-        found = anatomy(step, self.outline(step), batch, measure=False, fuse=False)
+        found = anatomy(step, self.outline(step), batch, measure=False)
         again = sum(each.flops for each in found.timeline.operations if each.phase != UPDATE)
         flops = sum(found.flops.values()) + again * max(pieces - 2, 0) // 2
         return found.peak + _bytes(self.batch) - _bytes(batch), flops

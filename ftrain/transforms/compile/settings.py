@@ -21,7 +21,6 @@ from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import announced
 from ftrain.transforms.compile.cache import Carrying, Compile, Traced
 from ftrain.transforms.compile.cuda_graph import Replayed
-from ftrain.transforms.compile.plan import UPDATE, Execute, Plan, plan_graph, planning_backend
 from ftrain.types import LossFn, LossOutput, PyTree
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -39,7 +38,6 @@ class Compiler:
         replay: record and replay on the device; where that is possible, when it is None.
         cache_dir: where Inductor keeps its code.
         max_graphs: as many for one step.
-        execute: runs what Inductor plans, in place of what it compiles.
     """
 
     backend: str | None
@@ -49,27 +47,11 @@ class Compiler:
     replay: bool | None
     cache_dir: str | Path | None
     max_graphs: int
-    execute: Execute | None = None
-
-    def rehearsal(self, execute: Execute, device: torch.device) -> Compiler | None:
-        """Return a compiler that runs plans, for a device; None where Inductor plans nothing."""
-        return dataclasses.replace(self, execute=execute) if self.backend_for(device) == capture.INDUCTOR else None
 
     def compile(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int) -> capture.Flat:
         """Compile a captured graph for the device of its inputs."""
-        if self.execute is not None:
-            run = self.execute(captured, UPDATE, lambda: self.plan(captured, inputs))
-            return lambda *given: run(list(given))
         with self.cache(), backends.of(inputs[0].device).seeded(0):
             return capture.compile_graph(captured, inputs, self.backend_for(inputs[0].device), self.options)
-
-    def plan(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Plan | None:
-        """Let Inductor plan how it runs a captured graph, if it is who compiles it."""
-        device = inputs[0].device
-        if self.backend_for(device) != capture.INDUCTOR:
-            return None
-        with backends.of(device).seeded(0):
-            return plan_graph(captured, inputs, self.options)
 
     def replaying(self) -> Compile:
         """Return `compile` for the graphs of one step, which the device records and replays if it can.
@@ -99,8 +81,6 @@ class Compiler:
         # Else as many steps with the loss of one function share the graphs that torch compiles for it, eight in all.
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             settings["isolate_recompiles"] = True
-        if self.execute is not None:
-            return torch.compile(loss, backend=planning_backend(self.execute, self.options), **settings)
         settings["options"] = dict(self.options) or None
         found: dict[str, LossFn] = {}
 

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -21,11 +21,10 @@ from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper, wrapper
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import announced, described
-from ftrain.transforms.compile.cache import Kinds, Traced
+from ftrain.transforms.compile.cache import Kinds
 from ftrain.transforms.compile.fallback import CompilerError, UntilUpdate
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes
 from ftrain.transforms.compile.microbatch_loop import in_a_loop, stock_draws
-from ftrain.transforms.compile.plan import Execute, Plan
 from ftrain.transforms.compile.settings import Compiler
 from ftrain.types import RNG, Core, Gradients, Hyper, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
 
@@ -33,7 +32,6 @@ LOWERINGS = ("auto", "whole", "split")
 SPLIT_PULLS = (
     "a split step cannot be updated within its backward pass, which is one operation there and makes all gradients"
 )
-Around: TypeAlias = Callable[[UpdateFn], UpdateFn]
 FAILED = TraceError, CompilerError
 log = logging.getLogger("ftrain")
 
@@ -122,16 +120,8 @@ def compiled(
 class _Compiled:
     """Runs a step compiled: whole, split, or whole if that works, else split, and else eagerly."""
 
-    def __init__(
-        self,
-        step: Step,
-        lowering: str,
-        compiler: Compiler,
-        around_update: Around = lambda update: update,
-        *,
-        falls: bool = False,
-    ) -> None:
-        self._step, self._lowering, self._compiler, self._around = step, lowering, compiler, around_update
+    def __init__(self, step: Step, lowering: str, compiler: Compiler, *, falls: bool) -> None:
+        self._step, self._lowering, self._compiler = step, lowering, compiler
         self._names = list(step.optimizer.schedules)
         self._kinds = Kinds(compiler.max_graphs)
         self._falls, self._why, self._eager = falls, "", Eager(step)
@@ -163,39 +153,9 @@ class _Compiled:
         update = self._traced.graphs[-1].captured
         return Lowered("split", len(graphs) + 1, count_nodes(*graphs, update), None, breaks)
 
-    def capture(
-        self, core: Core, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
-    ) -> fx.GraphModule | None:
-        """Capture the whole step with another core, and compile nothing; a split step is None.
-
-        Raises:
-            TraceError: when it cannot be captured.
-        """
-        if self._lowering not in ("auto", "whole"):
-            return None
-        inputs = replace(state, step=None, rng=None), batch, self._pack(words, hyper, tree.device_of(state.params))
-        traced = Traced(self._drawing(core), lambda captured, inputs, carried: captured, 1, donate=self._step.donate)
-        return traced.graph_for(*inputs).captured
-
-    def rehearsal(self, execute: Execute, device: torch.device, around_update: Around) -> Runner | None:
-        """Return what runs the step split, with plans in place of graphs; None where Inductor plans nothing.
-
-        Args:
-            execute: runs a plan.
-            device: of the state that it runs on.
-            around_update: what becomes of the update.
-        """
-        compiler = self._compiler.rehearsal(execute, device) if self._lowering != "eager" else None
-        return None if compiler is None else _Compiled(self._step, "split", compiler, around_update)
-
-    def plan(self, captured: fx.GraphModule) -> Plan | None:
-        """Return how Inductor runs what was captured, if it is who compiles it."""
-        return self._compiler.plan(captured, [n.meta["val"] for n in captured.graph.nodes if n.op == "placeholder"])
-
     def _whole(self) -> Callable[..., Any]:
         if any(wrapper.loops for wrapper in self._step.wrappers):
-            updating = lambda update: self._around(self._traced_update(update))  # noqa: E731
-            return in_a_loop(self._step, self._compiler, updating, self._unpack)
+            return in_a_loop(self._step, self._compiler, self._traced_update, self._unpack)
         # Only a donated state stays where it is.
         donate = self._step.donate
         drawing, what = self._drawing(self._step.assemble()), described(self._step.base)
@@ -214,7 +174,7 @@ class _Compiled:
         until_update = UntilUpdate()
         core = self._step.assemble(
             around_loss=self._compiler.compile_loss,
-            around_update=lambda update: until_update.around_update(self._around(self._traced_update(update))),
+            around_update=lambda update: until_update.around_update(self._traced_update(update)),
         )
         what = described(self._step.base)
 
@@ -355,11 +315,6 @@ class _CompiledLoss:
         log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
         self._run, self.text = eager, f"compiled(eager{', donate' * self._step.donate})  # {why}"
         return made
-
-    def rehearsal(self, execute: Execute, device: torch.device, around_update: Around) -> Runner | None:
-        """As that of `_Compiled`."""
-        compiler = self._compiler.rehearsal(execute, device)
-        return None if compiler is None else Eager(self._step, compiler.compile_loss, around_update)
 
     def lower(self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> Lowered:
         """Say what of the loss is compiled for a state and a batch like these."""
