@@ -225,19 +225,13 @@ def compiled_anatomy(model, wrapper, **options):
         ("gpt", "plain", {"lowering": "split"}),
         ("gpt", "remat", {"lowering": "whole", "donate": True}),
         ("bert", "bf16", {"lowering": "whole"}),
-        ("convnet", "plain", {"lowering": "whole"}),
     ],
 )
 def test_a_compiled_step_takes_at_most_what_is_predicted(model, wrapper, options):
     found = compiled_anatomy(model, wrapper, **options)
     assert found.compiled
     assert found.at_rest.total() < found.measured
-    bound = found.peak
-    if model == "convnet":
-        # What its kernels allocate for their own use is no tensor, and not predicted.
-        step, batch = build(model, wrapper)
-        bound = max(bound, ft.anatomy(step, step.init(), batch).measured)
-    assert found.measured <= bound, found
+    assert found.measured <= found.peak, found
     assert found.measured_ratio == found.measured / found.peak
 
 
@@ -254,7 +248,7 @@ def test_the_measured_ratio_of_a_compiled_step_by_hand():
     assert compiled.overhead is None
     assert (eager.compiled, compiled.compiled) == (False, True)
     text = repr(compiled)
-    assert "predicted of the eager step, an upper bound for the compiled one; " in text
+    assert "predicted as if the step ran eagerly; compiled, it usually takes less; " in text
     assert f"measured ({compiled.measured_ratio:.1%} of it)" in text
     assert "beyond" not in text
     numbers = compiled.as_dict()
@@ -278,14 +272,14 @@ def test_a_compiled_step_is_predicted_as_the_eager_one_without_compiling(model, 
     assert not plain.compiled
     assert found.measured_ratio is None
     assert {**found.as_dict(), "compiled": False} == plain.as_dict()
-    assert "predicted of the eager step, an upper bound for the compiled one\n" in repr(found)
+    assert "predicted as if the step ran eagerly; compiled, it usually takes less\n" in repr(found)
 
 
 def test_a_constant_that_the_loss_holds_is_not_counted():
     table = torch.randn(1000, 64)
     step = ft.train_step(lambda params, batch: (table.T @ params["w"]).cos().sum() * batch, optim.sgd(0.1))
     found = ft.anatomy(step, step.init({"w": torch.randn(1000)}), torch.ones(()))
-    assert found.measured == pytest.approx(found.peak, abs=64)
+    assert found.peak < found.measured < table.nbytes / 10
 
 
 def test_a_linear_layer_by_hand():

@@ -21,7 +21,7 @@ WEIGHTS = PARAMETERS, COPIES, OPTIMIZER, GRADIENTS
 
 MOST_SHOWN = 12
 OVERHEAD = "what the framework and its kernels take for themselves"
-BOUND = "of the eager step, an upper bound for the compiled one"
+EAGER = "as if the step ran eagerly; compiled, it usually takes less"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Anatomy:
         measured: bytes at the peak, measured; None where nothing was measured.
         seconds: time by group, measured; None where nothing was measured.
         timeline: every allocation and operation.
-        compiled: whether the step is compiled, so that `peak` is an upper bound of its tensors.
+        compiled: whether the step is compiled, so that `peak`, that of the eager step, is usually too high.
     """
 
     peak: int
@@ -109,7 +109,7 @@ class Anatomy:
         unit, name = _unit(self.peak, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
         peak = f"{self.peak / unit:,.1f} {name} at the peak, predicted"
         if self.compiled:
-            peak += f" {BOUND}"
+            peak += f" {EAGER}"
         if self.measured is not None and self.measured_ratio is not None:
             ratio = f"{self.measured_ratio:.1%} of it" if self.compiled else f"{self.measured_ratio - 1:+.1%}"
             peak += f"; {self.measured / unit:,.1f} measured ({ratio})"
