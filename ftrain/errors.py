@@ -1,4 +1,7 @@
-"""The kinds of errors, and checks of arguments. Messages say where, what was found, what is needed and what to do."""
+"""The errors that ftrain raises, and checks of arguments.
+
+A message names the function, the argument or tree path, what was found, what is needed and what to do.
+"""
 
 from __future__ import annotations
 
@@ -23,48 +26,49 @@ __all__ = [
 
 
 class FtrainError(Exception):
-    """Base of every error that ftrain raises on purpose.
+    """Base class of all errors that ftrain raises.
 
-    Raised out of `ftrain.fit`, its `result` holds what was trained until then, as `fit` returns it.
+    Attributes:
+        result: if `ftrain.fit` raised it, what `fit` would have returned at that point; else None.
     """
 
     result: Any = None
 
 
 class ComposeError(FtrainError, TypeError):
-    """Parts were put together in a way that has no meaning."""
+    """Parts that cannot be combined, or arguments of the wrong type."""
 
 
 class OptionError(FtrainError, ValueError):
-    """An option has a value outside its choices or range."""
+    """An option is outside its range or choices."""
 
 
 class LossError(FtrainError, ValueError):
-    """A loss function returned or did something a gradient cannot be taken of."""
+    """A loss function, or what it returned, cannot be differentiated."""
 
 
 class BatchError(FtrainError, ValueError):
-    """A batch has axes that do not fit what is done to it."""
+    """A batch has the wrong shape or structure for an operation."""
 
 
 class StructureError(FtrainError, ValueError):
-    """Two trees that must have the same structure, shapes and dtypes do not."""
+    """Two trees differ that must have the same structure, shapes and dtypes."""
 
 
 class ConsumedError(FtrainError, RuntimeError):
-    """A state was used after it had been donated."""
+    """A state was used after it was donated."""
 
 
 class DeviceError(FtrainError, RuntimeError):
-    """A device is not there, or lacks what was asked of it."""
+    """A device is unknown or unavailable, or lacks a required feature."""
 
 
 class DataError(FtrainError, ValueError):
-    """The data is empty, or ends before the training does."""
+    """A dataset or its position is invalid, cannot be read, or ends too early."""
 
 
 class NonFiniteError(FtrainError, ArithmeticError):
-    """Too many steps in a row had a loss or gradient that is not finite."""
+    """Too many steps in a row had a loss or gradient that was not finite."""
 
 
 class TraceError(FtrainError, RuntimeError):
@@ -72,21 +76,25 @@ class TraceError(FtrainError, RuntimeError):
 
 
 class Interrupted(SystemExit):
-    """A signal has ended `ftrain.fit`, which has saved the state; the exit code is 128 plus the signal's number."""
+    """A signal ended `ftrain.fit`, after the state was saved; the exit code is 128 plus the number of the signal.
+
+    Attributes:
+        result: what `fit` would have returned at that point.
+    """
 
     result: Any = None
 
 
 class VersionError(FtrainError, ImportError):
-    """The installed torch is older than ftrain needs, or lacks something that ftrain relies on."""
+    """The installed torch is too old, or lacks something that ftrain needs."""
 
 
 class CheckpointError(FtrainError, RuntimeError):
-    """A checkpoint could not be written, is damaged, or does not fit."""
+    """A checkpoint cannot be written, is damaged, or does not fit the state."""
 
 
 def require_positive(function: str, name: str, value: Any) -> None:
-    """Check for a positive whole number.
+    """Check that an argument is an integer of at least 1.
 
     Raises:
         OptionError: naming the function, the argument and its value.
@@ -96,7 +104,7 @@ def require_positive(function: str, name: str, value: Any) -> None:
 
 
 def require_range(function: str, name: str, value: float, low: float, high: float = float("inf")) -> None:
-    """Check that a constant lies in [low, high).
+    """Check that an argument is a number in [low, high).
 
     Raises:
         OptionError: naming the function, the argument, its value and the range.
@@ -106,10 +114,16 @@ def require_range(function: str, name: str, value: float, low: float, high: floa
 
 
 def require_order(function: str, step: Any, state: Any, needed: str) -> None:
-    """Check that a step does not stand where the state does, and is no class.
+    """Check that a step and a state are not swapped, and that the step is not a class.
+
+    Args:
+        function: the name of the function, for the message.
+        step: the argument for the step.
+        state: the argument for the state.
+        needed: how the function is called, for the message.
 
     Raises:
-        ComposeError: naming the function, what was found and `needed`, how it is called.
+        ComposeError: naming the function, what was found and `needed`.
     """
     if not callable(step) and callable(state):
         raise ComposeError(f"{function}: the step and the state are swapped; needs {needed}")
@@ -118,10 +132,10 @@ def require_order(function: str, step: Any, state: Any, needed: str) -> None:
 
 
 def require_callable(function: str, step: Any, state: Any, needed: str) -> None:
-    """Check that a step can be called with a state and a batch, as far as can be told without doing so.
+    """Check that a step is callable, besides the checks of `require_order`, whose arguments it takes.
 
     Raises:
-        ComposeError: as `require_order`, and for what cannot be called.
+        ComposeError: naming the function, what was found and `needed`.
     """
     require_order(function, step, state, needed)
     if not callable(step):

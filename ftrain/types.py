@@ -1,4 +1,8 @@
-"""The vocabulary: the state, the weighted mean, and the four functions that a training step is made of."""
+"""The types that the package is built from: the training state, the weighted mean, and the functions of a step.
+
+A training step is ``(state, batch) -> (state, metrics)``. It is made of four functions: a `LossFn`, a `GradFn`, an
+`UpdateFn` and the step itself (`Core` on tensors, called by a `Runner`).
+"""
 
 from __future__ import annotations
 
@@ -14,25 +18,26 @@ from torch import Tensor, nn
 from ftrain.errors import ConsumedError, StructureError
 
 PyTree: TypeAlias = Any
-"""Any nesting of dicts, lists, tuples and registered classes; ``None`` is an empty tree."""
+"""Any nesting of dicts, lists, tuples and classes registered by `tree_class`; ``None`` is an empty tree."""
 
 Metrics: TypeAlias = dict[str, Any]
-"""Named results of a step: 0-d tensors, or floats that the host knew anyway."""
+"""Results of a step by name: `Mean`, 0-d tensor, or float where the value is known on the host."""
 
 Schedule: TypeAlias = Callable[[int], float]
-"""The value at optimizer step k, counted from 0: a pure function evaluated on the host."""
+"""``step -> value``, the number of the optimizer step counting from 0; a pure function, evaluated on the host."""
 
 Hyper: TypeAlias = Mapping[str, Any]
-"""Scheduled values of one step: floats in eager mode, 0-d float64 tensors inside a graph; and `RNG`, where needed."""
+"""Scheduled values of one step by name: floats in eager mode, 0-d float64 tensors in a graph. If the optimizer draws
+random numbers, also the key to draw them from, under the name `RNG`."""
 
 RNG = "rng"
-"""Under which `Hyper` has the key of `ftrain.random` from which an optimizer may draw in this step."""
+"""The name in `Hyper` of the key of `ftrain.random` for an optimizer that draws random numbers."""
 
 NAMESPACE = "ftrain"
-"""The optree namespace in which this package's classes are registered."""
+"""The optree namespace in which the classes of this package are registered."""
 
 STATIC = {"static": True}
-"""Metadata of a field that belongs to the structure of a tree and not to its leaves."""
+"""Metadata of a dataclass field that is part of the structure of a tree, not one of its children."""
 
 T = TypeVar("T")
 
@@ -52,7 +57,9 @@ def tree_tag(kind: type) -> str:
 
 
 def tree_class(kind: type[T]) -> type[T]:
-    """Register a dataclass as a tree of its fields, except those marked `STATIC`.
+    """Register a dataclass as a tree whose children are its fields, except those with the metadata `STATIC`.
+
+    Use it as a decorator, above ``@dataclass``.
 
     Raises:
         StructureError: from the function in `TREE_CLASSES`, when it is called with other fields than the class has.
@@ -88,10 +95,13 @@ def tree_class(kind: type[T]) -> type[T]:
 
 
 def replace(record: T, **changes: Any) -> T:
-    """`dataclasses.replace` for records without `__post_init__`, at a third of its time: steps do it often."""
+    """Return a copy of a dataclass with some fields changed: a faster `dataclasses.replace`.
+
+    It does not call ``__init__`` or ``__post_init__``, which takes a third of the time.
+    """
     new = object.__new__(type(record))
     fields = type(record).__dataclass_fields__  # type: ignore[attr-defined]
-    # Fields only, since a state has marks of its own that a changed one must not inherit.
+    # Fields only: the mark that `own` sets on a state does not apply to a changed one.
     vars(new).update({name: changes[name] if name in changes else getattr(record, name) for name in fields})
     return new
 
@@ -99,18 +109,20 @@ def replace(record: T, **changes: Any) -> T:
 @tree_class
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """An average that can still be added up: ``total / weight``.
+    """A weighted mean, ``total / weight``, that can be accumulated.
 
-    Sums of totals and weights over microbatches, batches or devices give the exact mean over all of
-    them, however unevenly the weight is spread. What has weight 0 counts for nothing: steps and evaluations take its
-    total as 0, be it NaN, and its gradient with a cotangent of 0. (A loss that divides by its weight on the way has NaN
-    in the gradient even so; mask before dividing.)
+    The sums of totals and weights over microbatches, batches or devices give the exact mean over all of them, however
+    unevenly the weight is distributed.
+
+    A mean of weight 0 contributes nothing: steps and evaluations take its total as 0, even if it is NaN, and its
+    gradient with a cotangent of 0. (A loss that divides by its weight itself still has NaN in the gradient: mask before
+    dividing.)
 
     Args:
         total: 0-d tensor, the weighted sum.
-        weight: 0-d tensor, the sum of the weights (of tokens or examples, say); not differentiated.
-        plain: the average was given as one number, and of how many examples is not known; an
-            evaluation then weighs it by the length of the batch.
+        weight: 0-d tensor, the sum of the weights (the number of tokens or examples, say); not differentiated.
+        plain: whether the mean was given as one number, without its weight. An evaluation then weights it by the
+            length of the batch.
 
     >>> import torch
     >>> a, b = Mean(torch.tensor(6.0), torch.tensor(3.0)), Mean(torch.tensor(2.0), torch.tensor(1.0))
@@ -124,7 +136,7 @@ class Mean:
 
     @property
     def value(self) -> Tensor:
-        """``total / weight`` as a 0-d tensor; NaN where both are zero, for nothing has no mean."""
+        """``total / weight`` as a 0-d tensor; NaN if both are 0."""
         return self.total / self.weight
 
     def __add__(self, other: Mean) -> Mean:
@@ -140,23 +152,23 @@ class Mean:
 
 
 def counted(mean: Mean) -> Mean:
-    """Return a mean whose total is 0 where its weight is: what counts for nothing adds nothing, not even NaN."""
-    nothing = (mean.weight == 0).to(mean.total.device)
-    return replace(mean, total=mean.total.masked_fill(nothing, 0))
+    """Return a mean whose total is 0 if its weight is 0, even if the total was NaN."""
+    is_empty = (mean.weight == 0).to(mean.total.device)
+    return replace(mean, total=mean.total.masked_fill(is_empty, 0))
 
 
 @tree_class
 @dataclass(frozen=True, eq=False, repr=False)
 class TrainState:
-    """Everything a run consists of, as one explicit tree: what is not in it does not exist.
+    """The whole state of a run as one explicit tree. A step depends on this and on the batch, and on nothing else.
 
     Args:
-        step: 0-d int64 on the CPU; calls of the step so far, skipped ones included.
-        params: what the optimizer moves.
-        frozen: parameters that the loss reads and nothing moves; None when there are none.
-        buffers: what a loss carries from step to step (running statistics).
-        opt_state: the optimizer's own tree.
-        slots: the wrappers' own state, by wrapper name.
+        step: 0-d int64 tensor on the CPU; the number of calls of the step so far, including skipped updates.
+        params: the trainable parameters.
+        frozen: parameters that the loss reads and no step changes; None if there are none.
+        buffers: tensors that the loss reads and replaces in each step (running statistics, say).
+        opt_state: the state of the optimizer, a tree of its own structure.
+        slots: the states of the wrappers, by wrapper name.
         rng: int64 tensor of shape (2,) on the CPU, a key of `ftrain.random`.
     """
 
@@ -176,7 +188,7 @@ class TrainState:
         return f"TrainState(step={int(self.step)}, params={count:,} in {len(leaves)} leaves, slots={list(self.slots)})"
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Reached only when normal lookup fails, so a live state pays nothing for this.
+        # Called only when normal lookup fails, so it costs nothing for a state that was not donated.
         if name in _STATE_FIELDS:
             raise ConsumedError(
                 f"TrainState.{name}: this state was donated to a step, which has reused its memory. "
@@ -190,19 +202,19 @@ _STATE_FIELDS = frozenset(each.name for each in dataclasses.fields(TrainState))
 
 
 def consume(state: TrainState) -> None:
-    """Mark a donated state: any later use of its fields raises `ConsumedError`."""
+    """Mark a state as donated: any later access to its fields raises `ConsumedError`."""
     vars(state).clear()
 
 
 def own(state: TrainState) -> TrainState:
-    """Note that nobody else has the tensors of a state, so that they can be donated as they are."""
-    # By identity, since a copy of the state takes the mark along.
+    """Mark a state as the only owner of its tensors, so that they can be donated without a copy; return it."""
+    # By identity: copying the state copies the mark as well.
     vars(state)["_owner"] = id(state)
     return state
 
 
 def is_own(state: TrainState) -> bool:
-    """Whether nobody else has the tensors of a state."""
+    """Return whether a state is marked as the only owner of its tensors."""
     return vars(state).get("_owner") == id(state)
 
 
@@ -211,39 +223,39 @@ LossOutput: TypeAlias = tuple[Mean, Metrics, PyTree]
 
 
 class LossFn(Protocol):
-    """A loss in its full form; `ftrain.step.value_and_grad.adapt` makes one from the short forms that users write."""
+    """A loss function in its full form. Users write shorter ones, which `ftrain.step.value_and_grad.adapt` converts."""
 
     def __call__(self, params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-        """Return the loss, further metrics, and the buffers for the next step."""
+        """Return the loss, further metrics, and the buffers for the next step. `rng` is a key, or None."""
         ...
 
 
 class Adapters(Protocol):
-    """Parameters beside those of the base, and what they make of the modules that they belong to."""
+    """Parameters that a wrapper such as `lora` adds to a model, and how they change its modules."""
 
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
-        """Return the trainable and the frozen parameters, with the adapters among the trainable ones."""
+        """Return the trainable and the frozen parameters with adapters added, initialised from `key`."""
         ...
 
     def slots(self, part: nn.Module) -> Sequence[Any]:
-        """Return the places of the adapters in a part of the module: more `ftrain.slots.Slot`."""
+        """Return the slots of the adapters in a submodule, each a `ftrain.step.swap_params.Slot`."""
         ...
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss function and what else is known about it.
+    """A loss function, and the properties of it that steps and wrappers use.
 
     Args:
-        fn: the loss in its full form.
-        text: how it prints.
-        scope: context in which it must be differentiated, given whether this is training; entered on
-            the host around the whole step, and outside of any graph.
-        module: the `torch.nn.Module` that `fn` binds, if any.
-        needs_rng: whether `fn` takes a key.
-        adapters: what a wrapper has added to its parameters, if any has.
-        narrow: the narrow dtype in which a wrapper lets it compute, by the name that `with_amp` has for it.
-        products: the wrapper that sets the precision of its float32 products.
+        fn: the loss function in its full form.
+        text: its text in the description of a step.
+        scope: ``training -> context`` in which the loss is differentiated, outside of any graph; `training` is False
+            in an evaluation.
+        module: the `torch.nn.Module` that `fn` calls, if any.
+        needs_rng: whether `fn` draws random numbers, from the key `rng`.
+        adapters: the parameters that a wrapper has added, if any.
+        narrow: the 16-bit or 8-bit dtype in which a wrapper makes it compute, as `with_amp` names it; "" if none does.
+        products: the name of the wrapper that sets the precision of its float32 matrix products; "" if none does.
     """
 
     fn: LossFn
@@ -259,7 +271,7 @@ class Loss:
 @tree_class
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """What a `GradFn` returns.
+    """The gradients that a `GradFn` returns, with the results of the forward pass.
 
     Args:
         grads: gradient of the mean loss, a tree like the parameters.
@@ -284,15 +296,15 @@ GradFn: TypeAlias = Callable[[TrainState, PyTree, Tensor | None], Gradients]
 
 
 class UpdateFn(Protocol):
-    """Moves the parameters: ``(state, gradients, hyper) -> state``."""
+    """Updates the parameters: ``(state, gradients, hyper) -> state``."""
 
     def __call__(self, state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-        """Return the updated state; may overwrite the tensors of `state` when `donate` is true."""
+        """Return the updated state; if `donate`, it may reuse the memory of the tensors of `state`."""
         ...
 
 
 class Core(Protocol):
-    """The whole step on tensors, without `step` and `rng`, which belong to the host."""
+    """The part of a step that can be compiled: all of it but `TrainState.step` and `TrainState.rng`."""
 
     def __call__(
         self, state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None
@@ -303,21 +315,22 @@ class Core(Protocol):
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A pair of pure functions and the schedules they read.
+    """An optimizer: a pair of pure functions, and the schedules that they read.
 
     Args:
         init: ``params -> opt_state``.
         update: ``(grads, opt_state, params, hyper, donate=) -> (params, opt_state)``.
-        schedules: name -> schedule; evaluated on the host each step and handed to `update` as `hyper`.
-        text: how it prints.
-        needs_rng: whether `update` draws, from the key ``hyper["rng"]``.
-        factors: ``opt_state -> {name: 0-d tensor on the CPU}``, by which the scheduled values of these names are
-            multiplied on the host.
-        apart: ``(params, parts) -> optimizers``: for each part, indices of some of the leaves, the optimizer of
-            these alone. It is given them as a dict by their names, and computes what this one does for them among
-            all, to the bit; its state holds leaves of the names that they have in the whole one. None where a leaf
-            cannot be updated without the others.
-        visits: whether its state lives elsewhere and is on the device in parts only, so that no graph can hold it.
+        schedules: name -> schedule; evaluated on the host at each step and passed to `update` as `hyper`.
+        text: its text in the description of a step.
+        needs_rng: whether `update` draws random numbers, from the key ``hyper["rng"]``.
+        factors: ``opt_state -> {name: 0-d tensor on the CPU}``: factors by which the scheduled values of these names
+            are multiplied on the host.
+        apart: ``(params, parts) -> optimizers``: an optimizer for each part, which is a list of indices of leaves. It
+            takes these leaves as a dict by name, updates them to the same bits as this optimizer does among all
+            leaves, and names the leaves of its state as this one does. None if a leaf cannot be updated without the
+            others.
+        offloaded: whether the state is kept on the host or in files and copied to the device in parts, so that `update`
+            cannot be part of a graph.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -327,19 +340,19 @@ class Optimizer:
     needs_rng: bool = False
     factors: Callable[[PyTree], Mapping[str, Tensor]] | None = None
     apart: Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]] | None = None
-    visits: bool = False
+    offloaded: bool = False
 
 
 class Runner(Protocol):
-    """Runs the tensor part of a step, eagerly or compiled, with what the host has worked out."""
+    """Calls a `Core`, eagerly or compiled, with the scheduled values and the key that the host has computed."""
 
     @property
     def text(self) -> str:
-        """How it prints."""
+        """Its text in the description of a step."""
         ...
 
     def __call__(
         self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
-        """Return the next state, without `step` and `rng`, and the metrics."""
+        """Return the next state, whose `step` and `rng` the caller sets, and the metrics; `words` are the key's."""
         ...

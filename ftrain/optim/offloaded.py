@@ -100,7 +100,7 @@ def away(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
     def parts(params: PyTree, wanted: Sequence[Sequence[int]]) -> list[Optimizer]:
         return [_visiting(each, home) for each in optimizer.apart(params, wanted)] if optimizer.apart else []
 
-    return dataclasses.replace(optimizer, init=init, update=update, apart=parts, visits=True)
+    return dataclasses.replace(optimizer, init=init, update=update, apart=parts, offloaded=True)
 
 
 def _visiting(optimizer: Optimizer, home: Home) -> Optimizer:

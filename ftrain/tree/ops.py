@@ -1,4 +1,4 @@
-"""Arithmetic on pytrees of tensors, and the names of their leaves."""
+"""Operations on pytrees of tensors: structure, names of leaves, arithmetic and comparison."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from ftrain.errors import StructureError
 from ftrain.types import NAMESPACE, PyTree
 
 MAX_LISTED = 8
+"""The largest number of items that an error message lists."""
+
 HOST = torch.device("cpu")
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Return the leaves of `tree` in a fixed order and the structure that holds them."""
+    """Return the leaves of `tree` in a fixed order, and its structure."""
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
 
@@ -57,18 +59,18 @@ def _entry_name(entry: optree.PyTreeEntry) -> str:
 
 def map_named(function: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
     """Apply `function(name, leaf)` to every leaf, with the names of `leaf_names`."""
-    found, spec = flatten(tree)
-    return unflatten(spec, [function(name, leaf) for name, leaf in zip(leaf_names(tree), found, strict=True)])
+    values, spec = flatten(tree)
+    return unflatten(spec, [function(name, leaf) for name, leaf in zip(leaf_names(tree), values, strict=True)])
 
 
 def split(tree: PyTree, keep: Callable[[str, Any], bool]) -> tuple[PyTree, PyTree]:
     """Return two trees like `tree`: the leaves for which `keep(name, leaf)` holds, and the others.
 
-    Each has None where the other has a leaf; `overlay` puts them together again.
+    Each has None where the other has a leaf; `overlay` combines them again.
     """
-    found, spec = flatten(tree)
-    kept = [keep(name, leaf) for name, leaf in zip(leaf_names(tree), found, strict=True)]
-    pairs = list(zip(found, kept, strict=True))
+    values, spec = flatten(tree)
+    kept = [keep(name, leaf) for name, leaf in zip(leaf_names(tree), values, strict=True)]
+    pairs = list(zip(values, kept, strict=True))
     return (
         unflatten(spec, [leaf if keep_it else None for leaf, keep_it in pairs]),
         unflatten(spec, [None if keep_it else leaf for leaf, keep_it in pairs]),
@@ -76,87 +78,90 @@ def split(tree: PyTree, keep: Callable[[str, Any], bool]) -> tuple[PyTree, PyTre
 
 
 def overlay(tree: PyTree, other: PyTree) -> PyTree:
-    """Fill the gaps (None) of `tree` with the leaves of `other`, which has the same structure."""
+    """Replace each None in `tree` by the leaf of `other`, a tree of the same structure, at that place."""
     return optree.tree_map(lambda a, b: b if a is None else a, tree, other, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def is_blank(tree: PyTree) -> bool:
-    """Whether a tree is None or an empty dict: the cheap way to see that there is nothing to do."""
+    """Return whether a tree is None or an empty dict, a fast check for a tree without leaves."""
     return tree is None or (isinstance(tree, dict) and not tree)
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf is a tensor."""
+    """Return whether a leaf is a tensor."""
     return isinstance(leaf, Tensor)
 
 
 def clone(tree: PyTree) -> PyTree:
-    """Copy every tensor, detached and in memory of its own; other leaves stay as they are."""
+    """Return a tree of detached copies of the tensors; other leaves are returned as they are."""
     return map(lambda leaf: leaf.detach().clone() if is_tensor(leaf) else leaf, tree)
 
 
 def take(tree: PyTree) -> PyTree:
-    """Detach every tensor where it lies; copy those alone that share memory with others, or lie in a larger block."""
+    """Return a tree of detached tensors, none of which share memory with each other.
+
+    A tensor is copied only if it shares its storage with an earlier one, or is a view of part of its storage.
+    """
     seen: set[int] = set()
 
-    def own(leaf: Any) -> Any:
+    def detach(leaf: Any) -> Any:
         if not is_tensor(leaf):
             return leaf
-        memory = leaf.untyped_storage()
-        alone = memory.data_ptr() not in seen and memory.nbytes() == leaf.numel() * leaf.element_size()
-        seen.add(memory.data_ptr())
-        return leaf.detach() if alone else leaf.detach().clone()
+        storage = leaf.untyped_storage()
+        is_sole_user = storage.data_ptr() not in seen and storage.nbytes() == leaf.numel() * leaf.element_size()
+        seen.add(storage.data_ptr())
+        return leaf.detach() if is_sole_user else leaf.detach().clone()
 
-    return map(own, tree)
+    return map(detach, tree)
 
 
 def cast(tree: PyTree, dtype: torch.dtype) -> PyTree:
-    """Convert floating-point tensors to `dtype`; integer and other leaves stay as they are."""
+    """Convert floating-point tensors to `dtype`; other leaves are returned as they are."""
     return map(lambda leaf: leaf.to(dtype) if is_tensor(leaf) and leaf.is_floating_point() else leaf, tree)
 
 
 def to(tree: PyTree, device: torch.device | str) -> PyTree:
-    """Move every tensor to `device` (without blocking, from pinned memory); other leaves stay."""
+    """Move every tensor to `device`, asynchronously from pinned memory; other leaves are returned as they are."""
     return map(lambda leaf: leaf.to(device, non_blocking=True) if is_tensor(leaf) else leaf, tree)
 
 
 def add(tree: PyTree, other: PyTree) -> PyTree:
     """Return ``tree + other``, leaf by leaf."""
-    found, spec = flatten(tree)
-    return unflatten(spec, torch._foreach_add(found, leaves(other)) if found else [])
+    values, spec = flatten(tree)
+    return unflatten(spec, torch._foreach_add(values, leaves(other)) if values else [])
 
 
 def scale(tree: PyTree, factor: Tensor | float) -> PyTree:
     """Return ``factor * tree``, leaf by leaf; `factor` is a number or a 0-d tensor.
 
-    A 0-d tensor is cast to the dtype of each leaf first, so that it never widens one.
+    A 0-d tensor is cast to the dtype of each leaf first, so that leaves keep their dtypes.
     """
-    found, spec = flatten(tree)
-    return unflatten(spec, scale_leaves(found, factor))
+    values, spec = flatten(tree)
+    return unflatten(spec, scale_leaves(values, factor))
 
 
-def scale_leaves(found: list[Tensor], factor: Tensor | float) -> list[Tensor]:
-    """`scale` for a flat list of tensors."""
-    if not found:
+def scale_leaves(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
+    """`scale` for a list of tensors."""
+    if not tensors:
         return []
-    if isinstance(factor, Tensor) and any(leaf.dtype != factor.dtype for leaf in found):
-        return [leaf * factor.to(leaf.dtype) for leaf in found]
-    return list(torch._foreach_mul(found, factor))
+    if isinstance(factor, Tensor) and any(tensor.dtype != factor.dtype for tensor in tensors):
+        return [tensor * factor.to(tensor.dtype) for tensor in tensors]
+    return list(torch._foreach_mul(tensors, factor))
 
 
-def scale_leaves_(found: list[Tensor], factor: Tensor | float) -> list[Tensor]:
+def scale_leaves_(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
     """`scale_leaves` in place."""
-    if isinstance(factor, Tensor) and any(leaf.dtype != factor.dtype for leaf in found):
-        return [leaf.mul_(factor.to(leaf.dtype)) for leaf in found]
-    if found:
-        torch._foreach_mul_(found, factor)
-    return found
+    if isinstance(factor, Tensor) and any(tensor.dtype != factor.dtype for tensor in tensors):
+        return [tensor.mul_(factor.to(tensor.dtype)) for tensor in tensors]
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+    return tensors
 
 
 def where(condition: Tensor, tree: PyTree, other: PyTree) -> PyTree:
-    """Return the leaves of `tree` where the 0-d bool `condition` holds, else those of `other`.
+    """Return the leaves of `tree` if the 0-d bool tensor `condition` is true, else those of `other`.
 
-    A leaf that is the same object on both sides is passed through.
+    A leaf that is the same object in both trees is returned as it is.
     """
     return map(lambda a, b: a if a is b else torch.where(condition, a, b), tree, other)
 
@@ -169,34 +174,34 @@ def global_norm(tree: PyTree) -> Tensor:
     return norm_of(leaves(tree))
 
 
-def norm_of(found: Sequence[Tensor]) -> Tensor:
-    """`global_norm` for a flat list of tensors."""
-    norms = _leaf_norms(found, 2.0)
+def norm_of(tensors: Sequence[Tensor]) -> Tensor:
+    """`global_norm` for a list of tensors."""
+    norms = _norms(tensors, 2.0)
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 def all_finite(tree: PyTree) -> Tensor:
     """Return a 0-d bool tensor: whether no leaf holds an infinity or NaN."""
     # A sum of squares could overflow where every element is finite; the largest magnitude cannot.
-    norms = _leaf_norms(leaves(tree), float("inf"))
+    norms = _norms(leaves(tree), float("inf"))
     return torch.isfinite(torch.stack(norms)).all() if norms else torch.ones((), dtype=torch.bool)
 
 
-def _leaf_norms(found: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Norm of each leaf that has elements, all in one dtype of at least float32."""
-    found = [leaf for leaf in found if leaf.numel()]
-    dtypes = {leaf.dtype for leaf in found}
+def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
+    """Return the norm of each tensor that has elements, all in one dtype of at least float32."""
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    dtypes = {tensor.dtype for tensor in tensors}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     if dtypes != {wide}:
-        found = [leaf.to(wide) for leaf in found]
-    if found and _torch.is_fake(found[0]) and found[0].device == HOST:
-        # Inductor calls torch's kernel for lists as it is; single norms it fuses (428 for 468 us a step of 8 leaves).
-        return [torch.linalg.vector_norm(leaf, order) for leaf in found]
-    return list(torch._foreach_norm(found, order)) if found else []
+        tensors = [tensor.to(wide) for tensor in tensors]
+    if tensors and _torch.is_fake(tensors[0]) and tensors[0].device == HOST:
+        # Inductor fuses single norms, and not the kernel for lists (428 instead of 468 us for a step of 8 leaves).
+        return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+    return list(torch._foreach_norm(tensors, order)) if tensors else []
 
 
 def path(root: str, name: str) -> str:
-    """Write the path of a leaf below a root; the root alone when the tree is the leaf itself.
+    """Return the path of a leaf for a message: `root.name`, or `root` if the tree is the leaf itself.
 
     >>> path("batch", "x.0"), path("batch", "")
     ('batch.x.0', 'batch')
@@ -210,22 +215,22 @@ def batch_length(batch: PyTree) -> int | None:
 
 
 def describe(leaf: Any) -> str:
-    """Say what a leaf is in a word or two: ``float32[3, 4]`` for a tensor, else its type."""
+    """Return the dtype and shape of a tensor as text, ``float32[3, 4]``; for another leaf, the name of its class."""
     if is_tensor(leaf):
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     return type(leaf).__name__
 
 
 def signature(tree: PyTree) -> dict[str, str]:
-    """Map the name of every leaf to what `describe` says of it."""
+    """Return a dict from the name of every leaf to its description by `describe`."""
     return {name: describe(leaf) for name, leaf in zip(leaf_names(tree), leaves(tree), strict=True)}
 
 
 def _described(tree: PyTree) -> dict[tuple[str, ...], str]:
-    """`signature` by path, which also tells apart paths that are written alike."""
-    accessors, found, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
+    """`signature` by path: different paths can have the same name (keys that contain a dot)."""
+    accessors, values, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
     paths = [tuple(_entry_name(entry) for entry in accessor) for accessor in accessors]
-    return {path: describe(leaf) for path, leaf in zip(paths, found, strict=True)}
+    return {path: describe(leaf) for path, leaf in zip(paths, values, strict=True)}
 
 
 def require_same(function: str, what: str, found: PyTree, needed: PyTree) -> None:
@@ -248,7 +253,7 @@ def require_same(function: str, what: str, found: PyTree, needed: PyTree) -> Non
 
 def device_of(tree: PyTree) -> torch.device:
     """Return the device of the first leaf; the CPU for an empty tree."""
-    # The usual case first, for steps ask this often.
+    # The most frequent case first: steps call this often.
     node = tree
     while isinstance(node, dict) and node:
         node = next(iter(node.values()))

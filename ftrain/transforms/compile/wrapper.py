@@ -98,7 +98,7 @@ def compiled(
     compiler = Compiler(backend, settings, fullgraph, dynamic, replay, cache_dir, max_graphs)
 
     def run(step: Step) -> Runner:
-        if step.optimizer.visits:
+        if step.optimizer.offloaded:
             return _CompiledLoss(step, compiler, falls=falls)
         return _Compiled(step, "split" if dynamic else lowering, compiler, falls=falls)
 
@@ -108,7 +108,7 @@ def compiled(
     def suits(step: Step) -> None:
         if step.pulls and (dynamic or lowering == "split"):
             raise ComposeError(f"compiled: {SPLIT_PULLS}; leave out lowering='split' and dynamic=True")
-        if step.optimizer.visits and (step.pulls or lowering == "whole"):
+        if step.optimizer.offloaded and (step.pulls or lowering == "whole"):
             raise ComposeError(
                 f"compiled: no graph can hold the state of {step.optimizer.text}, which visits the device in parts; "
                 "leave out " + ("update_in_backward" if step.pulls else "lowering='whole'")
