@@ -1,4 +1,4 @@
-"""Checkpoints: trees on the disk as safetensors and a manifest, verified and never half there."""
+"""Checkpoints: trees on disk as safetensors and a manifest, written atomically and verified."""
 
 from ftrain.checkpoint.checkpoints import Checkpoints as Checkpoints
 from ftrain.checkpoint.reading import load as load

@@ -1,4 +1,4 @@
-"""`python -m ftrain.checkpoint inspect|verify|diff PATH`: what is in a checkpoint, and whether it is whole."""
+"""`python -m ftrain.checkpoint inspect|verify|diff PATH`: show, check and compare checkpoints."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ import sys
 from pathlib import Path
 
 from ftrain.checkpoint.reading import verify
-from ftrain.checkpoint.report import differences, found, inspected, require_history
+from ftrain.checkpoint.report import checkpoints_at, differences, inspection, require_history
 from ftrain.checkpoint.treedef import printable
 from ftrain.errors import CheckpointError
 
 
-def main(given: list[str] | None = None) -> int:
-    """Do what the command line says; the exit status is 1 for damage or a difference."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; the exit status is 1 for damage or a difference."""
     parser = argparse.ArgumentParser(prog="python -m ftrain.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("inspect", "print the tree of the newest one"), ("verify", "check every byte of each")):
         commands.add_parser(name, help=text).add_argument(
             "path", type=Path, help="a checkpoint, or the directory of a run"
         )
-    diff = commands.add_parser("diff", help="print in which leaves two differ")
+    diff = commands.add_parser("diff", help="print the leaves in which two differ")
     diff.add_argument("paths", type=Path, nargs=2, help="checkpoints")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     try:
         if options.command == "inspect":
-            _say(*inspected(found(options.path)[-1]))
+            _print(*inspection(checkpoints_at(options.path)[-1]))
             return 0
         if options.command == "verify":
-            return max(_verified(path) for path in found(options.path))
+            return max(_verified(path) for path in checkpoints_at(options.path))
         lines = list(differences(*options.paths))
-        _say(*(lines or ["the same, to the bit"]))
+        _print(*(lines or ["the same, to the bit"]))
         return int(bool(lines))
     except CheckpointError as error:
-        _say(*str(error).split("\n"))
+        _print(*str(error).split("\n"))
         return 1
 
 
-def _say(*lines: str) -> None:
-    """Print lines, whose names may be of anybody's making."""
+def _print(*lines: str) -> None:
+    """Print lines, with control characters in names escaped."""
     print("\n".join(map(printable, lines)))
 
 
@@ -47,9 +47,9 @@ def _verified(path: Path) -> int:
         manifest = verify(path)
         require_history(path, manifest)
     except CheckpointError as error:
-        _say(*f"DAMAGED  {error}".split("\n"))
+        _print(*f"DAMAGED  {error}".split("\n"))
         return 1
-    _say(f"whole    {path}: {len(manifest.tensors)} tensors")
+    _print(f"whole    {path}: {len(manifest.tensors)} tensors")
     return 0
 
 

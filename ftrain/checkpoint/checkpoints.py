@@ -1,4 +1,4 @@
-"""The checkpoints of one run: which are kept, which is the newest good one, and who may write."""
+"""The checkpoints of one run: saving, rotation, loading the newest intact one, and the lock of the directory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ftrain import backends
 from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.reading import load_parts, read_manifest
-from ftrain.checkpoint.replacing import current, discard, put, settle
+from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, put
 from ftrain.checkpoint.saving import Notes, clear, device_of
 from ftrain.checkpoint.staging import Staging
-from ftrain.checkpoint.treedef import Described, describe
+from ftrain.checkpoint.treedef import FlatTree, flatten
 from ftrain.errors import CheckpointError, OptionError, require_positive
 from ftrain.types import PyTree
 
@@ -31,14 +31,14 @@ PINNED = ".pinned"
 MODES = {"min": 1.0, "max": -1.0}
 
 
-class Found(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """A checkpoint that was loaded.
 
     Args:
-        step: of the run.
-        path: its directory.
-        parts: the trees that were saved together, by name.
-        environment: where it was written, as the manifest has it.
+        step: step of the run.
+        path: directory of the checkpoint.
+        parts: the saved trees by name.
+        environment: versions, threads, device and flags when it was saved.
     """
 
     step: int
@@ -48,10 +48,10 @@ class Found(NamedTuple):
 
     @property
     def run(self) -> dict[str, PyTree]:
-        """What `ftrain.fit` has saved beside the state.
+        """What `ftrain.fit` saved beside the state.
 
         Raises:
-            CheckpointError: when this was saved by somebody else.
+            CheckpointError: when `fit` did not save this checkpoint.
         """
         run = self.parts.get("run")
         if not isinstance(run, dict) or run.keys() != {"record", "position", "began"}:
@@ -62,29 +62,30 @@ class Found(NamedTuple):
 
 
 class Checkpoints:
-    """A directory in which a run saves its state and from which it goes on.
+    """A directory in which a run saves its state, and from which it resumes.
 
-    `ftrain.fit` takes it as ``checkpoints=``. By hand it is a context, in which this process alone may write:
+    Pass it to `ftrain.fit` as ``checkpoints=``, or use it as a context, in which only this process may write:
 
         with Checkpoints("runs/a", every=100) as checkpoints:
             checkpoints.save(100, {"state": state})
 
-    Saving copies the state and returns; a thread writes it, one at a time, and an error in it is raised by the next
-    `check`, `save` or `wait`. A checkpoint is read back and verified before older ones are removed.
+    `save` copies the state and returns; a thread writes the copy, one at a time, and the next `check`, `save` or `wait`
+    raises its errors. Each checkpoint is verified before older ones are removed.
 
     Args:
-        directory: made when it is missing.
+        directory: created when it is missing.
         every: steps between saves.
-        keep: how many of the newest stay; the best one and pinned ones stay besides.
-        best: a metric of evaluation by which the best one is known; one that is not finite never wins. Only steps that
-            are saved count: `fit` warns when its ``evaluate_every`` is no multiple of `every`.
-        mode: ``"min"`` when less of it is better, ``"max"`` when more is.
-        async_: write in the background.
-        texts: files that go into every checkpoint, such as ``{"params/config.json": model.config.to_json_string()}``,
-            with which ``from_pretrained`` of transformers reads the directory ``params``.
+        keep: number of newest checkpoints to keep, besides the best one and pinned ones.
+        best: name of the evaluation metric that determines the best checkpoint; values that are not finite never win.
+            Only saved steps count: `fit` warns when its ``evaluate_every`` is no multiple of `every`.
+        mode: ``"min"`` when lower values of the metric are better, ``"max"`` when higher ones are.
+        async_: write in a background thread.
+        texts: content of additional files in every checkpoint by their names. With
+            ``{"params/config.json": model.config.to_json_string()}``, ``from_pretrained`` of transformers reads the
+            directory ``params``.
 
     Raises:
-        OptionError: for numbers that are not positive, or another mode.
+        OptionError: when `every` or `keep` is not positive, or the mode is unknown.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Checkpoints:
         self.directory, self.every, self.keep = Path(directory), every, keep
         self.best, self.mode, self.async_, self.texts = best, mode, async_, dict(texts or {})
         self.begun = False
-        """Whether a run has been here before this context, though it may have saved nothing."""
+        """Whether a run used the directory before this context, even if it saved nothing."""
         self._lock: files.Lock | None = None
         self._run = ""
         self._pool: ThreadPoolExecutor | None = None
@@ -117,14 +118,14 @@ class Checkpoints:
         return f"Checkpoints({str(self.directory)!r}, every={self.every}, keep={self.keep})"
 
     def __enter__(self) -> Self:
-        """Become the only one to write here.
+        """Lock the directory for this process.
 
         Raises:
-            CheckpointError: when somebody else is; the message says who.
+            CheckpointError: when another process has locked it; the message names its host and process.
         """
         holder = {"host": socket.gethostname(), "process": os.getpid()}
         try:
-            with _named(self.directory):
+            with _error_names(self.directory):
                 files.make_directories(self.directory)
                 self.begun = files.exists(self.directory / LOCK)
                 self._lock = files.lock(self.directory / LOCK, holder)
@@ -134,12 +135,12 @@ class Checkpoints:
                         "process from writing there; see to it that there is none",
                         stacklevel=3,
                     )
-                # What a killed process has renamed is there, and may not be on the disk.
+                # A killed process may have renamed checkpoints without syncing the directory.
                 files.sync_directory(self.directory)
                 clear(self.directory)
                 for step in self.steps():
-                    settle(self._place(step), step)
-                self._look()
+                    finish_replacement(self._step_path(step), step)
+                self._read_metrics()
         except BaseException:
             self._unlock()
             raise
@@ -148,7 +149,7 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for what is being written, and let others write."""
+        """Wait for the save in the background, and release the lock."""
         try:
             if error is None:
                 self.wait()
@@ -164,20 +165,20 @@ class Checkpoints:
             files.unlock(held)
 
     def path(self, step: int) -> Path:
-        """Return the directory of a step's checkpoint, whether it is there or not."""
-        return current(self._place(step))
+        """Return the directory of the checkpoint of a step, which need not exist."""
+        return current_path(self._step_path(step))
 
-    def _place(self, step: int) -> Path:
+    def _step_path(self, step: int) -> Path:
         return self.directory / f"step-{step:012d}"
 
     def steps(self) -> list[int]:
-        """Return the steps of which there is a checkpoint, oldest first.
+        """Return the steps that have a checkpoint, oldest first.
 
         Raises:
             CheckpointError: when the directory cannot be read.
         """
-        with _named(self.directory):
-            # The directory of a run may be a link to a larger disk; a checkpoint in it may not.
+        with _error_names(self.directory):
+            # The directory of a run may be a link, to a larger disk for example; a checkpoint may not.
             if not files.is_directory(Path(os.path.realpath(self.directory))):
                 return []
             matches = [NAME.fullmatch(name) for name in files.names(self.directory)]
@@ -185,15 +186,15 @@ class Checkpoints:
             return [step for step in sorted(steps) if files.is_directory(self.path(step))]
 
     def pin(self, step: int) -> None:
-        """Keep the checkpoint of a step for good.
+        """Keep the checkpoint of a step: rotation never removes it.
 
         Raises:
-            CheckpointError: when there is none, or it cannot be noted.
+            CheckpointError: when the step has no checkpoint, or the pin cannot be written.
         """
         if step not in self.steps():
             raise CheckpointError(f"Checkpoints.pin: there is no checkpoint of step {step} in {self.directory}")
-        with _named(self.directory):
-            files.touch(self._pin(step))
+        with _error_names(self.directory):
+            files.touch(self._pin_path(step))
 
     def save(
         self,
@@ -204,32 +205,32 @@ class Checkpoints:
         wait: bool = False,
         first: Callable[[], None] | None = None,
     ) -> None:
-        """Save trees by name as the checkpoint of a step; they may change as soon as this returns.
+        """Save trees by name as the checkpoint of a step; the trees may change as soon as this returns.
 
-        A checkpoint that this run has of the step already is replaced, if anything in it differs.
+        If this run already has a checkpoint of the step with other content, it is replaced.
 
         Args:
-            step: steps that the state has made.
-            parts: the state as ``"state"``, and whatever belongs to it.
-            metrics: numbers known of the state; `best` looks here.
-            wait: until it is on the disk.
-            first: called by what writes, before it does: brings to the disk what the checkpoint depends on.
+            step: steps of training done.
+            parts: the state as ``"state"``, and other trees that belong to it.
+            metrics: metrics of the state by name, among them that of `best`.
+            wait: return when the checkpoint is on disk.
+            first: called before writing, in the same thread: writes what the checkpoint depends on.
 
         Raises:
-            CheckpointError: when this or the save before could not be written, or there is one of this step that
-                another run has saved; outside of the context, and when the directory or its lock is no longer there.
+            CheckpointError: when this save or the previous one failed, when another run has saved a different
+                checkpoint of this step, outside of the context, and when the directory or its lock was removed.
         """
         self._require_lock("save")
         self.wait()
-        described = describe(dict(parts))
-        device = device_of(described.leaves)
+        flat = flatten(dict(parts))
+        device = device_of(flat.leaves)
         numbers = {name: value for name, value in (metrics or {}).items() if type(value) in (bool, int, float)}
         notes = Notes(step, self._run or uuid.uuid4().hex, numbers, environment(device), self.texts)
         self._run = notes.run
         if not self.async_:
-            self._write(step, described, notes, first)
+            self._write(step, flat, notes, first)
             return
-        copied = described._replace(leaves=self._staging.copies(described.leaves))
+        copied = flat._replace(leaves=self._staging.copies(flat.leaves))
         backends.of(device).synchronize()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._pending = self._pool.submit(self._write, step, copied, notes, first)
@@ -242,7 +243,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"Checkpoints.{function}: not open for writing; use it as a context: with checkpoints: ..."
             )
-        with _named(self.directory):
+        with _error_names(self.directory):
             if files.is_held(held):
                 return
         if held.process != os.getpid():
@@ -257,19 +258,19 @@ class Checkpoints:
         raise CheckpointError(f"Checkpoints.{function}: {self.directory}: {why}")
 
     def check(self) -> None:
-        """Raise the error of a save in the background that has ended.
+        """Raise the error of a save in the background that has failed, without waiting.
 
         Raises:
-            CheckpointError: when it could not be written.
+            CheckpointError: when it failed.
         """
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until nothing is being written.
+        """Wait for the save in the background.
 
         Raises:
-            CheckpointError: when it could not be.
+            CheckpointError: when it failed.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -282,21 +283,21 @@ class Checkpoints:
         before: int | None = None,
         best: bool = False,
         on_host: bool = False,
-        accept: Callable[[Found], None] | None = None,
-    ) -> Found | None:
-        """Load the newest checkpoint that is whole; None when there is none at all.
+        accept: Callable[[LoadedCheckpoint], None] | None = None,
+    ) -> LoadedCheckpoint | None:
+        """Load the newest intact checkpoint; None when the directory has no checkpoint.
 
         Args:
-            like: trees by name that the saved ones must be like.
-            before: take one of no later step.
-            best: take the best one instead.
-            on_host: leave tensors on the host, instead of putting them where those of `like` are.
-            accept: raises a CheckpointError for one that is to count as damaged, for what belongs to it is.
+            like: trees by name with the expected structure, shapes, dtypes and devices.
+            before: the latest step to load. Default: any.
+            best: load the best checkpoint instead of the newest.
+            on_host: keep tensors on the CPU, and not on the devices of `like`.
+            accept: called with each loaded checkpoint; raises a CheckpointError to reject it as damaged.
 
         Raises:
-            CheckpointError: when there are some, and none is whole, or it is not known which is the best.
-            OptionError: for the best one of checkpoints without ``best=``.
-            StructureError: when it differs from `like`.
+            CheckpointError: when all checkpoints are damaged, or none has a finite value of the metric of `best`.
+            OptionError: for ``best=True`` without ``Checkpoints(best=)``.
+            StructureError: when the checkpoint differs from `like`.
         """
         refused: list[str] = []
         steps = [self._best()] if best else [step for step in self.steps() if before is None or step <= before]
@@ -305,9 +306,9 @@ class Checkpoints:
                 manifest, parts = load_parts(self.path(step), like or {}, on_host=on_host)
                 if manifest.step != step:
                     raise CheckpointError(f"{self.path(step)}: is of step {manifest.step}, and was renamed")
-                found = Found(step, self.path(step), parts, manifest.environment)
+                loaded = LoadedCheckpoint(step, self.path(step), parts, manifest.environment)
                 if accept is not None:
-                    accept(found)
+                    accept(loaded)
             except CheckpointError as error:
                 refused.append(str(error))
                 continue
@@ -317,7 +318,7 @@ class Checkpoints:
                     stacklevel=2,
                 )
             self._run = manifest.run
-            return found
+            return loaded
         if refused:
             raise CheckpointError(
                 f"Checkpoints: {self.directory} holds a run, and no checkpoint of it can be read; restore one, or use "
@@ -325,13 +326,13 @@ class Checkpoints:
             )
         return None
 
-    def _write(self, step: int, described: Described, notes: Notes, first: Callable[[], None] | None) -> None:
+    def _write(self, step: int, flat: FlatTree, notes: Notes, first: Callable[[], None] | None) -> None:
         if first is not None:
             first()
-        path = self._place(step)
-        with _named(self.directory):
-            put(path, step, described, notes)
-        self._note(step)
+        path = self._step_path(step)
+        with _error_names(self.directory):
+            put(path, step, flat, notes)
+        self._note_metric(step)
         try:
             self._rotate(step)
         except OSError as error:
@@ -339,10 +340,10 @@ class Checkpoints:
                 f"Checkpoints: {path} is saved, but an older one cannot be removed: {error}"
             ) from error
 
-    def _look(self) -> None:
+    def _read_metrics(self) -> None:
         self._values = {}
         for step in self.steps():
-            self._note(step)
+            self._note_metric(step)
 
     def _best(self) -> int:
         if self.best is None:
@@ -350,14 +351,14 @@ class Checkpoints:
                 "Checkpoints.latest: best=True needs the name of a metric: Checkpoints(..., best='eval_loss')"
             )
         if self._lock is None:
-            self._look()
+            self._read_metrics()
         if not self._values:
             raise CheckpointError(f"Checkpoints: no checkpoint in {self.directory} has a finite {self.best}")
-        # Of equals the first one, which later ones must beat.
+        # The earliest of equal ones.
         return min(self._values, key=lambda step: (MODES[self.mode] * self._values[step], step))
 
-    def _note(self, step: int) -> None:
-        """Remember the metric by which the best one is known."""
+    def _note_metric(self, step: int) -> None:
+        """Remember the metric of `best` of a checkpoint."""
         if self.best is None:
             return
         try:
@@ -368,24 +369,24 @@ class Checkpoints:
             self._values[step] = float(value)
 
     def _rotate(self, verified: int) -> None:
-        """Remove what is not to be kept, now that this step's was verified."""
-        # Later ones are damaged, or the run would not be here; they count for nothing.
+        """Remove old checkpoints, after that of this step was verified."""
+        # The run resumed from an older checkpoint, so later ones are damaged and do not count.
         steps = [step for step in self.steps() if step <= verified]
         kept = {*steps[-self.keep :]}
         self._values = {step: value for step, value in self._values.items() if step in steps}
         if self._values:
             kept.add(self._best())
         for step in steps:
-            if step not in kept and not files.exists(self._pin(step)):
+            if step not in kept and not files.exists(self._pin_path(step)):
                 discard(self.path(step))
 
-    def _pin(self, step: int) -> Path:
-        return self.directory / f"{self._place(step).name}{PINNED}"
+    def _pin_path(self, step: int) -> Path:
+        return self.directory / f"{self._step_path(step).name}{PINNED}"
 
 
 @contextmanager
-def _named(directory: Path) -> Iterator[None]:
-    """Turn errors of the system into one that names the directory of the run."""
+def _error_names(directory: Path) -> Iterator[None]:
+    """Turn errors of the system into a CheckpointError that names the directory."""
     try:
         yield
     except BlockingIOError as error:

@@ -1,4 +1,4 @@
-"""Every call that a checkpoint makes to the file system, all of them through `os`: a test stands between here."""
+"""All calls of checkpoints to the file system, each through `os`, which the tests of faults replace."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ except ImportError:  # pragma: no cover
 
 SYSTEM_HAS_LOCKS = fcntl is not None
 
-NOT_THROUGH_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-# A FIFO would otherwise wait for somebody to write to it.
-AT_ONCE = getattr(os, "O_NONBLOCK", 0)
+NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+# To open a FIFO would otherwise block until another process writes to it.
+NONBLOCKING = getattr(os, "O_NONBLOCK", 0)
 
-LOOKS, BETWEEN = 20, 0.01
-"""How often to look who holds a lock, and after how many seconds again."""
+HOLDER_READS, SECONDS_BETWEEN_READS = 20, 0.01
+"""How often to read who holds a lock, and the seconds between two reads."""
 
 UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
-"""What a file system says that has no locks."""
+"""Errors of a file system without locks."""
 
 _held: set[int] = set()
-"""Descriptors by which this process holds locks."""
+"""Descriptors through which this process holds locks."""
 
 
 class Lock(NamedTuple):
-    """A lock that was taken.
+    """A lock on a file.
 
     Args:
-        path: of its file.
-        descriptor: by which it is held.
-        process: which holds it.
-        excludes: whether others are kept out; not where the system or the file system has no locks.
+        path: of the file.
+        descriptor: of the open file.
+        process: id of the process that locked it.
+        excludes: whether it keeps other processes out; False where the system or the file system has no locks.
     """
 
     path: Path
@@ -50,9 +50,9 @@ class Lock(NamedTuple):
 
 
 def _close_in_child() -> None:
-    """Close what a forked process has of the locks of its parent, and would keep when the parent has ended.
+    """Close the locks that a forked process inherits, which it would keep after its parent has ended.
 
-    Closing takes nothing from the parent, as `fcntl.flock(LOCK_UN)` would.
+    Closing leaves the lock of the parent as it is; `fcntl.flock(LOCK_UN)` would release it.
     """
     for descriptor in _held:
         with suppress(OSError):
@@ -67,10 +67,10 @@ if hasattr(os, "register_at_fork"):
 def _flock(descriptor: int) -> bool:
     """Lock an open file or directory; False where there are no locks.
 
-    Not `fcntl.lockf`: such a lock ends as soon as anything in the process closes the same file.
+    Not `fcntl.lockf`, whose lock ends as soon as the process closes any descriptor of the same file.
 
     Raises:
-        BlockingIOError: when another has it.
+        BlockingIOError: when another process holds the lock.
     """
     if not SYSTEM_HAS_LOCKS:
         return False
@@ -85,28 +85,28 @@ def _flock(descriptor: int) -> bool:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that is not there."""
+    """Make a directory, which must not exist."""
     os.mkdir(path)
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and those above it, where they are missing, and bring its name to the disk in any case.
+    """Make a directory and its missing parents, and sync the parent directory in any case.
 
-    One that is there may have been made a moment ago, by a process that was killed.
+    An existing directory may have been made a moment ago, by a process that was killed before it synced.
     """
     if not os.path.isdir(path):
         make_directories(path.parent)
         with suppress(FileExistsError):
             os.mkdir(path)
-    # What this process may pass through but not read, it cannot sync, and did not make.
+    # A directory that this process may traverse but not read cannot be synced, and is not one that it made.
     with suppress(PermissionError):
         sync_directory(path.parent)
 
 
 @contextmanager
 def created(path: Path) -> Iterator[int]:
-    """Context of a new file, whose bytes are on the disk when it ends."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOT_THROUGH_LINKS, 0o644)
+    """Context of a new file, which is synced to disk when the context ends."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
     try:
         yield descriptor
         os.fsync(descriptor)
@@ -115,14 +115,14 @@ def created(path: Path) -> Iterator[int]:
 
 
 def append(path: Path, data: bytes, offset: int) -> None:
-    """Let a file have `data` behind its first `offset` bytes and nothing else; when this returns, it is on the disk.
+    """Write `data` after the first `offset` bytes of a file, cut off the rest, and sync the file to disk.
 
     Raises:
-        OSError: when it has fewer bytes than that, or is no regular file.
+        OSError: when the file has fewer than `offset` bytes, or is no regular file.
     """
     if exists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is no regular file", str(path))
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NOT_THROUGH_LINKS | AT_ONCE, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS | NONBLOCKING, 0o644)
     try:
         length = size(descriptor)
         if length < offset:
@@ -139,10 +139,10 @@ def append(path: Path, data: bytes, offset: int) -> None:
 
 
 def write(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of `data`, in as many calls as it takes.
+    """Write all of `data`, in several calls if necessary.
 
     Raises:
-        OSError: when the system takes no more.
+        OSError: when the system writes no more.
     """
     left = memoryview(data).cast("B")
     while left:
@@ -153,7 +153,7 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to the disk."""
+    """Sync the entries of a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(descriptor)
@@ -162,20 +162,20 @@ def sync_directory(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename a directory; the new name must be free.
+    """Rename a directory to a name that is not in use.
 
-    An empty directory may be replaced, which loses nothing; a checkpoint never is one.
+    The system may replace an empty directory, which loses nothing: no checkpoint is empty.
     """
     os.rename(old, new)
 
 
 def hold(path: Path) -> int:
-    """Mark a directory as in use by this process, for as long as that lives; the mark is a descriptor.
+    """Lock a directory for as long as this process lives, and return the descriptor of the lock.
 
     Raises:
-        OSError: when it is no directory that can be opened, or another process has marked it.
+        OSError: when the directory cannot be opened, or another process has locked it.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | NOT_THROUGH_LINKS)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | NO_LINKS)
     try:
         _flock(descriptor)
     except BaseException:
@@ -185,15 +185,15 @@ def hold(path: Path) -> int:
 
 
 def release(descriptor: int) -> None:
-    """Take the mark of `hold` away."""
+    """Close a descriptor, which ends its lock."""
     _held.discard(descriptor)
-    # Nothing was written through it, so that no error can be of what matters; and it is closed in any case.
+    # Nothing was written through it, so an error loses nothing; the descriptor is closed in any case.
     with suppress(OSError):
         os.close(descriptor)
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether no process holds a directory; where there are no locks, none can be said to be."""
+    """Whether no process has locked a directory; False where there are no locks, since it cannot be known."""
     try:
         descriptor = hold(path)
     except OSError:
@@ -212,7 +212,7 @@ def opened(path: Path) -> Iterator[int]:
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is no regular file (a link, a directory or a device)", str(path))
-    descriptor = os.open(path, os.O_RDONLY | NOT_THROUGH_LINKS | AT_ONCE)
+    descriptor = os.open(path, os.O_RDONLY | NO_LINKS | NONBLOCKING)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
@@ -222,15 +222,15 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def size(descriptor: int) -> int:
-    """Return the bytes of an open file."""
+    """Return the size of an open file in bytes."""
     return os.fstat(descriptor).st_size
 
 
 def read_into(descriptor: int, target: memoryview, offset: int) -> None:
-    """Fill `target` with the bytes from `offset` on.
+    """Fill `target` with the bytes of a file from `offset` on.
 
     Raises:
-        OSError: when the file ends before.
+        OSError: when the file ends before `target` is full.
     """
     while target:
         count = os.preadv(descriptor, [target], offset)
@@ -240,10 +240,10 @@ def read_into(descriptor: int, target: memoryview, offset: int) -> None:
 
 
 def read(path: Path, most: int) -> bytes:
-    """Return what is in a regular file of no more than `most` bytes.
+    """Return the bytes of a regular file.
 
     Raises:
-        OSError: when it has more.
+        OSError: when the file has more than `most` bytes.
     """
     with opened(path) as descriptor:
         length = size(descriptor)
@@ -260,7 +260,7 @@ def names(path: Path) -> list[str]:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether a path is a directory itself, and no link to one."""
+    """Whether a path is a directory, and not a link to one."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:
@@ -268,12 +268,12 @@ def is_directory(path: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is anything at a path, a broken link included."""
+    """Whether a path exists; a broken link does."""
     return os.path.lexists(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory with all that is in it, however deep; links are removed and not followed."""
+    """Remove a file, or a directory of any depth with its content; links are removed and not followed."""
     if not is_directory(path):
         os.unlink(path)
         return
@@ -291,28 +291,28 @@ def remove(path: Path) -> None:
 
 
 def free(path: Path) -> int:
-    """Return the bytes that may still be written where `path` is."""
+    """Return the bytes that are free on the file system of `path`."""
     space = os.statvfs(path)
     return space.f_bavail * space.f_frsize
 
 
 def touch(path: Path) -> None:
-    """Make an empty file, if it is not there, and bring its name to the disk."""
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | NOT_THROUGH_LINKS, 0o644))
+    """Make an empty file if it does not exist, and sync its directory to disk."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | NO_LINKS, 0o644))
     sync_directory(path.parent)
 
 
 def lock(path: Path, holder: Mapping[str, object]) -> Lock:
-    """Lock a file for this process, and write into it who holds it.
+    """Lock a file for this process, and write `holder` into it.
 
-    The lock ends with the process, however that ends; opening and closing the file elsewhere does not end it, and
-    forked processes neither keep it nor give it away.
+    The lock ends with the process, also when that is killed. Opening and closing the file elsewhere does not end it,
+    and forked processes do not inherit it.
 
     Raises:
-        BlockingIOError: when it is held, by this process too; the message is what the holder has written.
+        BlockingIOError: when the lock is held, by this process or another; the message is what its holder wrote.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NOT_THROUGH_LINKS, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)
         try:
             held = Lock(path, descriptor, os.getpid(), _flock(descriptor))
             if is_held(held):
@@ -320,45 +320,48 @@ def lock(path: Path, holder: Mapping[str, object]) -> Lock:
                 write(descriptor, json.dumps(holder).encode())
                 return held
         except (BlockingIOError, PermissionError):
-            said = _holder(descriptor)
+            text = _holder(descriptor)
             release(descriptor)
-            raise BlockingIOError(said) from None
+            raise BlockingIOError(text) from None
         except BaseException:
             release(descriptor)
             raise
-        # Between opening and locking it another process has removed it: what counts is the file of that name.
+        # Another process removed the file after it was opened here: lock the file that has the name now.
         release(descriptor)
 
 
 def is_held(held: Lock) -> bool:
-    """Whether a lock is this process's still: not its parent's, and of the file that has the name now.
+    """Whether this process, and not its parent, holds the lock, and on the file that has the name now.
 
     Raises:
-        OSError: when that cannot be found out.
+        OSError: when the file cannot be examined.
     """
     if held.process != os.getpid():
         return False
     try:
-        there = os.stat(held.path)
+        named = os.stat(held.path)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    here = os.fstat(held.descriptor)
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+    opened_file = os.fstat(held.descriptor)
+    return (named.st_dev, named.st_ino) == (opened_file.st_dev, opened_file.st_ino)
 
 
 def _holder(descriptor: int) -> str:
-    """What the one who holds a lock says; just before it does, there is nothing, or what a killed one has said."""
-    said = b""
-    for _ in range(LOOKS):
-        before, said = said, os.pread(descriptor, 4096, 0)
-        if said and said == before:
+    """Return what the holder of a lock wrote into its file.
+
+    Just after it took the lock, the file is empty or holds what a killed process wrote: read until two reads agree.
+    """
+    text = b""
+    for _ in range(HOLDER_READS):
+        previous, text = text, os.pread(descriptor, 4096, 0)
+        if text and text == previous:
             break
-        threading.Event().wait(BETWEEN)
-    return said.decode(errors="replace") or "another process"
+        threading.Event().wait(SECONDS_BETWEEN_READS)
+    return text.decode(errors="replace") or "another process"
 
 
 def unlock(held: Lock) -> None:
-    """Give a lock back; that of a parent stays the parent's."""
+    """Release a lock of this process; the lock of a parent process stays."""
     if held.process != os.getpid():
         return
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Directories whose format is another's: a safetensors and a JSON file, and beside them our digests of both."""
+"""Read and write the directories of other libraries: a safetensors file, a JSON file, and our digests of both."""
 
 from __future__ import annotations
 
@@ -12,45 +12,44 @@ from safetensors.torch import load
 from torch import Tensor
 
 from ftrain.checkpoint import files
-from ftrain.checkpoint.layout import CODES, Kind, as_bytes, layout
+from ftrain.checkpoint.layout import CODES, TensorInfo, as_bytes, layout
 from ftrain.checkpoint.manifest import signed
-from ftrain.checkpoint.saving import made, write_tensors
+from ftrain.checkpoint.saving import new_directory, write_tensors
 from ftrain.checkpoint.treedef import printable
 from ftrain.errors import CheckpointError
 
 LARGEST_TEXT, LARGEST_TENSORS = 2**24, 2**37
-"""Bytes of a file, at the most."""
+"""The most bytes of a file that is read."""
 DIGESTS = "ftrain_digests.json"
-"""What we add to the files of another program, which does not look at it."""
+"""The file of digests, which other libraries ignore."""
 SAMPLES = 1024
-"""Elements of a tensor that its mark depends on."""
+"""How many elements of a tensor its fingerprint covers."""
 
 
-class Foreign(NamedTuple):
-    """Tensors by name, notes in their header, and what a JSON file beside them says."""
+class TensorsAndConfig(NamedTuple):
+    """Tensors by name, the metadata in their header, and the content of the JSON file."""
 
     tensors: dict[str, Tensor]
-    notes: dict[str, str]
-    said: dict[str, Any]
+    metadata: dict[str, str]
+    config: dict[str, Any]
 
 
-def write_foreign(path: Path, names: tuple[str, str], content: Foreign) -> None:
-    """Write a safetensors and a JSON file of these names to a new directory, which is there as a whole or not at all.
+def write_safetensors(path: Path, names: tuple[str, str], content: TensorsAndConfig) -> None:
+    """Write a safetensors and a JSON file of these names to a new directory, written as a whole or not at all.
 
-    A third file, `DIGESTS`, has the sha256 of each tensor, of the header before them and of the JSON.
+    A third file, `DIGESTS`, has the sha256 of each tensor, of the header and of the JSON file.
 
     Raises:
-        CheckpointError: when something is at `path` already, a tensor has a dtype that safetensors has not, or the disk
-            does not take it.
+        CheckpointError: when `path` exists, safetensors does not support the dtype of a tensor, or writing fails.
     """
     for name, tensor in content.tensors.items():
         if tensor.dtype not in CODES:
-            raise CheckpointError(f"{path}: {name} is {tensor.dtype}, which safetensors has not")
-    entries = [(Kind(name, each.dtype, tuple(each.shape)), each) for name, each in content.tensors.items()]
-    text = json.dumps(content.said, indent=2).encode()
-    header = layout([kind for kind, _ in entries], content.notes).header
-    with made(path, content.tensors.values()) as temporary:
-        tensors = write_tensors(temporary / names[0], entries, content.notes)
+            raise CheckpointError(f"{path}: {name} is {tensor.dtype}, which safetensors does not support")
+    entries = [(TensorInfo(name, each.dtype, tuple(each.shape)), each) for name, each in content.tensors.items()]
+    text = json.dumps(content.config, indent=2).encode()
+    header = layout([info for info, _ in entries], content.metadata).header
+    with new_directory(path, content.tensors.values()) as temporary:
+        tensors = write_tensors(temporary / names[0], entries, content.metadata)
         digests = {names[0]: {"header": _sha256(header), "tensors": tensors}, names[1]: _sha256(text)}
         for name, data in ((names[1], text), (DIGESTS, signed(json.dumps(digests, indent=1)[:-2].encode()))):
             with files.created(temporary / name) as descriptor:
@@ -58,32 +57,32 @@ def write_foreign(path: Path, names: tuple[str, str], content: Foreign) -> None:
         files.sync_directory(temporary)
 
 
-def read_foreign(path: Path, names: tuple[str, str]) -> Foreign:
-    """Read what `write_foreign` writes, or another program has written, to the CPU.
+def read_safetensors(path: Path, names: tuple[str, str]) -> TensorsAndConfig:
+    """Read tensors to the CPU, from files of `write_safetensors` or of another library.
 
-    Files of others have no digests, and are read as they are.
+    Files of other libraries have no digests, and are not verified.
 
     Raises:
-        CheckpointError: when a file is missing or malformed, or not the one that was written.
+        CheckpointError: when a file is missing, malformed or changed.
     """
     if not files.is_directory(path):
         raise CheckpointError(f"{path}: {'is no directory' if files.exists(path) else 'there is no such directory'}")
-    there = files.names(path)
+    present = files.names(path)
     for name in names:
-        if name not in there:
-            raise CheckpointError(f"{path}: there is no {name}, but {printable(', '.join(there)) or 'nothing'}")
+        if name not in present:
+            raise CheckpointError(f"{path}: there is no {name}, but {printable(', '.join(present)) or 'nothing'}")
     try:
         data, text = files.read(path / names[0], LARGEST_TENSORS), files.read(path / names[1], LARGEST_TEXT)
-        if DIGESTS in there:
+        if DIGESTS in present:
             _require_digests(path, names, data, text)
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        said = json.loads(text)
+        config = json.loads(text)
     except (OSError, SafetensorError, ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(said, dict):
-        raise CheckpointError(f"{path}: {names[1]} holds a {type(said).__name__}, needs a JSON object")
-    return Foreign(tensors, header.get("__metadata__") or {}, said)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: {names[1]} holds a {type(config).__name__}, needs a JSON object")
+    return TensorsAndConfig(tensors, header.get("__metadata__") or {}, config)
 
 
 def _require_digests(path: Path, names: tuple[str, str], data: bytes, text: bytes) -> None:
@@ -91,7 +90,9 @@ def _require_digests(path: Path, names: tuple[str, str], data: bytes, text: byte
     if saved != signed(saved[: -len(signed(b""))]):
         raise CheckpointError(f"{path / DIGESTS}: its own digest does not match; it was changed after it was written")
     digests, start = json.loads(saved), 8 + int.from_bytes(data[:8], "little")
-    wrong = [names[1]] * (_sha256(text) != digests[names[1]])
+    wrong = []
+    if _sha256(text) != digests[names[1]]:
+        wrong.append(names[1])
     if _sha256(data[:start]) != digests[names[0]]["header"]:
         wrong.append(f"{names[0]}: the header")
     else:
@@ -115,8 +116,8 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def mark(tensor: Tensor) -> str:
-    """Return the dtype of a tensor and a digest of its shape and of elements all over it."""
+def fingerprint(tensor: Tensor) -> str:
+    """Return the dtype of a tensor and a digest of its shape and of evenly spaced elements."""
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // SAMPLES)].cpu().contiguous()
     digest = hashlib.sha256(repr(tuple(tensor.shape)).encode())

@@ -1,7 +1,7 @@
-"""An append-only file of records beside the checkpoints of a run, of which each checkpoint notes how much is its own.
+"""The history of a run: an append-only file of records, of which each checkpoint holds the length and a digest.
 
-A save adds the records since the one before, so that it costs the same however long the run is. What a run that was
-killed has added behind its last checkpoint is cut off by the one that goes on from there.
+A save appends the records since the last save, so its cost does not grow with the run. What a killed run appended
+after its last checkpoint is cut off by the run that resumes from that checkpoint.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import DIGEST
-from ftrain.checkpoint.treedef import describe, rebuild
+from ftrain.checkpoint.treedef import flatten, unflatten
 from ftrain.errors import CheckpointError
 
 NAME = "ftrain-history.jsonl"
 CHUNK = 2**22
-"""Bytes that are read at once."""
+"""Bytes to read at once."""
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 EXACT = str, int, float, type(None)
-"""What JSON gives back with the same value."""
+"""Types that JSON restores exactly."""
 
 
 class Mark(NamedTuple):
-    """How much of the file belongs to a checkpoint: its records and bytes, and the sha256 of these."""
+    """The part of the file that belongs to a checkpoint: its number of records and of bytes, and their sha256."""
 
     records: int
     bytes: int
@@ -34,7 +34,7 @@ class Mark(NamedTuple):
 
 
 def mark_of(saved: Any) -> Mark | None:
-    """Return the mark that a checkpoint holds; None when it holds something else, as those of older versions do."""
+    """Return the mark in a checkpoint; None when it holds something else, as those of older versions do."""
     if not isinstance(saved, dict) or saved.keys() != set(Mark._fields):
         return None
     mark = Mark(**saved)
@@ -43,10 +43,10 @@ def mark_of(saved: Any) -> Mark | None:
 
 
 class Journal:
-    """The file of records of a run, as far as it was written.
+    """Appends to the history of a run.
 
     Args:
-        directory: of the run.
+        directory: the directory of the run.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -54,7 +54,7 @@ class Journal:
         self._mark, self._digest = Mark(0, 0, ""), hashlib.sha256()
 
     def go_on(self, mark: Mark | None) -> None:
-        """Add what comes next behind a mark, or anew without one, and cut off then what is behind it.
+        """Append after a mark from now on, or start anew with None; the next append removes what follows the mark.
 
         Raises:
             CheckpointError: as `check` does.
@@ -63,19 +63,19 @@ class Journal:
         self._mark = mark or Mark(0, 0, "")
 
     def following(self, records: Sequence[Mapping[str, Any]]) -> tuple[Mark, Callable[[], None]]:
-        """Return the mark behind all records of a run, and a function that brings to the disk those that are not.
+        """Return the mark after all records of a run, and a function that writes the new ones to the disk.
 
         Raises:
             CheckpointError: for a record that cannot be saved exactly.
         """
-        before, digest = self._mark, self._digest.copy()
-        data = b"".join(map(_line, records[before.records :]))
+        saved_mark, digest = self._mark, self._digest.copy()
+        data = b"".join(map(_line, records[saved_mark.records :]))
         digest.update(data)
-        mark = Mark(len(records), before.bytes + len(data), digest.hexdigest())
+        mark = Mark(len(records), saved_mark.bytes + len(data), digest.hexdigest())
 
         def append() -> None:
             try:
-                files.append(self._path, data, before.bytes)
+                files.append(self._path, data, saved_mark.bytes)
             except OSError as error:
                 raise CheckpointError(f"save: {self._path} could not be written: {error}") from error
             self._mark, self._digest = mark, digest
@@ -84,7 +84,7 @@ class Journal:
 
 
 def check(directory: Path, mark: Mark) -> hashlib._Hash:
-    """Check every byte of the records up to a mark, and return what has digested them.
+    """Check every byte of the records up to a mark, and return the hash object that read them.
 
     Raises:
         CheckpointError: when they are not those that were saved.
@@ -101,7 +101,7 @@ def check(directory: Path, mark: Mark) -> hashlib._Hash:
 
 
 def read(directory: Path, mark: Mark) -> Iterator[dict[str, Any]]:
-    """Give the records up to a mark, one after the other; `check` must have said that it holds.
+    """Yield the records up to a mark; call `check` first.
 
     Raises:
         CheckpointError: when they cannot be read.
@@ -137,7 +137,7 @@ def _parts(path: Path, mark: Mark) -> Iterator[bytes]:
 def _line(record: Mapping[str, Any]) -> bytes:
     if wrong := [name for name in record if type(name) is not str]:
         raise CheckpointError(f"save: a record of the history has the name {wrong[0]!r}; needs a str")
-    written = {name: value if _is_exact(value) else _described(name, value) for name, value in record.items()}
+    written = {name: value if _is_exact(value) else _encode(name, value) for name, value in record.items()}
     return ENCODE(written).encode() + b"\n"
 
 
@@ -145,17 +145,17 @@ def _is_exact(value: Any) -> bool:
     return isinstance(value, EXACT) or (type(value) is list and all(map(_is_exact, value)))
 
 
-def _described(name: str, value: Any) -> Any:
-    """A value as the manifest of a checkpoint would have it, which is a JSON object."""
-    described = describe({name: value})
-    if described.leaves:
+def _encode(name: str, value: Any) -> Any:
+    """Encode a value as in a manifest: as a JSON object."""
+    flat = flatten({name: value})
+    if flat.leaves:
         raise CheckpointError(f"save: the history has a tensor in {name}; needs numbers, texts and lists of them")
-    return described.skeleton["nodes"][0]
+    return flat.treedef["nodes"][0]
 
 
 def _record(line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-        return {name: rebuild(value, {}) if isinstance(value, dict) else value for name, value in record.items()}
+        return {name: unflatten(value, {}) if isinstance(value, dict) else value for name, value in record.items()}
     except (ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{NAME}: holds a line that is no record: {line[:60]!r}") from error

@@ -1,7 +1,7 @@
-"""Tensors as bytes in a safetensors file: which dtype it calls them, where each lies, and the header that says so.
+"""The safetensors format: names of dtypes, the offset of each tensor, and the header.
 
-The format is that of https://github.com/huggingface/safetensors#format. A header depends on the names, dtypes and
-shapes alone, so that a reader who knows these compares it instead of parsing it.
+Source: https://github.com/huggingface/safetensors#format. A header depends on the names, dtypes and shapes of the
+tensors alone, so a reader that knows these compares the header instead of parsing it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""What safetensors calls the dtypes that it has."""
+"""Names of the dtypes that safetensors supports."""
 
 AS_BYTES = torch.complex64, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu
-"""Dtypes stored as bytes, with a last axis of the bytes of one element."""
+"""Dtypes stored as uint8, with an additional last axis of the bytes of one element."""
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, *AS_BYTES)}
 ALIGNMENT = 8
-LARGEST = 16 * 2**20
+CHUNK = 16 * 2**20
 """Bytes that are copied, hashed and written at a time."""
 
 
-class Kind(NamedTuple):
-    """A tensor in a file: its name there, and what it is."""
+class TensorInfo(NamedTuple):
+    """Name, dtype and shape of a tensor in a file."""
 
     key: str
     dtype: torch.dtype
@@ -51,66 +51,66 @@ class Kind(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """How many it takes."""
+        """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Layout(NamedTuple):
-    """The first bytes of a file, and where in it each tensor begins."""
+    """The header of a file, the offset of each tensor from the start of the file, and the size of the file in bytes."""
 
     header: bytes
     offsets: dict[str, int]
     size: int
 
 
-def layout(kinds: Sequence[Kind], notes: Mapping[str, str] | None = None) -> Layout:
-    """Lay tensors out, those of the widest elements first, so that each is aligned; the header may hold notes."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(notes or {})}}
-    places, end = {}, 0
-    for kind in sorted(kinds, key=lambda kind: -kind.dtype.itemsize):
-        native = kind.dtype in CODES
-        entries[kind.key] = {
-            "dtype": CODES.get(kind.dtype, "U8"),
-            "shape": [*kind.shape] if native else [*kind.shape, kind.dtype.itemsize],
-            "data_offsets": [end, end + kind.bytes],
+def layout(infos: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None) -> Layout:
+    """Lay out tensors, widest elements first so that each is aligned; `metadata` goes to the header."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    offsets, end = {}, 0
+    for info in sorted(infos, key=lambda info: -info.dtype.itemsize):
+        native = info.dtype in CODES
+        entries[info.key] = {
+            "dtype": CODES.get(info.dtype, "U8"),
+            "shape": [*info.shape] if native else [*info.shape, info.dtype.itemsize],
+            "data_offsets": [end, end + info.bytes],
         }
-        places[kind.key], end = end, end + kind.bytes
+        offsets[info.key], end = end, end + info.bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    return Layout(header, {key: len(header) + place for key, place in places.items()}, len(header) + end)
+    return Layout(header, {key: len(header) + place for key, place in offsets.items()}, len(header) + end)
 
 
 def chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Give the bytes of a tensor in row-major order, without a second copy of all of them."""
+    """Yield the bytes of a tensor in row-major order, in parts, without copying all of it at once."""
     whole = tensor.detach().resolve_conj().resolve_neg()
-    if whole.is_contiguous() or whole.nbytes <= LARGEST or whole.ndim < 2:
+    if whole.is_contiguous() or whole.nbytes <= CHUNK or whole.ndim < 2:
         whole = whole.reshape(-1)
     else:
         for row in whole:
             yield from chunks(row)
         return
-    step = max(1, LARGEST // whole.element_size())
+    step = max(1, CHUNK // whole.element_size())
     for start in range(0, whole.numel(), step):
         yield as_bytes(whole[start : start + step].cpu().contiguous())
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     flat = tensor.reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """The strides of a tensor that fills its memory in another order than row by row; else None."""
+    """Return the strides of a dense tensor whose memory is not in row-major order; else None."""
     if tensor.is_contiguous() or not is_dense(tensor.shape, tensor.stride()):
         return None
     return tuple(tensor.stride())
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor of that shape and stride has every element of its memory once."""
+    """Whether a tensor of this shape and stride covers a block of memory, each element once."""
     expected = 1
     for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length != 1):
         if step != expected:

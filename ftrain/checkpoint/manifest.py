@@ -1,4 +1,4 @@
-"""MANIFEST.json: what a checkpoint consists of, down to the digest of every tensor and of itself."""
+"""MANIFEST.json: the structure and metadata of a checkpoint, a digest of every tensor, and a digest of itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ftrain._version import __version__
-from ftrain.checkpoint.layout import DTYPES, Kind, is_dense
+from ftrain.checkpoint.layout import DTYPES, TensorInfo, is_dense
 from ftrain.checkpoint.treedef import Json, decode, encode, printable
 from ftrain.errors import CheckpointError
 
@@ -28,17 +28,17 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a checkpoint.
 
     Args:
-        path: where in the tree, as users see it.
+        path: in the tree, written with dots.
         dtype: of the tensor, without ``torch.``.
         shape: of the whole tensor.
         file: the file it is in, relative to the checkpoint.
         key: its name in the file.
         sha256: of its bytes in row-major order.
-        stride: of a tensor that does not lie row by row, else None.
+        stride: of a tensor whose memory is not in row-major order, else None.
     """
 
     path: str
@@ -50,23 +50,23 @@ class Stored:
     stride: tuple[int, ...] | None = None
 
     @property
-    def kind(self) -> Kind:
-        """What the file has of it."""
-        return Kind(self.key, DTYPES[self.dtype], self.shape)
+    def info(self) -> TensorInfo:
+        """Its name, dtype and shape in the file."""
+        return TensorInfo(self.key, DTYPES[self.dtype], self.shape)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All there is to know of a checkpoint without its tensors.
+    """Everything in a checkpoint but the values of its tensors.
 
     Args:
-        step: steps that the state had made; None when it is no state of training.
-        run: the id of the run that wrote it; "" for none.
+        step: steps of training that were done; None for a tree that is no training state.
+        run: id of the run that wrote it; "" without a run.
         metrics: of the state, by name.
-        environment: versions, threads, device and flags: what bits may depend on.
-        tree: the skeleton, whose tensors are numbers into `tensors`; tied ones have one number.
-        tensors: every tensor, once.
-        files: of each further file its sha256.
+        environment: versions, threads, device and flags, on which the bits of a result may depend.
+        tree: its structure as JSON, in which a tensor is an index into `tensors`; tied tensors share one index.
+        tensors: each tensor once.
+        files: name of each additional file -> its sha256.
     """
 
     step: int | None
@@ -74,12 +74,12 @@ class Manifest:
     metrics: Mapping[str, Any]
     environment: Mapping[str, Any]
     tree: Json
-    tensors: tuple[Stored, ...]
+    tensors: tuple[StoredTensor, ...]
     files: Mapping[str, str]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the bits of a computation depend on, as far as it can be told."""
+    """Return versions, threads, device and flags, on which the bits of a result may depend."""
     return {
         "ftrain": __version__,
         "torch": str(torch.__version__),
@@ -93,7 +93,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Write a manifest, its own digest last."""
+    """Return a manifest as bytes, with its own digest at the end."""
     metrics = {name: encode(value) for name, value in manifest.metrics.items()}
     tensors = [vars(item) for item in manifest.tensors]
     body = {"format": FORMAT, "version": VERSION, **vars(manifest), "metrics": metrics, "tensors": tensors}
@@ -101,7 +101,7 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def signed(text: bytes) -> bytes:
-    """End the text of a JSON object, of which only the brace is missing, with the digest of its bytes."""
+    """Complete the text of a JSON object that lacks its closing brace with the digest of that text."""
     return text + b',\n "digest": "%s"\n}' % hashlib.sha256(text).hexdigest().encode()
 
 
@@ -109,9 +109,9 @@ def parse(data: bytes) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        CheckpointError: for anything that `dump` would not have written, saying what.
+        CheckpointError: for anything that `dump` would not have written; the message says what.
     """
-    # Before it is parsed, which may take a hundred times as long, and as much memory.
+    # Checked before parsing, which may take a hundred times as long and as much memory.
     if data != signed(data[: -len(signed(b""))]):
         raise CheckpointError(f"{NAME}: its own digest does not match; it was changed after it was written")
     try:
@@ -132,10 +132,10 @@ def parse(data: bytes) -> Manifest:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    value = dict(pairs)
+    if len(value) != len(pairs):
         raise CheckpointError(f"{NAME}: an object has a key twice, among {', '.join(key for key, _ in pairs):.100}")
-    return found
+    return value
 
 
 def _no_constant(name: str) -> Any:
@@ -150,7 +150,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     metrics = {name: decode(value) for name, value in body["metrics"].items()}
     _require(isinstance(body["environment"], dict), "environment", body["environment"])
     _require(isinstance(body["tensors"], list), "tensors", body["tensors"])
-    tensors = tuple(_stored(item) for item in body["tensors"])
+    tensors = tuple(_stored_tensor(item) for item in body["tensors"])
     places = [(item.file, item.key) for item in tensors]
     _require(len(set(places)) == len(places), "tensors", "one place twice")
     files = body["files"]
@@ -161,8 +161,8 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     return Manifest(step, run, metrics, body["environment"], body["tree"], tensors, files)
 
 
-def _stored(item: Any) -> Stored:
-    _require(isinstance(item, dict) and item.keys() == Stored.__dataclass_fields__.keys(), "a tensor", item)
+def _stored_tensor(item: Any) -> StoredTensor:
+    _require(isinstance(item, dict) and item.keys() == StoredTensor.__dataclass_fields__.keys(), "a tensor", item)
     _require(isinstance(item["path"], str), "a path", item["path"])
     where = printable(item["path"])
     checks: dict[str, Callable[[Any], bool]] = {
@@ -177,7 +177,7 @@ def _stored(item: Any) -> Stored:
         _require(holds(item[name]), f"the {name} of {where:.100}", item[name])
     shape, stride = tuple(item["shape"]), item["stride"]
     _require(stride is None or is_dense(shape, stride), f"the stride of {where:.100}", stride)
-    return Stored(**{**item, "shape": shape, "stride": None if stride is None else tuple(stride)})
+    return StoredTensor(**{**item, "shape": shape, "stride": None if stride is None else tuple(stride)})
 
 
 def _is_shape(value: Any) -> bool:
@@ -196,6 +196,6 @@ def _is_file_name(value: Any) -> bool:
     return isinstance(value, str) and FILE_NAME.fullmatch(value) is not None and value != NAME
 
 
-def _require(holds: bool, what: str, found: Any) -> None:
+def _require(holds: bool, what: str, value: Any) -> None:
     if not holds:
-        raise CheckpointError(f"{NAME}: {what} is {found!r:.100}, which no checkpoint has")
+        raise CheckpointError(f"{NAME}: {what} is {value!r:.100}, which no checkpoint has")

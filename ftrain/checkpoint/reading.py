@@ -1,4 +1,4 @@
-"""Read a checkpoint, and believe nothing that its digests do not confirm."""
+"""Read a checkpoint, and verify every byte by its digest."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from ftrain.backends.oom import is_out_of_memory
 from ftrain.checkpoint import files
-from ftrain.checkpoint.layout import LARGEST, as_bytes, layout
-from ftrain.checkpoint.manifest import MOST_BYTES, NAME, Manifest, Stored, parse
-from ftrain.checkpoint.treedef import Json, children, contents, describe, printable, rebuild
-from ftrain.checkpoint.validate import choose, filled, renamed
+from ftrain.checkpoint.layout import CHUNK, as_bytes, layout
+from ftrain.checkpoint.manifest import MOST_BYTES, NAME, Manifest, StoredTensor, parse
+from ftrain.checkpoint.treedef import Json, children, flatten, items_by_path, printable, unflatten
+from ftrain.checkpoint.validate import fill_like, match_leaves, rename_paths
 from ftrain.errors import CheckpointError, DeviceError, StructureError
 from ftrain.types import PyTree
 
 READERS = 2
-"""Threads that read and hash; both leave the interpreter to others meanwhile."""
+"""Threads that read and hash, both of which release the GIL."""
 MOST_NAMED = 20
-"""Names of files in a message."""
+"""The most names of files in an error."""
 
 
-class Place(NamedTuple):
-    """Where the bytes of a tensor are: an open file and an offset."""
+class FileOffset(NamedTuple):
+    """An open file, and the offset of a tensor in it."""
 
     descriptor: int
     offset: int
@@ -41,44 +41,44 @@ def load(
     partial: bool = False,
     rename: Mapping[str, str] | None = None,
 ) -> PyTree:
-    """Read a tree that `save` has written, and check every byte of it.
+    """Read a tree that `save` has written, and verify every byte of it.
 
     Args:
-        path: the directory.
-        like: a tree of the structure, shapes and dtypes that are expected; the result has its types, and its
-            tensors are where those of `like` are. Without it the result has the types that were saved, on the CPU.
-        partial: take from the file what fits in name, and leave the rest of `like` as it is.
-        rename: old to new beginnings of paths, such as ``{"params.encoder": "params.backbone"}``.
+        path: the directory of the checkpoint.
+        like: a tree with the expected structure, shapes and dtypes. The result has its types, and its tensors are on
+            the devices of those of `like`. Default: the types that were saved, on the CPU.
+        partial: load the leaves whose paths are in the checkpoint, and keep the other leaves of `like`.
+        rename: old -> new prefixes of paths, such as ``{"params.encoder": "params.backbone"}``.
 
     Raises:
-        CheckpointError: when there is none, or it is damaged; the message names the file and the tensor.
-        DeviceError: when memory runs out while it is read.
-        StructureError: when it differs from `like`; it lists every path at once.
-        OptionError: for a name in `rename` that nothing has.
+        CheckpointError: when it is missing or damaged; the message names the file and the tensor.
+        DeviceError: when memory runs out.
+        StructureError: when it differs from `like`; the message lists every path.
+        OptionError: for a name in `rename` with which no path begins.
     """
     path = Path(path)
-    with _named(path):
-        manifest = _manifest(path)
+    with _error_names(path):
+        manifest = _read_manifest(path)
         if like is not None:
-            return _like(path, manifest, manifest.tree, like, partial=partial, rename=rename or {})
+            return _load_like(path, manifest, manifest.tree, like, partial=partial, rename=rename or {})
         if partial or rename:
-            raise StructureError("load: partial and rename are about the tree given as like=, and there is none")
-        return _as_saved(path, manifest, manifest.tree)
+            raise StructureError("load: partial= and rename= need like=, which is missing")
+        return _load_as_saved(path, manifest, manifest.tree)
 
 
 def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False) -> tuple[Manifest, dict[str, PyTree]]:
-    """`load` of a dict whose values are like those given, and as they were saved where none is given.
+    """Load a dict of trees: each like the tree of its key in `like`, or as it was saved where `like` has no such key.
 
     Raises:
         CheckpointError: as `load` does.
         StructureError: as `load` does.
     """
-    with _named(path):
-        manifest = _manifest(path)
+    with _error_names(path):
+        manifest = _read_manifest(path)
         parts = {
-            key: _like(path, manifest, node, like[key], partial=False, rename={}, on_host=on_host)
+            key: _load_like(path, manifest, node, like[key], partial=False, rename={}, on_host=on_host)
             if key in like
-            else _as_saved(path, manifest, node)
+            else _load_as_saved(path, manifest, node)
             for key, node in children(manifest.tree).items()
         }
     if missing := [key for key in like if key not in parts]:
@@ -86,59 +86,59 @@ def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False)
     return manifest, parts
 
 
-def load_contents(path: Path) -> dict[tuple[Any, ...], Any]:
-    """Return what is at each path of a checkpoint: a `Container`, a tensor, or another leaf.
+def load_items(path: Path) -> dict[tuple[Any, ...], Any]:
+    """Return the `Container`, tensor or other leaf at each path of a checkpoint.
 
     Raises:
         CheckpointError: as `load` does.
     """
-    with _named(path):
-        manifest = _manifest(path)
-        return contents(manifest.tree, read_tensors(path, manifest, manifest.tensors))
+    with _error_names(path):
+        manifest = _read_manifest(path)
+        return items_by_path(manifest.tree, read_tensors(path, manifest, manifest.tensors))
 
 
-def _as_saved(path: Path, manifest: Manifest, skeleton: Json) -> PyTree:
-    held = {id(item) for item in contents(skeleton, manifest.tensors).values()}
+def _load_as_saved(path: Path, manifest: Manifest, treedef: Json) -> PyTree:
+    held = {id(item) for item in items_by_path(treedef, manifest.tensors).values()}
     numbers = [number for number, item in enumerate(manifest.tensors) if id(item) in held]
     tensors = read_tensors(path, manifest, [manifest.tensors[number] for number in numbers])
-    return rebuild(skeleton, dict(zip(numbers, tensors, strict=True)))
+    return unflatten(treedef, dict(zip(numbers, tensors, strict=True)))
 
 
-def _like(
+def _load_like(
     path: Path,
     manifest: Manifest,
-    skeleton: Json,
+    treedef: Json,
     like: PyTree,
     *,
     partial: bool,
     rename: Mapping[str, str],
     on_host: bool = False,
 ) -> PyTree:
-    found = renamed(contents(skeleton, manifest.tensors), rename)
-    chosen = choose(found, describe(like).contents, str(path), partial=partial)
-    needed = {id(item): item for item in chosen.values() if isinstance(item, Stored)}
+    saved = rename_paths(items_by_path(treedef, manifest.tensors), rename)
+    items = match_leaves(saved, flatten(like).items_by_path, str(path), partial=partial)
+    needed = {id(item): item for item in items.values() if isinstance(item, StoredTensor)}
     tensors = dict(zip(needed, read_tensors(path, manifest, [*needed.values()]), strict=True))
-    return filled(like, {at: tensors.get(id(item), item) for at, item in chosen.items()}, on_host=on_host)
+    return fill_like(like, {at: tensors.get(id(item), item) for at, item in items.items()}, on_host=on_host)
 
 
 def verify(path: str | Path) -> Manifest:
-    """Check every byte of a checkpoint, in little memory, and return its manifest.
+    """Verify every byte of a checkpoint, without loading it into memory, and return its manifest.
 
     Raises:
-        CheckpointError: when there is none, or it is damaged; the message names the file and the tensor.
-        DeviceError: when memory runs out while it is read.
+        CheckpointError: when it is missing or damaged; the message names the file and the tensor.
+        DeviceError: when memory runs out.
     """
     path = Path(path)
-    with _named(path):
-        manifest = _manifest(path)
-        with _opened(path, manifest) as places:
+    with _error_names(path):
+        manifest = _read_manifest(path)
+        with _open_tensor_files(path, manifest) as places:
             _concurrently(lambda item: _check(item, places[item.file, item.key]), manifest.tensors)
     return manifest
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong in reading into an error that names the checkpoint: of the host, if it lacks memory."""
+def _error_names(path: Path) -> Iterator[None]:
+    """Turn errors of reading into a CheckpointError that names the path, or a DeviceError when memory ran out."""
     try:
         yield
     except CheckpointError as error:
@@ -153,42 +153,41 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and check that it lists what is in the directory.
+    """Read the manifest of a checkpoint, and check that it lists the files in the directory.
 
     Raises:
-        CheckpointError: when it does not, or is malformed.
+        CheckpointError: when it does not list them, or is malformed.
     """
-    with _named(path):
-        return _manifest(path)
+    with _error_names(path):
+        return _read_manifest(path)
 
 
-def _manifest(path: Path) -> Manifest:
+def _read_manifest(path: Path) -> Manifest:
     if not files.is_directory(path):
         raise CheckpointError("is no directory" if files.exists(path) else "there is no such checkpoint")
     manifest = parse(files.read(path / NAME, MOST_BYTES))
     listed = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
-    found = set(_walk(path))
-    if found != listed:
-        missing, more = sorted(listed - found), sorted(found - listed)
-        raise CheckpointError(
-            "; ".join(
-                [f"files are missing: {_few(missing)}"] * bool(missing)
-                + [f"holds what the manifest does not list: {_few(more)}"] * bool(more)
-            )
-        )
+    present = set(_files_below(path))
+    problems = []
+    if missing := sorted(listed - present):
+        problems.append(f"files are missing: {_first_names(missing)}")
+    if unlisted := sorted(present - listed):
+        problems.append(f"holds what the manifest does not list: {_first_names(unlisted)}")
+    if problems:
+        raise CheckpointError("; ".join(problems))
     for name, digest in manifest.files.items():
         if hashlib.sha256(files.read(path / name, MOST_BYTES)).hexdigest() != digest:
             raise CheckpointError(f"{name}: the bytes are not those that were saved")
     return manifest
 
 
-def _few(found: Sequence[str]) -> str:
-    more = f" and {len(found) - MOST_NAMED} more" * (len(found) > MOST_NAMED)
-    return ", ".join(f"{printable(name):.200}" for name in found[:MOST_NAMED]) + more
+def _first_names(names: Sequence[str]) -> str:
+    text = ", ".join(f"{printable(name):.200}" for name in names[:MOST_NAMED])
+    return f"{text} and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else text
 
 
-def _walk(path: Path) -> Iterator[str]:
-    """The files below a directory, however deep."""
+def _files_below(path: Path) -> Iterator[str]:
+    """Yield the files below a directory, at any depth."""
     left = [""]
     while left:
         below = left.pop()
@@ -200,12 +199,12 @@ def _walk(path: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _opened(path: Path, manifest: Manifest) -> Iterator[dict[tuple[str, str], Place]]:
-    """Open the files of the tensors, check their headers, and tell where each tensor lies."""
+def _open_tensor_files(path: Path, manifest: Manifest) -> Iterator[dict[tuple[str, str], FileOffset]]:
+    """Open the files of the tensors, check their headers, and yield the offset of each tensor by file and name."""
     places = {}
     with ExitStack() as stack:
         for file in sorted({item.file for item in manifest.tensors}):
-            plan = layout([item.kind for item in manifest.tensors if item.file == file])
+            plan = layout([item.info for item in manifest.tensors if item.file == file])
             descriptor = stack.enter_context(files.opened(path / file))
             length = files.size(descriptor)
             if length != plan.size:
@@ -214,30 +213,30 @@ def _opened(path: Path, manifest: Manifest) -> Iterator[dict[tuple[str, str], Pl
             files.read_into(descriptor, memoryview(header), 0)
             if header != plan.header:
                 raise CheckpointError(f"{file}: its header is not that of the tensors in the manifest")
-            places.update({(file, key): Place(descriptor, offset) for key, offset in plan.offsets.items()})
+            places.update({(file, key): FileOffset(descriptor, offset) for key, offset in plan.offsets.items()})
         yield places
 
 
-def read_tensors(path: Path, manifest: Manifest, chosen: Sequence[Stored]) -> list[Tensor]:
+def read_tensors(path: Path, manifest: Manifest, items: Sequence[StoredTensor]) -> list[Tensor]:
     """Read some of the tensors of a checkpoint to the CPU.
 
     Raises:
-        CheckpointError: when a file is not the one that was written, or a digest does not match.
+        CheckpointError: when a file was changed: its size, its header, or a digest.
     """
-    with _opened(path, manifest) as places:
-        return _concurrently(lambda item: _read(item, places[item.file, item.key]), chosen)
+    with _open_tensor_files(path, manifest) as places:
+        return _concurrently(lambda item: _read(item, places[item.file, item.key]), items)
 
 
-def _concurrently(function: Callable[[Stored], Any], items: Sequence[Stored]) -> list[Any]:
+def _concurrently(function: Callable[[StoredTensor], Any], items: Sequence[StoredTensor]) -> list[Any]:
     with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(function, items))
 
 
-def _read(item: Stored, place: Place) -> Tensor:
-    tensor = torch.empty(item.shape, dtype=item.kind.dtype)
+def _read(item: StoredTensor, place: FileOffset) -> Tensor:
+    tensor = torch.empty(item.shape, dtype=item.info.dtype)
     target, digest = as_bytes(tensor), hashlib.sha256()
-    for start in range(0, len(target), LARGEST):
-        part = target[start : start + LARGEST]
+    for start in range(0, len(target), CHUNK):
+        part = target[start : start + CHUNK]
         files.read_into(place.descriptor, part, place.offset + start)
         digest.update(part)
     _require_digest(item, digest.hexdigest())
@@ -246,17 +245,17 @@ def _read(item: Stored, place: Place) -> Tensor:
     return torch.empty_strided(item.shape, item.stride, dtype=tensor.dtype).copy_(tensor)
 
 
-def _check(item: Stored, place: Place) -> None:
-    left, offset, digest = item.kind.bytes, place.offset, hashlib.sha256()
-    buffer = memoryview(bytearray(min(left, LARGEST)))
+def _check(item: StoredTensor, place: FileOffset) -> None:
+    left, offset, digest = item.info.bytes, place.offset, hashlib.sha256()
+    buffer = memoryview(bytearray(min(left, CHUNK)))
     while left:
-        part = buffer[: min(left, LARGEST)]
+        part = buffer[: min(left, CHUNK)]
         files.read_into(place.descriptor, part, offset)
         digest.update(part)
         left, offset = left - len(part), offset + len(part)
     _require_digest(item, digest.hexdigest())
 
 
-def _require_digest(item: Stored, digest: str) -> None:
+def _require_digest(item: StoredTensor, digest: str) -> None:
     if digest != item.sha256:
         raise CheckpointError(f"{item.file}: {printable(item.path)}: the bytes are not those that were saved")

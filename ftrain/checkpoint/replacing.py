@@ -1,4 +1,4 @@
-"""The checkpoint of a step, put where there may be one of that step already: a damaged one, the same, or another."""
+"""Write the checkpoint of a step where one may exist already: damaged, identical or different."""
 
 from __future__ import annotations
 
@@ -10,69 +10,69 @@ from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import Manifest, dump
 from ftrain.checkpoint.reading import verify
 from ftrain.checkpoint.saving import Notes, write
-from ftrain.checkpoint.treedef import Described
+from ftrain.checkpoint.treedef import FlatTree
 from ftrain.errors import CheckpointError
 
 NEW = ".new"
-"""Ends the name of a checkpoint that is whole, and takes the place of another."""
+"""Suffix of a complete checkpoint that is about to replace another."""
 
 
-def current(path: Path) -> Path:
-    """Return where the checkpoint of this name is, which was being replaced when a process ended, maybe."""
-    new = _new(path)
+def current_path(path: Path) -> Path:
+    """Return the directory of a checkpoint; a replacement that was interrupted leaves it under the name with `NEW`."""
+    new = _replacement_path(path)
     return new if files.exists(new) and not files.exists(path) else path
 
 
-def put(path: Path, step: int, described: Described, notes: Notes) -> None:
-    """Write the checkpoint of a step, and read it back.
+def put(path: Path, step: int, flat: FlatTree, notes: Notes) -> None:
+    """Write the checkpoint of a step, and verify it.
 
-    One that is damaged, or of another step, is put aside. One of the same run is replaced, and at each moment one of
-    the two is there; of the same content it stays as it is.
+    An existing one that is damaged or of another step is renamed. One of the same run is replaced, unless its content
+    is the same; at each moment the old or the new one exists.
 
     Raises:
-        CheckpointError: when there is one of another run with other content, or the disk does not take it.
-        OSError: when a name cannot be changed.
+        CheckpointError: when one of another run with different content exists, or writing fails.
+        OSError: when a directory cannot be renamed.
     """
-    settle(path, step)
-    before = _whole(path, step)
-    if before is None:
+    finish_replacement(path, step)
+    existing = _intact_manifest(path, step)
+    if existing is None:
         if files.exists(path):
             files.rename(path, path.parent / f"damaged-{path.name}-{uuid.uuid4().hex}")
-        write(path, described, notes)
+        write(path, flat, notes)
         verify(path)
         return
-    new = _new(path)
-    write(new, described, notes)
-    after = verify(new)
-    if _content(after) != _content(before) and after.run == before.run:
-        settle(path, step)
+    new = _replacement_path(path)
+    write(new, flat, notes)
+    written = verify(new)
+    if _content(written) != _content(existing) and written.run == existing.run:
+        finish_replacement(path, step)
         return
-    # With the name of the new one that of the old came to the disk, which a save that failed may not have seen to.
+    # Writing the new one synced the directory, and so the name of the old one, which a failed save may not have synced.
     discard(new)
-    if _content(after) != _content(before):
+    if _content(written) != _content(existing):
         raise CheckpointError(
-            f"Checkpoints.save: {path} is of another run, {before.run}, and differs from what was to be saved; go on "
+            f"Checkpoints.save: {path} is of another run, {existing.run}, and differs from what was to be saved; go on "
             "from it (latest() loads it), or use another directory"
         )
 
 
-def settle(path: Path, step: int) -> None:
-    """Let a checkpoint take the place of the one that it replaces.
+def finish_replacement(path: Path, step: int) -> None:
+    """Replace a checkpoint by the complete one beside it, if there is one.
 
     Raises:
-        OSError: when a name cannot be changed.
+        OSError: when a directory cannot be renamed.
     """
-    new = _new(path)
+    new = _replacement_path(path)
     if not files.exists(new):
         return
     if files.exists(path):
-        if _whole(new, step) is None:
+        if _intact_manifest(new, step) is None:
             discard(new)
             return
-        doomed = _aside(path)
+        doomed = _doomed_path(path)
         files.rename(path, doomed)
         files.rename(new, path)
-        # Else the old one could have its name still, and a part of its files no more.
+        # Otherwise a power failure could leave the old one with its name, but without some of its files.
         files.sync_directory(path.parent)
         files.remove(doomed)
     else:
@@ -81,26 +81,26 @@ def settle(path: Path, step: int) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint so that no part of it is ever taken for one.
+    """Rename a checkpoint, then remove it, so that no part of it is ever read as a checkpoint.
 
     Raises:
         OSError: when it cannot be removed.
     """
-    doomed = _aside(path)
+    doomed = _doomed_path(path)
     files.rename(path, doomed)
     files.remove(doomed)
 
 
-def _new(path: Path) -> Path:
+def _replacement_path(path: Path) -> Path:
     return path.with_name(f"{path.name}{NEW}")
 
 
-def _aside(path: Path) -> Path:
+def _doomed_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
-def _whole(path: Path, step: int) -> Manifest | None:
-    """The manifest of a checkpoint, if it is one of this step, and whole."""
+def _intact_manifest(path: Path, step: int) -> Manifest | None:
+    """Return the manifest of a checkpoint if it is intact and of this step; else None."""
     try:
         manifest = verify(path)
     except CheckpointError:
@@ -109,5 +109,5 @@ def _whole(path: Path, step: int) -> Manifest | None:
 
 
 def _content(manifest: Manifest) -> bytes:
-    """All of a manifest that says what was saved, and not by whom and where."""
+    """Return the manifest without the run and its environment, for comparison."""
     return dump(dataclasses.replace(manifest, run="", environment={}))

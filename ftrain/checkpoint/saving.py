@@ -1,4 +1,4 @@
-"""Write a tree to a directory so that it is there as a whole, on the disk, or not at all."""
+"""Write a tree to a directory atomically: all of it is on disk, or nothing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ftrain.checkpoint import files
-from ftrain.checkpoint.layout import Kind, chunks, layout, strides
-from ftrain.checkpoint.manifest import FILE_NAME, MOST_BYTES, NAME, Manifest, Stored, dump, environment
-from ftrain.checkpoint.treedef import Described, Leaf, describe, dotted
+from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
+from ftrain.checkpoint.manifest import FILE_NAME, MOST_BYTES, NAME, Manifest, StoredTensor, dump, environment
+from ftrain.checkpoint.treedef import FlatTree, Leaf, dotted, flatten
 from ftrain.errors import CheckpointError, OptionError
 from ftrain.tree.ops import HOST
 from ftrain.types import PyTree
@@ -26,13 +26,13 @@ STATE = "state.safetensors"
 MODEL = "params", "frozen", "buffers"
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 SMALL = 2**16
-"""Bytes below which a hash is done before another thread would have begun with it."""
+"""Bytes below which hashing in another thread takes longer than hashing at once."""
 MANIFEST_ROOM = 4096
-"""Bytes of a manifest a tensor, at the most."""
+"""Bytes reserved in a manifest for each tensor."""
 
 
-class Placed(NamedTuple):
-    """A leaf, the file it goes to, and its name there."""
+class Placement(NamedTuple):
+    """A leaf, the file that it is written to, and its name in the file."""
 
     leaf: Leaf
     file: str
@@ -42,31 +42,32 @@ class Placed(NamedTuple):
 def save(
     path: str | Path, tree: PyTree, *, step: int | None = None, run: str = "", texts: Mapping[str, str] | None = None
 ) -> None:
-    """Save a tree as a new directory, bit for bit; when this returns, it is on the disk.
+    """Save a tree exactly, as a new directory that is on disk when this returns.
 
     Parameters and buffers of a `TrainState` go to ``params/model.safetensors`` under their dotted names, so that
-    any reader of safetensors loads the model; everything else goes to ``state.safetensors``, and ``MANIFEST.json``
-    holds the structure, the numbers and strings among the leaves, and a sha256 of every tensor. Nothing is pickled.
-    Written is a temporary sibling, which is renamed when all of it is on the disk; what fails or is killed before
-    leaves `path` as it was. Leaves may be dense tensors, bool, int, float, complex, str and bytes.
+    any reader of safetensors loads the model. All other tensors go to ``state.safetensors``. ``MANIFEST.json`` holds
+    the structure, the numbers and strings among the leaves, and a sha256 of every tensor. Nothing is pickled. The
+    files are written to a temporary directory beside `path`, which is renamed when all of them are on disk: a save
+    that fails or is killed leaves `path` as it was. Leaves may be dense tensors, bool, int, float, complex, str and
+    bytes.
 
     Args:
-        path: of the directory to make; it must not be there.
-        tree: any tree, a `TrainState` for one; its tensors may be tied, strided, on any device.
-        step: noted in the manifest.
-        run: an id, noted in the manifest.
-        texts: further files, by their names in the directory, such as ``{"params/config.json": ...}``.
+        path: of the new directory, which must not exist.
+        tree: any tree, such as a `TrainState`; its tensors may be tied, strided, and on any device.
+        step: steps of training done, for the manifest.
+        run: id of the run, for the manifest.
+        texts: content of additional files by their names in the directory, such as ``{"params/config.json": ...}``.
 
     Raises:
-        CheckpointError: when something is at `path` already, a leaf cannot be saved, or the disk does not take it.
-        OptionError: for a name in `texts` that leads elsewhere.
+        CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
+        OptionError: for a name in `texts` that is outside of the directory or in use.
     """
-    described = describe(tree)
-    write(Path(path), described, Notes(step, run, {}, environment(device_of(described.leaves)), dict(texts or {})))
+    flat = flatten(tree)
+    write(Path(path), flat, Notes(step, run, {}, environment(device_of(flat.leaves)), dict(texts or {})))
 
 
 class Notes(NamedTuple):
-    """What a manifest says beside the tree, and files that go with it."""
+    """What a manifest holds beside the tree, and the content of additional files by name."""
 
     step: int | None
     run: str
@@ -76,51 +77,53 @@ class Notes(NamedTuple):
 
 
 def device_of(leaves: Sequence[Leaf]) -> torch.device:
-    """Where a tree is, keys and counters on the CPU aside."""
+    """Return the device of the first leaf that is not on the CPU; the CPU when there is none."""
     devices = (leaf.value.device for leaf in leaves)
     return next((device for device in devices if device != HOST), HOST)
 
 
-def write(path: Path, described: Described, notes: Notes) -> None:
-    """`save` for a tree that was taken apart.
+def write(path: Path, flat: FlatTree, notes: Notes) -> None:
+    """Write a flattened tree, as `save` does.
 
     Raises:
         CheckpointError: as `save` does.
         OptionError: as `save` does.
     """
-    placed = _placed(described, notes.texts)
-    with made(path, [leaf.value for leaf in described.leaves]) as temporary:
-        _fill(temporary, described, placed, notes)
+    placements = _place_leaves(flat, notes.texts)
+    with new_directory(path, [leaf.value for leaf in flat.leaves]) as temporary:
+        _write_files(temporary, flat, placements, notes)
 
 
 def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
-    """Check all of a save that does not depend on the disk, without copying or reading a tensor.
+    """Check everything in a save that does not depend on the disk, without reading a tensor.
 
     Raises:
-        CheckpointError: for what cannot be saved in the tree.
-        OptionError: for a name in `texts` that leads elsewhere.
+        CheckpointError: for leaves, keys and containers that cannot be saved.
+        OptionError: for a name in `texts` that is outside of the directory or in use.
     """
-    _placed(describe(tree), texts)
+    _place_leaves(flatten(tree), texts)
 
 
-def _placed(described: Described, texts: Mapping[str, str]) -> list[Placed]:
-    placed = place(described.leaves)
+def _place_leaves(flat: FlatTree, texts: Mapping[str, str]) -> list[Placement]:
+    placements = name_files(flat.leaves)
     for name in texts:
-        if not FILE_NAME.fullmatch(name) or name == NAME or name in {item.file for item in placed}:
+        if not FILE_NAME.fullmatch(name) or name == NAME or name in {item.file for item in placements}:
             raise OptionError(f"save: texts has the name {name!r}; needs a relative one that is free")
-    return placed
+    return placements
 
 
 @contextmanager
-def made(path: Path, tensors: Iterable[Tensor]) -> Iterator[Path]:
-    """Context of a temporary directory, with room for tensors, that gets its name when the context ends well.
+def new_directory(path: Path, tensors: Iterable[Tensor]) -> Iterator[Path]:
+    """Context of a temporary directory, which is renamed to `path` when the context ends without an error.
+
+    Checks first that the disk has room for `tensors`.
 
     Raises:
-        CheckpointError: when something has the name already, or the disk does not take it.
+        CheckpointError: when `path` exists, or writing fails.
     """
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
-        _prepare(path, tensors)
+        _make_room(path, tensors)
         files.make_directory(temporary)
         holder = files.hold(temporary)
         try:
@@ -129,7 +132,7 @@ def made(path: Path, tensors: Iterable[Tensor]) -> Iterator[Path]:
         finally:
             files.release(holder)
     except BaseException as error:
-        # A failed attempt leaves nothing behind; if that fails too, the next save clears it.
+        # Remove the files of the failed attempt; if that fails too, the next save removes them.
         with suppress(OSError):
             if files.exists(temporary):
                 files.remove(temporary)
@@ -140,10 +143,10 @@ def made(path: Path, tensors: Iterable[Tensor]) -> Iterator[Path]:
         raise
 
 
-def _prepare(path: Path, tensors: Iterable[Tensor]) -> None:
+def _make_room(path: Path, tensors: Iterable[Tensor]) -> None:
     files.make_directories(path.parent)
     if files.exists(path):
-        raise CheckpointError(f"save: {path} is there already; choose another name, or remove it")
+        raise CheckpointError(f"save: {path} exists already; choose another name, or remove it")
     clear(path.parent)
     needed = sum(tensor.nbytes + MANIFEST_ROOM for tensor in tensors) + MANIFEST_ROOM
     room = files.free(path.parent)
@@ -154,55 +157,55 @@ def _prepare(path: Path, tensors: Iterable[Tensor]) -> None:
 
 
 def clear(directory: Path) -> None:
-    """Remove what saves have left in a directory that were killed; those under way are let be."""
+    """Remove the temporary directories of saves that were killed, but not of those that are running."""
     for name in files.names(directory):
         if TEMPORARY.fullmatch(name) and files.is_abandoned(directory / name):
             files.remove(directory / name)
 
 
-def place(leaves: Sequence[Leaf]) -> list[Placed]:
-    """Decide in which file each tensor lies, and under which name."""
-    taken: set[tuple[str, str]] = set()
-    placed = []
+def name_files(leaves: Sequence[Leaf]) -> list[Placement]:
+    """Choose a file and a name in it for each tensor."""
+    used: set[tuple[str, str]] = set()
+    placements = []
     for leaf in leaves:
-        file, name = _place(leaf)
+        file, name = _file_and_key(leaf)
         key, number = name, 0
-        # Paths of different keys may be written alike, and one name is the format's own.
-        while (file, key) in taken or key == "__metadata__":
+        # Different paths may have the same text, and safetensors reserves one name.
+        while (file, key) in used or key == "__metadata__":
             number += 1
             key = f"{name}#{number}"
-        taken.add((file, key))
-        placed.append(Placed(leaf, file, key))
-    return placed
+        used.add((file, key))
+        placements.append(Placement(leaf, file, key))
+    return placements
 
 
-def _place(leaf: Leaf) -> tuple[str, str]:
-    owner = leaf.owner
-    within = leaf.path[len(owner) :] if owner is not None else ()
-    if owner is None or len(within) < 2 or within[0] not in MODEL:
+def _file_and_key(leaf: Leaf) -> tuple[str, str]:
+    state_path = leaf.state_path
+    within = leaf.path[len(state_path) :] if state_path is not None else ()
+    if state_path is None or len(within) < 2 or within[0] not in MODEL:
         return STATE, dotted(leaf.path)
-    name = ".".join(str(part) for part in (owner[1:] if owner[:1] == ("state",) else owner)) or "model"
+    name = ".".join(str(part) for part in (state_path[1:] if state_path[:1] == ("state",) else state_path)) or "model"
     file = f"params/{name}.safetensors"
     return (file if FILE_NAME.fullmatch(file) else STATE), ".".join(map(str, within[1:]))
 
 
-def _fill(directory: Path, described: Described, placed: Sequence[Placed], notes: Notes) -> None:
+def _write_files(directory: Path, flat: FlatTree, placements: Sequence[Placement], notes: Notes) -> None:
     texts = notes.texts
-    named = *texts, *(item.file for item in placed)
+    named = *texts, *(item.file for item in placements)
     inside = sorted({above for name in named for above in (directory / name).parents if directory in above.parents})
     for folder in inside:
         files.make_directory(folder)
     digests: dict[tuple[str, str], str] = {}
-    for file in sorted({item.file for item in placed}):
-        entries = [(_kind(item), item.leaf.value) for item in placed if item.file == file]
+    for file in sorted({item.file for item in placements}):
+        entries = [(_tensor_info(item), item.leaf.value) for item in placements if item.file == file]
         digests.update({(file, key): value for key, value in write_tensors(directory / file, entries).items()})
     for name, text in texts.items():
         with files.created(directory / name) as descriptor:
             files.write(descriptor, text.encode())
-    tensors = tuple(_stored(item, digests[item.file, item.key]) for item in placed)
+    tensors = tuple(_stored_tensor(item, digests[item.file, item.key]) for item in placements)
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     step, run, metrics, surroundings, _ = notes
-    manifest = Manifest(step, run, metrics, surroundings, described.skeleton, tensors, hashes)
+    manifest = Manifest(step, run, metrics, surroundings, flat.treedef, tensors, hashes)
     data = dump(manifest)
     if len(data) > MOST_BYTES:
         raise CheckpointError(
@@ -220,32 +223,32 @@ def _commit(temporary: Path, path: Path) -> None:
         files.rename(temporary, path)
         files.sync_directory(path.parent)
     except OSError:
-        # Not known to be on the disk, so it must not be there either; what is there may also be another's.
+        # It may not be on disk, so it must not keep its name; a directory at `path` may also be another process's.
         if not files.exists(temporary):
             files.rename(path, temporary)
         raise
 
 
-def _kind(item: Placed) -> Kind:
-    return Kind(item.key, item.leaf.value.dtype, tuple(item.leaf.value.shape))
+def _tensor_info(item: Placement) -> TensorInfo:
+    return TensorInfo(item.key, item.leaf.value.dtype, tuple(item.leaf.value.shape))
 
 
-def _stored(item: Placed, digest: str) -> Stored:
+def _stored_tensor(item: Placement, digest: str) -> StoredTensor:
     tensor = item.leaf.value
     stride = strides(tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Stored(dotted(item.leaf.path), dtype, tuple(tensor.shape), item.file, item.key, digest, stride)
+    return StoredTensor(dotted(item.leaf.path), dtype, tuple(tensor.shape), item.file, item.key, digest, stride)
 
 
 def write_tensors(
-    path: Path, entries: Sequence[tuple[Kind, Tensor]], notes: Mapping[str, str] | None = None
+    path: Path, entries: Sequence[tuple[TensorInfo, Tensor]], metadata: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Write a safetensors file and return the sha256 of each tensor, computed while the bytes are on their way."""
-    plan = layout([kind for kind, _ in entries], notes)
+    """Write a safetensors file, and return the sha256 of each tensor, computed while its bytes are written."""
+    plan = layout([info for info, _ in entries], metadata)
     digests = {}
     with files.created(path) as descriptor, ThreadPoolExecutor(1) as other:
         files.write(descriptor, plan.header)
-        for kind, tensor in sorted(entries, key=lambda entry: plan.offsets[entry[0].key]):
+        for info, tensor in sorted(entries, key=lambda entry: plan.offsets[entry[0].key]):
             digest = hashlib.sha256()
             for chunk in chunks(tensor):
                 if len(chunk) < SMALL:
@@ -255,5 +258,5 @@ def write_tensors(
                     hashed = other.submit(digest.update, chunk)
                     files.write(descriptor, chunk)
                     hashed.result()
-            digests[kind.key] = digest.hexdigest()
+            digests[info.key] = digest.hexdigest()
     return digests

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory that is used again for the next save."""
+"""Copies of tensors in host memory, which the next save reuses."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ftrain.tree.ops import HOST
 
 
 class Staging:
-    """Host memory of the shapes that were copied last."""
+    """Host buffers of the tensors that were copied last."""
 
     def __init__(self) -> None:
-        self._held: list[Tensor] = []
+        self._buffers: list[Tensor] = []
 
     def copies(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Copy the tensors of leaves to the host; from a device without waiting for it."""
-        free = self._held if len(self._held) == len(leaves) else [torch.empty(0)] * len(leaves)
-        self._held = [_copied(leaf.value, held) for leaf, held in zip(leaves, free, strict=True)]
-        return [leaf._replace(value=copy) for leaf, copy in zip(leaves, self._held, strict=True)]
+        """Copy the tensors of leaves to the host; from an accelerator asynchronously: synchronize before reading."""
+        buffers = self._buffers if len(self._buffers) == len(leaves) else [torch.empty(0)] * len(leaves)
+        self._buffers = [_copy_to_host(leaf.value, buffer) for leaf, buffer in zip(leaves, buffers, strict=True)]
+        return [leaf._replace(value=copy) for leaf, copy in zip(leaves, self._buffers, strict=True)]
 
 
-def _copied(tensor: Tensor, held: Tensor) -> Tensor:
-    fits = held.dtype == tensor.dtype and held.shape == tensor.shape and held.stride() == tensor.stride()
+def _copy_to_host(tensor: Tensor, buffer: Tensor) -> Tensor:
+    fits = buffer.dtype == tensor.dtype and buffer.shape == tensor.shape and buffer.stride() == tensor.stride()
     if not fits:
-        # Pinned, so that the copy of a device needs no stop on its way.
-        held = torch.empty_like(tensor, device=HOST, pin_memory=backends.of(tensor.device).pinned_memory)
-    return held.copy_(tensor.detach(), non_blocking=True)
+        # Pinned, so that a copy from an accelerator is asynchronous.
+        buffer = torch.empty_like(tensor, device=HOST, pin_memory=backends.of(tensor.device).pinned_memory)
+    return buffer.copy_(tensor.detach(), non_blocking=True)

@@ -1,4 +1,4 @@
-"""A tree as JSON, typed and exact: its containers, its keys, and its leaves that are no tensors."""
+"""The structure of a tree as JSON, exact and typed: containers, keys, and leaves that are not tensors."""
 
 from __future__ import annotations
 
@@ -26,87 +26,87 @@ VERSION_1_TAGS = {"ftrain.types.TrainState": "TrainState", "ftrain.types.Mean": 
 
 
 class Leaf(NamedTuple):
-    """A tensor of a tree, where it is, and where the innermost `TrainState` around it is."""
+    """A tensor of a tree, its path, and the path of the innermost `TrainState` that contains it."""
 
     path: Path
     value: Tensor
-    owner: Path | None
+    state_path: Path | None
 
 
-class Described(NamedTuple):
-    """A tree as JSON, its tensors in the order of their numbers in it, and of each path what is there."""
+class FlatTree(NamedTuple):
+    """A tree as JSON, its tensors by their numbers in the JSON, and the item at each path."""
 
-    skeleton: Json
+    treedef: Json
     leaves: list[Leaf]
-    contents: dict[Path, Any]
+    items_by_path: dict[Path, Any]
 
 
 class Container(NamedTuple):
-    """A node of a tree that is no leaf: the name of its type."""
+    """A node of a tree that is not a leaf, by the tag of its type."""
 
     kind: str
 
 
-def describe(tree: PyTree) -> Described:
-    """Take a tree apart.
+def flatten(tree: PyTree) -> FlatTree:
+    """Split a tree into its structure as JSON and its tensors.
 
     Raises:
-        CheckpointError: for leaves, keys or containers that JSON cannot hold exactly; it names all of them.
+        CheckpointError: for leaves, keys and containers that JSON cannot hold exactly; the message names all of them.
     """
-    walk = _Walk()
-    skeleton = walk.node((), tree, None)
-    if walk.problems:
-        raise CheckpointError("save: the tree cannot be saved exactly:\n  " + "\n  ".join(walk.problems))
-    return Described(skeleton, walk.leaves, walk.contents)
+    flattener = _Flattener()
+    treedef = flattener.node((), tree, None)
+    if flattener.problems:
+        raise CheckpointError("save: the tree cannot be saved exactly:\n  " + "\n  ".join(flattener.problems))
+    return FlatTree(treedef, flattener.leaves, flattener.items_by_path)
 
 
-class _Walk:
-    """Visits a tree once, and collects what is in it and what cannot be."""
+class _Flattener:
+    """Visits a tree once, and collects its tensors, its items by path, and what cannot be saved."""
 
     def __init__(self) -> None:
         self.leaves: list[Leaf] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self.contents: dict[Path, Any] = {}
+        self.items_by_path: dict[Path, Any] = {}
         self.problems: list[str] = []
 
-    def node(self, path: Path, tree: Any, owner: Path | None) -> Json:
+    def node(self, path: Path, tree: Any, state_path: Path | None) -> Json:
         if tree is None:
-            self.contents[path] = Container("None")
+            self.items_by_path[path] = Container("None")
             return None
         if isinstance(tree, Tensor):
-            self.contents[path] = tree
-            return {"tensor": self.number(path, tree, owner)}
+            self.items_by_path[path] = tree
+            return {"tensor": self.number(path, tree, state_path)}
         if type(tree) in (dict, OrderedDict):
-            # In the order of insertion, which optree's own walk would sort away.
-            return self.container(path, type(tree).__name__, list(tree), list(tree.values()), owner)
+            # In the order of insertion; optree would sort the keys.
+            return self.container(path, type(tree).__name__, list(tree), list(tree.values()), state_path)
         if optree.tree_is_leaf(tree, namespace=NAMESPACE):
-            self.contents[path] = tree
+            self.items_by_path[path] = tree
             return self.scalar(path, tree)
-        return self.registered(path, tree, owner)
+        return self.registered(path, tree, state_path)
 
-    def number(self, path: Path, tensor: Tensor, owner: Path | None) -> int:
-        """The number of a tensor: that of one before it when it is the same memory, as tied weights are."""
-        problem = not_plain(tensor)
+    def number(self, path: Path, tensor: Tensor, state_path: Path | None) -> int:
+        """Return the number of a tensor; tied tensors, which share memory, have the same one."""
+        problem = why_not_savable(tensor)
         if problem:
             self.problems.append(f"{dotted(path)}: {problem}")
             return 0
         new = len(self.leaves)
-        number = self._numbers.setdefault(_memory(tensor) if tensor.numel() else (new,), new)
+        number = self._numbers.setdefault(_tensor_identity(tensor) if tensor.numel() else (new,), new)
         if number == new:
-            self.leaves.append(Leaf(path, tensor, owner))
+            self.leaves.append(Leaf(path, tensor, state_path))
         return number
 
-    def registered(self, path: Path, tree: Any, owner: Path | None) -> Json:
+    def registered(self, path: Path, tree: Any, state_path: Path | None) -> Json:
         children, static, entries, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
         kind = type(tree)
         if kind in (list, tuple):
-            return self.container(path, kind.__name__, range(len(tree)), children, owner)
+            return self.container(path, kind.__name__, range(len(tree)), children, state_path)
         if optree.is_namedtuple(tree):
-            return self.container(path, f"{NAMED_TUPLE}{kind.__name__}", entries, children, owner)
+            return self.container(path, f"{NAMED_TUPLE}{kind.__name__}", entries, children, state_path)
         tag = tree_tag(kind)
         if tag in TREE_CLASSES:
-            owner = path if kind is TrainState else owner
-            return self.container(path, tag, entries, children, owner, static=static)
+            state_path = path if kind is TrainState else state_path
+            return self.container(path, tag, entries, children, state_path, static=static)
         self.problems.append(
             f"{dotted(path)}: a {class_name(kind)}; needs dicts, lists, tuples and ftrain's own classes"
         )
@@ -118,17 +118,17 @@ class _Walk:
         kind: str,
         keys: Sequence[Any],
         children: Sequence[Any],
-        owner: Path | None,
+        state_path: Path | None,
         *,
         static: Any = (),
     ) -> Json:
-        self.contents[path] = Container(kind)
+        self.items_by_path[path] = Container(kind)
         bad = [key for key in keys if type(key) not in KEYS]
         self.problems.extend(f"{dotted(path)}: the key {key!r} is no str, int or bool" for key in bad)
         node = {
             "kind": kind,
             "keys": [key for key in keys if type(key) in KEYS],
-            "nodes": [self.node((*path, key), child, owner) for key, child in zip(keys, children, strict=True)],
+            "nodes": [self.node((*path, key), child, state_path) for key, child in zip(keys, children, strict=True)],
         }
         return {**node, "static": [self.scalar(path, value) for value in static]} if static else node
 
@@ -143,8 +143,8 @@ class _Walk:
             return None
 
 
-def not_plain(tensor: Tensor) -> str:
-    """Say why a tensor is not a block of numbers that a file can hold; "" when it is."""
+def why_not_savable(tensor: Tensor) -> str:
+    """Return why a tensor cannot be saved; "" when it can."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a {class_name(type(tensor))}; needs a plain tensor"
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -155,51 +155,51 @@ def not_plain(tensor: Tensor) -> str:
     return "" if name in DTYPES else f"{name}, a dtype that cannot be saved"
 
 
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """What two tensors agree in that are one."""
+def _tensor_identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a key that is equal for two tensors that are the same view of the same memory."""
     view = tensor.dtype, tensor.is_conj(), tensor.is_neg(), tuple(tensor.shape), tensor.stride()
     return tensor.device, tensor.data_ptr(), *view
 
 
-def rebuild(skeleton: Json, tensors: Mapping[int, Tensor]) -> PyTree:
-    """Put a tree together again.
+def unflatten(treedef: Json, tensors: Mapping[int, Tensor]) -> PyTree:
+    """Make a tree from its structure as JSON and its tensors.
 
     Raises:
-        CheckpointError: for JSON that is no such tree, or holds classes that are not ftrain's own.
+        CheckpointError: for malformed JSON, and for containers that need ``like=``, such as named tuples.
     """
-    if skeleton is None:
+    if treedef is None:
         return None
-    if not _is_container(skeleton):
-        return _leaf(skeleton, tensors)
-    kind, keys, nodes = _parts(skeleton)
-    static = [decode(value) for value in _list(skeleton.get("static", []))]
-    return _made(kind, keys, [rebuild(node, tensors) for node in nodes], static)
+    if not _is_container(treedef):
+        return _parse_leaf(treedef, tensors)
+    kind, keys, nodes = _parse_container(treedef)
+    static = [decode(value) for value in _require_list(treedef.get("static", []))]
+    return _make_container(kind, keys, [unflatten(node, tensors) for node in nodes], static)
 
 
-def contents(skeleton: Json, tensors: Sequence[Any]) -> dict[Path, Any]:
-    """Return what is at each path of a saved tree: a `Container`, one of `tensors`, or another leaf.
+def items_by_path(treedef: Json, tensors: Sequence[Any]) -> dict[Path, Any]:
+    """Return the item at each path of a saved tree: a `Container`, one of `tensors`, or another leaf.
 
     Raises:
-        CheckpointError: for JSON that is no such tree.
+        CheckpointError: for malformed JSON.
     """
-    found: dict[Path, Any] = {}
+    items: dict[Path, Any] = {}
 
     def visit(path: Path, node: Json) -> None:
         if node is None:
-            found[path] = Container("None")
+            items[path] = Container("None")
         elif _is_container(node):
-            kind, keys, nodes = _parts(node)
-            found[path] = Container(kind)
+            kind, keys, nodes = _parse_container(node)
+            items[path] = Container(kind)
             for key, child in zip(keys, nodes, strict=True):
                 visit((*path, key), child)
         else:
-            found[path] = _leaf(node, tensors)
+            items[path] = _parse_leaf(node, tensors)
 
-    visit((), skeleton)
-    return found
+    visit((), treedef)
+    return items
 
 
-def _made(kind: str, keys: list[Any], children: list[Any], static: list[Any]) -> Any:
+def _make_container(kind: str, keys: list[Any], children: list[Any], static: list[Any]) -> Any:
     if kind in ("dict", "OrderedDict"):
         return CONTAINERS[kind](zip(keys, children, strict=True))
     if kind in CONTAINERS:
@@ -217,12 +217,12 @@ def _is_container(node: Json) -> bool:
     return isinstance(node, dict) and "kind" in node
 
 
-def _parts(node: dict[str, Any]) -> tuple[str, list[Any], list[Any]]:
-    kind, keys, nodes = node["kind"], _list(node.get("keys")), _list(node.get("nodes"))
+def _parse_container(node: dict[str, Any]) -> tuple[str, list[Any], list[Any]]:
+    kind, keys, nodes = node["kind"], _require_list(node.get("keys")), _require_list(node.get("nodes"))
     if not isinstance(kind, str) or len(keys) != len(nodes) or any(type(key) not in KEYS for key in keys):
         raise CheckpointError(f"load: the tree in the manifest is malformed at a {kind!r:.60}")
     kind = VERSION_1_TAGS.get(kind, kind)
-    # As a dict sees them, to which True and 1 are one.
+    # Compared as in a dict, in which True and 1 are the same key.
     if len(set(keys)) != len(keys):
         raise CheckpointError(f"load: the tree in the manifest has a key twice at a {kind}")
     if kind in ("list", "tuple") and keys != [*range(len(keys))]:
@@ -230,13 +230,13 @@ def _parts(node: dict[str, Any]) -> tuple[str, list[Any], list[Any]]:
     return kind, keys, nodes
 
 
-def _list(value: Json) -> list[Any]:
+def _require_list(value: Json) -> list[Any]:
     if not isinstance(value, list):
         raise CheckpointError(f"load: the tree in the manifest is malformed: {value!r:.60} is no list")
     return value
 
 
-def _leaf(node: Json, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
+def _parse_leaf(node: Json, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
     if isinstance(node, dict) and node.keys() == {"tensor"}:
         number = node["tensor"]
         if type(number) is not int or number < 0:
@@ -249,10 +249,10 @@ def _leaf(node: Json, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
 
 
 def encode(value: Any) -> Json:
-    """Write a scalar exactly.
+    """Encode a bool, int, float, complex, str or bytes exactly.
 
     Raises:
-        CheckpointError: for a value of another type, subclasses included.
+        CheckpointError: for a value of another type, also for subclasses of these.
 
     >>> encode(0.1), encode(3), encode("x")
     ({'float': '0x1.999999999999ap-4'}, 3, 'x')
@@ -270,10 +270,10 @@ def encode(value: Any) -> Json:
 
 
 def decode(node: Json) -> Any:
-    """Read what `encode` wrote.
+    """Decode a value of `encode`.
 
     Raises:
-        CheckpointError: for anything else.
+        CheckpointError: for JSON that `encode` does not write.
     """
     try:
         if type(node) in (bool, int, str):
@@ -282,7 +282,7 @@ def decode(node: Json) -> Any:
         if kind == "float":
             return float.fromhex(value)
         if kind == "complex":
-            real, imaginary = map(float.fromhex, _list(value))
+            real, imaginary = map(float.fromhex, _require_list(value))
             return complex(real, imaginary)
         if kind == "bytes":
             return bytes.fromhex(value)
@@ -291,15 +291,15 @@ def decode(node: Json) -> Any:
     raise CheckpointError(f"load: the tree in the manifest has a leaf that is none: {node!r:.60}")
 
 
-def children(skeleton: Json) -> dict[Any, Json]:
-    """Return the nodes right below a node that is a container.
+def children(treedef: Json) -> dict[Any, Json]:
+    """Return the children of a container by key.
 
     Raises:
-        CheckpointError: when it is none.
+        CheckpointError: for a leaf.
     """
-    if not _is_container(skeleton):
+    if not _is_container(treedef):
         raise CheckpointError("load: the manifest holds a leaf where a container is expected")
-    _, keys, nodes = _parts(skeleton)
+    _, keys, nodes = _parse_container(treedef)
     return dict(zip(keys, nodes, strict=True))
 
 
@@ -309,7 +309,7 @@ def class_name(kind: type) -> str:
 
 
 def dotted(path: Path) -> str:
-    """Write a path as users see it.
+    """Return a path written with dots.
 
     >>> dotted(("params", 0, "w")), dotted(())
     ('params.0.w', 'the tree')
@@ -318,7 +318,7 @@ def dotted(path: Path) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Write a name so that nothing in it moves a cursor, and any terminal and file takes it.
+    r"""Return a text with its unprintable characters escaped, so that it is safe to print on any terminal.
 
     >>> print(printable("a\x1b[2J"), printable("b\udcff"))
     a\x1b[2J b\udcff

@@ -8,7 +8,7 @@ from typing import Any
 
 from ftrain import tree
 from ftrain.checkpoint import Checkpoints
-from ftrain.checkpoint.checkpoints import Found
+from ftrain.checkpoint.checkpoints import LoadedCheckpoint
 from ftrain.errors import CheckpointError, require_positive
 from ftrain.step.step import Step
 from ftrain.training.iterate import Position, iterate
@@ -56,7 +56,9 @@ def replay(
     raise CheckpointError(f"replay: the run began at step {position.step}, and {at} is not after it")
 
 
-def _as_then(step: Callable[..., Any], checkpoints: Checkpoints, found: Found | None) -> Callable[[int], Any]:
+def _as_then(
+    step: Callable[..., Any], checkpoints: Checkpoints, found: LoadedCheckpoint | None
+) -> Callable[[int], Any]:
     """Return the step by its number: in as many pieces as the newest history says, which knows most."""
     if not isinstance(step, Step):
         return lambda number: step
@@ -83,5 +85,5 @@ def _beginning(state: Any, checkpoints: Checkpoints, at: int) -> tuple[Any, Posi
     return tree.clone(state), began
 
 
-def _position(found: Found, name: str) -> Position:
+def _position(found: LoadedCheckpoint, name: str) -> Position:
     return Position(**found.run[name])

@@ -12,7 +12,7 @@ from torch import Tensor
 from ftrain import data as sources
 from ftrain import tree
 from ftrain.checkpoint import Checkpoints
-from ftrain.checkpoint.checkpoints import Found
+from ftrain.checkpoint.checkpoints import LoadedCheckpoint
 from ftrain.checkpoint.journal import Journal, Mark, check, mark_of, read
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.saving import require_savable
@@ -158,7 +158,7 @@ class RunCheckpoints:
             )
         return self._resume_point(checkpoint, state, refill=True)
 
-    def _resume_point(self, checkpoint: Found, state: Any, *, refill: bool) -> ResumePoint:
+    def _resume_point(self, checkpoint: LoadedCheckpoint, state: Any, *, refill: bool) -> ResumePoint:
         step, record = checkpoint.step, checkpoint.run["record"]
         last = LastSteps(record.get("checked", step), record["last_evaluation"], record.get("settled", step))
         history = history_of(checkpoint)
@@ -216,7 +216,7 @@ class RunCheckpoints:
         self._saved = point.step, point.last.last_evaluation
 
 
-def history_of(checkpoint: Found) -> History:
+def history_of(checkpoint: LoadedCheckpoint) -> History:
     """Return the history of a run up to a checkpoint that `fit` has saved.
 
     Raises:
@@ -226,7 +226,7 @@ def history_of(checkpoint: Found) -> History:
     return unpack(packed) if mark is None else History(read(checkpoint.path.parent, mark))
 
 
-def _mark(checkpoint: Found) -> Mark | None:
+def _mark(checkpoint: LoadedCheckpoint) -> Mark | None:
     """How much of the journal belongs to a checkpoint.
 
     None when `fit` did not save it, or ftrain before 0.2 did, whose checkpoints hold the records themselves.
@@ -236,7 +236,7 @@ def _mark(checkpoint: Found) -> Mark | None:
     return mark_of(record.get("history")) if isinstance(record, dict) else None
 
 
-def _require_history(checkpoint: Found) -> None:
+def _require_history(checkpoint: LoadedCheckpoint) -> None:
     if (mark := _mark(checkpoint)) is not None:
         check(checkpoint.path.parent, mark)
 
@@ -261,7 +261,7 @@ def _copy_into(leaf: Any, value: Any) -> Any:
     return leaf.copy_(value) if leaf.stride() == value.stride() else value.to(leaf.device)
 
 
-def warn_of_environment(checkpoint: Found, device: torch.device) -> None:
+def warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> None:
     """Warn when a checkpoint was written with other versions, threads or hardware, which may change the last bits."""
     differences = [
         f"{name}: {checkpoint.environment.get(name)}, now {value}"

@@ -291,7 +291,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path, monkeypatch):
 
 def test_a_checkpoint_is_never_written_over(tmp_path):
     checkpoint.save(tmp_path / "a", {"x": torch.ones(2)})
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         checkpoint.save(tmp_path / "a", {"x": torch.zeros(2)})
     assert checkpoint.load(tmp_path / "a")["x"].tolist() == [1, 1]
 

@@ -10,7 +10,7 @@ import ftrain as ft
 from ftrain import checkpoint
 from ftrain.checkpoint import __main__ as command
 from ftrain.checkpoint import files
-from ftrain.checkpoint.import_safetensors import read_foreign
+from ftrain.checkpoint.import_safetensors import read_safetensors
 from ftrain.errors import CheckpointError, StructureError
 
 DEEP = 1500
@@ -71,7 +71,7 @@ def test_names_that_are_no_text_are_written_out(tmp_path, capsysbinary):
         checkpoint.verify(path)
     assert command.main(["verify", str(path)]) == 1
     with pytest.raises(CheckpointError, match=SHOWN):
-        read_foreign(path, ("a", "b"))
+        read_safetensors(path, ("a", "b"))
     said = capsysbinary.readouterr().out
     assert re.search(SHOWN.encode(), said)
     assert b"\x1b" not in said

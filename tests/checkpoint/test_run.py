@@ -103,7 +103,7 @@ def test_memory_of_copies_is_used_again(tmp_path):
         places = []
         for step in (1, 2):
             checkpoints.save(step, given, wait=True)
-            places.append([held.data_ptr() for held in checkpoints._staging._held])
+            places.append([buffer.data_ptr() for buffer in checkpoints._staging._buffers])
     assert places[0] == places[1]
     assert len(places[0]) == 2
     found = checkpoints.latest().parts["state"]

@@ -14,10 +14,10 @@ import time
 import pytest
 
 from ftrain.checkpoint import load, save, verify
-from ftrain.checkpoint.layout import Kind, layout
+from ftrain.checkpoint.layout import TensorInfo, layout
 from ftrain.checkpoint.manifest import DTYPES, parse, signed
 from ftrain.checkpoint.reading import load_parts
-from ftrain.checkpoint.report import inspected
+from ftrain.checkpoint.report import inspection
 from ftrain.errors import CheckpointError, StructureError
 from tests.faults.figures import record, times
 from tests.faults.forks import forked, quiet_forks
@@ -276,7 +276,7 @@ def lay(victim, data):
         return []
     changed = []
     for name in (MODEL, STATE):
-        kinds = [Kind(item.key, DTYPES[item.dtype], item.shape) for item in manifest.tensors if item.file == name]
+        kinds = [TensorInfo(item.key, DTYPES[item.dtype], item.shape) for item in manifest.tensors if item.file == name]
         before = victim.whole[name]
         plan = layout(kinds)
         tail = before[8 + int.from_bytes(before[:8], "little") :]
@@ -311,7 +311,7 @@ ROUTES = {
     "load partial": (lambda path: load(path, like=like(), partial=True), (CheckpointError, StructureError)),
     "load parts": (lambda path: load_parts(path, {"state": like()["state"]}), (CheckpointError, StructureError)),
     "verify": (verify, CheckpointError),
-    "inspect": (lambda path: list(inspected(path)), CheckpointError),
+    "inspect": (lambda path: list(inspection(path)), CheckpointError),
 }
 
 

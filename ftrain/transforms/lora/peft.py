@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, tree
-from ftrain.checkpoint.import_safetensors import Foreign, mark, read_foreign, write_foreign
+from ftrain.checkpoint.import_safetensors import TensorsAndConfig, fingerprint, read_safetensors, write_safetensors
 from ftrain.checkpoint.layout import CODES
 from ftrain.errors import CheckpointError, StructureError
 from ftrain.step.step import Step
@@ -87,7 +87,7 @@ def save(
     said["base_model_name_or_path"] = base_model or getattr(adapters.module, "name_or_path", None) or None
     said["task_type"] = task_type
     tensors = {f"{PREFIX}{name}": leaf for name, leaf in trained.items()}
-    write_foreign(Path(directory), FILES, Foreign(tensors, {MARKS: json.dumps(_marks(state))}, said))
+    write_safetensors(Path(directory), FILES, TensorsAndConfig(tensors, {MARKS: json.dumps(_marks(state))}, said))
 
 
 def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool = False) -> TrainState:
@@ -110,17 +110,17 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
             ftrain has not.
     """
     adapters, directory = _of_module("adapters.load", step, state), Path(directory)
-    found = read_foreign(directory, FILES)
-    _require_options(directory, found.said)
+    found = read_safetensors(directory, FILES)
+    _require_options(directory, found.config)
     problems = [
-        f"{theirs}: found {found.said.get(theirs)!r}, the step has {ours}={getattr(adapters.config, ours)!r}"
+        f"{theirs}: found {found.config.get(theirs)!r}, the step has {ours}={getattr(adapters.config, ours)!r}"
         for theirs, ours in SAME.items()
-        if (found.said.get(theirs) or 0) != getattr(adapters.config, ours)
+        if (found.config.get(theirs) or 0) != getattr(adapters.config, ours)
     ]
     named, bases = _named(directory, found)
     problems += _differences(named, {name: leaf for name, leaf in state.params.items() if leaf is not None})
     if not any_base:
-        problems += _other_base(found.notes, bases, adapters, state)
+        problems += _other_base(found.metadata, bases, adapters, state)
     if problems:
         shown = problems[: tree.MAX_LISTED] + ["..."] * (len(problems) > tree.MAX_LISTED)
         raise StructureError(f"adapters.load: {directory} does not fit the step:\n  " + "\n  ".join(shown))
@@ -139,13 +139,13 @@ def like(directory: str | Path) -> Wrapper:
         CheckpointError: when a file is missing or malformed, or uses options of peft that ftrain has not.
     """
     directory = Path(directory)
-    found = read_foreign(directory, FILES)
-    _require_options(directory, found.said)
+    found = read_safetensors(directory, FILES)
+    _require_options(directory, found.config)
     named, _ = _named(directory, found)
     targets = dict.fromkeys(escape(name.rpartition(".lora_")[0]) for name in named if ".lora_" in name)
-    rank, alpha = found.said["r"], found.said["lora_alpha"]
-    options = {ours: bool(found.said.get(theirs)) for theirs, ours in SAME.items() if theirs.startswith("use")}
-    made: Wrapper = lora(rank, alpha, targets=list(targets), dropout=found.said.get("lora_dropout") or 0.0, **options)
+    rank, alpha = found.config["r"], found.config["lora_alpha"]
+    options = {ours: bool(found.config.get(theirs)) for theirs, ours in SAME.items() if theirs.startswith("use")}
+    made: Wrapper = lora(rank, alpha, targets=list(targets), dropout=found.config.get("lora_dropout") or 0.0, **options)
     return made
 
 
@@ -225,7 +225,7 @@ def _whole_modules(adapters: ModuleAdapters, others: Iterable[str], every: set[s
 def _marks(state: TrainState) -> dict[str, str]:
     frozen = state.frozen or {}
     plain = {name: leaf for name, leaf in frozen.items() if leaf is not None and leaf.dtype in CODES}
-    return {name: mark(leaf) for name, leaf in plain.items() if not _torch.is_wrapper_subclass(leaf)}
+    return {name: fingerprint(leaf) for name, leaf in plain.items() if not _torch.is_wrapper_subclass(leaf)}
 
 
 def _require_options(directory: Path, said: Mapping[str, Any]) -> None:
@@ -258,9 +258,9 @@ def _require_options(directory: Path, said: Mapping[str, Any]) -> None:
         )
 
 
-def _named(directory: Path, found: Foreign) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _named(directory: Path, found: TensorsAndConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of a file by our names, and the weights of the base that it holds as well."""
-    beside = [re.escape(name) for name in found.said.get("modules_to_save") or ()]
+    beside = [re.escape(name) for name in found.config.get("modules_to_save") or ()]
     trained = re.compile(rf"(^|.*\.)(lora_|({'|'.join(beside) or '$'})\.)")
     named, bases = {}, {}
     for key, tensor in found.tensors.items():

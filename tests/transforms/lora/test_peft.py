@@ -12,7 +12,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.checkpoint import files
-from ftrain.checkpoint.import_safetensors import Foreign, read_foreign, write_foreign
+from ftrain.checkpoint.import_safetensors import TensorsAndConfig, read_safetensors, write_safetensors
 from ftrain.errors import CheckpointError, ComposeError, StructureError
 from tests.laws.models import make_model as make_tiny
 from tests.laws.models import token_loss
@@ -101,7 +101,7 @@ def test_targets_are_written_so_that_peft_finds_no_more(tmp_path):
 
 def test_nothing_is_there_before_all_of_it_is(saved, tmp_path, monkeypatch):
     step, state, path = saved
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         ft.adapters.save(path, step, state)
 
     def full(*args):
@@ -238,7 +238,7 @@ def test_files_that_are_missing_or_damaged(saved, tmp_path):
 def test_every_flipped_byte_is_found_and_named(tmp_path):
     path, names = tmp_path / "adapter", (WEIGHTS, CONFIG)
     tensors = {"base_model.model.a.lora_A.weight": torch.randn(3, 4), "b": torch.randn(5).bfloat16()}
-    write_foreign(path, names, Foreign(tensors, {"note": "text"}, {"peft_type": "LORA", "r": 3}))
+    write_safetensors(path, names, TensorsAndConfig(tensors, {"note": "text"}, {"peft_type": "LORA", "r": 3}))
     start = 8 + int.from_bytes((path / WEIGHTS).read_bytes()[:8], "little")
     for name in (WEIGHTS, CONFIG, DIGESTS):
         whole = (path / name).read_bytes()
@@ -247,13 +247,13 @@ def test_every_flipped_byte_is_found_and_named(tmp_path):
             # Those of float32 come first.
             tensor = "" if name != WEIGHTS or place < start else [*tensors][place >= start + 48]
             with pytest.raises(CheckpointError, match=rf"adapter.*{name}.*{tensor}"):
-                read_foreign(path, names)
+                read_safetensors(path, names)
         for other in (whole[:-1], whole + b" "):
             (path / name).write_bytes(other)
             with pytest.raises(CheckpointError, match=f"adapter.*{name}"):
-                read_foreign(path, names)
+                read_safetensors(path, names)
         (path / name).write_bytes(whole)
-    assert torch.equal(read_foreign(path, names).tensors["b"], tensors["b"])
+    assert torch.equal(read_safetensors(path, names).tensors["b"], tensors["b"])
 
 
 def test_what_is_changed_on_purpose_needs_no_digests(saved):
