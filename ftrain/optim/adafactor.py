@@ -1,4 +1,4 @@
-"""Adafactor: the second moment of a matrix from the means of its rows and columns."""
+"""Adafactor: the second moment of a matrix is stored as the means of its rows and of its columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def adafactor(
 ) -> Optimizer:
     r"""Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`.
 
-    With :math:`t` counting from 1, for what has two axes or more (of the last two):
+    With :math:`t` counting from 1, for parameters with two axes or more (rows and columns are the last two):
 
     .. math::
         r &\leftarrow (1 - t^\tau) r + t^\tau \operatorname{mean}_{\text{columns}}(g^2) \\
@@ -36,20 +36,21 @@ def adafactor(
         p &\leftarrow p - \eta \lambda p - \max(\epsilon_2, \operatorname{rms}(p)) \min(\eta, 1 / \sqrt t)
             \frac{u}{\max(1, \operatorname{rms}(u) / d)}
 
-    For a vector, :math:`v` itself is averaged. The state is `count`, and `row` and `column`, where `row` holds
-    the whole :math:`v` of a vector and `column` nothing.
+    For a vector, :math:`v` itself is averaged. The state is `count` (0-d float32), and for a parameter of shape
+    (..., n, m) `row` of shape (..., n, 1) and `column` of shape (..., 1, m), of its dtype. For a vector, `row` is
+    :math:`v` and `column` is empty.
 
     Args:
-        lr: the largest relative step :math:`\eta`, a number or a schedule.
+        lr: :math:`\eta`, the largest step relative to the parameter; a number or a schedule.
         beta2_decay: :math:`\tau`, at most 0.
-        eps: :math:`\epsilon_1`, None for the dtype's own, and :math:`\epsilon_2`.
-        d: largest root mean square of an update, at least 1.
-        weight_decay: :math:`\lambda`.
-        maximize: go up the gradient.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+        eps: :math:`\epsilon_1` (None: ``torch.finfo`` of the dtype) and :math:`\epsilon_2`.
+        d: the largest root mean square of an update before it is scaled, at least 1.
+        weight_decay: :math:`\lambda`, at least 0.
+        maximize: maximize the loss instead of minimizing it.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
 
     Raises:
-        OptionError: for a constant out of its range.
+        OptionError: an argument is out of its range.
     """
     _require(beta2_decay, eps, d)
     require_ranges("adafactor", weight_decay=weight_decay)
@@ -66,7 +67,7 @@ def adafactor(
         if weight_decay and part.decay:
             p.mul_(kept)
         u = _second_moment(g, part.state, share, least).clamp_(min=least * least).rsqrt_().mul_(g)
-        # Both root mean squares times the root of how many there are, and d: so there is less to divide.
+        # Both norms are root mean squares times sqrt(numel); `rate` contains d. This saves divisions.
         step = length.mul_(rate).div_(torch.linalg.vector_norm(u).clamp_(min=root * d))
         p.addcmul_(u, step, value=-1)
 

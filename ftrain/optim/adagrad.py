@@ -1,4 +1,4 @@
-"""Adagrad: the gradient divided by the size of all before it."""
+"""Adagrad: the gradient divided by the root of the sum of all squared gradients."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def adagrad(
         s &\leftarrow s + g^2 \\
         p &\leftarrow p - \frac{\eta}{1 + (t - 1) \gamma} \frac{g}{\sqrt{s} + \epsilon}
 
-    The state is `count` and `sum`.
+    The state is `count` (0-d float32) and `sum`, :math:`s`, of the shapes and dtypes of the parameters.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
-        lr_decay: :math:`\gamma`.
-        weight_decay: :math:`\lambda`.
-        initial_accumulator_value: what :math:`s` begins as.
-        eps: added to the root.
-        maximize: go up the gradient.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+        lr_decay: :math:`\gamma`, at least 0.
+        weight_decay: :math:`\lambda`, at least 0.
+        initial_accumulator_value: the first value of :math:`s`, at least 0.
+        eps: :math:`\epsilon`, added to the denominator.
+        maximize: maximize the loss instead of minimizing it.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
 
     Raises:
-        OptionError: for a constant out of its range.
+        OptionError: an argument is out of its range.
     """
     require_ranges("adagrad", 1.0, eps=eps)
     require_ranges(

@@ -1,4 +1,4 @@
-"""Adam, with weight decay in the gradient or apart from it."""
+"""Adam with coupled (L2) weight decay, AdamW with decoupled weight decay, and AdamW with moments of 8 bits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from ftrain.optim.state_dtype import Storage, low_precision
 from ftrain.tree.name_patterns import Mask, everything, matrices
 from ftrain.types import Optimizer, Schedule
 
-MOMENTS = "mu", "nu"
-
 
 def adam(
     lr: float | Schedule,
@@ -52,26 +50,26 @@ def adam(
         v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
         p &\leftarrow p - \eta \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-    The state is that of `adamw`, which is the better choice with weight decay.
+    The state is that of `adamw`. Prefer `adamw` for weight decay.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: :math:`\lambda`.
+        b1: :math:`\beta_1`, decay rate of the first moment, in [0, 1).
+        b2: :math:`\beta_2`, decay rate of the second moment, in [0, 1).
+        eps: :math:`\epsilon`, added to the denominator.
+        weight_decay: :math:`\lambda`, at least 0.
         amsgrad: divide by the largest :math:`v` so far (Reddi et al. 2018, arXiv:1904.09237).
-        maximize: go up the gradient.
-        state_dtype: of the moments, ``"bf16"`` or ``"fp32"``, and the formula is then in float32; that of the
-            parameters, unless told.
-        stochastic_rounding: round what is stored in bfloat16, moments and parameters, up or down at random; where
-            `state_dtype` is ``"bf16"``, unless told.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+        maximize: maximize the loss instead of minimizing it.
+        state_dtype: dtype of the moments, ``"bf16"`` or ``"fp32"``; the update is then computed in float32. Default:
+            the dtype of each parameter.
+        stochastic_rounding: round moments and parameters that are stored in bfloat16 up or down at random. Default: if
+            `state_dtype` is ``"bf16"``.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
 
     Raises:
-        OptionError: for a constant out of its range.
+        OptionError: an argument is out of its range.
     """
-    storage = low_precision("adam", state_dtype, stochastic_rounding, MOMENTS + ("nu_max",) * amsgrad)
+    storage = low_precision("adam", state_dtype, stochastic_rounding, _moments(amsgrad))
     flags = {"amsgrad": amsgrad, "maximize": maximize, "decoupled": False}
     return _adam("adam", lr, (b1, b2), eps, weight_decay, decay_mask, storage=storage, **flags)
 
@@ -99,34 +97,33 @@ def adamw(
         p &\leftarrow p - \eta \lambda p
             - \eta \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-    The state is `count` (0-d float32, as torch's kernels want it), `mu` and `nu` (like the parameters), and with
-    `amsgrad` also `nu_max`. Steps that a wrapper skips do not count.
+    The state is `count` (0-d float32, as torch's fused kernels need it), `mu` and `nu` (shapes and dtypes of the
+    parameters, or `state_dtype`), and with `amsgrad` also `nu_max`. Steps that a wrapper skips do not count.
 
-    For less memory, ``state_dtype="bf16"`` halves the moments, and parameters in bfloat16 may be trained without a copy
-    in float32 (``stochastic_rounding=True``, any moments). Both round at random, from the key of the step, with the
-    value itself as the mean: rounded to the nearest, steps of less than 0.2 % are lost, and with them the decay of
-    :math:`v`. Its root was 5.3 times too large 4,500 steps after the gradients had fallen tenfold; rounded at random
-    it was right in the mean, and within 6 % for nine elements in ten.
+    To save memory, ``state_dtype="bf16"`` halves the moments, and ``stochastic_rounding=True`` trains bfloat16
+    parameters without a float32 copy. Values are then rounded up or down at random, with the key of the step, so that
+    the mean of the result is the value. Rounded to the nearest, changes of less than 0.2 % would be lost, and with them
+    the decay of :math:`v`: its root was 5.3 times too large 4,500 steps after the gradients had fallen tenfold. Rounded
+    at random it was right in the mean, and within 6 % for nine elements in ten.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: :math:`\lambda`.
+        b1: :math:`\beta_1`, decay rate of the first moment, in [0, 1).
+        b2: :math:`\beta_2`, decay rate of the second moment, in [0, 1).
+        eps: :math:`\epsilon`, added to the denominator.
+        weight_decay: :math:`\lambda`, at least 0.
         amsgrad: divide by the largest :math:`v` so far (Reddi et al. 2018, arXiv:1904.09237).
-        maximize: go up the gradient.
-        state_dtype: of the moments, ``"bf16"`` or ``"fp32"``, and the formula is then in float32; that of the
-            parameters, unless told.
-        stochastic_rounding: round what is stored in bfloat16, moments and parameters, up or down at random; where
-            `state_dtype` is ``"bf16"``, unless told.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; those with two axes or more,
-            unless told.
+        maximize: maximize the loss instead of minimizing it.
+        state_dtype: dtype of the moments, ``"bf16"`` or ``"fp32"``; the update is then computed in float32. Default:
+            the dtype of each parameter.
+        stochastic_rounding: round moments and parameters that are stored in bfloat16 up or down at random. Default: if
+            `state_dtype` is ``"bf16"``.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: those with two axes or more.
 
     Raises:
-        OptionError: for a constant out of its range.
+        OptionError: an argument is out of its range.
     """
-    storage = low_precision("adamw", state_dtype, stochastic_rounding, MOMENTS + ("nu_max",) * amsgrad)
+    storage = low_precision("adamw", state_dtype, stochastic_rounding, _moments(amsgrad))
     flags = {"amsgrad": amsgrad, "maximize": maximize, "decoupled": True}
     return _adam("adamw", lr, (b1, b2), eps, weight_decay, decay_mask, storage=storage, **flags)
 
@@ -145,31 +142,34 @@ def adamw_8bit(
 ) -> Optimizer:
     r"""AdamW with moments of 8 bits, quantised in blocks (Dettmers et al. 2021, arXiv:2110.02861).
 
-    The formula of `adamw`, in float32; between updates the moments are kept as codes: `mu` and `nu` (uint8, of the
-    parameters' shapes), each with `mu_scale` and `nu_scale` (float32, one number for each block, vectors). That is
-    two bytes a parameter and 8 / `block`, where `adamw` takes eight. They are plain leaves of the state.
+    The update of `adamw`, computed in float32. Between updates the moments are stored as codes: `mu` and `nu` (uint8,
+    shapes of the parameters), with the scales `mu_scale` and `nu_scale` (float32, shape (blocks,)). That is
+    ``2 + 8 / block`` bytes for each parameter element, where `adamw` takes 8.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: :math:`\lambda`.
-        block: elements that share a scale; the last block of a parameter may have fewer.
-        min_size: parameters with fewer elements (norms and biases) keep moments in float32, and empty scales.
-        stochastic_rounding: round parameters in bfloat16 up or down at random.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; those with two axes or more,
-            unless told.
+        b1: :math:`\beta_1`, decay rate of the first moment, in [0, 1).
+        b2: :math:`\beta_2`, decay rate of the second moment, in [0, 1).
+        eps: :math:`\epsilon`, added to the denominator.
+        weight_decay: :math:`\lambda`, at least 0.
+        block: number of elements that share a scale; the last block of a parameter may have fewer.
+        min_size: parameters with fewer elements (norms and biases) have moments in float32 and empty scales.
+        stochastic_rounding: round parameters that are stored in bfloat16 up or down at random.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: those with two axes or more.
 
     Raises:
-        OptionError: for a constant out of its range.
+        OptionError: an argument is out of its range.
     """
     require_positive("adamw_8bit", "block", block)
     require_positive("adamw_8bit", "min_size", min_size)
     formats = {"mu": Codes(True, block, min_size), "nu": Codes(False, block, min_size)}
-    shown = [f"block={block}"] * (block != 256) + ["stochastic_rounding"] * stochastic_rounding
-    storage = Storage(formats, stochastic_rounding, tuple(shown))
+    shown = {f"block={block}": block != 256, "stochastic_rounding": stochastic_rounding}
+    storage = Storage(formats, stochastic_rounding, tuple(text for text, is_shown in shown.items() if is_shown))
     return _adam("adamw_8bit", lr, (b1, b2), eps, weight_decay, decay_mask, storage=storage, decoupled=True)
+
+
+def _moments(amsgrad: bool) -> list[str]:
+    return ["mu", "nu", "nu_max"] if amsgrad else ["mu", "nu"]
 
 
 def _adam(
@@ -207,7 +207,7 @@ def _adam(
         name,
         lr,
         rule,
-        state=dict.fromkeys(MOMENTS + ("nu_max",) * amsgrad, torch.zeros_like),
+        state=dict.fromkeys(_moments(amsgrad), torch.zeros_like),
         shared={COUNT: NONE},
         constants=constants,
         fused=_kernel(betas, eps, weight_decay, decoupled=decoupled, amsgrad=amsgrad, maximize=maximize),

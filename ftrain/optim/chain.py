@@ -1,4 +1,4 @@
-"""What is done to gradients before an optimizer sees them."""
+"""Transformations of the gradients before an optimizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GradientTransform:
 
     Args:
         apply: ``(gradient, parameter, value, key) -> gradient``, for one leaf; the value is the scheduled one, and
-            the key is there when `needs_rng` is true.
+            the key is None unless `needs_rng` is true.
         select: which leaves it applies to.
         text: how it prints.
         schedules: name -> schedule of the value; at most one.
@@ -41,14 +41,14 @@ class GradientTransform:
 
 
 def centralize(mask: Mask = matrices) -> GradientTransform:
-    r"""Take the mean off the gradient of each output (Yong et al. 2020, arXiv:2004.01461).
+    r"""Subtract the mean from the gradient of each output (Yong et al. 2020, arXiv:2004.01461).
 
     .. math:: g_i \leftarrow g_i - \operatorname{mean}(g_i)
 
-    for each index :math:`i` of the first axis: of rows of a linear layer and of filters of a convolution.
+    for each index :math:`i` of the first axis: rows of a linear layer, filters of a convolution.
 
     Args:
-        mask: which parameters; those with two axes or more, unless told.
+        mask: which parameters. Default: those with two axes or more.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
@@ -58,12 +58,12 @@ def centralize(mask: Mask = matrices) -> GradientTransform:
 
 
 def sign(mask: Mask = everything) -> GradientTransform:
-    r"""Keep the sign alone; before `sgd` this is signSGD (Bernstein et al. 2018, arXiv:1802.04434).
+    r"""Replace gradients by their signs; before `sgd` this is signSGD (Bernstein et al. 2018, arXiv:1802.04434).
 
     .. math:: g \leftarrow \operatorname{sign}(g)
 
     Args:
-        mask: which parameters; all, unless told.
+        mask: which parameters. Default: all.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
@@ -81,10 +81,10 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
 
     Args:
         stddev: :math:`\sigma`, a number or a schedule; called ``noise`` among the metrics.
-        mask: which parameters; all, unless told.
+        mask: which parameters. Default: all.
 
     Raises:
-        OptionError: for a negative number.
+        OptionError: `stddev` is negative.
     """
     if isinstance(stddev, int | float) and stddev < 0:
         raise OptionError(f"noise: stddev is {stddev!r}, needs a number of at least 0, or a schedule")
@@ -99,15 +99,16 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
 
 
 def project(mask: Mask = matrices) -> GradientTransform:
-    r"""Keep what is orthogonal to the parameter: of weights whose length does not matter, since a norm follows.
+    r"""Keep the part of the gradient that is orthogonal to the parameter, for weights before a normalization layer.
 
     .. math:: g_i \leftarrow g_i - \frac{\langle g_i, p_i \rangle}{\langle p_i, p_i \rangle} p_i
 
     for each index :math:`i` of the first axis (Heo et al. 2021, arXiv:2006.08217, for every channel); where
-    :math:`p_i = 0` nothing is taken off. Such weights then hardly grow, and keep their effective learning rate.
+    :math:`p_i = 0` the gradient stays. The norm of such weights has no effect; this keeps it from growing, and with it
+    their effective learning rate from falling.
 
     Args:
-        mask: which parameters; those with two axes or more, unless told.
+        mask: which parameters. Default: those with two axes or more.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
@@ -119,7 +120,7 @@ def project(mask: Mask = matrices) -> GradientTransform:
 
 
 def _inner(leaf: Tensor) -> list[int]:
-    """All axes but the first; of a vector, that one."""
+    """Return all axes but the first; of a vector, the only one."""
     return list(range(1, leaf.ndim)) or list(range(leaf.ndim))
 
 
@@ -127,11 +128,11 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
     """Put transformations of the gradients before an optimizer, the first one first.
 
     Args:
-        parts: of `centralize`, `sign`, `noise`, `project` or a `GradientTransform`; and an optimizer, the last.
+        parts: results of `centralize`, `sign`, `noise` and `project`, or other `GradientTransform`; last, an optimizer.
 
     Raises:
-        ComposeError: for anything else, or two parts that schedule a value of the same name.
-        OptionError: at `init`, for a pattern that matches no parameter.
+        ComposeError: a part is something else, or two parts have a scheduled value of the same name.
+        OptionError: at `init`, a pattern matches no parameter.
 
     >>> import ftrain as ft
     >>> ft.optim.chain(ft.optim.centralize(), ft.optim.adamw(1e-3)).text
@@ -140,8 +141,8 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
     optimizer = require_optimizer("chain", "the last part", parts[-1] if parts else None)
     transforms = [part for part in parts if isinstance(part, GradientTransform)]
     if len(transforms) < len(parts) - 1:
-        found = next(part for part in parts if not isinstance(part, GradientTransform))
-        raise ComposeError(f"chain: found {found!r} before the optimizer; needs optim.centralize() or the like")
+        other = next(part for part in parts if not isinstance(part, GradientTransform))
+        raise ComposeError(f"chain: found {other!r} before the optimizer; needs optim.centralize() or the like")
     schedules = dict(optimizer.schedules)
     for transform in transforms:
         for name, schedule in transform.schedules.items():
@@ -154,8 +155,8 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
             require_matches(transform.select, params)
         return optimizer.init(params)
 
-    def chained(optimizer: Optimizer, places: Mapping[str, int] | None = None) -> Optimizer:
-        apply = _Apply(transforms, places)
+    def chained(optimizer: Optimizer, index_of: Mapping[str, int] | None = None) -> Optimizer:
+        apply = _Apply(transforms, index_of)
 
         def update(
             grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
@@ -166,8 +167,8 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
         return Optimizer(optimizer.init, update, schedules, f"chain({text})", needs_rng=draws)
 
     def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
-        places = {name: place for place, name in enumerate(tree.leaf_names(params))}
-        return [chained(each, places) for each in optimizer.apart(params, parts)] if optimizer.apart else []
+        index_of = {name: index for index, name in enumerate(tree.leaf_names(params))}
+        return [chained(each, index_of) for each in optimizer.apart(params, parts)] if optimizer.apart else []
 
     text = ", ".join([*(transform.text for transform in transforms), optimizer.text])
     draws = optimizer.needs_rng or any(transform.needs_rng for transform in transforms)
@@ -175,17 +176,20 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
 
 
 class _Apply:
-    """Applies transformations to gradients, and remembers to which, since the next tree is most often like the last.
+    """Apply transformations to gradients; the leaves of each are kept for the next tree of the same structure.
 
-    With `places`, those of leaves among others that are updated apart, by their names.
+    Args:
+        transforms: in the order in which they are applied.
+        index_of: name of a parameter -> its index among all parameters, when these are only some of them; random
+            numbers depend on that index. Default: the index among the parameters of the call.
     """
 
-    def __init__(self, transforms: Sequence[GradientTransform], places: Mapping[str, int] | None = None) -> None:
-        self._transforms, self._known = transforms, places
+    def __init__(self, transforms: Sequence[GradientTransform], index_of: Mapping[str, int] | None = None) -> None:
+        self._transforms, self._index_of = transforms, index_of
         self._flatten = Flattener()
         self._last: tuple[optree.PyTreeSpec, Guard] | None = None
         self._places: list[list[int]] = []
-        self._origins: Sequence[int] = ()
+        self._indices: Sequence[int] = ()
 
     def __call__(self, grads: PyTree, params: PyTree, hyper: Hyper) -> PyTree:
         """Return the transformed gradients."""
@@ -196,14 +200,14 @@ class _Apply:
                 [place for place, (name, leaf) in enumerate(named) if transform.select(name, leaf)]
                 for transform in self._transforms
             ]
-            known = self._known
-            self._origins = range(len(named)) if known is None else [known[name] for name, _ in named]
+            index_of = self._index_of
+            self._indices = range(len(named)) if index_of is None else [index_of[name] for name, _ in named]
             self._last = spec, Guard(leaves)
         gradients = list(gradients)
         for number, (transform, places) in enumerate(zip(self._transforms, self._places, strict=True)):
             value = next((hyper[name] for name in transform.schedules), None)
             key = random.fold_in(hyper[RNG], number) if transform.needs_rng else None
             for place in places:
-                own = random.fold_in(key, self._origins[place]) if key is not None else None
-                gradients[place] = transform.apply(gradients[place], leaves[place], value, own)
+                leaf_key = random.fold_in(key, self._indices[place]) if key is not None else None
+                gradients[place] = transform.apply(gradients[place], leaves[place], value, leaf_key)
         return tree.unflatten(require_alike(spec), gradients)

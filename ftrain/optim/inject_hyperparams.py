@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, StructureError
-from ftrain.optim.nested import require_optimizer
+from ftrain.optim.nested import require_optimizer, wrap_apart
 from ftrain.tree.name_patterns import near
 from ftrain.types import Hyper, Optimizer, PyTree, TrainState, replace
 
@@ -48,17 +48,14 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
         params, state = inner.update(grads, opt_state, params, hyper, donate=donate)
         return params, {FACTORS: opt_state[FACTORS], **state}
 
-    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
-        # The factors are the host's, and of no leaf.
-        return [_within(each) for each in optimizer.apart(params, parts)] if optimizer.apart else []
-
     return dataclasses.replace(
         optimizer,
         init=init,
         update=update,
         factors=_factors,
         text=f"adjustable({optimizer.text})",
-        apart=apart if optimizer.apart else None,
+        # Without the factors, which are the host's and belong to no parameter.
+        apart=wrap_apart(optimizer, _within),
     )
 
 

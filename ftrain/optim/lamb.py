@@ -1,4 +1,4 @@
-"""LAMB: Adam's step, as long as the parameter it moves."""
+"""LAMB: the update of Adam, scaled to the norm of the parameter."""
 
 from __future__ import annotations
 
@@ -44,20 +44,19 @@ def lamb(
         u &= \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon} + \lambda p \\
         p &\leftarrow p - \eta \frac{\lVert p \rVert}{\lVert u \rVert} u
 
-    with norms of each parameter; where one of them is zero, their ratio is taken as 1. The state is `count`, `mu`
-    and `nu`.
+    with norms of each parameter; where one of them is zero, their ratio is taken as 1. The state is `count` (0-d
+    float32), `mu` and `nu` (shapes and dtypes of the parameters).
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: :math:`\lambda`.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; those with two axes or more,
-            unless told.
+        b1: :math:`\beta_1`, decay rate of the first moment, in [0, 1).
+        b2: :math:`\beta_2`, decay rate of the second moment, in [0, 1).
+        eps: :math:`\epsilon`, added to the denominator.
+        weight_decay: :math:`\lambda`, at least 0.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: those with two axes or more.
 
     Raises:
-        OptionError: for a constant out of its range.
+        OptionError: an argument is out of its range.
     """
     require_ranges("lamb", 1.0, b1=b1, b2=b2, eps=eps)
     require_ranges("lamb", weight_decay=weight_decay)
@@ -87,7 +86,7 @@ def lamb(
 
 
 def _trust(leaf: Some, step: Some) -> Some:
-    """Return the norm of each parameter over that of its step, or 1 where one of them is zero."""
+    """Return norm(parameter) / norm(step) for each parameter, or 1 where one of them is zero."""
     if not isinstance(leaf, Column):
         return _ratio(torch.linalg.vector_norm(leaf), torch.linalg.vector_norm(step))
     return Column(list(_ratio(torch.stack(leaf.norm().tensors), torch.stack(step.norm().tensors)).unbind()))

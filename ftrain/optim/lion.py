@@ -1,4 +1,4 @@
-"""Lion: steps of one size, along the sign of the momentum."""
+"""Lion: the sign of an average of the gradients, times the learning rate."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def lion(
         p &\leftarrow p - \eta \lambda p - \eta \operatorname{sign}(c) \\
         m &\leftarrow \beta_2 m + (1 - \beta_2) g
 
-    The state is `mu` alone. The paper takes a third to a tenth of Adam's rate, and as many times its decay.
+    The state is `mu`, :math:`m` (shapes of the parameters, their dtypes or `state_dtype`). The paper uses learning
+    rates 3 to 10 times smaller than AdamW's, and weight decays 3 to 10 times larger.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: share of the momentum in the step, in [0, 1).
-        b2: decay of the momentum, in [0, 1).
-        weight_decay: :math:`\lambda`.
-        state_dtype: of the momentum, ``"bf16"`` or ``"fp32"``, and the formula is then in float32; that of the
-            parameters, unless told.
-        stochastic_rounding: round what is stored in bfloat16, momentum and parameters, up or down at random; where
-            `state_dtype` is ``"bf16"``, unless told.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; those with two axes or more,
-            unless told.
+        b1: :math:`\beta_1`, weight of the momentum in the step, in [0, 1).
+        b2: :math:`\beta_2`, decay rate of the momentum, in [0, 1).
+        weight_decay: :math:`\lambda`, at least 0.
+        state_dtype: dtype of the momentum, ``"bf16"`` or ``"fp32"``; the update is then computed in float32. Default:
+            the dtype of each parameter.
+        stochastic_rounding: round momentum and parameters that are stored in bfloat16 up or down at random. Default: if
+            `state_dtype` is ``"bf16"``.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: those with two axes or more.
 
     Raises:
-        OptionError: for a constant out of its range.
+        OptionError: an argument is out of its range.
     """
     require_ranges("lion", 1.0, b1=b1, b2=b2)
     require_ranges("lion", weight_decay=weight_decay)

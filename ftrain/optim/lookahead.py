@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import ComposeError, require_positive, require_range
 from ftrain.optim.grouping import columns, copies, require_alike
-from ftrain.optim.nested import require_optimizer
+from ftrain.optim.nested import require_optimizer, wrap_apart
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import Hyper, Optimizer, PyTree, Schedule
 
@@ -61,14 +59,10 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
         spec = require_alike(spec)
         return tree.unflatten(spec, leaves), {SLOW: tree.unflatten(spec, slow), FAST: fast}
 
-    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
-        return [lookahead(each, k, alpha) for each in optimizer.apart(params, parts)] if optimizer.apart else []
-
+    apart = wrap_apart(optimizer, lambda each: lookahead(each, k, alpha))
     schedules: dict[str, Schedule] = {**optimizer.schedules, NAME: due}
     text = f"lookahead({optimizer.text}, {k}, {alpha:g})"
-    return Optimizer(
-        init, update, schedules, text, needs_rng=optimizer.needs_rng, apart=apart if optimizer.apart else None
-    )
+    return Optimizer(init, update, schedules, text, needs_rng=optimizer.needs_rng, apart=apart)
 
 
 def _called_back(

@@ -1,4 +1,4 @@
-"""Muon: momentum, made orthogonal, for matrices."""
+"""Muon: the momentum of a matrix, made orthogonal by Newton-Schulz iterations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, PyTree, Schedule, replace
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of the polynomial of the iteration; the paper's, steep at zero."""
+"""Coefficients of the polynomial of the iteration, from the paper; it is steep at zero."""
 
 TINY = 16
-"""Matrices with no more rows, or columns, are rounded otherwise in batches than alone: a few in a thousand, by torch's
-kernels for the CPU. Of larger ones, 90,000 of twelve shapes were the same."""
+"""Matrices with at most so many rows or columns are not batched: torch's CPU kernels round a few in a thousand of them
+differently in a batch than alone. Of larger ones, 90,000 of twelve shapes were equal."""
 
 
 def muon(
@@ -40,10 +40,10 @@ def muon(
         o &= \operatorname{NS}((1 - \mu) g + \mu b \text{ if nesterov else } b) \\
         p &\leftarrow p - \eta \lambda p - \eta \sqrt{\max(1, \text{rows} / \text{columns})}\; o
 
-    where NS brings the singular values of a matrix near 1, by steps of
+    where NS (Newton-Schulz) brings the singular values of a matrix near 1, by iterations of
     :math:`x \leftarrow a x + (b\,x x^\top + c\,(x x^\top)^2) x` in bfloat16 from :math:`x / \lVert x \rVert`.
 
-    Every parameter must have two axes. Embeddings, the last layer and what is no matrix are AdamW's:
+    Every parameter must have two axes. Give embeddings, the last layer, and everything else to AdamW:
 
     >>> import ftrain as ft
     >>> def label(name, leaf):
@@ -51,25 +51,25 @@ def muon(
     >>> ft.optim.partition({"muon": ft.optim.muon(0.02), "adamw": ft.optim.adamw(3e-4)}, label).text
     'partition(muon: muon(constant(0.02), weight_decay=0.1), adamw: adamw(constant(3e-4)))'
 
-    The state is `momentum`. Matrices of one shape go through the products together, which is where the time is for
-    small ones: a tenth of it is left for 500 of 45 x 45. On devices other than the CPU, a batch may be rounded, in
-    bfloat16, otherwise than each matrix alone, as `update_in_backward` and `offload` take them.
+    The state is `momentum`, :math:`b` (shapes and dtypes of the parameters). Matrices of one shape are multiplied as a
+    batch: 500 of 45 x 45 took a tenth of the time. On devices other than the CPU, a batch may be rounded, in bfloat16,
+    differently from single matrices, as which `update_in_backward` and `offload` update them.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
         momentum: :math:`\mu` in [0, 1).
-        nesterov: look ahead along the momentum.
-        weight_decay: :math:`\lambda`.
+        nesterov: use Nesterov momentum.
+        weight_decay: :math:`\lambda`, at least 0.
         ns_coefficients: :math:`a, b, c`.
-        ns_steps: how many steps of the iteration.
-        eps: least norm to divide by.
+        ns_steps: number of iterations.
+        eps: the smallest norm to divide by.
         adjust_lr_fn: ``"original"``, as above, or ``"match_rms_adamw"``, with the factor
-            :math:`0.2 \sqrt{\max(\text{rows}, \text{columns})}`, to take AdamW's rates (arXiv:2502.16982).
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+            :math:`0.2 \sqrt{\max(\text{rows}, \text{columns})}`, for learning rates of AdamW (arXiv:2502.16982).
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
 
     Raises:
-        OptionError: for a constant out of its range.
-        StructureError: from `init`, for a parameter that is no matrix.
+        OptionError: an argument is out of its range.
+        StructureError: at `init`, a parameter is not a matrix.
     """
     require_ranges("muon", 1.0, momentum=momentum, eps=eps)
     require_ranges("muon", weight_decay=weight_decay)
@@ -116,7 +116,7 @@ def muon(
 def _orthogonal(
     matrices: list[Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> list[Tensor]:
-    """Bring the singular values of matrices of one shape near 1, together where that is exact."""
+    """Bring the singular values of matrices of one shape near 1: as a batch if that gives the same bits."""
     if len(matrices) == 1 or min(matrices[0].shape) <= TINY:
         return [_iterated(matrix, torch.addmm, coefficients, steps, eps) for matrix in matrices]
     return list(_iterated(torch.stack(matrices), torch.baddbmm, coefficients, steps, eps).unbind())
@@ -129,7 +129,7 @@ def _iterated(
     steps: int,
     eps: float,
 ) -> Tensor:
-    """Do so with a matrix, or a batch, by products in bfloat16 of the smaller side; in the dtype it came in."""
+    """Iterate on a matrix (n, m) or a batch (b, n, m) in bfloat16, on its smaller side; return its own dtype."""
     a, b, c = coefficients
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.to(torch.bfloat16)
@@ -138,7 +138,7 @@ def _iterated(
     for _ in range(steps):
         gram = x @ x.mT
         x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    # Not left in bfloat16, in which its product with a rate that is a tensor would be rounded.
+    # In bfloat16, the product with a learning rate that is a tensor would be rounded.
     return (x.mT if tall else x).to(matrix.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Adam with Nesterov's momentum."""
+"""Adam with Nesterov momentum."""
 
 from __future__ import annotations
 
@@ -47,21 +47,22 @@ def nadam(
         u &= \frac{\mu_{t+1} m}{1 - \prod_{i=1}^{t+1} \mu_i} + \frac{(1 - \mu_t) g}{1 - \prod_{i=1}^t \mu_i} \\
         p &\leftarrow p - \eta \frac{u}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-    The state is `count` and `product` (0-d, the product of all :math:`\mu_i`), `mu` and `nu`.
+    The state is `count` and `product` (0-d float32, the product of all :math:`\mu_i`), `mu` and `nu` (shapes and dtypes
+    of the parameters).
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: :math:`\lambda`.
-        momentum_decay: :math:`\psi`.
-        decoupled_weight_decay: take :math:`\eta \lambda p` from the parameters instead, as AdamW does.
-        maximize: go up the gradient.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+        b1: :math:`\beta_1`, decay rate of the first moment, in [0, 1).
+        b2: :math:`\beta_2`, decay rate of the second moment, in [0, 1).
+        eps: :math:`\epsilon`, added to the denominator.
+        weight_decay: :math:`\lambda`, at least 0.
+        momentum_decay: :math:`\psi`, at least 0.
+        decoupled_weight_decay: subtract :math:`\eta \lambda p` from the parameters instead, as AdamW does.
+        maximize: maximize the loss instead of minimizing it.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
 
     Raises:
-        OptionError: for a constant out of its range.
+        OptionError: an argument is out of its range.
     """
     require_ranges("nadam", 1.0, b1=b1, b2=b2, eps=eps)
     require_ranges("nadam", weight_decay=weight_decay, momentum_decay=momentum_decay)
@@ -71,17 +72,17 @@ def nadam(
         count = counted(shared[COUNT])
         now, following = (b1 * (1 - 0.5 * power(0.96, t * momentum_decay)) for t in (count, count + 1))
         product = counted(shared["product"].mul_(now.float()))
-        # Both summands over the factor of the gradient, which goes to the step: one to scale less.
+        # Divide both terms of u by the factor of the gradient, and multiply the rate by it: one tensor less to scale.
         factor = (1 - now) / (1 - product)
         share, root = following / (1 - product * following) / factor, debias(b2, count).sqrt()
-        # And the root of the second moment's bias to the step, so that nothing but eps is added to the denominator.
+        # The correction of the second moment goes to the rate too, so that the denominator is sqrt(nu) + constant.
         return rate * factor * root, share, eps * root, 1 - rate * weight_decay
 
     def rule(part: Part, size: Number, share: Number, least: Number, kept: Number) -> None:
         g = part.descent(maximize=maximize, l2=coupled)
         mu, nu = average(part.state["mu"], g, b1), average_squares(part.state["nu"], g, b2)
         u = combine(g, mu, share)
-        # So that the memory of what decay added to is there for the denominator.
+        # Free the decayed gradient before the denominator is allocated.
         del g
         if decoupled_weight_decay and weight_decay and part.decay:
             part.leaf.mul_(kept)

@@ -1,4 +1,4 @@
-"""An optimizer whose state lives on the host or in files, and visits the device some leaves at a time."""
+"""An optimizer whose state is stored on the host or in files, and is copied to the device group by group."""
 
 from __future__ import annotations
 
@@ -13,115 +13,118 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.backends import Copier
 from ftrain.backends.transfers import copier_of, in_file, is_abstract, is_in_file, on_host
-from ftrain.optim.partial_update import Apart, by_size, shares
+from ftrain.optim.nested import wrap_apart
+from ftrain.optim.partial_update import UpdateSplitter, by_size, param_groups
 from ftrain.types import Hyper, Optimizer, PyTree
 
-TOGETHER = 1 << 26
-"""Bytes of parameters that are updated together: enough for a copy at full speed, and few beside a model."""
+GROUP_BYTES = 1 << 26
+"""Bytes of parameters in a group: enough for copies at full bandwidth, and few beside a model."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where the leaves of a state live.
+    """Where the leaves of an optimizer state are stored.
 
     Args:
         directory: of their files; None for host memory.
-        least: bytes below which a leaf stays where the parameters are.
+        least: leaves of fewer bytes stay on the device of the parameters.
     """
 
     directory: Path | None
     least: int
 
     def takes(self, leaf: Tensor, device: torch.device) -> bool:
-        """Whether a leaf of the state of parameters on a device lives here."""
+        """Whether a leaf of the state of parameters on `device` is stored here."""
         return self.is_large(leaf) and (self.directory is not None or device != tree.HOST)
 
     def is_large(self, leaf: Tensor) -> bool:
-        """Whether a leaf is worth to be sent for; numbers of no axes are not, of which some belong to the host."""
+        """Whether a leaf is large enough to offload. Never a 0-d tensor: some of these belong to the host."""
         return leaf.ndim > 0 and leaf.nbytes >= max(self.least, 1)
 
     def holds(self, leaf: Tensor) -> bool:
-        """Whether a leaf is where it should be."""
+        """Whether a leaf is stored here already."""
         return leaf.device == tree.HOST and (self.directory is None or is_in_file(leaf))
 
     def place(self, leaf: Tensor, device: torch.device) -> Tensor:
-        """Return an empty tensor in which a leaf can live."""
+        """Return an empty tensor of the shape and dtype of a leaf, in host memory or in a new file."""
         if self.directory is not None:
             return in_file(leaf, self.directory)
         return on_host(leaf, backends.of(device).pinned_memory)
 
 
-def away(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
-    """Return the optimizer that computes the same, to the bit, with a state that lives somewhere else.
+def offload_state(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
+    """Return an optimizer that computes the same, to the bit, and stores its state elsewhere.
+
+    While one group of parameters is updated, the state of the next one is copied, if the device can do both.
 
     Args:
-        function: who asks, for messages.
-        optimizer: which can update parameters a few at a time.
-        home: where the state lives.
+        function: name of the caller, for error messages.
+        optimizer: one that has an `apart`.
+        home: where the state is stored.
 
     Raises:
-        ComposeError: when it cannot.
+        ComposeError: the optimizer has no `apart`.
     """
-    group = _together
-    apart = Apart(function, optimizer, group)
+    splitter = UpdateSplitter(function, optimizer, _groups)
 
     def init(params: PyTree) -> PyTree:
         leaves = tree.leaves(params)
         if any(map(is_abstract, leaves)):
-            return tree.map(lambda leaf: _elsewhere(leaf) if home.is_large(leaf) else leaf, optimizer.init(params))
-        hollow = optimizer.init(tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params))
-        found, spec = tree.flatten(hollow)
+            return tree.map(lambda leaf: _abstract_copy(leaf) if home.is_large(leaf) else leaf, optimizer.init(params))
+        on_meta = optimizer.init(tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params))
+        state, spec = tree.flatten(on_meta)
         device = tree.device_of(params)
         copier = copier_of(device)
-        for share in shares(function, optimizer, params, hollow, group(leaves)):
-            own = share.optimizer.init(dict(zip(share.names, [leaves[p] for p in share.places], strict=True)))
-            for place, leaf in zip(share.held, tree.leaves(own), strict=True):
-                found[place] = _stored(home, copier, None, leaf, device)
+        for group in param_groups(function, optimizer, params, on_meta, _groups(leaves)):
+            group_params = dict(zip(group.names, [leaves[place] for place in group.places], strict=True))
+            group_state = tree.leaves(group.optimizer.init(group_params))
+            for place, leaf in zip(group.state_places, group_state, strict=True):
+                state[place] = _stored(home, copier, None, leaf, device)
         copier.wait()
-        return tree.unflatten(spec, found)
+        return tree.unflatten(spec, state)
 
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
-        made, gradients = apart.begin(params, opt_state, hyper, donate=donate), tree.leaves(grads)
-        device = tree.device_of(params)
+        grouped = splitter.begin(params, opt_state, hyper, donate=donate)
+        gradients, device = tree.leaves(grads), tree.device_of(params)
         copier = copier_of(device)
-        coming: list[Callable[[], Tensor]] | None = None
-        for share, following in zip(made.shares, [*made.shares[1:], None], strict=True):
-            old = made.state_of(share)
-            here = coming if coming is not None else _fetched(home, copier, old, device)
-            # The next one is under way while this one is computed.
-            coming = _fetched(home, copier, made.state_of(following), device) if copier.ahead and following else None
-            new = made.make(share, [gradients[place] for place in share.places], [get() for get in here])
-            made.keep(share, _all_stored(home, copier, old if donate else None, new, device))
+        prefetched: list[Callable[[], Tensor]] | None = None
+        for group, following in zip(grouped.groups, [*grouped.groups[1:], None], strict=True):
+            old = grouped.state_of(group)
+            fetched = prefetched if prefetched is not None else _fetched(home, copier, old, device)
+            # The copy of the next group overlaps with the update of this one.
+            prefetched = None
+            if copier.ahead and following is not None:
+                prefetched = _fetched(home, copier, grouped.state_of(following), device)
+            new = grouped.make(group, [gradients[place] for place in group.places], [get() for get in fetched])
+            grouped.keep(group, _all_stored(home, copier, old if donate else None, new, device))
         copier.wait()
-        return made.finish()
+        return grouped.finish()
 
-    def parts(params: PyTree, wanted: Sequence[Sequence[int]]) -> list[Optimizer]:
-        return [_visiting(each, home) for each in optimizer.apart(params, wanted)] if optimizer.apart else []
-
-    return dataclasses.replace(optimizer, init=init, update=update, apart=parts, offloaded=True)
+    apart = wrap_apart(optimizer, lambda each: _at_once(each, home))
+    return dataclasses.replace(optimizer, init=init, update=update, apart=apart, offloaded=True)
 
 
-def _visiting(optimizer: Optimizer, home: Home) -> Optimizer:
-    """Return an optimizer whose whole state visits the device at once."""
+def _at_once(optimizer: Optimizer, home: Home) -> Optimizer:
+    """Return an optimizer whose whole state is copied to the device for an update, and back."""
 
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
         (old, spec), device = tree.flatten(opt_state), tree.device_of(params)
         copier = copier_of(device)
-        here = tree.unflatten(spec, [get() for get in _fetched(home, copier, old, device)])
-        new_params, new = optimizer.update(grads, here, params, hyper, donate=donate)
-        found = _all_stored(home, copier, old if donate else None, tree.leaves(new), device)
+        on_device = tree.unflatten(spec, [get() for get in _fetched(home, copier, old, device)])
+        new_params, new = optimizer.update(grads, on_device, params, hyper, donate=donate)
+        stored = _all_stored(home, copier, old if donate else None, tree.leaves(new), device)
         copier.wait()
-        return new_params, tree.unflatten(spec, found)
+        return new_params, tree.unflatten(spec, stored)
 
     return dataclasses.replace(optimizer, update=update)
 
 
-def _together(leaves: Sequence[Tensor]) -> list[list[int]]:
-    return by_size(leaves, TOGETHER)
+def _groups(leaves: Sequence[Tensor]) -> list[list[int]]:
+    return by_size(leaves, GROUP_BYTES)
 
 
 def _fetched(home: Home, copier: Copier, state: Sequence[Tensor], device: torch.device) -> list[Callable[[], Tensor]]:
@@ -130,7 +133,7 @@ def _fetched(home: Home, copier: Copier, state: Sequence[Tensor], device: torch.
 
 def _fetch(home: Home, copier: Copier, leaf: Tensor, device: torch.device) -> Callable[[], Tensor]:
     if is_abstract(leaf) and home.directory is None and home.is_large(leaf):
-        # Where the host is told from the device by nothing else, the copy is still one.
+        # Abstract tensors may have one device for both, and the copy still takes memory.
         return lambda: torch.empty_like(leaf)
     if leaf.device == device or leaf.ndim == 0:
         return lambda: leaf
@@ -145,9 +148,9 @@ def _all_stored(
 
 
 def _stored(home: Home, copier: Copier, place: Tensor | None, leaf: Tensor, device: torch.device) -> Tensor:
-    """Return a leaf where it lives: in `place`, if that may be written and is there."""
+    """Return the stored copy of a leaf: in `place`, if that is given and fits, else in new memory or a new file."""
     if is_abstract(leaf) and home.is_large(leaf):
-        return _elsewhere(leaf) if place is None else place
+        return _abstract_copy(leaf) if place is None else place
     if not home.takes(leaf, device) or (leaf is place and home.holds(leaf)):
         return leaf
     if place is None or not home.holds(place) or place.stride() != leaf.stride():
@@ -156,6 +159,6 @@ def _stored(home: Home, copier: Copier, place: Tensor | None, leaf: Tensor, devi
     return place
 
 
-def _elsewhere(leaf: Tensor) -> Tensor:
-    """A tensor without values, of that shape, and without its memory, which is not the device's."""
+def _abstract_copy(leaf: Tensor) -> Tensor:
+    """Return an abstract tensor of the same shape that takes no memory on the device."""
     return leaf.new_empty(()).expand_as(leaf)

@@ -1,4 +1,4 @@
-"""An update a few leaves at a time: what belongs to these is given to the optimizer of them alone."""
+"""Update parameters group by group, each with the optimizer of that group alone."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from ftrain.types import Hyper, Optimizer, PyTree
 
 
 @dataclass(frozen=True)
-class Share:
-    """Some leaves of the parameters, the optimizer of these alone, and what of the whole state is theirs.
+class ParamGroup:
+    """Some of the parameters, the optimizer of these alone, and their part of the whole optimizer state.
 
     Args:
-        optimizer: of these leaves.
-        names: of the leaves.
-        places: of the leaves among those of the parameters.
-        held: of each leaf of their state, its place in the state of all.
-        spec: the structure of their state.
+        optimizer: of these parameters, as a dict by name.
+        names: names of the parameters.
+        places: indices of the parameters among the leaves of all parameters.
+        state_places: indices of the leaves of their state among the leaves of the whole state.
+        state_spec: structure of their state.
     """
 
     optimizer: Optimizer
     names: list[str]
     places: list[int]
-    held: list[int]
-    spec: optree.PyTreeSpec
+    state_places: list[int]
+    state_spec: optree.PyTreeSpec
 
     def update(
         self, grads: Sequence[Tensor], state: Sequence[Tensor], params: Sequence[Tensor], hyper: Hyper, *, donate: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the leaves after the update, and those of their state, all in the order of this record."""
-        trees = dict(zip(self.names, grads, strict=True)), dict(zip(self.names, params, strict=True))
-        own = tree.unflatten(self.spec, list(state))
-        new, kept = self.optimizer.update(trees[0], own, trees[1], hyper, donate=donate)
-        return [new[name] for name in self.names], tree.leaves(kept)
+        """Return the updated parameters, and the leaves of their state, in the order of `names` and `state_places`."""
+        grads_by_name, params_by_name = (dict(zip(self.names, leaves, strict=True)) for leaves in (grads, params))
+        opt_state = tree.unflatten(self.state_spec, list(state))
+        new_params, new_state = self.optimizer.update(grads_by_name, opt_state, params_by_name, hyper, donate=donate)
+        return [new_params[name] for name in self.names], tree.leaves(new_state)
 
 
-class Update:
-    """One update, whose shares may come in any order, each of them once.
+class GroupedUpdate:
+    """One update, made group by group in any order, each group once.
 
     Args:
-        shares: of all leaves.
-        params: the leaves of the parameters.
-        state: those of the optimizer's state.
-        specs: the structures of both.
-        hyper: what the optimizer is given.
+        groups: together all parameters.
+        params: leaves of the parameters.
+        state: leaves of the optimizer state.
+        specs: structures of the parameters and of the state.
+        hyper: the scheduled values of the step.
         donate: whether `params` and `state` may be written.
     """
 
     def __init__(
         self,
-        shares: list[Share],
+        groups: list[ParamGroup],
         params: list[Tensor],
         state: list[Tensor],
         specs: tuple[optree.PyTreeSpec, optree.PyTreeSpec],
@@ -67,60 +67,60 @@ class Update:
         hyper: Hyper,
         donate: bool,
     ) -> None:
-        self.shares, self._specs, self._hyper, self._donate = shares, specs, hyper, donate
+        self.groups, self._specs, self._hyper, self._donate = groups, specs, hyper, donate
         self._params, self._state = params, state
         self._new_params, self._new_state = list(params), list(state)
-        counts = Counter(place for share in shares for place in share.held)
-        # What several read, counts of updates say, must be the same for each of them.
-        self._common = {place for place, count in counts.items() if count > 1}
+        counts = Counter(place for group in groups for place in group.state_places)
+        # State that several groups read, such as the count of updates, must have its old value for each of them.
+        self._shared = {place for place, count in counts.items() if count > 1}
 
-    def state_of(self, share: Share) -> list[Tensor]:
-        """Return the leaves of the state that a share reads and may write."""
-        return [self._state[p].clone() if p in self._common else self._state[p] for p in share.held]
+    def state_of(self, group: ParamGroup) -> list[Tensor]:
+        """Return the leaves of the state of a group, which its optimizer may write if the state is donated."""
+        return [self._state[p].clone() if p in self._shared else self._state[p] for p in group.state_places]
 
-    def make(self, share: Share, grads: Sequence[Tensor], state: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Update the leaves of one share, and return those of its state.
+    def make(self, group: ParamGroup, grads: Sequence[Tensor], state: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Update the parameters of one group, and return the leaves of its new state.
 
         Args:
-            share: which.
-            grads: the gradients of its leaves.
-            state: the leaves of its state, where they were brought from elsewhere; else `state_of` it.
+            group: one of `groups`.
+            grads: gradients of its parameters.
+            state: leaves of its state, if they were copied from elsewhere. Default: `state_of` the group.
         """
-        given = self.state_of(share) if state is None else state
-        leaves = [self._params[place] for place in share.places]
-        params, kept = share.update(grads, given, leaves, self._hyper, donate=self._donate)
-        for place, leaf in zip(share.places, params, strict=True):
+        old_state = self.state_of(group) if state is None else state
+        old_params = [self._params[place] for place in group.places]
+        params, new_state = group.update(grads, old_state, old_params, self._hyper, donate=self._donate)
+        for place, leaf in zip(group.places, params, strict=True):
             self._new_params[place] = leaf
-        for place, leaf, before in zip(share.held, kept, given, strict=True):
-            # What was handed on as it was given is still where it was.
-            self._new_state[place] = self._state[place] if leaf is before and place not in self._common else leaf
-        return kept
+        for place, leaf, old in zip(group.state_places, new_state, old_state, strict=True):
+            # A leaf that the optimizer did not replace keeps the tensor of the whole state.
+            self._new_state[place] = self._state[place] if leaf is old and place not in self._shared else leaf
+        return new_state
 
-    def keep(self, share: Share, state: Sequence[Tensor]) -> None:
-        """Say where the leaves of the state of a share are now, when `make` was given others."""
-        for place, leaf in zip(share.held, state, strict=True):
-            if place not in self._common:
+    def keep(self, group: ParamGroup, state: Sequence[Tensor]) -> None:
+        """Replace the leaves of the new state of a group, when `make` got copies of them."""
+        for place, leaf in zip(group.state_places, state, strict=True):
+            if place not in self._shared:
                 self._new_state[place] = leaf
 
     def finish(self) -> tuple[PyTree, PyTree]:
-        """Return the parameters and the state after all shares."""
+        """Return the parameters and the state after the updates of all groups."""
         if self._donate:
-            for place in self._common:
+            for place in self._shared:
                 if self._new_state[place] is not self._state[place]:
                     self._new_state[place] = self._state[place].copy_(self._new_state[place])
         return tree.unflatten(self._specs[0], self._new_params), tree.unflatten(self._specs[1], self._new_state)
 
 
-class Apart:
-    """Cuts updates into shares, and remembers how, since the next state is most often like the last.
+class UpdateSplitter:
+    """Splits updates into groups of parameters; the groups of the last structure are kept for the next step.
 
     Args:
-        function: who asks, for messages.
-        optimizer: which has an `apart`.
-        group: leaves of the parameters -> parts, each of which is the indices of some.
+        function: name of the caller, for error messages.
+        optimizer: one that has an `apart`.
+        group: leaves of the parameters -> groups, each a sequence of indices of leaves.
 
     Raises:
-        ComposeError: when the optimizer has none.
+        ComposeError: the optimizer has no `apart`.
     """
 
     def __init__(
@@ -130,26 +130,26 @@ class Apart:
         self._function, self._optimizer, self._group = function, optimizer, group
         self._flatten = Flattener()
         self._last: tuple[optree.PyTreeSpec, Guard] | None = None
-        self._shares: list[Share] = []
+        self._groups: list[ParamGroup] = []
 
-    def begin(self, params: PyTree, opt_state: PyTree, hyper: Hyper, *, donate: bool) -> Update:
-        """Return an update that is still to be made."""
+    def begin(self, params: PyTree, opt_state: PyTree, hyper: Hyper, *, donate: bool) -> GroupedUpdate:
+        """Return an update of which no group has been made yet."""
         leaves, spec = self._flatten((params, opt_state))
         specs = spec.child(0), spec.child(1)
         count = specs[0].num_leaves
-        mine, state = leaves[:count], leaves[count:]
-        if self._last is None or self._last[0] is not spec or not self._last[1](mine):
-            parts = self._group(mine)
-            self._shares = list(shares(self._function, self._optimizer, params, opt_state, parts))
-            self._last = spec, Guard(mine)
-        return Update(self._shares, mine, state, specs, hyper=hyper, donate=donate)
+        param_leaves, state_leaves = leaves[:count], leaves[count:]
+        if self._last is None or self._last[0] is not spec or not self._last[1](param_leaves):
+            parts = self._group(param_leaves)
+            self._groups = list(param_groups(self._function, self._optimizer, params, opt_state, parts))
+            self._last = spec, Guard(param_leaves)
+        return GroupedUpdate(self._groups, param_leaves, state_leaves, specs, hyper=hyper, donate=donate)
 
 
 def require_apart(function: str, optimizer: Optimizer) -> None:
-    """Check for an optimizer that can update some leaves without the others.
+    """Check that an optimizer can update some parameters without the others.
 
     Raises:
-        ComposeError: when it cannot.
+        ComposeError: it cannot.
     """
     if optimizer.apart is None:
         raise ComposeError(
@@ -158,53 +158,57 @@ def require_apart(function: str, optimizer: Optimizer) -> None:
         )
 
 
-def shares(
+def param_groups(
     function: str, optimizer: Optimizer, params: PyTree, opt_state: PyTree, parts: Sequence[Sequence[int]]
-) -> Iterator[Share]:
-    """Cut parameters and the state of their optimizer into shares.
+) -> Iterator[ParamGroup]:
+    """Split the parameters, and with them the state of their optimizer, into groups.
 
     Args:
-        function: who asks, for messages.
-        optimizer: which has an `apart`.
+        function: name of the caller, for error messages.
+        optimizer: one that has an `apart`.
         params: the parameters.
-        opt_state: the state beside them.
-        parts: for each share, the indices of its leaves.
+        opt_state: the optimizer state of these.
+        parts: for each group, indices of the leaves of `params`.
 
     Raises:
-        ComposeError: when the optimizer has no `apart`, two leaves have one name, or a share has leaves that the whole
-            state has not.
+        ComposeError: the optimizer has no `apart`, two leaves have the same name, or the state of a group has leaves
+            that the whole state does not have.
     """
     require_apart(function, optimizer)
-    names, leaves = tree.leaf_names(params), tree.leaves(params)
-    kept = tree.leaf_names(opt_state)
-    known = {name: place for place, name in enumerate(kept)}
-    for found, what in ((names, "parameters"), (kept, "leaves of the optimizer's state")):
-        if len(set(found)) < len(found):
-            twice = next(name for name, count in Counter(found).items() if count > 1)
-            raise ComposeError(f"{function}: two {what} are called {twice}; rename one, for updates go by name")
-    made = optimizer.apart(params, parts) if optimizer.apart is not None else []
-    for part, own in zip(parts, made, strict=True):
-        given = {names[place]: leaves[place] for place in part}
-        # Outside of whatever captures or watches this run, for only names matter.
+    param_names, param_leaves = tree.leaf_names(params), tree.leaves(params)
+    state_names = tree.leaf_names(opt_state)
+    _require_unique(function, "parameters", param_names)
+    _require_unique(function, "leaves of the optimizer's state", state_names)
+    place_of = {name: place for place, name in enumerate(state_names)}
+    optimizers = optimizer.apart(params, parts) if optimizer.apart is not None else []
+    for part, group_optimizer in zip(parts, optimizers, strict=True):
+        leaves = {param_names[place]: param_leaves[place] for place in part}
+        # Only the names of the state are needed, so nothing of this may be captured or counted by an active mode.
         with _torch.without_modes():
-            state = own.init({name: _hollow(leaf) for name, leaf in given.items()})
-        _, spec = tree.flatten(state)
-        own_names = tree.leaf_names(state)
-        if not known.keys() >= set(own_names):
-            other = next(name for name in own_names if name not in known)
+            state = group_optimizer.init({name: _on_meta(leaf) for name, leaf in leaves.items()})
+        names = tree.leaf_names(state)
+        if not place_of.keys() >= set(names):
+            other = next(name for name in names if name not in place_of)
             raise ComposeError(
-                f"{function}: {own.text} of {', '.join(given)} alone keeps {other}, and the state of all has "
-                f"no leaf of that name; its Optimizer.apart must name leaves as {optimizer.text} does"
+                f"{function}: {group_optimizer.text} of {', '.join(leaves)} alone keeps {other}, and the state of all "
+                f"has no leaf of that name; its Optimizer.apart must name leaves as {optimizer.text} does"
             )
-        yield Share(own, list(given), list(part), [known[name] for name in own_names], spec)
+        _, spec = tree.flatten(state)
+        yield ParamGroup(group_optimizer, list(leaves), list(part), [place_of[name] for name in names], spec)
 
 
-def _hollow(leaf: Tensor) -> Tensor:
+def _require_unique(function: str, what: str, names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        name = next(name for name, count in Counter(names).items() if count > 1)
+        raise ComposeError(f"{function}: two {what} are called {name}; rename one, for updates go by name")
+
+
+def _on_meta(leaf: Tensor) -> Tensor:
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def by_size(leaves: Sequence[Tensor], most: int) -> list[list[int]]:
-    """Group leaves, in their order, so that a group takes at most so many bytes, or is a single leaf.
+    """Group leaves in their order: each group has at most `most` bytes, or is a single leaf.
 
     >>> by_size([torch.zeros(n) for n in (1, 1, 5, 1)], 8)
     [[0, 1], [2], [3]]

@@ -1,4 +1,4 @@
-"""Adam whose step is smaller while the second moment is known from few gradients."""
+"""Rectified Adam: smaller steps while the second moment is estimated from few gradients."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def radam(
         p &\leftarrow p - \eta \frac{m}{1 - \beta_1^t}
             \left(r \frac{\sqrt{1 - \beta_2^t}}{\sqrt{v} + \epsilon} \text{ if } \rho_t > 5 \text{ else } 1\right)
 
-    The state is `count`, `mu` and `nu`.
+    The state is `count` (0-d float32), `mu` and `nu` (shapes and dtypes of the parameters).
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: :math:`\lambda`.
-        decoupled_weight_decay: take :math:`\eta \lambda p` from the parameters instead, as AdamW does.
-        maximize: go up the gradient.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+        b1: :math:`\beta_1`, decay rate of the first moment, in [0, 1).
+        b2: :math:`\beta_2`, decay rate of the second moment, in [0, 1).
+        eps: :math:`\epsilon`, added to the denominator.
+        weight_decay: :math:`\lambda`, at least 0.
+        decoupled_weight_decay: subtract :math:`\eta \lambda p` from the parameters instead, as AdamW does.
+        maximize: maximize the loss instead of minimizing it.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
 
     Raises:
-        OptionError: for a constant out of its range.
+        OptionError: an argument is out of its range.
     """
     require_ranges("radam", 1.0, b1=b1, b2=b2, eps=eps)
     require_ranges("radam", weight_decay=weight_decay)
@@ -74,7 +74,7 @@ def radam(
         length = limit - 2 * count * power(b2, count) / second
         rectifier = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
         adaptive = first / (rectifier * second).sqrt()
-        # Chosen from and not multiplied, for the root may be NaN where it is not wanted.
+        # torch.where and not a product: the root may be NaN where it is not used.
         rectified = length > 5
         root = torch.where(rectified, adaptive, 0.0)
         return rate, root, torch.where(rectified, eps * adaptive, first), 1 - rate * weight_decay
@@ -82,7 +82,7 @@ def radam(
     def rule(part: Part, rate: Number, root: Number, least: Number, kept: Number) -> None:
         g = part.descent(maximize=maximize, l2=coupled)
         mu, nu = average(part.state["mu"], g, b1), average_squares(part.state["nu"], g, b2)
-        # As in NAdam, so that what was made is freed before more is.
+        # Free the decayed gradient before the denominator is allocated.
         del g
         if decoupled_weight_decay and weight_decay and part.decay:
             part.leaf.mul_(kept)

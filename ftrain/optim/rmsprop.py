@@ -1,4 +1,4 @@
-"""RMSprop: the gradient divided by its own running size."""
+"""RMSprop: the gradient divided by the root of the average of its squares."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rmsprop(
     maximize: bool = False,
     decay_mask: Mask = everything,
 ) -> Optimizer:
-    r"""RMSprop (Tieleman and Hinton 2012, lecture 6.5 of Neural Networks for Machine Learning), as torch has it.
+    r"""RMSprop (Tieleman and Hinton 2012, lecture 6.5), as `torch.optim.RMSprop`.
 
     .. math::
         g &\leftarrow g + \lambda p \\
@@ -38,20 +38,21 @@ def rmsprop(
         b &\leftarrow \mu b + \frac{g}{\sqrt{v - a^2} + \epsilon} \\
         p &\leftarrow p - \eta b
 
-    The state is `nu`, when centered (Graves 2013, arXiv:1308.0850) also `mu`, and with momentum `momentum`.
+    The state is `nu`, :math:`v`; if centered (Graves 2013, arXiv:1308.0850) also `mu`, :math:`a`; with momentum also
+    `momentum`, :math:`b`; all of the shapes and dtypes of the parameters.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
-        alpha: decay of the moments, in [0, 1).
-        eps: added to the root.
-        weight_decay: :math:`\lambda`.
-        momentum: :math:`\mu` in [0, 1); 0 keeps no state of it.
-        centered: divide by the standard deviation instead of the size.
-        maximize: go up the gradient.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+        alpha: :math:`\alpha`, decay rate of the moments, in [0, 1).
+        eps: :math:`\epsilon`, added to the denominator.
+        weight_decay: :math:`\lambda`, at least 0.
+        momentum: :math:`\mu` in [0, 1).
+        centered: divide by the standard deviation of the gradient.
+        maximize: maximize the loss instead of minimizing it.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
 
     Raises:
-        OptionError: for a constant out of its range.
+        OptionError: an argument is out of its range.
     """
     require_ranges("rmsprop", 1.0, alpha=alpha, eps=eps, momentum=momentum)
     require_ranges("rmsprop", weight_decay=weight_decay)
@@ -69,12 +70,12 @@ def rmsprop(
         else:
             descend_quotient(part.leaf, g, root, rate)
 
-    names = ["nu", *["mu"] * centered, *["momentum"] * bool(momentum)]
+    used = {"nu": True, "mu": centered, "momentum": momentum}
     return leafwise(
         "rmsprop",
         lr,
         rule,
-        state=dict.fromkeys(names, torch.zeros_like),
+        state={name: torch.zeros_like for name, is_used in used.items() if is_used},
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={"momentum": momentum, "centered": centered, "maximize": maximize},

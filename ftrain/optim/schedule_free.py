@@ -1,4 +1,4 @@
-"""AdamW that averages its iterates, instead of a schedule that ends."""
+"""Schedule-free AdamW: an average of the iterates in place of a decaying learning rate."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def schedule_free_adamw(
 ) -> Optimizer:
     r"""Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682).
 
-    The parameters that are trained are :math:`y = (1 - \beta_1) z + \beta_1 x`, where :math:`x` averages the
-    :math:`z`, and is what to evaluate, save and use: `schedule_free_params` gives it. With :math:`t` counting from 1:
+    The trained parameters are :math:`y = (1 - \beta_1) z + \beta_1 x`, where :math:`x` is the average of the
+    :math:`z`. Evaluate, save and use :math:`x`, which `schedule_free_params` returns. With :math:`t` counting from 1:
 
     .. math::
         v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
@@ -48,21 +48,20 @@ def schedule_free_adamw(
         x &\leftarrow (1 - c) x + c z \quad\text{with } c = w_t / \sum_{i=1}^t w_i,\;
             w_t = (\max_{i \le t} \eta_i)^2
 
-    Give a rate that warms up and stays, ``warmup_constant``. The state is `count`, `weights` (the sum of the
-    :math:`w`), `peak` (the largest rate) and `b1`, all 0-d, and `z` and `nu`; as much as AdamW's, :math:`x` being
-    worked out from `z` and the parameters.
+    Use a learning rate that warms up and stays constant, ``warmup_constant``. The state is `count` (0-d float32),
+    `weights` (the sum of the :math:`w`), `peak` (the largest rate) and `b1` (0-d float64), and `z` and `nu` (shapes and
+    dtypes of the parameters): as much memory as AdamW's.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: how near the trained parameters are to the average, in (0, 1).
-        b2: decay of the second moment, in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: :math:`\lambda`.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; those with two axes or more,
-            unless told.
+        b1: :math:`\beta_1`, weight of the average in the trained parameters, in [0.001, 1).
+        b2: :math:`\beta_2`, decay rate of the second moment, in [0, 1).
+        eps: :math:`\epsilon`, added to the denominator.
+        weight_decay: :math:`\lambda`, at least 0.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: those with two axes or more.
 
     Raises:
-        OptionError: for a constant out of its range.
+        OptionError: an argument is out of its range.
     """
     require_range("schedule_free_adamw", "b1", b1, 1e-3, 1.0)
     require_ranges("schedule_free_adamw", 1.0, b2=b2, eps=eps)
@@ -76,7 +75,7 @@ def schedule_free_adamw(
         weights = shared["weights"].add_(weight)
         shared["b1"].fill_(b1)
         share = torch.where(weights > 0, weight / weights, 0.0)
-        # The root of the second moment's bias goes to the steps, so that nothing but eps is added to the denominator.
+        # The correction of the second moment goes to the rates, so that the denominator is sqrt(nu) + constant.
         root = debias(b2, counted(shared[COUNT])).sqrt()
         size = rate * root
         return size, size * (1 - b1 * (1 - share)), share, eps * root, -weight_decay / root
@@ -86,7 +85,7 @@ def schedule_free_adamw(
         u = g.div(average_squares(part.state["nu"], g, b2).sqrt().add_(least))
         if weight_decay and part.decay:
             descend(u, y, decay)
-        # y after the step, from y, z and u before it, without x.
+        # y after the step from the old y, z and u, without x.
         approach(y, z, share)
         descend(y, u, step)
         descend(z, u, size)
@@ -108,10 +107,10 @@ def schedule_free_params(params: PyTree, opt_state: PyTree) -> PyTree:
 
     Args:
         params: the trained parameters, :math:`y`.
-        opt_state: the state of the optimizer beside them.
+        opt_state: the optimizer state of these parameters.
 
     Raises:
-        StructureError: when the state is of another optimizer.
+        StructureError: the state is that of another optimizer.
 
     >>> import ftrain as ft
     >>> step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.schedule_free_adamw(0.1))

@@ -34,23 +34,24 @@ def sgd(
         m &\leftarrow \mu m + (1 - \tau) g \\
         p &\leftarrow p - \eta\,(g + \mu m \text{ if nesterov else } m)
 
-    The first gradient is not dampened.
+    The first gradient is not dampened. The state is `momentum`, :math:`m` (shapes of the parameters, their dtypes or
+    `state_dtype`), with dampening also `count` (0-d float32), and empty without momentum.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
-        momentum: :math:`\mu` in [0, 1); 0 keeps no state.
-        dampening: :math:`\tau` in [0, 1]; then the state counts updates.
-        nesterov: look ahead along the momentum (Sutskever et al. 2013); needs momentum without dampening.
-        weight_decay: :math:`\lambda`.
-        maximize: go up the gradient.
-        state_dtype: of the momentum, ``"bf16"`` or ``"fp32"``, and the formula is then in float32; that of the
-            parameters, unless told.
-        stochastic_rounding: round what is stored in bfloat16, momentum and parameters, up or down at random; where
-            `state_dtype` is ``"bf16"``, unless told.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay; all, unless told.
+        momentum: :math:`\mu` in [0, 1).
+        dampening: :math:`\tau` in [0, 1].
+        nesterov: Nesterov momentum (Sutskever et al. 2013); needs momentum without dampening.
+        weight_decay: :math:`\lambda`, at least 0.
+        maximize: maximize the loss instead of minimizing it.
+        state_dtype: dtype of the momentum, ``"bf16"`` or ``"fp32"``; the update is then computed in float32. Default:
+            the dtype of each parameter.
+        stochastic_rounding: round momentum and parameters that are stored in bfloat16 up or down at random. Default: if
+            `state_dtype` is ``"bf16"``.
+        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
 
     Raises:
-        OptionError: for a constant out of its range, or Nesterov without momentum or with dampening.
+        OptionError: an argument is out of its range, or Nesterov without momentum or with dampening.
     """
     _require(momentum, dampening, nesterov)
     require_ranges("sgd", weight_decay=weight_decay)
@@ -87,9 +88,9 @@ def sgd(
         state={"momentum": torch.zeros_like} if momentum else {},
         shared={COUNT: NONE} if damped else {},
         constants=constants if damped else None,
-        # The kernel is told by the host which step is the first; of these, only the state knows.
+        # The fused kernel takes `is_first_step` from the host, which would have to read `count`.
         fused=None if damped else fused,
-        # Torch's kernel for the CPU is wrong in 16 bits (2.13).
+        # torch's fused kernel for the CPU is wrong for 16-bit parameters (torch 2.13).
         half=False,
         storage=low_precision("sgd", state_dtype, stochastic_rounding, ["momentum"] if momentum else []),
         weight_decay=weight_decay,

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from ftrain import tree
 from ftrain.errors import ComposeError
-from ftrain.optim.partial_update import Apart, by_size, require_apart
+from ftrain.optim.partial_update import UpdateSplitter, by_size, require_apart
 from ftrain.step.wrapper import Wrapper, wrapper
 from ftrain.types import Gradients, Hyper, Optimizer, TrainState, UpdateFn, consume, replace
 
@@ -51,26 +51,26 @@ def _require_alone(step: Any) -> None:
 
 
 def _optimize(optimizer: Optimizer) -> UpdateFn:
-    apart = Apart(NAME, optimizer, _together)
+    splitter = UpdateSplitter(NAME, optimizer, _together)
 
     def update(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
         if gradients.pull is None:
             raise ComposeError(f"{NAME}: a grad wrapper dropped Gradients.pull; use dataclasses.replace")
-        made = apart.begin(state.params, state.opt_state, hyper, donate=donate)
-        owners = {place: share for share in made.shares for place in share.places}
+        grouped = splitter.begin(state.params, state.opt_state, hyper, donate=donate)
+        owners = {place: group for group in grouped.groups for place in group.places}
         leaves = tree.leaves(state.params)
         waiting: dict[int, dict[int, Tensor]] = {}
 
         def take(index: int, grad: Tensor) -> None:
-            share = owners[index]
-            here = waiting.setdefault(id(share), {})
+            group = owners[index]
+            here = waiting.setdefault(id(group), {})
             here[index] = grad
-            if len(here) == len(share.places):
-                del waiting[id(share)]
-                made.make(share, [here[place] for place in share.places])
+            if len(here) == len(group.places):
+                del waiting[id(group)]
+                grouped.make(group, [here[place] for place in group.places])
                 if donate:
                     # Fused kernels do not count what they write, and a parameter may be read again, detached.
-                    increment_version([leaves[place] for place in share.places])
+                    increment_version([leaves[place] for place in group.places])
 
         try:
             gradients.pull(take)
@@ -78,7 +78,7 @@ def _optimize(optimizer: Optimizer) -> UpdateFn:
             if donate:
                 consume(state)
             raise
-        params, opt_state = made.finish()
+        params, opt_state = grouped.finish()
         return replace(state, params=params, opt_state=opt_state, buffers=gradients.buffers)
 
     return update

@@ -9,7 +9,7 @@ import torch
 import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import ComposeError
-from ftrain.optim.partial_update import Apart, by_size, require_apart
+from ftrain.optim.partial_update import UpdateSplitter, by_size, require_apart
 from ftrain.types import RNG, Optimizer
 from tests.laws.optimizers import COMBINED, OPTIMIZERS
 from tests.laws.test_optimizers import make, make_params
@@ -39,7 +39,7 @@ def make_nested(dtype):
 def run(optimizer, cut, dtype, *, donate, steps=3):
     params = make_nested(dtype)
     state = optimizer.init(params)
-    apart = None if cut is None else Apart("test", optimizer, CUTS[cut])
+    apart = None if cut is None else UpdateSplitter("test", optimizer, CUTS[cut])
     for step in range(steps):
         draw = torch.Generator().manual_seed(step)
         grads = tree.map(
@@ -53,8 +53,8 @@ def run(optimizer, cut, dtype, *, donate, steps=3):
         before = tree.clone((params, state))
         update = apart.begin(params, state, hyper, donate=donate)
         leaves = tree.leaves(grads)
-        for share in update.shares:
-            update.make(share, [leaves[place] for place in share.places])
+        for group in update.groups:
+            update.make(group, [leaves[place] for place in group.places])
         new = update.finish()
         if not donate:
             assert_equal((params, state), before)
@@ -87,11 +87,11 @@ def test_strides_of_axes_of_one_element(name):
     found = []
     for cut in ("at once", "leaf by leaf"):
         optimizer = make.get(name, optim.adamw)(0.1)
-        update = Apart("test", optimizer, CUTS[cut]).begin(
+        update = UpdateSplitter("test", optimizer, CUTS[cut]).begin(
             params, optimizer.init(params), {"lr": 0.1, RNG: ft.random.key(0)}, donate=False
         )
-        for share in update.shares:
-            update.make(share, [torch.ones_like(tree.leaves(params)[place]) for place in share.places])
+        for group in update.groups:
+            update.make(group, [torch.ones_like(tree.leaves(params)[place]) for place in group.places])
         found.append(update.finish())
     assert_equal(found[0], found[1])
 
@@ -105,9 +105,11 @@ def test_one_leaf_that_fused_kernels_do_not_take_decides_for_all():
         optimizer, here = optim.adamw(0.1), params()
         state, grads = optimizer.init(here), tree.map(torch.sin, here)
         if apart:
-            update = Apart("test", optimizer, CUTS["leaf by leaf"]).begin(here, state, {"lr": 0.1}, donate=False)
-            for share in update.shares:
-                update.make(share, [tree.leaves(grads)[place] for place in share.places])
+            update = UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(
+                here, state, {"lr": 0.1}, donate=False
+            )
+            for group in update.groups:
+                update.make(group, [tree.leaves(grads)[place] for place in group.places])
             found.append(update.finish())
         else:
             found.append(optimizer.update(grads, state, here, {"lr": 0.1}))
@@ -117,8 +119,8 @@ def test_one_leaf_that_fused_kernels_do_not_take_decides_for_all():
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "nested", "lookahead"])
 def test_plans_are_made_once(name, monkeypatch):
     made = []
-    make_plan = optim.leaves.Planner._make
-    monkeypatch.setattr(optim.leaves.Planner, "_make", lambda *args: made.append(1) or make_plan(*args))
+    make_plan = optim.grouping.Planner._make
+    monkeypatch.setattr(optim.grouping.Planner, "_make", lambda *args: made.append(1) or make_plan(*args))
     run(make(name), "leaf by leaf", torch.float32, donate=True, steps=1)
     once = len(made)
     made.clear()
@@ -135,11 +137,11 @@ def test_names_and_masks_are_those_of_the_whole_tree():
 
     params = {"blocks": [{"weight": torch.ones(2), "bias": torch.ones(2)}], "w": torch.ones(2)}
     optimizer = optim.sgd(1.0, weight_decay=0.5, decay_mask=mask)
-    update = Apart("test", optimizer, CUTS["leaf by leaf"]).begin(
+    update = UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(
         params, optimizer.init(params), {"lr": 1.0}, donate=False
     )
-    for share in update.shares:
-        update.make(share, [torch.zeros(2)])
+    for group in update.groups:
+        update.make(group, [torch.zeros(2)])
     new, _ = update.finish()
     assert seen == {"blocks.0.bias", "blocks.0.weight", "w"}
     assert new["blocks"][0]["weight"].tolist() == [0.5, 0.5]
@@ -179,7 +181,7 @@ def test_two_leaves_of_the_state_of_one_name():
     with pytest.raises(
         ComposeError, match=r"test: two leaves of the optimizer's state are called a\.momentum\.momentum\.x; rename one"
     ):
-        Apart("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {}, donate=False)
+        UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {}, donate=False)
 
 
 def test_an_apart_that_names_leaves_in_its_own_way():
@@ -189,11 +191,13 @@ def test_an_apart_that_names_leaves_in_its_own_way():
     params = {"w": torch.ones(1)}
     optimizer = dataclasses.replace(optim.adamw(0.1), apart=other)
     with pytest.raises(ComposeError, match=r"test: adamw.* of w alone keeps own, and the state of all has no leaf"):
-        Apart("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {}, donate=False)
+        UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {}, donate=False)
 
 
 def test_two_parameters_of_one_name():
     params = {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}
     optimizer = optim.adamw(0.1)
     with pytest.raises(ComposeError, match=r"test: two parameters are called a\.b; rename one"):
-        Apart("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {"lr": 0.1}, donate=False)
+        UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(
+            params, optimizer.init(params), {"lr": 0.1}, donate=False
+        )

@@ -12,7 +12,7 @@ from ftrain import tree
 from ftrain.backends import Backend
 from ftrain.backends.transfers import as_directory
 from ftrain.errors import ComposeError, DeviceError, OptionError
-from ftrain.optim.offloaded import Home, away
+from ftrain.optim.offloaded import Home, offload_state
 from ftrain.optim.partial_update import require_apart
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import Wrapper, wrapper
@@ -108,7 +108,7 @@ def _activations(least: int) -> Wrapper:
 def _opt_state(name: str, text: str, home: Home) -> Wrapper:
     def optimizer(inner: Optimizer) -> Optimizer:
         require_apart(text, inner)
-        return away(text, inner, home)
+        return offload_state(text, inner, home)
 
     def require(backend: Backend, params: PyTree) -> None:
         if home.directory is None and tree.device_of(params) == tree.HOST:
