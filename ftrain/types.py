@@ -279,7 +279,7 @@ class Gradients:
         metrics: what else the loss reported; `Mean` or tensor, detached.
         buffers: the buffers after the forward pass.
         finite: 0-d bool, whether the loss and every raw gradient are finite; None when nobody asked.
-        pull: where gradients are wanted one by one: ``take -> None``, which makes the backward pass and calls
+        stream_grads: ``take -> None``, for an update that takes gradients one by one: runs the backward pass and calls
             ``take(index, gradient)`` for each leaf of the parameters when its gradient is complete; `grads` is None.
     """
 
@@ -288,7 +288,7 @@ class Gradients:
     metrics: Metrics
     buffers: PyTree
     finite: Tensor | None = None
-    pull: Callable[[Callable[[int, Tensor], None]], None] | None = field(default=None, metadata=STATIC)
+    stream_grads: Callable[[Callable[[int, Tensor], None]], None] | None = field(default=None, metadata=STATIC)
 
 
 GradFn: TypeAlias = Callable[[TrainState, PyTree, Tensor | None], Gradients]

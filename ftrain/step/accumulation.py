@@ -1,4 +1,4 @@
-"""The gradient of a batch that comes in pieces, added up piece by piece."""
+"""Gradient accumulation: the gradient of a batch, computed and summed microbatch by microbatch."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from torch import Tensor
 from ftrain import _torch, random, tree
 from ftrain.errors import LossError
 from ftrain.random import torch_ops
-from ftrain.step.value_and_grad import Ran, ValueAndGrad, run_backward
+from ftrain.step.value_and_grad import ForwardResult, ValueAndGrad, run_backward
 from ftrain.types import GradFn, Gradients, Mean, PyTree, TrainState, replace
 
-TOGETHER = 1 << 20
-"""Elements of gradients that are weighed together: enough to fill a device, and few beside a model."""
+SCALED_AT_ONCE = 1 << 20
+"""Elements of gradients that are scaled at once: enough to fill a device, and little memory beside a model."""
 
 
-class Sums(Protocol):
-    """Adds up gradients, each with the weight of its loss."""
+class Accumulator(Protocol):
+    """Sums gradients, each times the weight of its loss."""
 
     def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        """Add the gradient of a piece, and return what else there is of it."""
+        """Add the gradient of a microbatch; return its `Gradients` without the gradient."""
         ...
 
     def mean(self, total: Gradients) -> Gradients:
-        """Return the gradient of all pieces, given what else there was of them, added up."""
+        """Return the gradient of the whole batch, given the sum of what `add` returned."""
         ...
 
 
 @runtime_checkable
-class Adding(Protocol):
-    """A `GradFn` that can add what it computes to sums."""
+class AddingGradFn(Protocol):
+    """A `GradFn` that can add its gradients to given sums."""
 
     def add(
         self, sums: list[Tensor] | None, state: TrainState, batch: PyTree, rng: Tensor | None
     ) -> tuple[list[Tensor], Gradients]:
-        """Return the sums with the gradient of a piece, times its weight, and what else there is of it."""
+        """Add the weighted gradient of a microbatch to the sums; return them and its `Gradients` without the gradient."""
         ...
 
 
-def sums(grad: GradFn | Adding, pieces: int) -> Sums:
-    """Return what adds up the gradients of so many pieces.
+def accumulator(grad: GradFn | AddingGradFn, pieces: int) -> Accumulator:
+    """Return the accumulator for a gradient function and a number of microbatches.
 
-    The sums are the only gradients that exist, but where something is done to those of each piece first.
+    The sums are the only gradients in memory, unless a wrapper transforms the gradients of each microbatch.
     """
-    if isinstance(grad, Adding):
-        return _Added(grad)
-    return _Within(grad, pieces) if isinstance(grad, ValueAndGrad) else _After(grad)
+    if isinstance(grad, AddingGradFn):
+        return _ByGradFn(grad)
+    return _InBackward(grad, pieces) if isinstance(grad, ValueAndGrad) else _AfterBackward(grad)
 
 
-class _Within:
-    """Lets the backward pass add each gradient to its sum as it comes."""
+class _InBackward:
+    """Lets the backward pass add each gradient to the `.grad` of its leaf."""
 
     _unit: Tensor
     _factor: Tensor | None
@@ -64,34 +64,37 @@ class _Within:
 
     def __init__(self, grad: ValueAndGrad, pieces: int) -> None:
         self._grad, self._pieces, self._plain = grad, pieces, True
-        # Of a piece, what is kept are the leaves and not the graph.
+        # The leaves of the first microbatch hold the sums; its graph is not kept.
         self._params: list[Tensor] | None = None
 
     def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        ran = self._grad.forward(state, batch, rng, self._params)
-        self._plain &= ran.loss.plain
+        result = self._grad.forward(state, batch, rng, self._params)
+        self._plain &= result.loss.plain
         if self._params is None:
-            self._begin(state, ran)
+            self._begin(state, result)
         else:
-            if self._factor is not None and not ran.loss.plain:
-                self._enlarge(ran.loss.weight * self._pieces, self._factor)
-            run_backward(ran, self._cotangent_of(ran), add=True)
-        finite = torch.isfinite(ran.loss.total) if self._grad.watch else None
-        return Gradients(None, ran.loss, ran.later(ran.metrics), ran.buffers, finite)
+            if self._factor is not None and not result.loss.plain:
+                self._enlarge(result.loss.weight * self._pieces, self._factor)
+            run_backward(result, self._cotangent_of(result), add=True)
+        finite = torch.isfinite(result.loss.total) if self._grad.watch else None
+        return Gradients(None, result.loss, result.later(result.metrics), result.buffers, finite)
 
-    def _begin(self, state: TrainState, ran: Ran) -> None:
-        # In units of the first piece's mean, so that narrow gradients are as large as those of a mean.
-        weight = ran.loss.weight
-        self._unit = (weight if ran.loss.plain else torch.where(weight == 0, 1.0, weight)) * self._pieces
-        self._factor = self._grad.factor(state, ran)
-        self._cotangent = (1.0 / self._unit if self._factor is None else self._factor / self._unit).to(ran.total.dtype)
-        grads = self._grad.backward(state, ran, self._cotangent_of(ran))
-        for leaf, grad in zip(ran.params, _own(grads, ran.params), strict=True):
+    def _begin(self, state: TrainState, result: ForwardResult) -> None:
+        # In units of the first microbatch's mean, so that the sums are about as large as gradients of a mean: in
+        # float16, sums of totals would overflow.
+        weight = result.loss.weight
+        self._unit = (weight if result.loss.plain else torch.where(weight == 0, 1.0, weight)) * self._pieces
+        self._factor = self._grad.factor(state, result)
+        self._cotangent = (1.0 / self._unit if self._factor is None else self._factor / self._unit).to(
+            result.total.dtype
+        )
+        grads = self._grad.backward(state, result, self._cotangent_of(result))
+        for leaf, grad in zip(result.params, _in_own_memory(grads, result.params), strict=True):
             leaf.grad = grad
-        self._params, self._spec = ran.params, ran.spec
+        self._params, self._spec = result.params, result.spec
 
     def _enlarge(self, unit: Tensor, factor: Tensor) -> None:
-        # What is scaled is narrow, and that of a piece of much more weight than the first would overflow.
+        # Scaled gradients are narrow floats: those of a microbatch with much more weight than the first would overflow.
         larger = torch.maximum(self._unit, unit)
         tree.scale_leaves_(self._grads, self._unit / larger)
         self._unit, self._cotangent = larger, (factor / larger).to(self._cotangent.dtype)
@@ -100,25 +103,25 @@ class _Within:
     def _grads(self) -> list[Any]:
         return [leaf.grad for leaf in self._params or ()]
 
-    def _cotangent_of(self, ran: Ran) -> Tensor:
-        if ran.loss.plain:
+    def _cotangent_of(self, result: ForwardResult) -> Tensor:
+        if result.loss.plain:
             return self._cotangent
-        # What has no weight has no gradient.
-        return torch.where(ran.loss.weight == 0, 0.0, self._cotangent)
+        # With a weight of 0 the gradient is 0.
+        return torch.where(result.loss.weight == 0, 0.0, self._cotangent)
 
     def mean(self, total: Gradients) -> Gradients:
         grads = self._grads
         for leaf in self._params or ():
-            leaf.grad = None  # Who else has the leaf must not keep it from being given back.
+            leaf.grad = None  # Other references to the leaf must not keep the gradient alive.
         finite = None if total.finite is None else total.finite & tree.all_finite(grads)
         if not (self._plain and self._factor is None):
-            ratio = _safely(self._unit, total.loss.weight)
+            ratio = _ratio(self._unit, total.loss.weight)
             tree.scale_leaves_(grads, ratio if self._factor is None else ratio / self._factor)
         return replace(total, grads=tree.unflatten(self._spec, grads), finite=finite)
 
 
-class _After:
-    """Adds the gradients of a piece when all of them are there, and something was done to them."""
+class _AfterBackward:
+    """Adds the gradients of a microbatch after its backward pass, when wrappers have transformed them."""
 
     _sums: list[Tensor] | None = None
 
@@ -130,7 +133,7 @@ class _After:
         grads, self._spec = tree.flatten(piece.grads)
         weight, plain = piece.loss.weight, piece.loss.plain
         if self._sums is None:
-            # Of a plain number, too, they are copied: they may be memory of others.
+            # Copied for a plain loss too: the gradients may share memory with other tensors.
             self._sums = tree.scale_leaves(grads, 1.0 if plain else weight)
         elif plain:
             torch._foreach_add_(self._sums, grads)
@@ -141,14 +144,14 @@ class _After:
 
     def mean(self, total: Gradients) -> Gradients:
         weight = total.loss.weight
-        grads = tree.scale_leaves_(self._sums or [], _safely(torch.ones_like(weight), weight))
+        grads = tree.scale_leaves_(self._sums or [], _ratio(torch.ones_like(weight), weight))
         return replace(total, grads=tree.unflatten(self._spec, grads))
 
 
-class _Added(_After):
-    """Lets the function that computes a gradient add it."""
+class _ByGradFn(_AfterBackward):
+    """Lets the gradient function add its gradients to the sums."""
 
-    def __init__(self, grad: Adding) -> None:
+    def __init__(self, grad: AddingGradFn) -> None:
         self._adding = grad
 
     def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
@@ -157,12 +160,12 @@ class _Added(_After):
         return piece
 
 
-def _safely(unit: Tensor, weight: Tensor) -> Tensor:
+def _ratio(unit: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight == 0, 0.0, unit / weight)
 
 
-def _own(grads: Iterable[Tensor], leaves: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield gradients whose memory is theirs alone and laid out like the leaves; copies of those that are otherwise."""
+def _in_own_memory(grads: Iterable[Tensor], leaves: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield gradients that share no memory and have the strides of their leaves; copies where they do not."""
     known = set[int]()
     for grad, leaf in zip(grads, leaves, strict=True):
         memory = grad.untyped_storage()
@@ -172,10 +175,10 @@ def _own(grads: Iterable[Tensor], leaves: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _parts(leaves: list[Tensor]) -> Iterator[slice]:
-    """Cut a list of tensors into parts of some elements, so that few of them exist twice at a time."""
+    """Yield slices of a list of tensors with about `SCALED_AT_ONCE` elements, so that few exist twice at a time."""
     start = size = 0
     for index, leaf in enumerate(leaves):
-        if size and size + leaf.numel() > TOGETHER:
+        if size and size + leaf.numel() > SCALED_AT_ONCE:
             yield slice(start, index)
             start, size = index, 0
         size += leaf.numel()
@@ -184,23 +187,28 @@ def _parts(leaves: list[Tensor]) -> Iterator[slice]:
 
 
 def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], rng: Tensor | None) -> Gradients:
-    """Return the gradient of a batch that was cut into pieces, which are taken one after the other."""
+    """Return the gradient of a batch that was cut into microbatches, which are computed one after the other.
+
+    Raises:
+        LossError: when microbatches report different metrics.
+    """
     stream, start = torch_ops.current(), 0
     offset = stream.offset if stream is not None else 0
 
-    adding, found = sums(grad, len(pieces)), list[Gradients]()
+    accumulated, results = accumulator(grad, len(pieces)), list[Gradients]()
     for piece in pieces:
         first, length = start, tree.batch_length(piece) or 1
         start += length
         key = random.for_examples(rng, first, length) if rng is not None else None
         with stream.for_examples(first, length, offset) if stream is not None else nullcontext():
-            found.append(adding.add(state, piece, key))
-        state = replace(state, buffers=found[-1].buffers)
-    return _averaged(adding.mean(functools.reduce(_merged, found[1:], _first(found[0]))), len(pieces))
+            results.append(accumulated.add(state, piece, key))
+        state = replace(state, buffers=results[-1].buffers)
+    total = functools.reduce(_merged, results[1:], _first(results[0]))
+    return _averaged(accumulated.mean(total), len(pieces))
 
 
 def _first(piece: Gradients) -> Gradients:
-    # Of yes and no, too, the mean is taken: their sum would be yes.
+    # As floats, so that the mean of a bool metric is a share: the sum of bools would be a bool.
     metrics = {
         name: each.float() if isinstance(each, Tensor) and each.dtype == torch.bool else each
         for name, each in piece.metrics.items()

@@ -1,4 +1,4 @@
-"""The precision of float32 products, which torch keeps for the whole process: a step has its own while it runs."""
+"""The precision of float32 matrix products during a step; torch keeps one setting for the whole process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ftrain.errors import ComposeError
 from ftrain.types import Loss
 
 
-def claim(loss: Loss, text: str, precise: Callable[[], AbstractContextManager[None]]) -> Loss:
+def set_matmul_precision(loss: Loss, text: str, precise: Callable[[], AbstractContextManager[None]]) -> Loss:
     """Return a loss whose step runs in a context that sets the precision of float32 products.
 
     Args:

@@ -1,4 +1,4 @@
-"""From `nn.Module` to a pure loss and back, and the block boundaries that rematerialisation works on."""
+"""From an `nn.Module` to a pure loss, and from a state back to the module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ftrain.errors import LossError, StructureError
 from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
 from ftrain.step.purity import merge
 from ftrain.step.shared_memory import overlaps
-from ftrain.step.swap_params import Lent, Slot, fill, named_tensors, put, restored, slots_of
+from ftrain.step.swap_params import BorrowedTensors, Slot, fill, named_tensors, preserve_dicts, put, slots_of
 from ftrain.step.value_and_grad import normalise
 from ftrain.tree.ops import MAX_LISTED
 from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
@@ -59,19 +59,19 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     module = _torch.original(module)
     slots = slots_of(module)
     places = [place for part in module.modules() for place in (_torch.parameters_of(part), _torch.buffers_of(part))]
-    lent, mode = Lent(places), moding(module)
+    borrowed, mode = BorrowedTensors(places), train_mode(module)
     known = {slot.name for slot in slots if not slot.is_buffer}
     shared = overlaps(dict(module.named_buffers()))
     text = _criterion_name(criterion, module)
-    run: Criterion = criterion or partial(own_loss, weigh=_weigher(module))
+    run: Criterion = criterion or partial(hf_loss, weigh=_weigher(module))
     needs_rng = "rng" in inspect.signature(run).parameters
 
     def loss(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         if len(params) > len(known):
             raise LossError(_surplus(text, [name for name in params if name not in known]))
         values = _values(slots, params, {name: buffer.clone() for name, buffer in (buffers or {}).items()}, text)
-        # Dynamo would make it a part of its graph that the tensors stay there.
-        with restored(places) if is_dynamo_compiling() else lent:
+        # Dynamo would capture in its graph that the tensors stay in the module after the run.
+        with preserve_dicts(places) if is_dynamo_compiling() else borrowed:
             put(slots, values)
             returned = run(module, batch, rng=rng) if needs_rng else run(module, batch)
             after = {slot.name: slot.place[slot.key] for slot in slots if slot.is_buffer}
@@ -82,7 +82,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
-        with mode(training), lent.kept():
+        with mode(training), borrowed.until_step_ends():
             yield
 
     return Loss(loss, text, scope=scope, module=module, needs_rng=needs_rng)
@@ -118,8 +118,8 @@ def _require_module(module: Any, criterion: Any) -> None:
 def _require_unwritten(
     shared: list[tuple[str, str]], slots: list[Slot], values: list[Tensor], after: Mapping[str, Tensor], text: str
 ) -> None:
-    """Check that of buffers with memory in common, which have their own in a state, none was changed in place."""
-    # Each was a copy that nothing had been written to.
+    """Check that no buffer that shares memory with another one was changed in place: in a state each has its own."""
+    # Each buffer was a new copy, with a version of 0.
     written = {
         slot.name
         for slot, value in zip(slots, values, strict=True)
@@ -146,7 +146,7 @@ def _weigher(module: nn.Module) -> Weigh | None:
     return weigh
 
 
-def own_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None = None) -> Tensor | Mean:
+def hf_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None = None) -> Tensor | Mean:
     """Return ``module(**batch).loss``, as transformers' models define it.
 
     With `weigh`, as the `Mean` over the labels that count, so that microbatches with more padding count less, and one
@@ -208,8 +208,8 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
     return module
 
 
-def initial(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
-    """Return a module's parameters and buffers, and the names of the trainable parameters.
+def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
+    """Return the parameters and buffers of a module, detached, and the names of the trainable parameters.
 
     Raises:
         StructureError: for a lazy parameter that has no shape yet, or one without values; for a trainable one that
@@ -252,36 +252,38 @@ def _values(slots: list[Slot], params: Mapping[str, Tensor], buffers: Mapping[st
 
 
 def _surplus(text: str, names: list[str]) -> str:
-    listed = ", ".join(names[:MAX_LISTED]) + ", ..." * (len(names) > MAX_LISTED)
+    listed = ", ".join(names[:MAX_LISTED])
+    if len(names) > MAX_LISTED:
+        listed += ", ..."
     return (
-        f"{text}: params has {listed}, which the module has not; with adapters (ft.lora) evaluate the step's own loss, "
-        "ft.eval_step(step.loss), or merge them into the weights, ft.adapters.merge(step, state)"
+        f"{text}: params has {listed}, which the module does not have; with adapters (ft.lora) evaluate the "
+        "step's own loss, ft.eval_step(step.loss), or merge them into the weights, ft.adapters.merge(step, state)"
     )
 
 
-def moding(module: nn.Module) -> Callable[[bool], AbstractContextManager[None]]:
-    """Return the function that makes the context in which a module trains, or is evaluated."""
+def train_mode(module: nn.Module) -> Callable[[bool], AbstractContextManager[None]]:
+    """Return ``training -> context``, in which a module and its children are in training or evaluation mode."""
     parts = list(module.modules())
-    own = any(type(part).train is not nn.Module.train for part in parts)
+    overrides_train = any(type(part).train is not nn.Module.train for part in parts)
 
     @contextmanager
     def mode(training: bool) -> Iterator[None]:
-        before = [part.training for part in parts]
+        modes = [part.training for part in parts]
         try:
-            if own:
+            if overrides_train:
                 module.train(training)
             else:
-                # Past nn.Module.__setattr__, which looks for parameters and costs ten times as much.
+                # Not by nn.Module.__setattr__, which looks for parameters and takes ten times as long.
                 for part in parts:
                     part.__dict__["training"] = training
             yield
         finally:
-            for part, flag in zip(parts, before, strict=True):
+            for part, flag in zip(parts, modes, strict=True):
                 part.__dict__["training"] = flag
 
     return mode
 
 
 def _criterion_name(criterion: Criterion | None, module: nn.Module) -> str:
-    name = getattr(criterion, "__name__", type(criterion).__name__) if criterion else "own_loss"
+    name = getattr(criterion, "__name__", type(criterion).__name__) if criterion else "hf_loss"
     return f"{'loss' if name == '<lambda>' else name}({type(module).__name__})"

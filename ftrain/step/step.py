@@ -16,9 +16,9 @@ from ftrain import _torch, backends, random, tree
 from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.step.eager import Eager
 from ftrain.step.lowered import Lowered
-from ftrain.step.module import initial
+from ftrain.step.module import module_state
 from ftrain.step.purity import as_tree
-from ftrain.step.swap_params import hollow
+from ftrain.step.swap_params import to_meta_
 from ftrain.step.trainable_params import chooser, require_params
 from ftrain.step.update import guarded, optimize
 from ftrain.step.value_and_grad import adapt, report, value_and_grad
@@ -230,7 +230,7 @@ class Step:
         module = self.base.module
         if module is None and params is None:
             raise StructureError(f"Step.init: {self.base.text} is no module; pass the parameters: step.init(params)")
-        own_params, own_buffers, names = initial(module) if module is not None else ({}, {}, None)
+        own_params, own_buffers, names = module_state(module) if module is not None else ({}, {}, None)
         adapters, trainable = self.loss.adapters, self.trainable
         if adapters is not None and trainable is None:
             trainable = []
@@ -266,7 +266,7 @@ class Step:
             rng=random.key(seed),
         )
         if donate and module is not None:
-            hollow(module)
+            to_meta_(module)
         return own(state)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:

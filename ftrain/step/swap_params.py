@@ -1,4 +1,4 @@
-"""The places in a module that hold its tensors, and other tensors in their stead."""
+"""Run a module on other tensors than its own: the places that hold its tensors, and contexts that replace them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Slot(NamedTuple):
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, then every buffer, by its dotted name; a tied one once."""
+    """Yield every parameter, then every buffer, with its dotted name; a tied one once."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
-    """Every place that holds a parameter or buffer; tied tensors share the first one's name."""
+    """Return every place that holds a parameter or buffer; tied tensors share the name of the first one."""
     names = {id(tensor): name for name, tensor in named_tensors(module)}
     return [
         Slot(place, key, names[id(tensor)], place is _torch.buffers_of(part))
@@ -41,7 +41,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 
 class bound:  # noqa: N801
-    """Context that puts tensors into their places in a module, and puts back what was there."""
+    """Context in which the places of a module hold other tensors."""
 
     def __init__(self, slots: Sequence[Slot], values: Sequence[Any]) -> None:
         self._slots, self._values = slots, values
@@ -55,13 +55,13 @@ class bound:  # noqa: N801
 
 
 def put(slots: Sequence[Slot], values: Sequence[Any]) -> None:
-    """Put tensors into their places."""
+    """Put tensors into places."""
     for (place, key, _, _), value in zip(slots, values, strict=True):
         place[key] = value
 
 
-class restored:  # noqa: N801
-    """Context after which dicts hold again what they held: nothing that came in meanwhile may stay there."""
+class preserve_dicts:  # noqa: N801
+    """Context that restores dicts at its end: items that were added meanwhile are removed."""
 
     def __init__(self, places: Sequence[dict[str, Any]]) -> None:
         self._places = places
@@ -74,24 +74,24 @@ class restored:  # noqa: N801
 
 
 def refill(places: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> None:
-    """Let dicts hold what others hold."""
-    # Of a module there are hundreds: without a line of Python for each.
+    """Replace the items of each dict by those of another one."""
+    # A module has hundreds of dicts: without a Python loop over them.
     deque(map(dict.clear, places), maxlen=0)
     deque(map(dict.update, places, held), maxlen=0)
 
 
-class Lent:
-    """Context in which the dicts of a module are somebody's, who may put other tensors there.
+class BorrowedTensors:
+    """Context in which the parameter and buffer dicts of a module may hold other tensors.
 
-    A run that is part of a step has them until the step is over (`kept`), or the next run begins: in the backward pass,
-    models that use `torch.utils.checkpoint` run parts of themselves again.
+    A run within a step (`until_step_ends`) keeps its tensors there until the step is over or the next run begins: in
+    the backward pass, models that use `torch.utils.checkpoint` run parts of themselves again.
     """
 
     def __init__(self, places: Sequence[dict[str, Any]]) -> None:
         self._places = places
         self._before: list[dict[str, Any]] | None = None
         self._steps = 0
-        # Of each run that is under way, what was there when it began, if that is a run within another.
+        # One entry for each active run: the dicts at its beginning if it is nested, else None.
         self._runs: list[list[dict[str, Any]] | None] = []
 
     def __enter__(self) -> None:
@@ -109,8 +109,8 @@ class Lent:
             self._give_back()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Context of a step."""
+    def until_step_ends(self) -> Iterator[None]:
+        """Return the context of a step."""
         self._steps += 1
         try:
             yield
@@ -126,10 +126,10 @@ class Lent:
 
 
 @contextmanager
-def pristine(module: nn.Module | None) -> Iterator[None]:
-    """Put back, afterwards, the attributes of a module and its parts, and what is in the lists and dicts among them.
+def preserve_attributes(module: nn.Module | None) -> Iterator[None]:
+    """Restore the attributes of a module and its children at the end, with the items of lists and dicts among them.
 
-    Models keep masks and tables from one run to the next; those of a run on tensors without values must not stay.
+    Models cache masks and tables from one run to the next; those of a run on fake tensors must not stay.
     """
     own = [] if module is None else [vars(part) for part in module.modules()]
     places = [*own, *(each for place in own for each in place.values() if type(each) in (dict, list))]
@@ -145,13 +145,13 @@ def pristine(module: nn.Module | None) -> Iterator[None]:
                 place.update(before)
 
 
-def hollow(module: nn.Module) -> None:
-    """Leave a module the shapes of its tensors only, on the device ``meta``, so that it holds no memory."""
+def to_meta_(module: nn.Module) -> None:
+    """Move the parameters and buffers of a module to the meta device, freeing their memory."""
     _replace(module, {name: tensor.detach().to("meta") for name, tensor in named_tensors(module)})
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into those of a module, of the same names and shapes; where it is hollow, it gets new ones."""
+    """Copy tensors into those of a module, of the same names and shapes; meta tensors are replaced by copies."""
     empty = {}
     with torch.no_grad():
         for name, tensor in named_tensors(module):

@@ -1,4 +1,4 @@
-"""From a loss to its gradient: the short forms of a loss, checks of what it returns, and `value_and_grad`."""
+"""Short forms of a loss, checks of what a loss returns, and its gradient: `value_and_grad`."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, bu
 
 
 def adapt(loss_fn: Callable[..., Any] | Loss, function: str = "train_step") -> Loss:
-    """Bring a loss into its full form.
+    """Convert a loss function to its full form, a `Loss`.
 
     Args:
         loss_fn: ``loss_fn(params, batch)``, which may also take ``rng=`` (a key of `ftrain.random`) and
             ``buffers=`` by keyword, and returns a 0-d tensor or `Mean`, alone or as ``(loss, metrics)``
             or ``(loss, metrics, buffers)``. A 0-d tensor counts as a mean with weight one.
-        function: who asks, for messages.
+        function: the name of the calling function, for error messages.
 
     Raises:
         LossError: when `loss_fn` cannot be called like that.
@@ -63,7 +63,7 @@ def adapt(loss_fn: Callable[..., Any] | Loss, function: str = "train_step") -> L
 
 
 def _accepted(loss_fn: Callable[..., Any], name: str, function: str) -> list[str]:
-    """Which of `rng` and `buffers` a loss takes."""
+    """Return which of the arguments `rng` and `buffers` a loss takes."""
     if not callable(loss_fn):
         raise LossError(f"{function}: the loss must be a function (params, batch) -> loss, found {loss_fn!r}")
     if isinstance(loss_fn, nn.Module):
@@ -83,10 +83,10 @@ def _accepted(loss_fn: Callable[..., Any], name: str, function: str) -> list[str
 
 
 def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
-    """Bring what a loss returned into the form (Mean, metrics, buffers).
+    """Convert the value that a loss returned to the form (Mean, metrics, buffers).
 
     Raises:
-        LossError: when it is none of the forms that `adapt` lists.
+        LossError: when it has none of the forms that `adapt` lists.
     """
     loss, metrics, new_buffers = returned, {}, buffers
     if isinstance(returned, tuple):
@@ -113,7 +113,7 @@ def report(metrics: Metrics, function: str, **more: Any) -> Metrics:
     """Add metrics to those that a loss reports.
 
     Raises:
-        LossError: when one of that name is there already.
+        LossError: when the loss reports a metric of the same name.
     """
     for name in more:
         if name in metrics:
@@ -134,15 +134,15 @@ def value_and_grad(
 
     Args:
         loss: a loss in its full form.
-        name: what to call it in messages.
+        name: the name of the loss in error messages.
         allow_unused: give parameters that the loss does not use a zero gradient instead of an error.
-        scale: ``state -> 0-d tensor``, the cotangent of the mean loss; divided out again. Keeps small
-            float16 gradients from vanishing (Micikevicius et al. 2018, arXiv:1710.03740).
+        scale: ``state -> 0-d tensor``, a factor of the loss during the backward pass; the gradients are divided by it
+            afterwards. Keeps small float16 gradients from underflowing (Micikevicius et al. 2018, arXiv:1710.03740).
         watch: also report whether loss and gradients are finite.
-        late: leave the backward pass to `Gradients.pull`; excludes `scale` and `watch`.
+        late: do not run the backward pass, which `Gradients.stream_grads` then does; excludes `scale` and `watch`.
 
     Raises:
-        LossError: from the returned function (or when gradients are pulled), when the loss changes its inputs in
+        LossError: from the returned function (or from `Gradients.stream_grads`), when the loss changes its inputs in
             place, does not depend on the parameters, or leaves some of them unused.
     """
     forward = _Forward(loss, name)
@@ -152,18 +152,18 @@ def value_and_grad(
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a forward pass leaves.
+class ForwardResult:
+    """The result of a forward pass.
 
     Args:
-        params: leaves that are differentiated.
-        spec: their structure.
-        total: of the loss, with its graph; what follows has none.
+        params: the leaves of the parameters that are differentiated.
+        spec: their tree structure.
+        total: total of the loss, a 0-d tensor with its graph; all other fields are detached.
         loss: the loss.
-        metrics: what else it reported.
-        buffers: after it.
-        later: adds to the metrics what is known after the backward pass.
-        hidden: ``indices of unused leaves -> those of them that a re-entrant checkpoint hides from the gradient``.
+        metrics: the metrics that the loss reported.
+        buffers: the buffers after the forward pass.
+        later: adds metrics that are known only after the backward pass.
+        hidden: ``indices of unused leaves -> indices``, those that a re-entrant checkpoint hides from the gradient.
     """
 
     params: list[Tensor]
@@ -176,26 +176,28 @@ class Ran:
     hidden: Callable[[list[int]], list[int]] = lambda unused: []
 
     def cotangent(self, factor: Tensor | None) -> Tensor:
-        """The gradient of the mean, or of a multiple of it, with respect to its total."""
+        """Return the gradient of the mean loss, times `factor`, with respect to `total`."""
         weight = self.loss.weight
         if self.loss.plain:
             return weight.to(self.total.dtype) if factor is None else factor
-        # A loss without weight has no gradient: 0, where 1 / 0 would put NaN into the parameters.
+        # With a weight of 0 the gradient is 0: 1 / 0 would write NaN into the parameters.
         cotangent = torch.where(weight == 0, 0.0, 1.0 / weight).to(self.total.dtype)
         return cotangent if factor is None else cotangent * factor
 
 
 class _Forward:
-    """Runs a loss on leaves of its own, or on those of an earlier run."""
+    """Runs a loss on new detached leaves, or on the leaves of an earlier run."""
 
     def __init__(self, loss: LossFn, name: str) -> None:
         self._loss, self._flatten, self._name = loss, Flattener(), name
         self._unused: set[tuple[int, ...]] = set()
 
-    def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None, params: list[Tensor] | None = None) -> Ran:
+    def __call__(
+        self, state: TrainState, batch: PyTree, rng: Tensor | None, params: list[Tensor] | None = None
+    ) -> ForwardResult:
         leaves, spec = self._flatten((state.params, state.frozen, batch, state.buffers))
         params_spec = spec.child(0)
-        # A graph that is being captured must not hold a second run.
+        # While a graph is captured, unused leaves cannot be looked for in a second run (`_hidden`), so watch this one.
         within = Within() if _torch.is_capturing() else None
         with torch.enable_grad(), within or nullcontext():
             if params is None:
@@ -203,17 +205,17 @@ class _Forward:
             leaves[: len(params)] = params
             mean, metrics, buffers = purity.call(self._loss, leaves, spec, rng=rng, name=self._name)
         _require_differentiable(mean, self._name)
-        # A count of tokens, or a narrower float, must not make the gradient coarser than the loss is.
+        # An integer count of tokens, or a narrower float, must not lower the precision of the gradient.
         loss = Mean(mean.total.detach(), mean.weight, mean.plain)
         if not mean.plain:
             weight = mean.weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
             loss = counted(replace(loss, weight=weight))
         hidden = partial(self._hidden, (state, batch, rng, params), within)
         metrics = {name: counted(each) if isinstance(each, Mean) else each for name, each in detach(metrics).items()}
-        return Ran(params, params_spec, mean.total, loss, metrics, detach(buffers), hidden=hidden)
+        return ForwardResult(params, params_spec, mean.total, loss, metrics, detach(buffers), hidden=hidden)
 
     def _hidden(self, inputs: Any, within: Within | None, unused: list[int]) -> list[int]:
-        """Look for unused leaves in re-entrant checkpoints, with a run of its own, once for the same leaves."""
+        """Return the unused leaves that a re-entrant checkpoint uses; runs the loss once more for each new set."""
         is_abstract = within is None and _torch.is_fake(inputs[-1][0])
         if is_abstract or tuple(unused) in self._unused:
             return []
@@ -229,60 +231,62 @@ class _Forward:
 
 @dataclass(frozen=True)
 class ValueAndGrad:
-    """The gradient of a mean loss, as `value_and_grad` describes it; a `GradFn` whose parts are open.
+    """The gradient of a mean loss (`value_and_grad`), with forward and backward pass as separate functions.
 
     Args:
-        forward: ``(state, batch, rng) -> Ran``, or with the leaves of an earlier run behind.
-        name: what to call the loss in messages.
+        forward: ``(state, batch, rng) -> ForwardResult``; a fourth argument gives the leaves of an earlier run.
+        name: the name of the loss in error messages.
         allow_unused: give parameters that the loss does not use a zero gradient.
-        scale: ``state -> 0-d tensor``, by which the loss is multiplied while gradients are computed.
+        scale: ``state -> 0-d tensor``, a factor of the loss during the backward pass.
         watch: also report whether loss and gradients are finite.
     """
 
-    forward: Callable[..., Ran]
+    forward: Callable[..., ForwardResult]
     name: str
     allow_unused: bool
     scale: Callable[[TrainState], Tensor] | None
     watch: bool
 
     def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        """Return the gradient for a batch."""
-        ran = self.forward(state, batch, rng)
-        factor = self.factor(state, ran)
-        grads = self.backward(state, ran, ran.cotangent(factor))
-        finite = _finite(ran.loss.total, grads) if self.watch else None
+        """Return the gradient of the loss of a batch."""
+        result = self.forward(state, batch, rng)
+        factor = self.factor(state, result)
+        grads = self.backward(state, result, result.cotangent(factor))
+        finite = _finite(result.loss.total, grads) if self.watch else None
         if factor is not None:
             grads = tree.scale_leaves(grads, 1.0 / factor)
-        return Gradients(tree.unflatten(ran.spec, grads), ran.loss, ran.later(ran.metrics), ran.buffers, finite)
+        return Gradients(
+            tree.unflatten(result.spec, grads), result.loss, result.later(result.metrics), result.buffers, finite
+        )
 
-    def factor(self, state: TrainState, ran: Ran) -> Tensor | None:
-        """By what the loss is multiplied while gradients are computed."""
-        return self.scale(state).to(ran.total.dtype) if self.scale else None
+    def factor(self, state: TrainState, result: ForwardResult) -> Tensor | None:
+        """Return the factor of the loss during the backward pass, or None."""
+        return self.scale(state).to(result.total.dtype) if self.scale else None
 
-    def backward(self, state: TrainState, ran: Ran, cotangent: Tensor) -> list[Tensor]:
+    def backward(self, state: TrainState, result: ForwardResult, cotangent: Tensor) -> list[Tensor]:
         """Return the gradient of each leaf."""
-        found = run_backward(ran, cotangent)
-        return _filled(found, ran, state.params, self.name, self.allow_unused)
+        grads = run_backward(result, cotangent)
+        return _filled(grads, result, state.params, self.name, self.allow_unused)
 
     def around_forward(self, transform: Around) -> ValueAndGrad:
-        """Return it with its forward pass wrapped."""
+        """Return a copy with a wrapped forward pass."""
         return replace(self, forward=transform(self.forward))
 
 
 def around_forward(grad: GradFn, transform: Around) -> GradFn:
-    """Wrap the forward pass of a gradient, which stays open then; where it is closed, all of it."""
+    """Wrap the forward pass of a gradient function, or all of it where it has no separate forward pass."""
     around: Callable[[Around], GradFn] | None = getattr(grad, "around_forward", None)
     return transform(grad) if around is None else around(transform)
 
 
-def run_backward(ran: Ran, cotangent: Tensor, *, add: bool = False) -> tuple[Tensor | None, ...]:
-    """Run the backward pass; with `add`, it adds to the gradients that the leaves have.
+def run_backward(result: ForwardResult, cotangent: Tensor, *, add: bool = False) -> tuple[Tensor | None, ...]:
+    """Run the backward pass; with `add`, add the gradients to the `.grad` of the leaves.
 
     Raises:
-        LossError: when it passes through a re-entrant `torch.utils.checkpoint`.
+        LossError: when the loss uses a re-entrant `torch.utils.checkpoint`.
     """
     try:
-        return _torch.run_backward(ran.total, cotangent, ran.params, add=add)
+        return _torch.run_backward(result.total, cotangent, result.params, add=add)
     except RuntimeError as error:
         if "use_reentrant=True" not in str(error):
             raise
@@ -294,15 +298,15 @@ def run_backward(ran: Ran, cotangent: Tensor, *, add: bool = False) -> tuple[Ten
 
 def _late(forward: _Forward, name: str, allow_unused: bool) -> GradFn:
     def grad(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        ran = forward(state, batch, rng)
-        pull = _puller(ran, state.params, name, allow_unused)
-        return Gradients(None, ran.loss, ran.metrics, ran.buffers, pull=pull)
+        result = forward(state, batch, rng)
+        stream = _stream(result, state.params, name, allow_unused)
+        return Gradients(None, result.loss, result.metrics, result.buffers, stream_grads=stream)
 
     return grad
 
 
 def detach(values: PyTree) -> PyTree:
-    """Cut every tensor off the graph that computed it."""
+    """Detach every tensor of a tree from its graph."""
     if tree.is_blank(values):
         return values
     return tree.map(lambda leaf: leaf.detach() if tree.is_tensor(leaf) else leaf, values)
@@ -321,44 +325,49 @@ def _require_differentiable(mean: Mean, name: str) -> None:
         raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")
 
 
-def _puller(ran: Ran, params: PyTree, name: str, allow_unused: bool) -> Callable[[Callable[[int, Tensor], None]], None]:
-    leaves = ran.params
+def _stream(
+    result: ForwardResult, params: PyTree, name: str, allow_unused: bool
+) -> Callable[[Callable[[int, Tensor], None]], None]:
+    leaves = result.params
 
-    def pull(take: Callable[[int, Tensor], None]) -> None:
-        def taking(index: int, grad: Tensor | None) -> Tensor | None:
-            if grad is None:  # So says a function of its own kind that has none to give.
+    def stream(take: Callable[[int, Tensor], None]) -> None:
+        def take_one(index: int, grad: Tensor | None) -> Tensor | None:
+            if grad is None:  # From a custom autograd.Function that returns None.
                 return None
             if grad.is_sparse:
                 raise _sparse(params, index, name)
             take(index, grad)
-            # What the engine keeps in its place is a single number.
+            # The engine keeps the returned tensor: an expanded single number takes no memory.
             return grad.new_zeros(()).expand_as(grad)
 
         handles = [
-            leaf.register_hook(partial(taking, index))  # type: ignore[no-untyped-call]
+            leaf.register_hook(partial(take_one, index))  # type: ignore[no-untyped-call]
             for index, leaf in enumerate(leaves)
         ]
         try:
-            found = run_backward(ran, ran.cotangent(None))
+            grads = run_backward(result, result.cotangent(None))
         finally:
             for handle in handles:
                 handle.remove()
-        for index, (given, grad) in enumerate(zip(found, _filled(found, ran, params, name, allow_unused), strict=True)):
-            if given is None:
-                take(index, grad)
+        filled = _filled(grads, result, params, name, allow_unused)
+        for index, (grad, filled_grad) in enumerate(zip(grads, filled, strict=True)):
+            if grad is None:
+                take(index, filled_grad)
 
-    return pull
+    return stream
 
 
-def _filled(grads: tuple[Tensor | None, ...], ran: Ran, params: PyTree, name: str, allow_unused: bool) -> list[Tensor]:
-    """Give parameters that the loss does not use a zero gradient, if that is allowed."""
+def _filled(
+    grads: tuple[Tensor | None, ...], result: ForwardResult, params: PyTree, name: str, allow_unused: bool
+) -> list[Tensor]:
+    """Return the gradients with zeros for unused parameters, if these are allowed."""
     used = [grad for grad in grads if grad is not None]
     if any(grad.is_sparse for grad in used):
         raise _sparse(params, next(i for i, grad in enumerate(grads) if grad is not None and grad.is_sparse), name)
     if len(used) == len(grads):
         return used
     unused = [index for index, grad in enumerate(grads) if grad is None]
-    if hidden := ran.hidden(unused):
+    if hidden := result.hidden(unused):
         raise LossError(
             f"{name}: {len(hidden)} parameters are used only within torch.utils.checkpoint(use_reentrant=True), which "
             f"gives them no gradient: {_listed(params, hidden)}; use {REMEDY}"
@@ -368,18 +377,19 @@ def _filled(grads: tuple[Tensor | None, ...], ran: Ran, params: PyTree, name: st
             f"{name}: the loss does not use {len(unused)} of {len(grads)} parameters: {_listed(params, unused)}; use "
             "them, freeze them with trainable=, or allow it with train_step(..., allow_unused=True)"
         )
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(ran.params, grads, strict=True)]
+    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(result.params, grads, strict=True)]
 
 
 def _listed(params: PyTree, indices: list[int]) -> str:
     names = tree.leaf_names(params)
-    return ", ".join(names[i] for i in indices[: tree.MAX_LISTED]) + ", ..." * (len(indices) > tree.MAX_LISTED)
+    listed = ", ".join(names[index] for index in indices[: tree.MAX_LISTED])
+    return f"{listed}, ..." if len(indices) > tree.MAX_LISTED else listed
 
 
 def _sparse(params: PyTree, index: int, name: str) -> LossError:
     return LossError(
-        f"{name}: the gradient of {tree.path('params', tree.leaf_names(params)[index])} is sparse, and optimizers here "
-        "need a dense one; leave out sparse=True of the embedding"
+        f"{name}: the gradient of {tree.path('params', tree.leaf_names(params)[index])} is sparse; optimizers need a "
+        "dense one: leave out sparse=True of the embedding"
     )
 
 

@@ -16,7 +16,7 @@ from ftrain.profiling.oom_report import shortage
 from ftrain.step.accumulation import accumulate_grads
 from ftrain.step.microbatch import most_pieces, split_batch
 from ftrain.step.step import Step
-from ftrain.step.value_and_grad import Ran, around_forward, report
+from ftrain.step.value_and_grad import ForwardResult, around_forward, report
 from ftrain.step.wrapper import Wrapper
 from ftrain.training.history import History
 from ftrain.training.iterate import device_of
@@ -222,7 +222,7 @@ def _weigh_by_length(run: Callable[..., Any]) -> Callable[..., Any]:
         def weigh(metrics: Metrics) -> Metrics:
             return {name: m if isinstance(m, Mean) else Mean(m * weight, weight) for name, m in metrics.items()}
 
-        if not isinstance(result, Ran):
+        if not isinstance(result, ForwardResult):
             return replace(result, loss=loss, metrics=weigh(result.metrics))
         with torch.enable_grad():
             total = result.total * weight if result.loss.plain else result.total

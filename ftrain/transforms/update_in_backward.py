@@ -54,8 +54,8 @@ def _optimize(optimizer: Optimizer) -> UpdateFn:
     splitter = UpdateSplitter(NAME, optimizer, _together)
 
     def update(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-        if gradients.pull is None:
-            raise ComposeError(f"{NAME}: a grad wrapper dropped Gradients.pull; use dataclasses.replace")
+        if gradients.stream_grads is None:
+            raise ComposeError(f"{NAME}: a grad wrapper dropped Gradients.stream_grads; use dataclasses.replace")
         grouped = splitter.begin(state.params, state.opt_state, hyper, donate=donate)
         owners = {place: group for group in grouped.groups for place in group.places}
         leaves = tree.leaves(state.params)
@@ -73,7 +73,7 @@ def _optimize(optimizer: Optimizer) -> UpdateFn:
                     increment_version([leaves[place] for place in group.places])
 
         try:
-            gradients.pull(take)
+            gradients.stream_grads(take)
         except BaseException:
             if donate:
                 consume(state)

@@ -152,7 +152,7 @@ def test_the_input_of_a_block_goes_however_it_is_given(sent):
 
 def test_strides_dtypes_and_views_come_back_as_they_were(monkeypatch):
     seen = []
-    pack, unpack = saved_tensors.Stash.pack, saved_tensors.Stash.unpack
+    pack, unpack = saved_tensors.ActivationOffloader.pack, saved_tensors.ActivationOffloader.unpack
 
     def packing(self, tensor):
         packed = pack(self, tensor)
@@ -167,8 +167,8 @@ def test_strides_dtypes_and_views_come_back_as_they_were(monkeypatch):
         assert torch.equal(found, value)
         return found
 
-    monkeypatch.setattr(saved_tensors.Stash, "pack", packing)
-    monkeypatch.setattr(saved_tensors.Stash, "unpack", unpacking)
+    monkeypatch.setattr(saved_tensors.ActivationOffloader, "pack", packing)
+    monkeypatch.setattr(saved_tensors.ActivationOffloader, "unpack", unpacking)
 
     def loss(params, batch):
         x = torch.sin(params["w"] * batch)

@@ -17,7 +17,7 @@ from ftrain.profiling.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIM
 from ftrain.profiling.anatomy.timeline import AllocationLog, AllocationMode, Timeline
 from ftrain.step.eager import Eager
 from ftrain.step.step import Step
-from ftrain.step.swap_params import bound, pristine, slots_of
+from ftrain.step.swap_params import bound, preserve_attributes, slots_of
 from ftrain.transforms.compile.capture import VALUE_NEEDED
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 
@@ -48,7 +48,7 @@ def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
         TraceError: when the step asks for the value of a tensor.
     """
     try:
-        with pristine(step.base.module), mode, torch.no_grad(), step.loss.scope(True):
+        with preserve_attributes(step.base.module), mode, torch.no_grad(), step.loss.scope(True):
             yield
     except VALUE_NEEDED as error:
         raise TraceError(

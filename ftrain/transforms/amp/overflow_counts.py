@@ -18,8 +18,8 @@ from ftrain.errors import ComposeError, LossError
 from ftrain.random import torch_ops
 from ftrain.step.blocks import forwarding, watched_by, within
 from ftrain.step.recording import aside
-from ftrain.step.swap_params import Slot, bound, pristine, slots_of
-from ftrain.step.value_and_grad import Ran, around_forward, report
+from ftrain.step.swap_params import Slot, bound, preserve_attributes, slots_of
+from ftrain.step.value_and_grad import ForwardResult, around_forward, report
 from ftrain.types import GradFn, Loss, LossOutput, Mean, Metrics, PyTree, replace
 
 NAME = "with_amp"
@@ -121,7 +121,7 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
 
         with _set(_backward, shares):
             found = run(*args)
-        if isinstance(found, Ran):
+        if isinstance(found, ForwardResult):
             return replace(found, later=told)
         return replace(found, metrics=told(found.metrics))
 
@@ -213,7 +213,7 @@ def _in_float32(part: _Part, run: Callable[..., Any], given: Any) -> list[Tensor
     values = [_widened(slot.place[slot.key], copy=slot.is_buffer) for slot in part.slots]
     with (
         # A mask that it keeps for later would be one of float32.
-        pristine(part.module),
+        preserve_attributes(part.module),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
         # What is drawn here is drawn again by what comes after.

@@ -13,7 +13,7 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.errors import DeviceError, OptionError, StructureError
 from ftrain.step.autocast import DTYPES, NAMES, auto_dtype, autocast, name_of, require_dtype
-from ftrain.step.matmul_precision import claim
+from ftrain.step.matmul_precision import set_matmul_precision
 from ftrain.step.value_and_grad import around_forward, report
 from ftrain.step.wrapper import Wrapper, wrapper
 from ftrain.transforms.amp.float8 import in_float8, require_torchao
@@ -182,7 +182,7 @@ def _require_fp8(backend: backends.Backend, params: PyTree) -> None:
 
 
 def _with_tf32(loss: Loss) -> Loss:
-    return claim(loss, "with_amp(tf32)", _tf32)
+    return set_matmul_precision(loss, "with_amp(tf32)", _tf32)
 
 
 @contextmanager

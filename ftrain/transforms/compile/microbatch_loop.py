@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ftrain import random, tree
 from ftrain.random.inductor import Fused
 from ftrain.random.torch_ops import Keyed
-from ftrain.step.swap_params import pristine
+from ftrain.step.swap_params import preserve_attributes
 from ftrain.step.value_and_grad import Around, around_forward
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import described
@@ -82,7 +82,7 @@ class CompiledGradient:
 def stock_draws(module: nn.Module | None, compiler: Compiler, key: Tensor) -> Iterator[Keyed]:
     """Within a step that is captured, let stock modules draw from a key, and leave the module as it is."""
     draw = Fused if compiler.backend_for(key.device) == capture.INDUCTOR else Keyed
-    with draw(key) as stream, pristine(module):
+    with draw(key) as stream, preserve_attributes(module):
         yield stream
 
 

@@ -63,7 +63,7 @@ class _Sent(NamedTuple):
     version: int
 
 
-class Stash:
+class ActivationOffloader:
     """Sends to the host what a forward pass keeps, each piece of memory once, and brings it back for the backward pass.
 
     Args:

@@ -16,7 +16,7 @@ from ftrain.optim.offloaded import Home, offload_state
 from ftrain.optim.partial_update import require_apart
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import Wrapper, wrapper
-from ftrain.transforms.offload.saved_tensors import Stash
+from ftrain.transforms.offload.saved_tensors import ActivationOffloader
 from ftrain.types import GradFn, Optimizer, PyTree, TrainState
 
 KINDS = ACTIVATIONS, OPT_STATE = "activations", "opt_state"
@@ -86,7 +86,7 @@ def _activations(least: int) -> Wrapper:
     def offloading(run: Callable[..., Any]) -> Callable[..., Any]:
         def offloaded(state: TrainState, batch: PyTree, *more: Any) -> Any:
             known = tree.leaves((state.params, state.frozen, state.buffers, batch))
-            stash = Stash(tree.device_of(state.params), known, least)
+            stash = ActivationOffloader(tree.device_of(state.params), known, least)
             with saved_tensors_hooks(stash.pack, stash.unpack):
                 return run(state, batch, *more)
 

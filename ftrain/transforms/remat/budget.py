@@ -15,7 +15,7 @@ from ftrain import _torch, tree
 from ftrain.errors import TraceError
 from ftrain.step.blocks import within
 from ftrain.step.flops import flops
-from ftrain.step.swap_params import Slot, pristine
+from ftrain.step.swap_params import Slot, preserve_attributes
 from ftrain.transforms.remat.policies import DOTS, FULL, NONE
 from ftrain.types import Loss, PyTree
 
@@ -83,7 +83,7 @@ class Budget:
 
         # On tensors without memory of its own mode, unseen by whatever captures or watches this run.
         fake = _torch.FakeTensorMode(allow_non_fake_inputs=True)
-        with _torch.without_modes(), fake, pristine(self._loss.module):
+        with _torch.without_modes(), fake, preserve_attributes(self._loss.module):
             params, batch, rng, buffers = tree.map(
                 lambda leaf: _fake(leaf) if isinstance(leaf, Tensor) else leaf, (params, batch, rng, buffers)
             )
