@@ -40,7 +40,7 @@ class AddingGradFn(Protocol):
     def add(
         self, sums: list[Tensor] | None, state: TrainState, batch: PyTree, rng: Tensor | None
     ) -> tuple[list[Tensor], Gradients]:
-        """Add the weighted gradient of a microbatch to the sums; return them and its `Gradients` without the gradient."""
+        """Add the weighted gradient of a microbatch to the sums; return them and its other results."""
         ...
 
 

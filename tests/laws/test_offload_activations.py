@@ -13,6 +13,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain import optim, tree
+from ftrain.backends import transfers
 from ftrain.errors import DeviceError, LossError, OptionError, TraceError
 from ftrain.transforms.offload import saved_tensors
 from tests.laws.models import make_batch
@@ -30,13 +31,13 @@ def offloaded(**options):
 def sent(monkeypatch):
     """The sizes in bytes of what is sent to the host."""
     sizes = []
-    out = ft.transfers.Blocking.out
+    out = transfers.Blocking.out
 
     def counting(self, source, target):
         sizes.append(source.nbytes)
         out(self, source, target)
 
-    monkeypatch.setattr(ft.transfers.Blocking, "out", counting)
+    monkeypatch.setattr(transfers.Blocking, "out", counting)
     return sizes
 
 
