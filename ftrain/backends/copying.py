@@ -1,7 +1,7 @@
-"""Copies between host and device on a stream of their own, for devices whose module has streams as `torch.cuda` has.
+"""Copies between host and device on a separate stream, for devices whose module has streams as `torch.cuda` does.
 
-The names are those of `torch.cuda` (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams), which the
-modules of other vendors repeat.
+The modules of other vendors have the names of `torch.cuda`:
+https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ import torch
 from torch import Tensor
 
 DEPTH = 4
-"""Copies to the host that may be under way: what is copied is alive until the device waits for the oldest."""
+"""The most copies to the host in flight: each keeps its source alive until the device waits for the oldest."""
 
 
 class Streams:
-    """A stream for copies.
+    """Copies on a stream.
 
     Args:
-        module: of the device, ``torch.<name>``.
+        module: the module of the device, ``torch.<name>``.
     """
 
     ahead = True
-    """Whether copies go on while the device computes."""
+    """Whether copies run while the device computes."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._stream = module, module.Stream()
-        self._leaving: deque[tuple[Tensor, Any]] = deque()
+        self._in_flight: deque[tuple[Tensor, Any]] = deque()
 
     def out(self, source: Tensor, target: Tensor) -> None:
-        """Copy to the host what the work that is queued so far makes; `target` is there after `wait`."""
+        """Copy `source` to the host after the work that is queued so far; `target` is complete after `wait`."""
         current = self._module.current_stream()
         self._stream.wait_stream(current)
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
             done = self._stream.record_event()
-        self._leaving.append((source, done))
-        self._settle(DEPTH)
+        self._in_flight.append((source, done))
+        self._release_sources(DEPTH)
 
-    def _settle(self, most: int) -> None:
-        """Let go of what was copied, when the work that is queued from now on may write its memory."""
-        while len(self._leaving) > most:
-            _, done = self._leaving.popleft()
+    def _release_sources(self, most: int) -> None:
+        """Free the sources of all but the newest copies, after making the current stream wait for these copies."""
+        while len(self._in_flight) > most:
+            _, done = self._in_flight.popleft()
             self._module.current_stream().wait_event(done)
 
     def back(self, source: Tensor, device: torch.device) -> Callable[[], Tensor]:
-        """Begin to copy to the device; what is returned gives the tensor, to be called before it is used."""
-        self._settle(0)
+        """Begin to copy to the device, and return a function that waits for the copy and returns it."""
+        self._release_sources(0)
         with self._module.stream(self._stream):
             copy = source.to(device, non_blocking=True)
             done = self._stream.record_event()
@@ -63,6 +63,6 @@ class Streams:
         return arrived
 
     def wait(self) -> None:
-        """Wait until all that was copied to the host is there."""
+        """Wait for all copies to the host."""
         self._stream.synchronize()
-        self._leaving.clear()
+        self._in_flight.clear()

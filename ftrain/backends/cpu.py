@@ -24,7 +24,7 @@ from ftrain.backends.resident import resident
 MEMINFO = Path("/proc/meminfo")
 NARROW = torch.bfloat16, torch.float16
 INSTRUCTIONS = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}
-"""What `torch.cpu.get_capabilities` calls the instructions of an x86 CPU that multiply in a dtype."""
+"""Names in `torch.cpu.get_capabilities` of the x86 instructions that multiply in a dtype."""
 
 WITHOUT_BF16 = "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"
 WITHOUT = {torch.bfloat16: WITHOUT_BF16, torch.float16: (*WITHOUT_BF16, "AVX512_CORE_BF16")}
@@ -35,25 +35,25 @@ LIMIT, USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.cur
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    put_back = _generators()
+    restore = _generators()
     torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
-        put_back()
+        restore()
 
 
 def _generators() -> Callable[[], None]:
-    before = torch.default_generator.get_state()
+    state = torch.default_generator.get_state()
 
-    def put_back() -> None:
-        torch.default_generator.set_state(before)
+    def restore() -> None:
+        torch.default_generator.set_state(state)
 
-    return put_back
+    return restore
 
 
 def _free() -> int | None:
-    """What the kernel would give without swapping, within the limit of a container (cgroup v2)."""
+    """Return the memory that is available without swapping, within the limit of a container (cgroup v2)."""
     if not MEMINFO.exists():
         return None
     lines = (line.split() for line in MEMINFO.read_text().splitlines())

@@ -19,26 +19,26 @@ DEVICE = DeviceModule("cuda")
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """`DeviceModule.seeded` without its detours, for every step passes here."""
-    put_back = generators()
+    """`DeviceModule.seeded` with fewer calls, since every step runs in it."""
+    restore = generators()
     torch.default_generator.manual_seed(seed)
     _generator().manual_seed(seed)
     try:
         yield
     finally:
-        put_back()
+        restore()
 
 
 def generators() -> Callable[[], None]:
-    """`DeviceModule.generators` without its detours."""
+    """`DeviceModule.generators` with fewer calls."""
     host, device = torch.default_generator, _generator()
-    before = host.get_state(), device.get_state()
+    states = host.get_state(), device.get_state()
 
-    def put_back() -> None:
-        host.set_state(before[0])
-        device.set_state(before[1])
+    def restore() -> None:
+        host.set_state(states[0])
+        device.set_state(states[1])
 
-    return put_back
+    return restore
 
 
 def _generator() -> torch.Generator:

@@ -1,6 +1,6 @@
-"""What the module of a device, ``torch.<name>``, offers: the functions that vendors give it after `torch.cuda`.
+"""The module of a device, ``torch.<name>``, to which vendors give the functions of `torch.cuda`.
 
-The names are those that torch asks of a PrivateUse1 device
+The names are those that torch requires of a PrivateUse1 device
 (https://docs.pytorch.org/docs/stable/accelerator/index.html) and of `torch.accelerator`
 (https://docs.pytorch.org/docs/stable/accelerator.html).
 """
@@ -22,7 +22,7 @@ NARROW = torch.bfloat16, torch.float16
 
 
 class DeviceModule:
-    """The module of a device, looked up when it is needed: by then the vendor's package is imported.
+    """The module of a device, looked up when it is used, after the vendor's package was imported.
 
     Args:
         name: the device type.
@@ -35,13 +35,13 @@ class DeviceModule:
         """Make the record of the device from its module.
 
         Args:
-            fields: of `Backend`: those that its module does not tell, `distributed` above all, and those in which it
-                is another than that of `torch.cuda`.
+            fields: fields of `Backend` that the module does not define, `distributed` above all, and those that differ
+                from `torch.cuda`.
 
         Raises:
-            OptionError: naming what is not given, or is of the wrong kind.
+            OptionError: for missing fields, and for a field of the wrong type.
         """
-        told: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "name": self._name,
             "available": self.available,
             "describe": self.describe,
@@ -53,7 +53,7 @@ class DeviceModule:
             "free": self.free,
             "empty_cache": self.empty_cache,
         }
-        return Backend(**{**told, **fields})
+        return Backend(**{**defaults, **fields})
 
     @property
     def module(self) -> Any:
@@ -65,58 +65,58 @@ class DeviceModule:
         return bool(self.module.is_available())
 
     def describe(self) -> str:
-        """The product's name."""
+        """The name of the product."""
         return str(self.module.get_device_name())
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The 16-bit dtypes of autocast; one that torch asks every PrivateUse1 device for."""
-        able = self.module.get_amp_supported_dtype()
-        return tuple(dtype for dtype in NARROW if dtype in able)
+        """The 16-bit dtypes of autocast, from a function that torch requires of every PrivateUse1 device."""
+        supported = self.module.get_amp_supported_dtype()
+        return tuple(dtype for dtype in NARROW if dtype in supported)
 
     @property
     def random(self) -> Any:
-        """What has the functions of the device's generator."""
+        """The module with the functions of the device's generator."""
         return self.module
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Seed the generators of the host and of the device, and put them back."""
-        put_back = self.generators()
+        """Seed the generators of the host and of the device, and restore them."""
+        restore = self.generators()
         torch.default_generator.manual_seed(seed)
         self.random.manual_seed(seed)
         try:
             yield
         finally:
-            put_back()
+            restore()
 
     def generators(self) -> Callable[[], None]:
-        """Note how the generators of the host and of the device are; what is returned makes them so again."""
+        """Save the generators of the host and of the device, and return a function that restores them."""
         host, device = torch.default_generator, self.random
-        before = host.get_state(), device.get_rng_state()
+        states = host.get_state(), device.get_rng_state()
 
-        def put_back() -> None:
-            host.set_state(before[0])
-            device.set_rng_state(before[1])
+        def restore() -> None:
+            host.set_state(states[0])
+            device.set_rng_state(states[1])
 
-        return put_back
+        return restore
 
     def synchronize(self) -> None:
         """Wait until the device has done all queued work."""
         self.module.synchronize()
 
     def memory(self) -> Memory:
-        """Bytes of tensors, now and at most."""
+        """Bytes of tensors: now, and the peak."""
         return Memory(current=int(self.module.memory_allocated()), peak=int(self.module.max_memory_allocated()))
 
     def free(self) -> int | None:
-        """Bytes that are free, and those of the cache that no tensor has; None where the module does not say."""
+        """Free bytes, including those of the cache; None where the module does not report them."""
         if not (hasattr(self.module, "mem_get_info") and hasattr(self.module, "memory_reserved")):
             return None
         cached = int(self.module.memory_reserved()) - int(self.module.memory_allocated())
         return int(self.module.mem_get_info()[0]) + cached
 
     def empty_cache(self) -> None:
-        """Give cached memory back to the device."""
+        """Return cached memory to the device."""
         self.module.empty_cache()
 
     def copier(self) -> Streams:
@@ -124,12 +124,12 @@ class DeviceModule:
         return Streams(self.module)
 
     def recorder(self) -> Recorder:
-        """Record in the vendor's graph, which has the name and the use of a `torch.cuda.CUDAGraph`.
+        """Return a function that records in the vendor's graph, which is used as `torch.cuda.CUDAGraph`.
 
-        Where the vendor's package is too old to have one, recording raises DeviceError, which is a RuntimeError.
+        Where the vendor's package is too old to have graphs, that function raises DeviceError, a RuntimeError.
         """
         module, graph = self.module, f"{self._name.upper()}Graph"
-        # One pool: the recordings of a step run one after another, and their outputs are copied out.
+        # One memory pool for all graphs: they run one after another, and their outputs are copied.
         pool = module.graph_pool_handle() if hasattr(module, graph) else None
 
         def record(work: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
@@ -145,24 +145,24 @@ class DeviceModule:
 
 @contextmanager
 def switched(owner: Any, attribute: str, value: Any) -> Iterator[None]:
-    """Set an attribute, and put it back."""
-    before = getattr(owner, attribute)
+    """Context in which an attribute has another value."""
+    previous = getattr(owner, attribute)
     setattr(owner, attribute, value)
     try:
         yield
     finally:
-        setattr(owner, attribute, before)
+        setattr(owner, attribute, previous)
 
 
 @contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """Compute float32 products in this precision of `torch.set_float32_matmul_precision`; TF32 is ``"high"``.
+    """Context with this precision of `torch.set_float32_matmul_precision`; TF32 is ``"high"``.
 
     Raises:
-        OptionError: when somebody has set the precisions of single devices, so that there is none to put back.
+        OptionError: when the precision of a single device was set, since torch then has no common one to restore.
     """
     try:
-        before = torch.get_float32_matmul_precision()
+        previous = torch.get_float32_matmul_precision()
     except RuntimeError as error:
         raise OptionError(
             "torch.backends has an fp32_precision that was set for one device; torch then refuses to say what the "
@@ -172,4 +172,4 @@ def float32_products(precision: str) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous)

@@ -1,4 +1,4 @@
-"""Running out of memory: telling that it happened, and releasing what the failed work held."""
+"""Running out of memory: recognize the error, and free the memory that the failed work held."""
 
 from __future__ import annotations
 
@@ -22,24 +22,22 @@ TEXTS = (
     "resource_exhausted",
     "status_alloc_failed",
 )
-"""What devices say that have no class of their own for it, the allocators of the host, compilers of the error that has
-stopped them, threads that find no memory for their stack, and libraries of kernels: ``CUBLAS_STATUS_ALLOC_FAILED``,
-https://docs.nvidia.com/cuda/cublas/index.html#cublasstatus-t."""
+"""Parts of messages: of devices without an error class for it, of allocators of the host, of compilers that report the
+error that stopped them, of threads without memory for their stack, and of kernel libraries:
+``CUBLAS_STATUS_ALLOC_FAILED``, https://docs.nvidia.com/cuda/cublas/index.html#cublasstatus-t."""
 
-
-UNSAID = "could not create a primitive"
-"""What oneDNN says whatever it lacks: memory, or an implementation."""
-
+AMBIGUOUS = "could not create a primitive"
+"""Message of oneDNN when it lacks memory, and also when it lacks an implementation."""
 
 HEADROOM = 1 << 30
-"""Bytes that a host can give, untouched, which is not short of memory."""
+"""Bytes that a host with enough memory can allocate, without touching them."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the host, has no memory left.
+    """Whether an error says that a device or the host ran out of memory.
 
-    That oneDNN could not create a primitive says so only if the host cannot give a further GiB of addresses (a limit
-    such as ``ulimit -v``, or no overcommitment): else it is a fault of another kind, which smaller pieces do not mend.
+    The message of oneDNN that it could not create a primitive counts only if the host cannot allocate another GiB (for
+    a limit such as ``ulimit -v``, or without overcommitment); otherwise smaller pieces would not help.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -48,7 +46,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
-    return any(each in text for each in TEXTS) or (UNSAID in text and not _has_headroom())
+    return any(each in text for each in TEXTS) or (AMBIGUOUS in text and not _has_headroom())
 
 
 def _has_headroom() -> bool:
@@ -60,14 +58,14 @@ def _has_headroom() -> bool:
 
 
 def release(error: BaseException, device: torch.device) -> None:
-    """Let go of all that hangs on an error, and give the memory back to the device."""
-    found: BaseException | None = error
-    while found is not None:
-        # The frames of what has failed hold its tensors.
-        traceback.clear_frames(found.__traceback__)
-        found = found.__cause__ or found.__context__
+    """Free the tensors that an error keeps alive, and return the cached memory to the device."""
+    current: BaseException | None = error
+    while current is not None:
+        # The frames of the failed call hold its tensors.
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__
     gc.collect()
-    # What was on its way to the host is held until it is there.
+    # Copies to the host keep their sources alive until they are complete.
     copier_of(device).wait()
     empty_cache = of(device).empty_cache
     if empty_cache is not None:

@@ -15,7 +15,7 @@ from ftrain.backends.device_module import DeviceModule
 from ftrain.backends.registry import Backend, Memory
 from ftrain.errors import OptionError
 
-ASKED = "is_available", "manual_seed", "get_rng_state", "set_rng_state"
+REQUIRED = "is_available", "manual_seed", "get_rng_state", "set_rng_state"
 
 
 def private_use(name: str, **fields: Any) -> Backend:
@@ -23,14 +23,14 @@ def private_use(name: str, **fields: Any) -> Backend:
 
     Memory is that of `memory_allocated` and `max_memory_allocated`, and zero where the module has neither; autocast
     dtypes are those of `get_amp_supported_dtype`; `synchronize` and `empty_cache` are used where there are any. All
-    else is as careful as it can be: no TF32, no graphs, no fused kernels, no pinned memory, ``aot_eager`` to compile.
+    other fields are conservative: no TF32, no graphs, no fused kernels, no pinned memory, ``aot_eager`` to compile.
 
     Args:
         name: what the device was renamed to with `torch.utils.rename_privateuse1_backend`.
-        fields: of `Backend`, where the device has more to offer, `distributed` above all.
+        fields: fields of `Backend` for what the device supports beyond that, `distributed` above all.
 
     Raises:
-        OptionError: when torch has no such device, or its module lacks what a step needs.
+        OptionError: when torch has no such device, or its module lacks a function that a step needs.
 
     >>> private_use("npux")
     Traceback (most recent call last):
@@ -43,21 +43,21 @@ def private_use(name: str, **fields: Any) -> Backend:
             f"backends.private_use: torch has no module torch.{name}; import the package that adds it first, or give "
             f"your own to torch._register_device_module({name!r}, module)"
         ) from error
-    lacks = [function for function in ASKED if not hasattr(module, function)]
+    lacks = [function for function in REQUIRED if not hasattr(module, function)]
     if lacks:
         raise OptionError(f"backends.private_use: torch.{name} lacks {', '.join(lacks)}, which a step needs")
-    absent: dict[str, Any] = {
+    fallbacks: dict[str, Any] = {
         "get_device_name": {"describe": lambda: name},
         "get_amp_supported_dtype": {"autocast_dtypes": tuple},
         "synchronize": {"synchronize": torch.accelerator.synchronize},
         "max_memory_allocated": {"memory": _uncounted},
         "empty_cache": {"empty_cache": None},
     }
-    made: dict[str, Any] = {"platform": "PrivateUse1", "distributed": "gloo", "compile_backend": "aot_eager"}
-    for function, instead in absent.items():
+    defaults: dict[str, Any] = {"platform": "PrivateUse1", "distributed": "gloo", "compile_backend": "aot_eager"}
+    for function, fallback in fallbacks.items():
         if not hasattr(module, function):
-            made |= instead
-    return DeviceModule(name).record(**{**made, **fields})
+            defaults |= fallback
+    return DeviceModule(name).record(**{**defaults, **fields})
 
 
 def _uncounted() -> Memory:

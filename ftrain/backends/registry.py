@@ -42,79 +42,78 @@ Recorder: TypeAlias = Callable[[Callable[[], Sequence[Tensor]]], tuple[Callable[
 
 
 class Copier(Protocol):
-    """Copies between host and device."""
+    """Copies tensors between host and device."""
 
     @property
     def ahead(self) -> bool:
-        """Whether copies go on while the device computes."""
+        """Whether copies run while the device computes."""
         ...
 
     def out(self, source: Tensor, target: Tensor) -> None:
-        """Copy to the host what the work that is queued so far makes; `target` is there after `wait`."""
+        """Copy `source` to the host after the work that is queued so far; `target` is complete after `wait`."""
         ...
 
     def back(self, source: Tensor, device: torch.device) -> Callable[[], Tensor]:
-        """Begin to copy to the device; what is returned gives the tensor, to be called before it is used."""
+        """Begin to copy to the device, and return a function that waits for the copy and returns it."""
         ...
 
     def wait(self) -> None:
-        """Wait until all that was copied to the host is there."""
+        """Wait for all copies to the host."""
         ...
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use on a device, now and at most so far."""
+    """Bytes in use on a device: now, and the peak so far."""
 
     current: int
     peak: int
 
 
 _NEEDED: Any = object()
-"""Stands for a field that was not given, so that the error can name all of them."""
+"""Marks a missing field, so that the error can name all missing ones."""
 
 
 @dataclass(frozen=True)
 class Backend:
     """What a device platform offers; the only place where platforms differ.
 
-    Those without a default are needed.
+    Fields without a default are required.
 
     Args:
         name: the device type as torch spells it ("cpu", "cuda").
         available: whether this machine has such a device.
-        describe: the product's name, for messages.
+        describe: the name of the product, for messages.
         autocast_dtypes: the dtypes that mixed precision can use on this machine.
-        seeded: context that seeds torch's global generators (a 63-bit seed) and puts them back as
-            they were. Every step runs in one; where work is queued until it is asked for, its end sends it off.
-        generators: notes how the generators are that `seeded` seeds, and returns what makes them so again: what is
-            recomputed draws what it drew.
-        synchronize: wait until the device has done all queued work.
+        seeded: context that seeds torch's global generators with a 63-bit seed, and restores them when it ends. Every
+            step runs in it; on a device that queues work lazily, its end launches the work.
+        generators: saves the states of the generators that `seeded` seeds, and returns a function that restores them:
+            recomputed operations then draw the same random numbers.
+        synchronize: waits until the device has done all queued work.
         memory: bytes in use.
         distributed: the name of the `torch.distributed` backend.
-        emulated_dtypes: those of `autocast_dtypes` whose products are computed by converting to float32 and back,
-            which makes them slower than products in float32.
-        free: bytes that can still be taken, those of the cache included; None where the device cannot tell.
-        multiple: ``dtype -> int``, of what the lengths of axes should be multiples for products at full speed.
-        tf32: makes a context in which float32 products may use TF32, or None where there is no TF32.
-        empty_cache: give cached memory back to the device; None where there is no such thing.
-        caches_memory: whether memory that a tensor gives back is kept for the next one, so that a new tensor costs
-            nothing but its contents; None where `empty_cache` says it.
-        compile_backend: the compiler that suits the device.
+        emulated_dtypes: those of `autocast_dtypes` whose products are computed by conversion to float32 and back, which
+            is slower than in float32.
+        free: free bytes, including those of the cache; None where the device does not report them.
+        multiple: ``dtype -> int``; products are fastest when the lengths of axes are multiples of it.
+        tf32: returns a context in which float32 products may use TF32, or None where there is no TF32.
+        empty_cache: returns cached memory to the device; None where there is no cache to empty.
+        caches_memory: whether the memory of a freed tensor is cached for the next one, so that allocation costs almost
+            nothing. Default: whether there is an `empty_cache`.
+        compile_backend: backend of `torch.compile` for the device.
         pinned_memory: whether page-locked host memory speeds up copies to the device.
-        fused_optimizers: whether torch's fused optimizer kernels run here.
-        recorder: makes a `Recorder`, which records work that is then replayed; None where there is no such thing.
-        copier: makes a `Copier` for copies beside other work; None where there is no such thing.
+        fused_optimizers: whether torch's fused optimizer kernels support the device.
+        recorder: returns a `Recorder` of device graphs; None where there are none.
+        copier: returns a `Copier` that copies while the device computes; None where there is none.
         float64: whether the device computes in float64.
         float8: whether this machine's device multiplies in float8 (e4m3, e5m2), as `torch._scaled_mm` does.
-        immediate: whether the device has done its work when a call returns, so that to read a value is to wait for
-            nothing.
-        platform: whose devices these are, where the name does not say it.
-        package: of the vendor, which adds the device to torch; imported when the backend is asked for by name.
+        immediate: whether the device has done its work when a call returns, so that reading a value never waits.
+        platform: the make of the device, where the name does not say it.
+        package: the vendor's package, which adds the device to torch; imported when the backend is requested by name.
         install: how to get that package, for messages.
 
     Raises:
-        OptionError: naming what is not given, or is of the wrong kind.
+        OptionError: for missing fields, and for a field of the wrong type.
     """
 
     name: str = _NEEDED
@@ -187,8 +186,8 @@ def register(backend: Backend) -> None:
     """Add a backend under its name, or replace the one that has it.
 
     Raises:
-        OptionError: when it is no `Backend`, or torch knows no device type of its name, and it names no `package`
-            that adds it.
+        OptionError: when it is not a `Backend`, or torch has no device type of its name and the record has no `package`
+            that adds one.
     """
     if not isinstance(backend, Backend):
         raise OptionError(f"backends.register: found {backend!r}; needs a Backend record")
@@ -201,7 +200,7 @@ def register(backend: Backend) -> None:
 
 
 def names() -> list[str]:
-    """Return the registered names, those of other packages included."""
+    """Return the registered names, including those of other packages."""
     _load_entry_points()
     return sorted(_records)
 
@@ -210,7 +209,7 @@ def get(name: str) -> Backend:
     """Return the backend of that name, which must be available on this machine; imports the vendor's package.
 
     Raises:
-        DeviceError: for an unknown or unavailable name; the message lists what there is, or says what to install.
+        DeviceError: for an unknown or unavailable name; the message lists the available ones, or says what to install.
     """
     if name not in _records:
         _load_entry_points()
@@ -349,5 +348,5 @@ def _load_entry_points() -> None:
         try:
             register(point.load())
         except Exception as error:
-            # Somebody else's package: said when its backend is asked for, and in nobody's way until then.
+            # The package of a third party: reported when its backend is requested, and ignored until then.
             _broken[point.name] = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""How much memory this process has, as its system tells."""
+"""The resident memory of this process, as the operating system reports it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def resident() -> Memory:
     """Return the resident memory of the process.
 
     Raises:
-        DeviceError: when the system does not tell.
+        DeviceError: when Windows reports an error.
     """
     return _of_windows() if resource is None else _of_unix()
 
@@ -32,14 +32,14 @@ def resident() -> Memory:
 def _of_unix() -> Memory:
     peak = _peak_of_linux() or _peak_of_unix()
     current = int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else peak
-    # The two are counted in different places, and not at the same moment.
+    # The kernel counts them separately, and they are read at different moments.
     return Memory(current=current, peak=max(current, peak))
 
 
 def _peak_of_linux() -> int:
-    """Bytes, or 0 where the system does not tell: see VmHWM in proc_pid_status(5)."""
-    found = re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
-    return int(found[1]) * 1024 if found else 0
+    """Return bytes, or 0 where the system does not report them: see VmHWM in proc_pid_status(5)."""
+    match = re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
+    return int(match[1]) * 1024 if match else 0
 
 
 def _peak_of_unix() -> int:
@@ -68,9 +68,9 @@ def _of_windows() -> Memory:
     windows: Any = ctypes
     system = windows.WinDLL("kernel32", use_last_error=True)
     system.GetCurrentProcess.restype = ctypes.c_void_p
-    ask = system.K32GetProcessMemoryInfo
-    ask.argtypes = ctypes.c_void_p, ctypes.POINTER(_Counters), ctypes.c_uint32
-    found = _Counters(cb=ctypes.sizeof(_Counters))
-    if not ask(system.GetCurrentProcess(), ctypes.byref(found), found.cb):
+    get_info = system.K32GetProcessMemoryInfo
+    get_info.argtypes = ctypes.c_void_p, ctypes.POINTER(_Counters), ctypes.c_uint32
+    counters = _Counters(cb=ctypes.sizeof(_Counters))
+    if not get_info(system.GetCurrentProcess(), ctypes.byref(counters), counters.cb):
         raise DeviceError(f"cpu: Windows does not say what memory the process has: {windows.get_last_error()}")
-    return Memory(current=found.WorkingSetSize, peak=found.PeakWorkingSetSize)
+    return Memory(current=counters.WorkingSetSize, peak=counters.PeakWorkingSetSize)

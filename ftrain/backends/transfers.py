@@ -1,4 +1,4 @@
-"""Tensors that are kept on the host or in files, and how they get there and back."""
+"""Tensors in host memory or in files, and copies between them and a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ftrain.tree.ops import HOST
 
 
 class Blocking:
-    """Copies that are over when the call is."""
+    """Copies that are complete when the call returns."""
 
     ahead = False
 
@@ -35,18 +35,18 @@ class Blocking:
         return lambda: copy
 
     def wait(self) -> None:
-        """Wait for nothing."""
+        """Return at once: all copies are complete."""
 
 
 def copier_of(device: torch.device) -> Copier:
-    """Return what copies between host and device, beside other work where the device can."""
+    """Return the copier of a device, which copies while the device computes if it can."""
     make = of(device).copier
-    return _made(make) if make is not None else Blocking()
+    return _cached(make) if make is not None else Blocking()
 
 
 @functools.lru_cache(maxsize=8)
-def _made(make: Callable[[], Copier]) -> Copier:
-    """One for each device: streams are few."""
+def _cached(make: Callable[[], Copier]) -> Copier:
+    """One copier for each device, since streams are a limited resource."""
     return make()
 
 
@@ -56,18 +56,18 @@ def is_abstract(leaf: Tensor) -> bool:
 
 
 def is_in_file(leaf: Tensor) -> bool:
-    """Whether the memory of a tensor is that of a file."""
+    """Whether the memory of a tensor is a memory-mapped file."""
     return not is_abstract(leaf) and leaf.device == HOST and leaf.untyped_storage().filename is not None
 
 
 def on_host(leaf: Tensor, pinned: bool) -> Tensor:
-    """Return an empty tensor like another one in host memory."""
-    made = torch.empty(leaf.numel(), dtype=leaf.dtype, device=HOST, pin_memory=pinned)
-    return made.as_strided(leaf.shape, _dense_strides(leaf))
+    """Return an uninitialized tensor in host memory, with the shape, dtype and dense strides of another."""
+    empty = torch.empty(leaf.numel(), dtype=leaf.dtype, device=HOST, pin_memory=pinned)
+    return empty.as_strided(leaf.shape, _dense_strides(leaf))
 
 
 def in_file(leaf: Tensor, directory: Path) -> Tensor:
-    """Return an empty tensor like another one whose memory is a new file, which is gone when the tensor is.
+    """Return an uninitialized tensor like another, in a new memory-mapped file that is removed with the tensor.
 
     Raises:
         DeviceError: when the disk has no room for it.
@@ -75,17 +75,17 @@ def in_file(leaf: Tensor, directory: Path) -> Tensor:
     handle, path = tempfile.mkstemp(prefix="ftrain-", dir=directory)
     try:
         _reserve(handle, leaf.nbytes, directory)
-        made = torch.from_file(path, shared=True, size=leaf.numel(), dtype=leaf.dtype)
+        mapped = torch.from_file(path, shared=True, size=leaf.numel(), dtype=leaf.dtype)
     finally:
         os.close(handle)
-        # What is mapped stays; where files that are open cannot be removed, it is left behind.
+        # The mapping stays valid. Systems that cannot remove an open file leave it behind.
         with contextlib.suppress(OSError):
             os.unlink(path)
-    return made.as_strided(leaf.shape, _dense_strides(leaf))
+    return mapped.as_strided(leaf.shape, _dense_strides(leaf))
 
 
 def _reserve(handle: int, size: int, directory: Path) -> None:
-    # A full disk would otherwise end the process when a page is written.
+    # Otherwise a full disk would kill the process when it writes a page.
     free = shutil.disk_usage(directory).free
     try:
         if size <= free and hasattr(os, "posix_fallocate"):
@@ -106,18 +106,18 @@ def _no_room(size: int, free: int, directory: Path) -> DeviceError:
 
 
 def as_directory(directory: str | os.PathLike[str]) -> Path:
-    """Return a directory in which files can be made; makes it, if it is not there.
+    """Return a writable directory, which is created when it is missing.
 
     Raises:
-        OptionError: when it is none, or cannot be written.
+        OptionError: when it is not a path, or cannot be written.
     """
     if not isinstance(directory, str | os.PathLike):
         raise OptionError(f"offload: directory is {directory!r}, needs a path")
-    found = Path(directory).expanduser()
+    path = Path(directory).expanduser()
     try:
-        found.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=found):
-            return found
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
     except OSError as error:
         raise OptionError(f"offload: directory={str(directory)!r} cannot be written: {error}") from error
 

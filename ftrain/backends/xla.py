@@ -2,7 +2,7 @@
 
 Operations are collected, and `torch_xla.sync` compiles and launches them
 (https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html): here at the end of every step. Autocast is to bfloat16
-(https://docs.pytorch.org/xla/master/perf/amp.html). The state of the generator is its seed, an integer. There are no
+(https://docs.pytorch.org/xla/master/perf/amp.html). The state of the generator is its seed, an integer. There is no
 cache to empty (XLA keeps what it has taken and uses it again, https://docs.jax.dev/en/latest/gpu_memory_allocation.html),
 no graphs to record (each step is one) and no TF32; ``openxla`` is what compiles.
 
@@ -31,25 +31,25 @@ def _model() -> Any:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    put_back = _generators()
+    restore = _generators()
     torch.default_generator.manual_seed(seed)
     _model().set_rng_state(seed)
     try:
         yield
     finally:
         _xla().sync()
-        put_back()
+        restore()
 
 
 def _generators() -> Callable[[], None]:
     host, device = torch.default_generator, _model()
-    before = host.get_state(), device.get_rng_state()
+    states = host.get_state(), device.get_rng_state()
 
-    def put_back() -> None:
-        host.set_state(before[0])
-        device.set_rng_state(before[1])
+    def restore() -> None:
+        host.set_state(states[0])
+        device.set_rng_state(states[1])
 
-    return put_back
+    return restore
 
 
 def _memory() -> Memory:
