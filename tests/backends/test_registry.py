@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.backends import Backend, cpu, cuda, registry
+from ftrain.backends import cpu, cuda, registry
 from ftrain.errors import DeviceError, OptionError
 
 HAS_CUDA = torch.cuda.is_available()
@@ -229,20 +229,13 @@ def test_the_record_of_the_cpu_is_complete():
     assert backend.available()
     assert "CPU" in backend.describe()
     assert set(backend.autocast_dtypes()) == {torch.bfloat16, torch.float16}
-    for dtype in backend.autocast_dtypes():
-        with torch.autocast("cpu", dtype=dtype):
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
-    assert backend.synchronize() is None
     memory = backend.memory()
     assert 2**20 < memory.current <= memory.peak < 2**44
     assert torch.distributed.is_available()
     assert torch.distributed.is_backend_available(backend.distributed)
-    assert backend.tf32() is None
-    assert backend.empty_cache is None
     assert backend.compile_backend in {*torch._dynamo.list_backends(None), "inductor"}
     assert backend.pinned_memory is False
     assert backend.fused_optimizers is True
-    assert backend.recorder is None
 
 
 def test_the_peak_memory_of_the_cpu_grows_with_use():
@@ -252,22 +245,6 @@ def test_the_peak_memory_of_the_cpu_grows_with_use():
     assert during.peak >= before.peak
     assert during.current >= before.current + 2**25
     del block
-
-
-@pytest.mark.parametrize("backend", [cpu.BACKEND, cuda.BACKEND], ids=lambda backend: backend.name)
-def test_records_have_every_field(backend):
-    calls = ("available", "describe", "autocast_dtypes", "seeded", "generators", "synchronize", "memory", "tf32")
-    assert all(callable(getattr(backend, name)) for name in calls)
-    for name in ("pinned_memory", "fused_optimizers"):
-        assert type(getattr(backend, name)) is bool
-    assert backend.empty_cache is None or callable(backend.empty_cache)
-    assert backend.recorder is None or callable(backend.recorder)
-    assert isinstance(backend.distributed, str)
-    assert isinstance(backend.compile_backend, str)
-    assert backend.device.type == backend.name
-    assert type(backend.available()) is bool
-    names = {field.name for field in dataclasses.fields(Backend)}
-    assert set(calls) < names
 
 
 @without_cuda
@@ -287,58 +264,12 @@ def test_cuda_where_there_is_none_is_a_clear_error(monkeypatch):
         ft.backends.default()
 
 
-def seeded_backends():
-    return [cpu.BACKEND, pytest.param(cuda.BACKEND, marks=needs_cuda)]
-
-
-def draws(device):
-    return torch.rand(3), torch.rand(3, device=device)
-
-
-@pytest.mark.parametrize("backend", seeded_backends(), ids=["cpu", "cuda"])
-@pytest.mark.parametrize("fails", [False, True])
-def test_seeded_draws_the_same_and_puts_the_generators_back(backend, fails):
-    torch.manual_seed(5)
-    if backend.name == "cuda":
-        torch.cuda.manual_seed(5)
-    before = torch.get_rng_state()
-    found = []
-    for seed in (1, 1, 2, 2**63 - 1):
-        try:
-            with backend.seeded(seed):
-                found.append(draws(backend.device))
-                if fails:
-                    raise ZeroDivisionError
-        except ZeroDivisionError:
-            assert fails
-        assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
-    after = draws(backend.device)
-    torch.manual_seed(5)
-    if backend.name == "cuda":
-        torch.cuda.manual_seed(5)
-    assert all(torch.equal(a, b) for a, b in zip(after, draws(backend.device), strict=True))
-
-
 def test_seeded_is_torchs_manual_seed():
     with cpu.BACKEND.seeded(12345):
         found = torch.rand(4)
     with torch.random.fork_rng():
         torch.manual_seed(12345)
         assert torch.equal(torch.rand(4), found)
-
-
-def test_seeded_may_be_nested():
-    before = torch.get_rng_state()
-    with cpu.BACKEND.seeded(1):
-        first = torch.rand(2)
-        with cpu.BACKEND.seeded(2):
-            torch.rand(5)
-        second = torch.rand(2)
-    assert torch.equal(torch.get_rng_state(), before)
-    with cpu.BACKEND.seeded(1):
-        assert torch.equal(torch.rand(4), torch.cat([first, second]))
 
 
 @needs_cuda
