@@ -29,14 +29,19 @@ from ftrain.profiling.tuning import Trials as Trials
 from ftrain.profiling.tuning import trials as trials
 from ftrain.profiling.tuning import tune as tune
 from ftrain.step.blocks import block as block
+from ftrain.step.compose import compose as compose
+from ftrain.step.compose import train_step as train_step
 from ftrain.step.evaluate import EvalStep as EvalStep
 from ftrain.step.evaluate import eval_step as eval_step
 from ftrain.step.evaluate import evaluate as evaluate
 from ftrain.step.module import from_module as from_module
 from ftrain.step.module import to_module as to_module
 from ftrain.step.step import Step as Step
-from ftrain.step.step import compose as compose
-from ftrain.step.step import train_step as train_step
+from ftrain.step.wrapper import OnGrad as OnGrad
+from ftrain.step.wrapper import OnLoss as OnLoss
+from ftrain.step.wrapper import OnStep as OnStep
+from ftrain.step.wrapper import OnUpdate as OnUpdate
+from ftrain.step.wrapper import SlotSpec as SlotSpec
 from ftrain.step.wrapper import Wrapper as Wrapper
 from ftrain.step.wrapper import wrapper as wrapper
 from ftrain.training import loggers as loggers
@@ -59,7 +64,9 @@ from ftrain.transforms.lora import lora as lora
 from ftrain.transforms.matmul_precision import matmul_precision as matmul_precision
 from ftrain.transforms.offload.wrapper import offload as offload
 from ftrain.transforms.remat.wrapper import remat as remat
+from ftrain.transforms.sam import sam as sam
 from ftrain.transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
+from ftrain.transforms.skip_spikes import skip_spikes as skip_spikes
 from ftrain.transforms.swa import swa as swa
 from ftrain.transforms.update_in_backward import update_in_backward as update_in_backward
 from ftrain.types import Gradients as Gradients
@@ -75,7 +82,12 @@ __all__ = [
     "Hint",
     "Ladder",
     "Mean",
+    "OnGrad",
+    "OnLoss",
+    "OnStep",
+    "OnUpdate",
     "PrecisionReport",
+    "SlotSpec",
     "Step",
     "Technique",
     "TrainState",
@@ -116,8 +128,10 @@ __all__ = [
     "random",
     "remat",
     "replay",
+    "sam",
     "schedules",
     "skip_nonfinite",
+    "skip_spikes",
     "swa",
     "to_module",
     "train_step",

@@ -248,7 +248,7 @@ class Loss:
 
     Args:
         fn: the loss function in its full form.
-        text: its text in the description of a step.
+        name: of the function or the module.
         scope: ``training -> context`` in which the loss is differentiated, outside of any graph; `training` is False
             in an evaluation.
         module: the `torch.nn.Module` that `fn` calls, if any.
@@ -256,16 +256,23 @@ class Loss:
         adapters: the parameters that a wrapper has added, if any.
         narrow: the 16-bit or 8-bit dtype in which a wrapper makes it compute, as `with_amp` names it; "" if none does.
         products: the name of the wrapper that sets the precision of its float32 matrix products; "" if none does.
+        wrappers: the texts of the wrappers that it has in the description of a step, the innermost first.
     """
 
     fn: LossFn
-    text: str
+    name: str
     scope: Callable[[bool], AbstractContextManager[Any]] = lambda training: nullcontext()
     module: nn.Module | None = None
     needs_rng: bool = False
     adapters: Adapters | None = None
     narrow: str = ""
     products: str = ""
+    wrappers: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """How it prints, with its wrappers."""
+        return " <- ".join([self.name, *self.wrappers])
 
 
 @tree_class
@@ -281,6 +288,10 @@ class Gradients:
         finite: 0-d bool, whether the loss and every raw gradient are finite; None when nobody asked.
         stream_grads: ``take -> None``, for an update that takes gradients one by one: runs the backward pass and calls
             ``take(index, gradient)`` for each leaf of the parameters when its gradient is complete; `grads` is None.
+        accept: 0-d bool, whether the update may be made; None: it may. Read when a wrapper of the gradient has
+            `OnGrad.may_refuse_updates`.
+        slots: new values of slots in the state, by the names of their wrappers; they are stored whether or not the
+            update is made.
     """
 
     grads: PyTree
@@ -289,6 +300,8 @@ class Gradients:
     buffers: PyTree
     finite: Tensor | None = None
     stream_grads: Callable[[Callable[[int, Tensor], None]], None] | None = field(default=None, metadata=STATIC)
+    accept: Tensor | None = None
+    slots: dict[str, PyTree] = field(default_factory=dict)
 
 
 GradFn: TypeAlias = Callable[[TrainState, PyTree, Tensor | None], Gradients]
@@ -331,6 +344,7 @@ class Optimizer:
             others.
         offloaded: whether the state is kept on the host or in files and copied to the device in parts, so that `update`
             cannot be part of a graph.
+        name: of the factory, such as ``"adamw"``; empty for one that is made of others.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -341,6 +355,7 @@ class Optimizer:
     factors: Callable[[PyTree], Mapping[str, Tensor]] | None = None
     apart: Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]] | None = None
     offloaded: bool = False
+    name: str = ""
 
 
 class Runner(Protocol):

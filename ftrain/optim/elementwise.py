@@ -167,7 +167,7 @@ def leafwise(
     text = f"{name}({', '.join([repr(schedule), *texts, *(storage.shown if storage else ())])})"
     draws = storage is not None and storage.stochastic
     update = partial(family.update, planner)
-    whole = Optimizer(init, update, {"lr": schedule}, text, needs_rng=draws, apart=apart)
+    whole = Optimizer(init, update, {"lr": schedule}, text, needs_rng=draws, apart=apart, name=name)
     return whole
 
 

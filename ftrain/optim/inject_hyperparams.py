@@ -54,6 +54,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
         update=update,
         factors=_factors,
         text=f"adjustable({optimizer.text})",
+        name="",
         # Without the factors, which are the host's and belong to no parameter.
         apart=wrap_apart(optimizer, _within),
     )

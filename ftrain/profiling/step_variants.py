@@ -12,79 +12,80 @@ from ftrain.errors import BatchError, ComposeError
 from ftrain.step.microbatch import most_pieces
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
+from ftrain.transforms.accumulate import NAME as ACCUMULATE
 from ftrain.transforms.accumulate import accumulate
 from ftrain.types import PyTree, TrainState, own, replace
 
-INNERMOST = "remat", "accumulate"
-"""What acts on less when it stands inside of the others: on the model alone, and not on what clips each piece."""
 
-
-def having(step: Step, wrapper: Wrapper) -> Step:
-    """Return a step with one more wrapper, which takes the place of one of its name.
+def add_wrapper(step: Step, wrapper: Wrapper) -> Step:
+    """Return a step with one more wrapper, which replaces one of its name.
 
     Raises:
-        ComposeError: when the step has this wrapper already, or one with which it does not go.
+        ComposeError: when the step has this wrapper already, or one that it cannot be combined with.
     """
-    there = any(other.name == wrapper.name for other in step.wrappers)
-    if not there and wrapper.name not in INNERMOST:
-        return step.wrapped(wrapper)
-    if there and wrapper.optimizer:
+    old = next((other for other in step.wrappers if other.name == wrapper.name), None)
+    if old is None:
+        if not wrapper.innermost:
+            return step.wrapped(wrapper)
+        return dataclasses.replace(step, wrappers=(wrapper, *step.wrappers))
+    if replaces_optimizer(wrapper) or (wrapper.options is not None and wrapper.options == old.options):
         raise ComposeError("the step has it already")
-    others = tuple(wrapper if other.name == wrapper.name else other for other in step.wrappers)
-    made = dataclasses.replace(step, wrappers=others if there else (wrapper, *others))
-    if texts(made) == texts(step):
-        raise ComposeError("the step has it already")
-    return made
+    wrappers = tuple(wrapper if other is old else other for other in step.wrappers)
+    return dataclasses.replace(step, wrappers=wrappers)
+
+
+def replaces_optimizer(wrapper: Wrapper) -> bool:
+    """Whether a wrapper has changed the optimizer of its step, so that it cannot be taken out again."""
+    return wrapper.update is not None and wrapper.update.optimizer is not None
 
 
 def texts(step: Step) -> list[str]:
-    """Return how the wrappers of a step print; those of the loss as it has them, for it knows its blocks."""
-    rest = [each.text for each in step.wrappers if each.arrow != "loss"]
-    return [*step.loss.text.split(" <- ")[1:], *rest]
+    """Return how the wrappers of a step print; those of the loss as the loss has them, for it knows its blocks."""
+    return [*step.loss.wrappers, *(each.text for each in step.wrappers if each.loss is None)]
 
 
-def without(step: Step, name: str) -> Step:
+def remove_wrapper(step: Step, name: str) -> Step:
     """Return a step without the wrapper of a name, if it has it."""
     return dataclasses.replace(step, wrappers=tuple(each for each in step.wrappers if each.name != name))
 
 
-def pieces_of(step: Step) -> int:
-    """Return in how many pieces a step takes its gradient.
+def microbatches_of(step: Step) -> int:
+    """Return in how many pieces a step takes the gradient of a batch.
 
     Raises:
         ComposeError: when something other than the gradient itself is in pieces.
     """
-    done = [each for each in step.wrappers if each.grad and each.reads_gradients]
-    found = next((each for each in done if each.pieces), None)
-    if found and found is not done[0]:
-        raise ComposeError(f"{done[0].text} is done to every piece of {found.text}; other pieces change it")
-    return found.pieces if found and found.pieces else 1
+    readers = [(each.text, each.grad) for each in step.wrappers if each.grad and each.grad.reads_gradients]
+    for text, grad in readers:
+        if grad.microbatches is not None and grad is not readers[0][1]:
+            raise ComposeError(f"{readers[0][0]} is done to every piece of {text}; other pieces change it")
+    return step.microbatches
 
 
-def in_pieces_of(step: Step, pieces: int, batch: PyTree) -> Step:
+def with_microbatches(step: Step, pieces: int, batch: PyTree) -> Step:
     """Return a step that takes its gradient in so many equal pieces; the same update, if it weighs them.
 
     Raises:
         ComposeError: when something other than the gradient itself is in pieces.
         BatchError: when the batch has not so many equal pieces.
     """
-    pieces_of(step)
+    microbatches_of(step)
     if pieces == 1:
-        return without(step, "accumulate")
+        return remove_wrapper(step, ACCUMULATE)
     length = length_of(batch)
     if length % pieces:
         raise BatchError(f"a batch of {length} has no {pieces} equal pieces")
-    return having(step, accumulate(pieces))
+    return add_wrapper(step, accumulate(pieces))
 
 
-def twice(batch: PyTree) -> PyTree:
+def double_batch(batch: PyTree) -> PyTree:
     """Return a batch with each of its examples twice.
 
     Raises:
         BatchError: when its tensors do not say how many examples it has.
     """
-    length, (found, spec) = length_of(batch), tree.flatten(batch)
-    doubled = [torch.cat([leaf, leaf]) if tree.is_tensor(leaf) and leaf.ndim else leaf for leaf in found]
+    length, (leaves, spec) = length_of(batch), tree.flatten(batch)
+    doubled = [torch.cat([leaf, leaf]) if tree.is_tensor(leaf) and leaf.ndim else leaf for leaf in leaves]
     return tree.unflatten(spec, doubled) if length else batch
 
 
@@ -108,16 +109,15 @@ def smaller_optimizers(step: Step) -> dict[str, Step]:
     Raises:
         ComposeError: for another optimizer.
     """
-    text = step.optimizer.text
-    if not text.startswith(("adam(", "adamw(")) or any(wrapper.optimizer for wrapper in step.wrappers):
-        raise ComposeError(f"takes the place of adam or adamw; the step has {text}")
+    if step.optimizer.name not in ("adam", "adamw") or any(map(replaces_optimizer, step.wrappers)):
+        raise ComposeError(f"takes the place of adam or adamw; the step has {step.optimizer.text}")
     rate = step.optimizer.schedules["lr"]
-    made = {
+    smaller = {
         'adamw(state_dtype="bf16")': optim.adamw(rate, state_dtype="bf16"),
         "adamw_8bit": optim.adamw_8bit(rate),
         "adafactor": optim.adafactor(rate),
     }
-    return {name: dataclasses.replace(step, optimizer=optimizer) for name, optimizer in made.items()}
+    return {name: dataclasses.replace(step, optimizer=optimizer) for name, optimizer in smaller.items()}
 
 
 def state_for(step: Step, given: Step, state: TrainState) -> TrainState:
@@ -132,9 +132,9 @@ def state_for(step: Step, given: Step, state: TrainState) -> TrainState:
         DeviceError: when the device cannot do what a wrapper needs.
     """
     rest = tree.clone(replace(state, opt_state=None, slots={}))
-    made = _adopted(step, given, state, rest, rest.params, tree.clone)
-    step.require(made)
-    return own(made)
+    adopted = _adopted(step, given, state, rest, rest.params, tree.clone)
+    step.require(adopted)
+    return own(adopted)
 
 
 def outline(step: Step, given: Step, state: TrainState) -> TrainState:
@@ -144,18 +144,21 @@ def outline(step: Step, given: Step, state: TrainState) -> TrainState:
         DeviceError: when the device cannot do what a wrapper needs.
     """
     params = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), state.params)
-    made = _adopted(step, given, state, state, params, lambda kept: kept)
-    step.require(made)
-    return made
+    adopted = _adopted(step, given, state, state, params, lambda kept: kept)
+    step.require(adopted)
+    return adopted
 
 
 def _adopted(
     step: Step, given: Step, state: TrainState, rest: TrainState, params: PyTree, copy: Callable[[PyTree], PyTree]
 ) -> TrainState:
     same = step.optimizer is given.optimizer
-    slots = {each.name: each.slot for each in step.wrappers if each.slot}
     return replace(
         rest,
         opt_state=copy(state.opt_state) if same else step.optimizer.init(params),
-        slots={name: copy(state.slots[name]) if name in state.slots else slots[name](params) for name in slots},
+        slots={
+            each.name: copy(state.slots[each.name]) if each.name in state.slots else each.slot.init(params)
+            for each in step.wrappers
+            if each.slot
+        },
     )

@@ -32,4 +32,4 @@ def set_matmul_precision(loss: Loss, text: str, precise: Callable[[], AbstractCo
         with loss.scope(training), precise():
             yield
 
-    return dataclasses.replace(loss, scope=scope, text=f"{loss.text} <- {text}", products=text)
+    return dataclasses.replace(loss, scope=scope, wrappers=(*loss.wrappers, text), products=text)

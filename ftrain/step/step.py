@@ -21,8 +21,8 @@ from ftrain.step.purity import as_tree
 from ftrain.step.swap_params import to_meta_
 from ftrain.step.trainable_params import chooser, require_params
 from ftrain.step.update import guarded, optimize
-from ftrain.step.value_and_grad import adapt, report, value_and_grad
-from ftrain.step.wrapper import S, Wrapper
+from ftrain.step.value_and_grad import report, value_and_grad
+from ftrain.step.wrapper import ARROWS, OnGrad, OnStep, OnUpdate, SlotSpec, Wrapper
 from ftrain.tree.name_patterns import Mask
 from ftrain.types import (
     Core,
@@ -43,51 +43,6 @@ from ftrain.types import (
     replace,
 )
 
-ARROWS = ("loss", "grad", "update", "step")
-
-
-def compose(step: S, *wrappers: Callable[[Any], Any]) -> S:
-    """Apply wrappers to a step, the first one innermost.
-
-    Raises:
-        ComposeError: for anything among them that is not a wrapper.
-    """
-    for position, wrap in enumerate(wrappers):
-        if not callable(wrap) or isinstance(wrap, Step):
-            raise ComposeError(f"compose: argument {position + 1} is {wrap!r}; needs a wrapper such as ft.clip(1.0)")
-        step = wrap(step)
-    return step
-
-
-def train_step(
-    loss_fn: Callable[..., Any] | Loss,
-    optimizer: Optimizer,
-    *,
-    trainable: Mask | None = None,
-    allow_unused: bool = False,
-) -> Step:
-    """Return the step that follows the gradient of a loss with an optimizer.
-
-    Args:
-        loss_fn: ``loss_fn(params, batch)`` as `ftrain.step.value_and_grad.adapt` describes it, or what
-            `ftrain.from_module` made.
-        optimizer: from `ftrain.optim`.
-        trainable: which parameters train, as ``(name, leaf) -> bool`` or a list of name patterns; the
-            others are frozen. Without it all do, of a module those that require a gradient; under `lora` none
-            but the adapters.
-        allow_unused: give parameters that the loss does not use a zero gradient instead of an error.
-
-    Raises:
-        LossError: when `loss_fn` cannot be called as a loss.
-        ComposeError: when `optimizer` is none of ours.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise ComposeError(
-            f"train_step: the optimizer is {type(optimizer).__name__}; needs one of ftrain.optim, such as "
-            "ft.optim.adamw(3e-4), which keeps its state in the TrainState"
-        )
-    return Step(adapt(loss_fn), optimizer, trainable, allow_unused)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Step:
@@ -105,8 +60,8 @@ class Step:
 
     def __post_init__(self) -> None:
         for wrapper in self.wrappers:
-            if wrapper.suits:
-                wrapper.suits(self)
+            if wrapper.validate:
+                wrapper.validate(self)
 
     def wrapped(self, wrapper: Wrapper) -> Step:
         """Return this step with one more wrapper around it.
@@ -116,7 +71,8 @@ class Step:
         """
         if any(other.name == wrapper.name for other in self.wrappers):
             raise ComposeError(f"{wrapper.text}: the step has a {wrapper.name} already:\n{self}")
-        optimizer = wrapper.optimizer(self.optimizer) if wrapper.optimizer else self.optimizer
+        replaces = wrapper.update.optimizer if wrapper.update else None
+        optimizer = replaces(self.optimizer) if replaces else self.optimizer
         step = dataclasses.replace(self, optimizer=optimizer, wrappers=(*self.wrappers, wrapper))
         # Built at once, so that whatever does not fit is an error where it is written.
         _ = step.loss
@@ -127,7 +83,7 @@ class Step:
         """The step that donates: itself, if it does so already."""
         if self.donate:
             return self
-        donate = Wrapper("donated", "donated", "step", donate=True)
+        donate = Wrapper("donated", step=OnStep(donate=True), options={})
         step = dataclasses.replace(self, wrappers=(*self.wrappers, donate))
         vars(step)["_origin"] = self._origin
         return step
@@ -135,19 +91,46 @@ class Step:
     @functools.cached_property
     def donate(self) -> bool:
         """Whether a call reuses the memory of its state, which is then consumed."""
-        return any(wrapper.donate for wrapper in self.wrappers)
+        return any(each.donate for each in self._on_step)
 
     @functools.cached_property
     def pulls(self) -> bool:
         """Whether the update is made within the backward pass, from gradients that never all exist."""
-        return any(wrapper.optimize for wrapper in self.wrappers)
+        return any(each.make_update for each in self._on_update)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a wrapper replaces eager execution."""
+        return any(each.make_runner for each in self._on_step)
+
+    @property
+    def microbatches(self) -> int:
+        """In how many pieces, one after the other, wrappers take a batch."""
+        return math.prod(each.microbatches or 1 for each in self._on_grad)
+
+    @property
+    def may_refuse_updates(self) -> bool:
+        """Whether an update may be taken back, for which the old and the new state must exist at once."""
+        return any(wrapper.may_refuse_updates for wrapper in self.wrappers)
+
+    @property
+    def _on_grad(self) -> list[OnGrad]:
+        return [wrapper.grad for wrapper in self.wrappers if wrapper.grad]
+
+    @property
+    def _on_update(self) -> list[OnUpdate]:
+        return [wrapper.update for wrapper in self.wrappers if wrapper.update]
+
+    @property
+    def _on_step(self) -> list[OnStep]:
+        return [wrapper.step for wrapper in self.wrappers if wrapper.step]
 
     @functools.cached_property
     def loss(self) -> Loss:
         """The loss with the wrappers of its arrow applied."""
-        loss = self.base
-        for transform in (*(each.model for each in self.wrappers), *(each.loss for each in self.wrappers)):
-            loss = transform(loss) if transform else loss
+        loss, parts = self.base, [wrapper.loss for wrapper in self.wrappers if wrapper.loss]
+        for part in sorted(parts, key=lambda part: not part.first):
+            loss = part.wrap(loss)
         return loss
 
     def assemble(
@@ -170,7 +153,10 @@ class Step:
             if donate:
                 metrics = {name: m.clone() if isinstance(m, Tensor) else m for name, m in metrics.items()}
                 gradients = replace(gradients, buffers=_apart(gradients.buffers, state.params))
-            return update(state, gradients, hyper, donate=donate), {"loss": gradients.loss.value, **metrics}
+            new = update(state, gradients, hyper, donate=donate)
+            if gradients.slots:
+                new = replace(new, slots={**new.slots, **gradients.slots})
+            return new, {"loss": gradients.loss.value, **metrics}
 
         return core
 
@@ -179,29 +165,29 @@ class Step:
             around_loss(self.loss.fn),
             name=self.base.text,
             allow_unused=self.allow_unused,
-            scale=next((wrapper.scale for wrapper in self.wrappers if wrapper.scale), None),
-            watch=bool(self._guards),
+            scale=next((each.loss_scale for each in self._on_grad if each.loss_scale), None),
+            watch=bool(self._on_finite),
             late=self.pulls,
         )
-        for transform in (around_grad, *(wrapper.grad for wrapper in self.wrappers)):
-            grad = transform(grad) if transform else grad
+        for transform in (around_grad, *(each.wrap for each in self._on_grad)):
+            grad = transform(grad)
         return grad
 
     def _update(self) -> UpdateFn:
-        makers = [wrapper.optimize for wrapper in self.wrappers if wrapper.optimize]
+        makers = [each.make_update for each in self._on_update if each.make_update]
         update = (makers[-1] if makers else optimize)(self.optimizer)
-        for wrapper in self.wrappers:
-            update = wrapper.update(update) if wrapper.update else update
-        return guarded(update, self._guards) if self._guards else update
+        for each in self._on_update:
+            update = each.wrap(update) if each.wrap else update
+        return guarded(update, self._on_finite) if self.may_refuse_updates else update
 
     @property
-    def _guards(self) -> dict[str, Callable[[PyTree, Tensor], PyTree]]:
-        return {wrapper.name: wrapper.account for wrapper in self.wrappers if wrapper.account}
+    def _on_finite(self) -> dict[str, Callable[[PyTree, Tensor], PyTree]]:
+        return {name: slot.on_finite for name, slot in self._slots.items() if slot.on_finite}
 
     @functools.cached_property
     def runner(self) -> Runner:
         """What executes the step: eagerly, unless a wrapper brings something else."""
-        makers = [wrapper.step for wrapper in self.wrappers if wrapper.step]
+        makers = [each.make_runner for each in self._on_step if each.make_runner]
         return makers[-1](self) if makers else Eager(self)
 
     def init(
@@ -262,7 +248,7 @@ class Step:
             frozen=frozen,
             buffers=buffers,
             opt_state=self.optimizer.init(params),
-            slots={wrapper.name: wrapper.slot(params) for wrapper in self.wrappers if wrapper.slot},
+            slots=self.init_slots(params),
             rng=random.key(seed),
         )
         if donate and module is not None:
@@ -293,8 +279,8 @@ class Step:
         if self.donate:
             own(new)
             consume(given)
-        for act in self._afterwards:
-            act(backends.of(tree.device_of(new.params)), int(count) + 1)
+        for on_step_end in self._on_step_end:
+            on_step_end(backends.of(tree.device_of(new.params)), int(count) + 1)
         return new, report(metrics, self.base.text, **hyper)
 
     def lower(self, state: TrainState, batch: PyTree) -> Lowered:
@@ -324,8 +310,8 @@ class Step:
         return hyper, random.fold_in_words(random.words(state.rng), count)
 
     @functools.cached_property
-    def _afterwards(self) -> list[Callable[[backends.Backend, int], None]]:
-        return [wrapper.after for wrapper in self.wrappers if wrapper.after]
+    def _on_step_end(self) -> list[Callable[[backends.Backend, int], None]]:
+        return [each.on_step_end for each in self._on_step if each.on_step_end]
 
     @functools.cached_property
     def _origin(self) -> object:
@@ -342,9 +328,17 @@ class Step:
         Raises:
             NonFiniteError: when `skip_nonfinite` has skipped too many steps in a row.
         """
-        for wrapper in self.wrappers:
-            if wrapper.check:
-                wrapper.check(state.slots[wrapper.name], int(state.step), since)
+        for name, slot in self._slots.items():
+            if slot.check:
+                slot.check(state.slots[name], int(state.step), since)
+
+    def init_slots(self, params: PyTree) -> dict[str, PyTree]:
+        """Return the initial slots of the wrappers, for these trained parameters."""
+        return {name: slot.init(params) for name, slot in self._slots.items()}
+
+    @property
+    def _slots(self) -> dict[str, SlotSpec]:
+        return {wrapper.name: wrapper.slot for wrapper in self.wrappers if wrapper.slot}
 
     def require(self, state: TrainState) -> None:
         """Check that a state has the structure this step works on, and is where it can run.
@@ -359,7 +353,7 @@ class Step:
         params = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), state.params)
         needed = {
             "opt_state": self.optimizer.init(params),
-            "slots": {wrapper.name: wrapper.slot(params) for wrapper in self.wrappers if wrapper.slot},
+            "slots": self.init_slots(params),
         }
         tree.require_same("Step", "the state", {"opt_state": state.opt_state, "slots": state.slots}, needed)
 
@@ -374,7 +368,7 @@ class Step:
     def _ran(self) -> Step:
         """What shows how this step is compiled: the step that `fit` made of it, if it did."""
         made: Step = vars(self).get("donating", self)
-        return made if any(wrapper.step for wrapper in self.wrappers) else self
+        return made if self.is_compiled else self
 
     def __repr__(self) -> str:
         texts = {arrow: [w.text for w in self.wrappers if w.arrow == arrow] for arrow in ARROWS}
@@ -383,7 +377,9 @@ class Step:
             "loss": " ".join([self.loss.text, *choices]),
             "grad": " <- ".join(["value_and_grad", *texts["grad"]]),
             "update": " <- ".join([self.optimizer.text, *texts["update"]]),
-            "step": " <- ".join([self._ran.runner.text, *(w.text for w in self.wrappers if w.after)]),
+            "step": " <- ".join(
+                [self._ran.runner.text, *(w.text for w in self.wrappers if w.step and w.step.on_step_end)]
+            ),
         }
         return "\n".join(f"{arrow:<7} {line}" for arrow, line in lines.items())
 

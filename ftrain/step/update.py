@@ -21,20 +21,31 @@ def optimize(optimizer: Optimizer) -> UpdateFn:
     return update
 
 
-def guarded(update: UpdateFn, guards: Mapping[str, Callable[[PyTree, Tensor], PyTree]]) -> UpdateFn:
-    """Take an update only when loss and gradients were finite, and let the guards count.
+def guarded(update: UpdateFn, on_finite: Mapping[str, Callable[[PyTree, Tensor], PyTree]]) -> UpdateFn:
+    """Make an update only when it is accepted, and loss and gradients were finite.
+
+    Args:
+        update: what may be refused.
+        on_finite: by the name of a wrapper, ``(slot, finite) -> slot``, which counts; where there is none, nobody looks
+            whether loss and gradients are finite.
 
     Raises:
-        ComposeError: from the update, when a wrapper lost sight of whether the gradients are finite.
+        ComposeError: from the update, when a wrapper of the gradient dropped what this needs to know.
     """
 
     def guarding(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-        finite = gradients.finite
-        if finite is None:
+        finite, accept = gradients.finite, gradients.accept
+        if on_finite and finite is None:
             raise ComposeError("a grad wrapper dropped Gradients.finite, which a guard needs; use dataclasses.replace")
+        if finite is not None:
+            accept = finite if accept is None else accept & finite
+        if accept is None:
+            raise ComposeError("a grad wrapper dropped Gradients.accept, which a guard needs; use dataclasses.replace")
         # Not donated: the old values are still needed for the case that the new ones are refused.
-        new: TrainState = tree.where(finite, update(state, gradients, hyper, donate=False), state)
-        counted = {name: account(state.slots[name], finite) for name, account in guards.items()}
+        new: TrainState = tree.where(accept, update(state, gradients, hyper, donate=False), state)
+        if not on_finite or finite is None:
+            return new
+        counted = {name: count(state.slots[name], finite) for name, count in on_finite.items()}
         return replace(new, slots={**new.slots, **counted})
 
     return guarding

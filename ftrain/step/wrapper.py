@@ -1,11 +1,12 @@
-"""The record of a wrapper: which parts of a step it transforms, and what it keeps in the state."""
+"""The record of a wrapper: what it does to each arrow of a step, and its part of the state."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from torch import Tensor
@@ -19,63 +20,162 @@ S = TypeVar("S", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, eq=False)
-class Wrapper:
-    """One transformation of a step. A field that is None leaves that part of the step alone.
+class OnLoss:
+    """What a wrapper does to the loss.
 
     Args:
-        name: its name, which is also the name of its slot in the state.
-        text: how it prints.
-        arrow: the line it prints on and the part it acts on: loss, grad, update or step.
-        model: ``Loss -> Loss``, what becomes of the model that the loss is of; applied before the `loss` of every
-            wrapper, wherever this one stands.
-        loss: ``Loss -> Loss``; appends its own text.
-        grad: ``GradFn -> GradFn``.
-        update: ``UpdateFn -> UpdateFn``.
-        optimizer: ``Optimizer -> Optimizer``, of the same `text`; what the step has as its optimizer from then on.
-        optimize: ``Optimizer -> UpdateFn``, the innermost update, which then gets `Gradients` to be pulled.
-        pieces: in how many pieces its `grad` takes a batch.
-        loops: whether its `grad` calls the innermost one, of which alone a compiled step makes a graph then, instead of
-            a graph of all the calls.
-        reads_gradients: whether its `grad` or `update` looks at gradients, and needs all of them at once.
-        suits: ``Step -> None``, raises a ComposeError when the step has what this wrapper does not go with, whichever
-            of them was first.
-        step: ``Step -> Runner``, which replaces eager execution.
-        function: ``StepFn -> StepFn``, for plain functions that are no `Step`.
+        wrap: ``Loss -> Loss``; adds how it prints to `Loss.wrappers`.
+        first: apply it before the losses of all other wrappers, wherever this one stands: for what changes the model
+            that the loss is of.
+    """
+
+    wrap: Callable[[Loss], Loss]
+    first: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class OnGrad:
+    """What a wrapper does to the gradient.
+
+    Args:
+        wrap: ``GradFn -> GradFn``.
+        reads_gradients: whether it looks at gradients, and needs all of them at once.
+        microbatches: in how many pieces it takes a batch. Default None: it leaves the batch whole.
+        compile_inner: whether a compiled step makes a graph of the innermost gradient alone, which `wrap` then calls
+            in a loop, instead of one graph of all calls.
+        loss_scale: ``state -> 0-d tensor``, the cotangent of the mean loss, by which gradients are divided again.
+        may_refuse_updates: whether it sets `Gradients.accept`.
+    """
+
+    wrap: Callable[[GradFn], GradFn]
+    reads_gradients: bool = True
+    microbatches: int | None = None
+    compile_inner: bool = False
+    loss_scale: Callable[[TrainState], Tensor] | None = None
+    may_refuse_updates: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class OnUpdate:
+    """What a wrapper does to the update.
+
+    Args:
+        wrap: ``UpdateFn -> UpdateFn``.
+        reads_gradients: whether `wrap` looks at gradients, and needs all of them at once.
+        optimizer: ``Optimizer -> Optimizer`` of the same `text`: what the step has as its optimizer from then on.
+        make_update: ``Optimizer -> UpdateFn``, the innermost update. It gets `Gradients` whose `stream_grads` runs the
+            backward pass.
+    """
+
+    wrap: Callable[[UpdateFn], UpdateFn] | None = None
+    reads_gradients: bool = True
+    optimizer: Callable[[Optimizer], Optimizer] | None = None
+    make_update: Callable[[Optimizer], UpdateFn] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class OnStep:
+    """What a wrapper does to the step as a whole.
+
+    Args:
+        make_runner: ``Step -> Runner``, which replaces eager execution.
+        wrap_function: ``StepFn -> StepFn``, for plain functions that are no `Step`.
         donate: whether the step reuses the memory of its state.
-        slot: ``params -> tree``, its own part of the initial state.
-        scale: ``state -> 0-d tensor``, the cotangent of the mean loss.
-        account: ``(slot, finite) -> slot``. With one, a step whose loss or gradients are not finite
-            changes nothing but the slots of the wrappers that account for it.
-        after: ``(Backend, steps) -> None``, called on the host after each step, when the state has made so many.
-        check: ``(slot, step, since) -> None``, raises on the host what the slot shows to have gone wrong after step
-            `since`, when the state has made `step` steps.
+        on_step_end: ``(Backend, steps) -> None``, called on the host after each step with the number of steps that the
+            state has made.
+    """
+
+    make_runner: Callable[[Any], Runner] | None = None
+    wrap_function: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    donate: bool = False
+    on_step_end: Callable[[Backend, int], None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SlotSpec:
+    """The part of the state that belongs to a wrapper: ``state.slots[name]``.
+
+    Args:
+        init: ``params -> tree``, its initial value.
+        on_finite: ``(slot, finite) -> slot``. With one, a step whose loss or gradients are not finite changes nothing
+            but the slots of the wrappers that have an `on_finite`; `finite` is a 0-d bool tensor.
+        check: ``(slot, step, since) -> None``, called by `Step.check`: raises on the host what the slot shows to have
+            gone wrong after step `since`, when the state has made `step` steps.
+    """
+
+    init: Callable[[PyTree], PyTree]
+    on_finite: Callable[[PyTree, Tensor], PyTree] | None = None
+    check: Callable[[PyTree, int, int], None] | None = None
+
+
+ARROWS = {"loss": OnLoss, "grad": OnGrad, "update": OnUpdate, "step": OnStep}
+"""The arrows of a step in their order, and what a wrapper says of each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wrapper:
+    """One transformation of a step. An arrow that is None is left alone.
+
+    Args:
+        name: its name, which is also the name of its slot in the state. A step has one wrapper of a name.
+        text: how it prints. Default: the name.
+        loss: what it does to the loss.
+        grad: what it does to the gradient.
+        update: what it does to the update.
+        step: what it does to the step as a whole.
+        slot: its part of the state.
+        validate: ``Step -> None``, called whenever the step gets another wrapper: raises a ComposeError when the step
+            has something that this one cannot be combined with, in either order.
         require: ``(Backend, params) -> None``, raises when the device or the trained parameters cannot do this.
         choice: ``() -> str``, what it has chosen for the devices that it has met, for `print`; empty before.
+        innermost: whether tools that add it to a step put it inside of the other wrappers.
+        options: the arguments that make it what it is, by name: two wrappers of one name with equal options do the
+            same. Default: the arguments of the factory, when `wrapper` decorates it, and else None: not known.
+
+    Raises:
+        ComposeError: when an arrow is given something else than its record, such as a function.
     """
 
     name: str
-    text: str
-    arrow: str
-    model: Callable[[Loss], Loss] | None = None
-    loss: Callable[[Loss], Loss] | None = None
-    grad: Callable[[GradFn], GradFn] | None = None
-    update: Callable[[UpdateFn], UpdateFn] | None = None
-    optimizer: Callable[[Optimizer], Optimizer] | None = None
-    optimize: Callable[[Optimizer], UpdateFn] | None = None
-    pieces: int | None = None
-    loops: bool = False
-    reads_gradients: bool = True
-    suits: Callable[[Any], None] | None = None
-    step: Callable[[Any], Runner] | None = None
-    function: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    donate: bool = False
-    slot: Callable[[PyTree], PyTree] | None = None
-    scale: Callable[[TrainState], Tensor] | None = None
-    account: Callable[[PyTree, Tensor], PyTree] | None = None
-    after: Callable[[Backend, int], None] | None = None
-    check: Callable[[PyTree, int, int], None] | None = None
+    text: str = ""
+    _: KW_ONLY
+    loss: OnLoss | None = None
+    grad: OnGrad | None = None
+    update: OnUpdate | None = None
+    step: OnStep | None = None
+    slot: SlotSpec | None = None
+    validate: Callable[[Any], None] | None = None
     require: Callable[[Backend, PyTree], None] | None = None
     choice: Callable[[], str] | None = None
+    innermost: bool = False
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", self.text or self.name)
+        for arrow, kind in ARROWS.items():
+            part = getattr(self, arrow)
+            if part is not None and not isinstance(part, kind):
+                raise ComposeError(
+                    f"Wrapper: {arrow} of {self.name} is a {type(part).__name__}; needs {arrow}=ft.{kind.__name__}(...)"
+                )
+
+    @property
+    def arrow(self) -> str:
+        """The arrow on whose line it prints: the first of loss, grad, update and step that it acts on."""
+        return next((arrow for arrow in ARROWS if getattr(self, arrow) is not None), "update")
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether it looks at gradients, and needs all of them at once."""
+        grad, update = self.grad, self.update
+        in_update = update is not None and update.wrap is not None and update.reads_gradients
+        return in_update or (grad is not None and grad.reads_gradients)
+
+    @property
+    def may_refuse_updates(self) -> bool:
+        """Whether it may take an update back, for which the old and the new state must exist at once."""
+        counts = self.slot is not None and self.slot.on_finite is not None
+        return counts or (self.grad is not None and self.grad.may_refuse_updates)
 
     def __call__(self, step: S) -> S:
         """Return the step with this wrapper applied.
@@ -85,14 +185,18 @@ class Wrapper:
         """
         if hasattr(step, "wrapped"):
             return step.wrapped(self)  # type: ignore[no-any-return]
-        if self.function is not None and callable(step):
-            return self.function(step)  # type: ignore[return-value]
+        if self._wrap_function is not None and callable(step):
+            return self._wrap_function(step)  # type: ignore[return-value]
         name = getattr(step, "__name__", repr(step))
         raise ComposeError(
             f"{self.text}: acts on the {self.arrow} inside of a Step, and {name} is a {type(step).__name__}; "
             "by the time a plain function returns, its update has happened. Build it with ft.train_step(loss_fn, "
             "optimizer), or wrap the Steps it is made of"
         )
+
+    @property
+    def _wrap_function(self) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+        return self.step.wrap_function if self.step else None
 
 
 def _no_step(bare: Wrapper, value: Any, options: list[str]) -> ComposeError:
@@ -116,12 +220,23 @@ class _Factory(Protocol[P]):
 def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
     """Let a factory of wrappers also be applied bare: ``clip(step)`` for ``clip()(step)``.
 
+    The wrapper's `options` are the arguments, unless the factory sets them.
+
     Raises:
         ComposeError: from the factory, when it is applied bare and needs an argument, or to what is no step; for a
             step among options.
     """
-    parameters = inspect.signature(factory).parameters.values()
+    signature = inspect.signature(factory)
+    parameters = signature.parameters.values()
     needed = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+
+    def build(*args: Any, **kwargs: Any) -> Wrapper:
+        built = factory(*args, **kwargs)
+        if not isinstance(built, Wrapper) or built.options is not None:
+            return built
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dataclasses.replace(built, options=bound.arguments)
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -131,13 +246,13 @@ def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
                 raise ComposeError(
                     f"{name}: cannot be applied bare, for it needs {needed[0]}: {name}({needed[0]})(step)"
                 )
-            bare = factory()  # type: ignore[call-arg]
-            if parameters and bare.function is None and not hasattr(args[0], "wrapped"):
+            bare = build()
+            if parameters and bare._wrap_function is None and not hasattr(args[0], "wrapped"):
                 raise _no_step(bare, args[0], [each.name for each in parameters])
             return bare(args[0])
         if args and hasattr(args[0], "wrapped"):
             name = factory.__name__
             raise ComposeError(f"{name}: a step goes behind the options: {name}(...)(step)")
-        return factory(*args, **kwargs)
+        return build(*args, **kwargs)
 
     return make

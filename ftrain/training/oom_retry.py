@@ -17,7 +17,7 @@ from ftrain.step.accumulation import accumulate_grads
 from ftrain.step.microbatch import most_pieces, split_batch
 from ftrain.step.step import Step
 from ftrain.step.value_and_grad import ForwardResult, around_forward, report
-from ftrain.step.wrapper import Wrapper
+from ftrain.step.wrapper import OnGrad, Wrapper
 from ftrain.training.history import History
 from ftrain.training.iterate import device_of
 from ftrain.training.loss_additivity import warn_of_pieces
@@ -63,8 +63,8 @@ class OomRetry:
 
     def __init__(self, step: Step, pieces: int, say: Callable[[str], None], interrupted: Callable[[], Any]) -> None:
         self._original, self._say, self._interrupted = step, say, interrupted
-        self._compiled = any(wrapper.step for wrapper in step.wrappers)
-        self._writes = _StateWrites(not self._compiled and any(wrapper.account for wrapper in step.wrappers))
+        self._compiled = step.is_compiled
+        self._writes = _StateWrites(not self._compiled and step.may_refuse_updates)
         self._recorded = pieces
         self._split_into(pieces)
 
@@ -162,12 +162,13 @@ def split_step(step: Step, pieces: int, writes: _StateWrites | None = None) -> S
         pieces: the number of pieces; a batch with fewer examples is split into single examples.
         writes: is told when the step begins to overwrite its state.
     """
-    inner: list[Wrapper] = []
+    wrappers = step.wrappers
     if pieces > 1:
-        split = Wrapper(SPLIT_METRIC, f"split({pieces})", "grad", grad=lambda grad: _split(grad, pieces), loops=True)
-        inner = [split]
-    outer = [Wrapper("watched", "fit(on_oom='split')", "grad", grad=writes.watch)] if writes is not None else []
-    return dataclasses.replace(step, wrappers=(*inner, *step.wrappers, *outer))
+        split = OnGrad(lambda grad: _split(grad, pieces), compile_inner=True)
+        wrappers = (Wrapper(SPLIT_METRIC, f"split({pieces})", grad=split), *wrappers)
+    if writes is not None:
+        wrappers = (*wrappers, Wrapper("watched", "fit(on_oom='split')", grad=OnGrad(writes.watch)))
+    return dataclasses.replace(step, wrappers=wrappers)
 
 
 class _StateWrites:

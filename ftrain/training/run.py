@@ -100,7 +100,7 @@ class Run:
         self._pending = PendingMetrics()
         self._throughput = Throughput(time.perf_counter(), options.throughput)
         self._best = checkpoints.best
-        self._accumulates = isinstance(step, Step) and any((wrapper.pieces or 1) > 1 for wrapper in step.wrappers)
+        self._accumulates = isinstance(step, Step) and step.microbatches > 1
         self._notes_position = checkpoints.enabled and is_compiled(step)
         self._between_steps = False
         self.stopped = ""

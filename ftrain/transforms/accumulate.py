@@ -7,8 +7,10 @@ from torch import Tensor
 from ftrain.errors import require_positive
 from ftrain.step.accumulation import accumulate_grads
 from ftrain.step.microbatch import split_batch
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnGrad, Wrapper, wrapper
 from ftrain.types import GradFn, Gradients, PyTree, TrainState
+
+NAME = "accumulate"
 
 
 @wrapper
@@ -49,4 +51,4 @@ def accumulate(n: int) -> Wrapper:
 
         return accumulating
 
-    return Wrapper("accumulate", f"accumulate({n})", "grad", grad=wrap, pieces=n)
+    return Wrapper(NAME, f"accumulate({n})", grad=OnGrad(wrap, microbatches=n), innermost=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.errors import OptionError
 from ftrain.step.value_and_grad import report
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnGrad, Wrapper, wrapper
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 
@@ -50,7 +50,7 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
         return clipping
 
     kind = "value" if value is not None else "norm"
-    return Wrapper("clip", f"clip({kind}<={limit:g})", "grad", grad=wrap)
+    return Wrapper("clip", f"clip({kind}<={limit:g})", grad=OnGrad(wrap))
 
 
 def _by_norm(leaves: list[Tensor], norm: Tensor, limit: float) -> list[Tensor]:

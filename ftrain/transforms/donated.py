@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 
 
 @wrapper
@@ -13,4 +13,4 @@ def donated() -> Wrapper:
     `ConsumedError`. `fit` donates unless told otherwise. Where an update may be refused (fp16, `skip_nonfinite`), both
     states are needed until that is known, and nothing is saved.
     """
-    return Wrapper("donated", "donated", "step", donate=True)
+    return Wrapper("donated", step=OnStep(donate=True))

@@ -6,7 +6,7 @@ import torch
 
 from ftrain import tree
 from ftrain.errors import require_range
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnUpdate, SlotSpec, Wrapper, wrapper
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 
 NAME = "ema"
@@ -41,9 +41,11 @@ def ema(decay: float = 0.999) -> Wrapper:
 
         return averaging
 
-    return Wrapper(NAME, f"ema({decay:g})", "update", update=wrap, slot=_slot, reads_gradients=False)
+    return Wrapper(
+        NAME, f"ema({decay:g})", update=OnUpdate(wrap, reads_gradients=False), slot=SlotSpec(_initial_average)
+    )
 
 
-def _slot(params: PyTree) -> PyTree:
+def _initial_average(params: PyTree) -> PyTree:
     # In 16 bits the small steps of an average would round to nothing.
     return tree.map(lambda leaf: leaf.detach().to(torch.promote_types(leaf.dtype, torch.float32), copy=True), params)

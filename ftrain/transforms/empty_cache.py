@@ -6,7 +6,7 @@ import logging
 
 from ftrain.backends import Backend
 from ftrain.errors import require_positive
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.types import PyTree
 
 log = logging.getLogger("ftrain")
@@ -37,8 +37,8 @@ def empty_cache(every: int) -> Wrapper:
             said.add(backend.name)
             log.warning("empty_cache: does nothing on %s, which has no cache to empty", backend.describe())
 
-    def after(backend: Backend, steps: int) -> None:
+    def on_step_end(backend: Backend, steps: int) -> None:
         if backend.empty_cache is not None and steps % every == 0:
             backend.empty_cache()
 
-    return Wrapper("empty_cache", f"empty_cache(every={every})", "step", after=after, require=require)
+    return Wrapper("empty_cache", f"empty_cache(every={every})", step=OnStep(on_step_end=on_step_end), require=require)

@@ -7,7 +7,7 @@ from typing import Literal
 from ftrain.backends.device_module import float32_products
 from ftrain.errors import OptionError
 from ftrain.step.matmul_precision import set_matmul_precision
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
 from ftrain.types import Loss
 
 CHOICES = ("highest", "high", "medium")
@@ -37,4 +37,4 @@ def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper
     def wrap(loss: Loss) -> Loss:
         return set_matmul_precision(loss, text, lambda: float32_products(precision))
 
-    return Wrapper("matmul_precision", text, "loss", loss=wrap)
+    return Wrapper("matmul_precision", text, loss=OnLoss(wrap))

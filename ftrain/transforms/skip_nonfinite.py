@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import NonFiniteError, require_positive
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import SlotSpec, Wrapper, wrapper
 from ftrain.types import PyTree
 
 NAME = "skip_nonfinite"
@@ -33,11 +33,11 @@ def skip_nonfinite(limit: int = 10) -> Wrapper:
     """
     require_positive("skip_nonfinite", "limit", limit)
 
-    def slot(params: PyTree) -> PyTree:
+    def init(params: PyTree) -> PyTree:
         zero = torch.zeros((), dtype=torch.int64, device=tree.device_of(params))
         return {name: zero.clone() for name in COUNTERS}
 
-    def account(counters: PyTree, finite: Tensor) -> PyTree:
+    def on_finite(counters: PyTree, finite: Tensor) -> PyTree:
         bad = (~finite).to(torch.int64)
         in_a_row, steps = (counters["in_a_row"] + 1) * bad, counters["steps"] + 1
         reached = torch.where(in_a_row == limit, steps, counters["reached"])
@@ -57,4 +57,4 @@ def skip_nonfinite(limit: int = 10) -> Wrapper:
                 "those of the last good step. Lower the learning rate, clip the gradient, or look at the batch"
             )
 
-    return Wrapper(NAME, f"skip_nonfinite({limit})", "update", slot=slot, account=account, check=check)
+    return Wrapper(NAME, f"skip_nonfinite({limit})", slot=SlotSpec(init, on_finite, check))

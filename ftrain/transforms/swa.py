@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import OptionError, require_positive
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnUpdate, SlotSpec, Wrapper, wrapper
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 
 NAME = "swa"
@@ -52,7 +52,9 @@ def swa(start: int = 0, every: int = 1) -> Wrapper:
 
         return averaging
 
-    return Wrapper(NAME, f"swa({start}, {every})", "update", update=wrap, slot=_slot, reads_gradients=False)
+    return Wrapper(
+        NAME, f"swa({start}, {every})", update=OnUpdate(wrap, reads_gradients=False), slot=SlotSpec(_initial_slot)
+    )
 
 
 def _weight(done: Tensor, start: int, every: int, dtype: torch.dtype) -> Tensor:
@@ -63,7 +65,7 @@ def _weight(done: Tensor, start: int, every: int, dtype: torch.dtype) -> Tensor:
     return torch.where(taken < 1, 1.0, share)
 
 
-def _slot(params: PyTree) -> PyTree:
+def _initial_slot(params: PyTree) -> PyTree:
     # In 16 bits the small steps of an average would round to nothing.
     wide = tree.map(lambda leaf: leaf.detach().to(torch.promote_types(leaf.dtype, torch.float32), copy=True), params)
     return {"params": wide, "updates": torch.zeros((), dtype=torch.int64, device=tree.device_of(params))}

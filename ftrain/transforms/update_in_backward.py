@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from ftrain import tree
 from ftrain.errors import ComposeError
 from ftrain.optim.partial_update import UpdateSplitter, by_size, require_apart
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnUpdate, Wrapper, wrapper
 from ftrain.types import Gradients, Hyper, Optimizer, TrainState, UpdateFn, consume, replace
 
 NAME = "update_in_backward"
@@ -36,21 +36,21 @@ def update_in_backward() -> Wrapper:
         ComposeError: beside what needs all gradients, or for an optimizer that cannot update parameters one by one
             (its `apart` is None).
     """
-    return Wrapper(NAME, f"{NAME}()", "update", optimize=_optimize, suits=_require_alone)
+    return Wrapper(NAME, f"{NAME}()", update=OnUpdate(make_update=_make_update), validate=_require_alone)
 
 
 def _require_alone(step: Any) -> None:
     require_apart(NAME, step.optimizer)
     for other in step.wrappers:
-        looks = other.reads_gradients and (other.grad or other.update)
-        if looks or other.scale or other.account:
+        scaled = other.grad is not None and other.grad.loss_scale is not None
+        if other.reads_gradients or other.may_refuse_updates or scaled:
             raise ComposeError(
                 f"{NAME}: {other.text} needs all gradients at once, and each is gone before the next one is there; "
-                f"leave out one of the two{', or take bf16, which needs no scale' if other.scale else ''}"
+                f"leave out one of the two{', or take bf16, which needs no scale' if scaled else ''}"
             )
 
 
-def _optimize(optimizer: Optimizer) -> UpdateFn:
+def _make_update(optimizer: Optimizer) -> UpdateFn:
     splitter = UpdateSplitter(NAME, optimizer, _together)
 
     def update(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:

@@ -126,7 +126,7 @@ def named_batches():
 
         return naming
 
-    return ft.Wrapper("named_batches", "named_batches", "grad", grad=wrap)
+    return ft.Wrapper("named_batches", grad=ft.OnGrad(wrap))
 
 
 def built():

@@ -8,9 +8,9 @@ import torch
 
 import ftrain as ft
 from ftrain.transforms.compile import capture as capturing
-from tests.laws import oracle
 from tests.laws.models import make_batch, make_model, token_loss
-from tests.laws.test_pipelines import ALONE, STACKS, assert_equal, build, close_trees, train
+from tests.laws.registry import ALONE, STACKS, is_narrow
+from tests.laws.test_pipelines import assert_equal, build, close_trees, train
 
 label = "+".join
 
@@ -26,7 +26,7 @@ def test_inductor_equals_eager(names):
     compiled = ft.compiled(lowering="whole", donate=True)(step)
     found, metrics = train(compiled)
     needed, eager_metrics = train(step)
-    if "bf16" in names or "fp16" in names:
+    if is_narrow(names):
         # Inductor rounds to 16 bits in other places than autocast does. The first gradient agrees well; Adam divides
         # its small elements by themselves, so that afterwards single parameters are far off, and all together not.
         first = train(compiled, 1)[0], train(step, 1)[0]
@@ -34,9 +34,8 @@ def test_inductor_equals_eager(names):
         assert_close_in_norm(found.params, needed.params, 5e-2)
     else:
         assert_same_state(found, needed, names)
-    narrow = "bf16" in names or "fp16" in names
-    seen, wanted = (rows[0 if narrow else -1]["loss"] for rows in (metrics, eager_metrics))
-    assert seen == pytest.approx(wanted, rel=1e-3 if narrow else 1e-5)
+    seen, wanted = (rows[0 if is_narrow(names) else -1]["loss"] for rows in (metrics, eager_metrics))
+    assert seen == pytest.approx(wanted, rel=1e-3 if is_narrow(names) else 1e-5)
 
 
 def assert_close_in_norm(found, needed, rtol):
@@ -192,21 +191,6 @@ def test_a_plain_function_is_captured_whole():
     needed, eager_metrics = step(start, batch)
     assert_equal(found, needed)
     assert torch.equal(metrics["loss"], eager_metrics["loss"])
-
-
-def test_oracle_knows_every_wrapper():
-    known = {wrapper.name for wrapper in oracle.wrappers().values()}
-    assert known == {
-        "with_amp",
-        "matmul_precision",
-        "remat",
-        "accumulate",
-        "clip",
-        "ema",
-        "swa",
-        "empty_cache",
-        "skip_nonfinite",
-    }
 
 
 @pytest.mark.skipif(

@@ -1,25 +1,14 @@
 """Every wrapper alone, every ordered pair and the full stack equal the hand-written oracle; and are pure."""
 
-import itertools
-
 import pytest
 import torch
 
 import ftrain as ft
-from tests.laws import oracle
+from tests.laws import oracle, registry
 from tests.laws.models import keyed_loss, make_batch, make_model, token_loss
+from tests.laws.registry import ALONE, PAIRS, STACKS, is_guarded, is_narrow
 
 STEPS = 3
-KINDS = {"bf16": "amp", "fp16": "amp", "remat_dots": "remat", "clip_value": "clip"}
-NAMES = list(oracle.wrappers())
-ALONE = [(), *((name,) for name in NAMES)]
-PAIRS = [(a, b) for a, b in itertools.permutations(NAMES, 2) if KINDS.get(a, a) != KINDS.get(b, b)]
-STACKS = [
-    ("remat", "bf16", "accumulate", "clip", "ema", "swa", "skip"),
-    ("remat_dots", "fp16", "accumulate", "clip", "skip", "ema"),
-    ("swa", "skip", "ema", "clip_value", "accumulate", "fp16", "remat"),
-    ("ema", "clip", "accumulate", "bf16", "remat_dots", "skip"),
-]
 ALL = [*ALONE, *PAIRS, *STACKS]
 LABELS = ["+".join(names) or "plain" for names in ALL]
 pipelines = pytest.mark.parametrize("names", ALL, ids=LABELS)
@@ -27,12 +16,10 @@ pipelines = pytest.mark.parametrize("names", ALL, ids=LABELS)
 
 def build(names, *more, criterion=token_loss, p=0.3):
     # Autocast leaves float64 alone, so mixed precision is held to float32.
-    amp = any(name in ("bf16", "fp16") for name in names)
-    model = make_model(p, torch.float32 if amp else torch.float64)
+    model = make_model(p, torch.float32 if is_narrow(names) else torch.float64)
     optimizer = ft.optim.adamw(oracle.LR, weight_decay=oracle.DECAY)
     step = ft.train_step(ft.from_module(model, criterion), optimizer)
-    known = oracle.wrappers()
-    return model, ft.compose(step, *(known[name] for name in names), *more)
+    return model, ft.compose(step, *registry.make(names), *more)
 
 
 def train(step, steps=STEPS, seed=0):
@@ -59,8 +46,7 @@ def assert_equal(found, needed):
 
 def assert_near(found, needed, names, narrow=(2e-3, 1e-5)):
     """Within rounding: of float64, or (`narrow`) of float32 through a narrow dtype."""
-    amp = any(name in ("bf16", "fp16") for name in names)
-    rtol, atol = narrow if amp else (1e-9, 1e-12)
+    rtol, atol = narrow if is_narrow(names) else (1e-9, 1e-12)
     for name, value in needed.items():
         torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -80,9 +66,9 @@ def test_pipeline_equals_the_hand_written_oracle(names):
         assert_near(state.slots["swa"]["params"], needed["swa"], names)
     if "fp16" in names:
         assert float(state.slots["with_amp"]["scale"]) == needed["scale"]
-    assert [m["loss"] for m in metrics] == pytest.approx(
-        needed["losses"], rel=2e-3 if "bf16" in names or "fp16" in names else 1e-9
-    )
+    assert [m["loss"] for m in metrics] == pytest.approx(needed["losses"], rel=2e-3 if is_narrow(names) else 1e-9)
+    if "spikes" in names or "spikes_clip" in names:
+        assert [bool(m["spike"]) for m in metrics] == needed["spikes"]
 
 
 @pipelines
@@ -126,8 +112,7 @@ def close_trees(found, needed, names, **tolerance):
 
 @pytest.mark.parametrize("names", [*ALONE, *STACKS], ids=["+".join(n) or "plain" for n in [*ALONE, *STACKS]])
 def test_a_bad_step_changes_only_the_counters(names):
-    guarded = "skip" in names or "fp16" in names
-    _, step = build(names if guarded else (*names, "skip"), criterion=poisoned_loss)
+    _, step = build(names if is_guarded(names) else (*names, "skip"), criterion=poisoned_loss)
     state, _ = train_on(step, [make_batch(0)])
     bad = {**make_batch(1), "poison": torch.tensor(float("nan"))}
     after, metrics = step(state, bad)

@@ -15,9 +15,10 @@ from ftrain.optim.partial_update import by_size
 from ftrain.types import Optimizer
 from tests.laws.models import make_batch
 from tests.laws.optimizers import COMBINED, OPTIMIZERS
+from tests.laws.registry import ALONE
 from tests.laws.test_optimizers import build as build_optimizer
 from tests.laws.test_optimizers import train as train_optimizer
-from tests.laws.test_pipelines import ALONE, assert_equal, build, train
+from tests.laws.test_pipelines import assert_equal, build, train
 
 module = importlib.import_module("ftrain.transforms.update_in_backward")
 SUITS = ("bf16", "remat", "remat_dots", "ema", "swa")
@@ -256,7 +257,7 @@ NEED_ALL = {
     "accumulate": ft.accumulate(2),
     "skip_nonfinite": ft.skip_nonfinite(),
     "fp16": ft.with_amp("fp16"),
-    "of others": ft.Wrapper("own", "own()", "update", update=lambda update: update),
+    "of others": ft.Wrapper("own", "own()", update=ft.OnUpdate(lambda update: update)),
 }
 
 

@@ -173,9 +173,7 @@ def test_a_technique_that_fails_is_a_row(timed):
         raise ZeroDivisionError("in the middle")
 
     def spoil(case):
-        loss = ft.Wrapper(
-            "spoilt", "spoilt", "loss", loss=lambda loss: loss.__class__(late, "late", module=loss.module)
-        )
+        loss = ft.Wrapper("spoilt", loss=ft.OnLoss(lambda loss: loss.__class__(late, "late", module=loss.module)))
         return Case(loss(case.step), case.batch)
 
     own = [ft.Technique("own", "broken", broken), ft.Technique("own", "spoilt", spoil), "remat()"]

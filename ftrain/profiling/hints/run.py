@@ -15,11 +15,12 @@ from ftrain.profiling.anatomy import Anatomy, anatomy
 from ftrain.profiling.hints.calls import watch
 from ftrain.profiling.hints.facts import Facts, Product
 from ftrain.profiling.hints.rules import Hint, judge
-from ftrain.profiling.step_variants import state_for, twice
+from ftrain.profiling.step_variants import double_batch, state_for
 from ftrain.profiling.timing import Interval, Loading, Racer, interval, loading, race, seconds
 from ftrain.step.flops import CONTRACTION
 from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
+from ftrain.transforms.amp.wrapper import NAME as WITH_AMP
 from ftrain.types import PyTree, TrainState
 
 SMALLEST, LARGEST, ENOUGH = 256, 4096, 0.002
@@ -70,7 +71,7 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
     found = anatomy(step, state, batch, measure=False)
     racers = {"once": Racer(step, begin, batch, device)}
     with suppress(BatchError):  # It has no examples of which there could be more.
-        racers["twice"] = Racer(step, begin, twice(batch), device)
+        racers["twice"] = Racer(step, begin, double_batch(batch), device)
     times: dict[str, Any] = race(racers, ROUNDS, spares=lambda name, error: name == "twice")
     if isinstance(times.get("twice"), list):
         known["doubled"] = interval([2 * a / b for a, b in zip(times["once"], times["twice"], strict=True)])
@@ -106,8 +107,8 @@ def facts_of(
     return Facts(
         products,
         attentions,
-        compiled=any(wrapper.step for wrapper in step.wrappers),
-        mixed=any(wrapper.name == "with_amp" for wrapper in step.wrappers),
+        compiled=step.is_compiled,
+        mixed=any(wrapper.name == WITH_AMP for wrapper in step.wrappers),
         operations=len(found.timeline.operations),
         flops=found.flops.get(CONTRACTION, 0),
         multiple=record.multiple,

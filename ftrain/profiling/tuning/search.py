@@ -19,13 +19,13 @@ from ftrain.profiling.anatomy.predicted import abstract_state
 from ftrain.profiling.anatomy.timeline import UPDATE
 from ftrain.profiling.oom_report import shortage
 from ftrain.profiling.step_variants import (
-    having,
-    in_pieces_of,
+    add_wrapper,
     length_of,
+    microbatches_of,
     outline,
-    pieces_of,
+    remove_wrapper,
     smaller_optimizers,
-    without,
+    with_microbatches,
 )
 from ftrain.profiling.tuning.amounts import as_bytes
 from ftrain.profiling.tuning.record import Trial
@@ -33,6 +33,7 @@ from ftrain.step.evaluate import eval_step
 from ftrain.step.microbatch import split_batch
 from ftrain.step.step import Step
 from ftrain.transforms.remat.policies import Policy
+from ftrain.transforms.remat.wrapper import NAME as REMAT
 from ftrain.transforms.remat.wrapper import remat
 from ftrain.types import Mean, PyTree, TrainState
 
@@ -96,17 +97,17 @@ class Search:
     def given(self) -> tuple[int, str]:
         """The pieces and the policy of the step as it is given."""
         with suppress(ComposeError):
-            return pieces_of(self.step), self._policy
+            return microbatches_of(self.step), self._policy
         return 0, self._policy
 
     @property
     def _policy(self) -> str:
-        return OWN if any(wrapper.name == "remat" for wrapper in self.step.wrappers) else NONE
+        return OWN if any(wrapper.name == REMAT for wrapper in self.step.wrappers) else NONE
 
     def _counts(self) -> Iterator[int]:
         """In how many pieces the batch can be taken, fewest first; 0 for those that it is taken in."""
         try:
-            own, length = pieces_of(self.step), length_of(self.batch)
+            own, length = microbatches_of(self.step), length_of(self.batch)
         except (BatchError, ComposeError):
             own = length = 0
         if not length or self.whole:
@@ -137,14 +138,16 @@ class Search:
         return f"the loss of the batch is {told:.4g}, and over its halves {joined:.4g}; return a Mean(total, weight)"
 
     def _composed(self, pieces: int, policy: str, batch: PyTree) -> Step:
-        step = in_pieces_of(self.step, pieces, batch) if pieces and pieces != pieces_of(self.step) else self.step
+        step = self.step
+        if pieces and pieces != microbatches_of(step):
+            step = with_microbatches(step, pieces, batch)
         if policy == OWN:
             return step
-        step = without(step, "remat")
+        step = remove_wrapper(step, REMAT)
         if policy == NONE:
             return step
         share = policy.removeprefix("budget=")
-        return having(step, remat(budget=float(share)) if share != policy else remat(cast(Policy, policy)))
+        return add_wrapper(step, remat(budget=float(share)) if share != policy else remat(cast(Policy, policy)))
 
     def _predicted(self, pieces: int, policy: str) -> Trial:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -15,7 +15,7 @@ from ftrain.errors import DeviceError, OptionError, StructureError
 from ftrain.step.autocast import DTYPES, NAMES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.matmul_precision import set_matmul_precision
 from ftrain.step.value_and_grad import around_forward, report
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnGrad, OnLoss, SlotSpec, Wrapper, wrapper
 from ftrain.transforms.amp.float8 import in_float8, require_torchao
 from ftrain.transforms.amp.overflow_counts import watched, watched_gradients
 from ftrain.types import GradFn, Loss, LossOutput, PyTree, TrainState, replace
@@ -99,31 +99,38 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
         raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
     if not isinstance(watch, bool):
         raise OptionError(f"with_amp: watch is {watch!r}; needs True or False")
-    text = f"with_amp({name}{', watch' * watch})"
+    options = {"dtype": name, "watch": watch}
+    text = f"with_amp({name}, watch)" if watch else f"with_amp({name})"
     if watch and name in UNWATCHED:
         raise OptionError(f"with_amp: watch=True with {name}, {UNWATCHED[name]}; watch bf16 or fp16")
     if name == "fp8":
         require_torchao()
-        return Wrapper(NAME, text, "loss", loss=_with_fp8, require=_require_fp8)
+        return Wrapper(NAME, text, loss=OnLoss(_with_fp8), require=_require_fp8, options=options)
     if name == "tf32":
-        return Wrapper(NAME, text, "loss", loss=_with_tf32, require=_require_tf32)
+        return Wrapper(NAME, text, loss=OnLoss(_with_tf32), require=_require_tf32, options=options)
     if name == "auto":
-        return _with_auto(text)
+        return _with_auto(text, options)
 
     def wrap(loss: Loss) -> Loss:
-        made = dataclasses.replace(loss, fn=autocast(loss.fn, DTYPES[name]), text=f"{loss.text} <- {text}", narrow=name)
-        return watched(made, DTYPES[name]) if watch else made
+        cast = dataclasses.replace(
+            loss, fn=autocast(loss.fn, DTYPES[name]), wrappers=(*loss.wrappers, text), narrow=name
+        )
+        return watched(cast, DTYPES[name]) if watch else cast
 
-    def grad(inner: GradFn) -> GradFn:
-        inner = around_forward(inner, _reporting) if name == "fp16" else inner
-        return watched_gradients(inner) if watch else inner
+    def wrap_grad(grad: GradFn) -> GradFn:
+        grad = around_forward(grad, _reporting) if name == "fp16" else grad
+        return watched_gradients(grad) if watch else grad
 
     def require(backend: backends.Backend, params: PyTree) -> None:
         require_dtype(NAME, name, backend)
         _require_wide(name, params)
 
-    scaling = {"slot": _slot, "scale": _scale, "account": _account} if name == "fp16" else {}
-    return Wrapper(NAME, text, "loss", loss=wrap, grad=grad if watch or scaling else None, require=require, **scaling)  # type: ignore[arg-type]
+    grad = slot = None
+    if name == "fp16":
+        grad, slot = OnGrad(wrap_grad, loss_scale=_scale), SlotSpec(_initial_slot, _adapted)
+    elif watch:
+        grad = OnGrad(wrap_grad)
+    return Wrapper(NAME, text, loss=OnLoss(wrap), grad=grad, slot=slot, require=require, options=options)
 
 
 def _require_wide(name: str, params: PyTree) -> None:
@@ -137,7 +144,7 @@ def _require_wide(name: str, params: PyTree) -> None:
             )
 
 
-def _with_auto(text: str) -> Wrapper:
+def _with_auto(text: str, options: Mapping[str, Any]) -> Wrapper:
     taken: dict[str, str] = {}
 
     def require(backend: backends.Backend, params: PyTree) -> None:
@@ -159,18 +166,18 @@ def _with_auto(text: str) -> Wrapper:
             run = narrow if dtype_on(tree.device_of(params)) == "bf16" else loss.fn
             return run(params, batch, rng=rng, buffers=buffers)
 
-        return dataclasses.replace(loss, fn=fn, text=f"{loss.text} <- {text}", narrow="auto")
+        return dataclasses.replace(loss, fn=fn, wrappers=(*loss.wrappers, text), narrow="auto")
 
     def choice() -> str:
         return "auto: " + ", ".join(f"{dtype} on {device}" for device, dtype in taken.items()) if taken else ""
 
-    return Wrapper(NAME, text, "loss", loss=wrap, require=require, choice=choice)
+    return Wrapper(NAME, text, loss=OnLoss(wrap), require=require, choice=choice, options=options)
 
 
 def _with_fp8(loss: Loss) -> Loss:
     made = in_float8(loss)
     fn = autocast(loss.fn, torch.bfloat16)
-    return dataclasses.replace(made, fn=fn, text=f"{loss.text} <- with_amp(fp8)", narrow="fp8")
+    return dataclasses.replace(made, fn=fn, wrappers=(*loss.wrappers, "with_amp(fp8)"), narrow="fp8")
 
 
 def _require_fp8(backend: backends.Backend, params: PyTree) -> None:
@@ -210,7 +217,7 @@ def _reporting(run: Callable[..., Any]) -> Callable[..., Any]:
     return reporting
 
 
-def _slot(params: PyTree) -> PyTree:
+def _initial_slot(params: PyTree) -> PyTree:
     device = tree.device_of(params)
     return {
         "scale": torch.full((), INITIAL_SCALE, dtype=torch.float32, device=device),
@@ -222,7 +229,7 @@ def _scale(state: TrainState) -> Tensor:
     return state.slots[NAME]["scale"]  # type: ignore[no-any-return]
 
 
-def _account(slot: PyTree, finite: Tensor) -> PyTree:
+def _adapted(slot: PyTree, finite: Tensor) -> PyTree:
     good = slot["good"] + 1
     larger = slot["scale"] * GROWTH
     grow = good >= GROWTH_INTERVAL

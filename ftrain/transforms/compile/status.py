@@ -18,7 +18,7 @@ COMPILE = {capture.capture.__code__, Compiler.compile.__code__}
 
 def is_compiled(step: Any) -> bool:
     """Whether a step, or a function in its place, is compiled at its first calls."""
-    return isinstance(step, CompiledFunction) or any(wrapper.step for wrapper in getattr(step, "wrappers", ()))
+    return isinstance(step, CompiledFunction) or getattr(step, "is_compiled", False)
 
 
 def is_compiling(frame: FrameType | None) -> bool:

@@ -18,7 +18,7 @@ from ftrain.step import purity
 from ftrain.step.eager import Eager
 from ftrain.step.lowered import Lowered
 from ftrain.step.step import Step
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import announced, described
 from ftrain.transforms.compile.cache import Kinds
@@ -105,7 +105,7 @@ def compiled(
     def function(plain: Callable[..., Any]) -> Callable[..., Any]:
         return CompiledFunction(plain, compiler, donate=donate)
 
-    def suits(step: Step) -> None:
+    def validate(step: Step) -> None:
         if step.pulls and (dynamic or lowering == "split"):
             raise ComposeError(f"compiled: {SPLIT_PULLS}; leave out lowering='split' and dynamic=True")
         if step.optimizer.offloaded and (step.pulls or lowering == "whole"):
@@ -114,7 +114,7 @@ def compiled(
                 "leave out " + ("update_in_backward" if step.pulls else "lowering='whole'")
             )
 
-    return Wrapper("compiled", "compiled", "step", step=run, function=function, donate=donate, suits=suits)
+    return Wrapper("compiled", step=OnStep(run, function, donate), validate=validate)
 
 
 class _Compiled:
@@ -154,7 +154,7 @@ class _Compiled:
         return Lowered("split", len(graphs) + 1, count_nodes(*graphs, update), None, breaks)
 
     def _whole(self) -> Callable[..., Any]:
-        if any(wrapper.loops for wrapper in self._step.wrappers):
+        if any(wrapper.grad and wrapper.grad.compile_inner for wrapper in self._step.wrappers):
             return in_a_loop(self._step, self._compiler, self._traced_update, self._unpack)
         # Only a donated state stays where it is.
         donate = self._step.donate

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
 from ftrain.transforms.lora.config import config
 from ftrain.transforms.lora.modules import ModuleAdapters
 from ftrain.transforms.lora.trees import TreeAdapters
@@ -57,16 +57,16 @@ def lora(
         if loss.module is None:
             whole = TreeAdapters(options, loss.text)
             return dataclasses.replace(
-                loss, fn=whole.around(loss), text=f"{loss.text} <- {options.text})", adapters=whole
+                loss, fn=whole.around(loss), wrappers=(*loss.wrappers, f"{options.text})"), adapters=whole
             )
         adapters = ModuleAdapters(options, loss.module)
-        text = f"{loss.text} <- {options.text}, targets={len(adapters.targets)})"
+        wrappers = (*loss.wrappers, f"{options.text}, targets={len(adapters.targets)})")
 
         @contextmanager
         def scope(training: bool) -> Iterator[None]:
             with loss.scope(training), adapters.installed():
                 yield
 
-        return dataclasses.replace(loss, fn=adapters.around(loss), scope=scope, text=text, adapters=adapters)
+        return dataclasses.replace(loss, fn=adapters.around(loss), scope=scope, wrappers=wrappers, adapters=adapters)
 
-    return Wrapper(NAME, f"{options.text})", "loss", model=model)
+    return Wrapper(NAME, f"{options.text})", loss=OnLoss(model, first=True))

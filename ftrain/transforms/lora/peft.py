@@ -128,7 +128,7 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
         name: None if leaf is None else named[name].to(device=leaf.device, dtype=leaf.dtype)
         for name, leaf in state.params.items()
     }
-    slots = {each.name: each.slot(params) for each in step.wrappers if each.slot}
+    slots = step.init_slots(params)
     return replace(state, params=params, opt_state=step.optimizer.init(params), slots=slots)
 
 

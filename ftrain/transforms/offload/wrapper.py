@@ -15,7 +15,7 @@ from ftrain.errors import ComposeError, DeviceError, OptionError
 from ftrain.optim.offloaded import Home, offload_state
 from ftrain.optim.partial_update import require_apart
 from ftrain.step.value_and_grad import around_forward
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnGrad, OnUpdate, Wrapper, wrapper
 from ftrain.transforms.offload.saved_tensors import ActivationOffloader
 from ftrain.types import GradFn, Optimizer, PyTree, TrainState
 
@@ -102,7 +102,7 @@ def _activations(least: int) -> Wrapper:
                 "ft.remat() or ft.accumulate(n), which need less memory on any device"
             )
 
-    return Wrapper("offload_activations", text, "grad", grad=wrap, require=require, reads_gradients=False)
+    return Wrapper("offload_activations", text, grad=OnGrad(wrap, reads_gradients=False), require=require)
 
 
 def _opt_state(name: str, text: str, home: Home) -> Wrapper:
@@ -117,12 +117,12 @@ def _opt_state(name: str, text: str, home: Home) -> Wrapper:
                 "files, or a device to Step.init"
             )
 
-    def suits(step: Any) -> None:
+    def validate(step: Any) -> None:
         for other in step.wrappers:
-            if other.account:
+            if other.may_refuse_updates:
                 raise ComposeError(
                     f"{text}: {other.text} may take an update back, for which the old and the new state must be there "
                     "at once; leave out one of the two"
                 )
 
-    return Wrapper(name, text, "update", optimizer=optimizer, require=require, suits=suits, reads_gradients=False)
+    return Wrapper(name, text, update=OnUpdate(optimizer=optimizer), require=require, validate=validate)

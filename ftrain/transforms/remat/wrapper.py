@@ -21,13 +21,14 @@ from ftrain.step import optimization_barrier
 from ftrain.step.blocks import Blocks, Region, Wanted, find_blocks, within
 from ftrain.step.purity import versions
 from ftrain.step.swap_params import Slot, bound
-from ftrain.step.wrapper import Wrapper, wrapper
+from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
 from ftrain.transforms.remat import use_cache
 from ftrain.transforms.remat.budget import Budget
 from ftrain.transforms.remat.checkpoint import recomputed
 from ftrain.transforms.remat.policies import FULL, NONE, Kept, Policy, keeps_of, name_of, require_policy
 from ftrain.types import Loss, LossOutput, PyTree
 
+NAME = "remat"
 WITHOUT_CACHE = (
     "remat: %s runs without its cache of keys and values (use_cache=False), which a block that is computed again would "
     "fill twice"
@@ -119,9 +120,9 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
             return returned
 
         text = f"remat({_text(policy, list(parts.values()), budget)})"
-        return dataclasses.replace(loss, fn=counted, scope=scope, text=f"{loss.text} <- {text}")
+        return dataclasses.replace(loss, fn=counted, scope=scope, wrappers=(*loss.wrappers, text))
 
-    return Wrapper("remat", "remat", "loss", loss=wrap)
+    return Wrapper(NAME, loss=OnLoss(wrap), innermost=True)
 
 
 def _require_wanted(blocks: Any) -> None:

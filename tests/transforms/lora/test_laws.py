@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 import ftrain as ft
-from tests.laws.oracle import wrappers
-from tests.laws.test_pipelines import STACKS, assert_equal, assert_near, close_trees
+from tests.laws import registry
+from tests.laws.registry import STACKS
+from tests.laws.registry import is_narrow as narrow
+from tests.laws.test_pipelines import assert_equal, assert_near, close_trees
 from tests.transforms.lora.models import (
     VOCABULARY,
     WIDTH,
@@ -22,7 +24,7 @@ from tests.transforms.lora.models import (
 
 RANK, ALPHA = 3, 7.0
 KINDS = {"lora": {}, "dora": {"dora": True, "rslora": True, "dropout": 0.2}}
-PAIRS = [(name,) for name in wrappers()]
+PAIRS = [(name,) for name in registry.NAMES]
 NAMES = [(), *PAIRS, *STACKS]
 stacks = pytest.mark.parametrize("names", NAMES, ids=lambda names: "+".join(names) or "plain")
 
@@ -31,14 +33,10 @@ def lora(**options):
     return ft.lora(RANK, ALPHA, targets=["embed", "*.up", "*.down", "head"], **options)
 
 
-def narrow(names):
-    return any(name in ("bf16", "fp16") for name in names)
-
-
 def build(names, place, *more, criterion=loss, p=0.3, **options):
     """A step with `lora` at a place among other wrappers."""
     model = make(p, torch.float32 if narrow(names) else torch.float64)
-    others = [wrappers()[name] for name in names]
+    others = registry.make(names)
     return model, step_of(model, *others[:place], lora(**options), *others[place:], *more, criterion=criterion)
 
 
@@ -56,7 +54,7 @@ def test_lora_is_the_module_with_adapters_written_out(kind, names):
     model, step = build(names, 0, **KINDS[kind])
     state, losses = train(step)
     hand = by_hand(model, step.init(), RANK, ALPHA, **KINDS[kind])
-    others = [wrappers()[name] for name in names]
+    others = registry.make(names)
     wanted, needed = train(step_of(hand, *others, trainable=["*lora_*"]))
     assert_near(adapters(state.params), adapters(wanted.params), names)
     assert losses == pytest.approx(needed, rel=2e-3 if narrow(names) else 1e-9)

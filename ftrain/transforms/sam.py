@@ -1,0 +1,70 @@
+"""Sharpness-aware minimisation: the gradient at the worst parameters nearby."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.backends.transfers import is_abstract
+from ftrain.errors import OptionError
+from ftrain.random import torch_ops
+from ftrain.step.wrapper import OnGrad, Wrapper, wrapper
+from ftrain.tree.fast_flatten import Flattener
+from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
+
+NAME = "sam"
+
+
+@wrapper
+def sam(rho: float = 0.05) -> Wrapper:
+    r"""Take the gradient at the parameters where the loss is highest nearby (Foret et al. 2021, arXiv:2010.01412).
+
+    .. math:: g = \nabla L(p + \rho\, \nabla L(p) / \lVert \nabla L(p) \rVert_2)
+
+    with one norm over all parameters, so that a step runs forward and backward twice. Both passes see the same batch,
+    the same key and the same draws of stock modules (dropout). All but the gradient is that of the first pass, at the
+    parameters themselves: loss, metrics, buffers (statistics of BatchNorm). The second pass starts with the buffers of
+    before the step, and what it makes of them is dropped. Where the gradient is zero, the parameters are not moved.
+
+    Its place among the wrappers of the gradient is what it reads: around `accumulate` it moves the parameters along the
+    gradient of the whole batch, inside of it along that of each microbatch, which the paper calls m-sharpness.
+
+    Args:
+        rho: distance :math:`\rho` by which the parameters are moved.
+
+    Raises:
+        OptionError: when `rho` is not a positive number.
+    """
+    if isinstance(rho, bool) or not isinstance(rho, int | float) or not 0 < rho < float("inf"):
+        raise OptionError(f"sam: rho is {rho!r}, needs a positive number")
+
+    def wrap(grad: GradFn) -> GradFn:
+        flatten = Flattener()
+
+        def sharpness_aware(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+            params, spec = flatten(state.params)
+            # Tensors without values stand for a device that need not be there, and draw nothing.
+            abstract = is_abstract(params[0]) and torch_ops.current() is None
+            drawing_again = nullcontext if abstract else torch_ops.noted(params[0].device)
+            first = grad(state, batch, rng)
+            moved = tree.unflatten(spec, _ascended(params, tree.leaves(first.grads), rho))
+            first = replace(first, grads=None)
+            with drawing_again():
+                second = grad(replace(state, params=moved), batch, rng)
+            finite = None if first.finite is None or second.finite is None else first.finite & second.finite
+            return replace(first, grads=second.grads, finite=finite)
+
+        return sharpness_aware
+
+    return Wrapper(NAME, f"sam({rho:g})", grad=OnGrad(wrap))
+
+
+def _ascended(params: list[Tensor], grads: list[Tensor], rho: float) -> list[Tensor]:
+    """Return the parameters, moved by `rho` along the gradient."""
+    norm = tree.norm_of(grads)
+    moved = tree.scale_leaves(grads, torch.where(norm > 0, rho / norm, 0.0))
+    torch._foreach_add_(moved, params)
+    return moved

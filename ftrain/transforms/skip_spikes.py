@@ -1,0 +1,130 @@
+"""Skip, or clip, steps whose gradient norm is far above the recent ones."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.errors import ComposeError, OptionError, require_positive
+from ftrain.step.value_and_grad import report
+from ftrain.step.wrapper import OnGrad, SlotSpec, Wrapper, wrapper
+from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
+
+NAME = "skip_spikes"
+Action: TypeAlias = Literal["skip", "clip"]
+ACTIONS: tuple[Action, ...] = ("skip", "clip")
+
+
+@wrapper
+def skip_spikes(
+    factor: float = 3.0,
+    *,
+    quantile: float = 0.5,
+    window: int = 128,
+    warmup: int = 32,
+    action: Action = "skip",
+) -> Wrapper:
+    """Leave out steps whose gradient norm is far above those of the last steps, or clip their gradient.
+
+    The limit is `factor` times a quantile of the last `window` finite norms, those of spikes included, so that a run
+    whose gradients stay large goes on. A quantile is robust: single spikes do not move it, as they move a mean.
+    ``skip_spikes(1.0, quantile=0.1, action="clip")`` is AutoClip (Seetharaman et al. 2020, arXiv:2007.14469) over a
+    window, which is the percentile clipping of bitsandbytes; ZClip (Kumar et al. 2025, arXiv:2504.02507) has the mean
+    and the standard deviation in place of a quantile.
+
+    The metric `spike` says in which steps it acted, and ``state.slots["skip_spikes"]`` holds the norms and how often.
+    A skipped step changes only these and the step count. Norms that are infinite or NaN do not enter, and are not acted
+    upon: `skip_nonfinite` does that. Nothing waits for the device. The norm is that of the gradient as it arrives:
+    before `clip`, when this wrapper stands inside of it. To skip, both states are needed until the norm is known, so
+    that donation saves no memory.
+
+    Args:
+        factor: what the quantile is multiplied with.
+        quantile: in [0, 1]; 0.5 is the median. Of an even number of norms the lower one.
+        window: how many norms are kept.
+        warmup: how many finite norms there must have been before it acts.
+        action: ``"skip"``, or ``"clip"`` to scale the gradient down to the limit.
+
+    Raises:
+        OptionError: for an argument out of its range.
+        ComposeError: with `accumulate` around it: microbatches cannot be left out one by one.
+    """
+    _require_numbers(factor, quantile)
+    require_positive(NAME, "window", window)
+    require_positive(NAME, "warmup", warmup)
+    if action not in ACTIONS:
+        raise OptionError(f"skip_spikes: action is {action!r}; choices are {', '.join(ACTIONS)}")
+
+    def wrap(grad: GradFn) -> GradFn:
+        def watching(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+            gradients = grad(state, batch, rng)
+            leaves, spec = tree.flatten(gradients.grads)
+            norm, slot = tree.norm_of(leaves), state.slots[NAME]
+            limit = factor * _quantile(slot["norms"], slot["count"], quantile)
+            spike = (slot["count"] >= warmup) & torch.isfinite(norm) & (norm > limit)
+            gradients = replace(
+                gradients,
+                slots={**gradients.slots, NAME: _entered(slot, norm, spike)},
+                metrics=report(gradients.metrics, NAME, spike=spike),
+            )
+            if action == "clip":
+                clipped = tree.scale_leaves(leaves, torch.where(spike, limit / norm, 1.0))
+                return replace(gradients, grads=tree.unflatten(spec, clipped))
+            return replace(gradients, accept=~spike if gradients.accept is None else gradients.accept & ~spike)
+
+        return watching
+
+    def init(params: PyTree) -> PyTree:
+        device, wide = tree.device_of(params), any(leaf.dtype == torch.float64 for leaf in tree.leaves(params))
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        norms = torch.zeros(window, dtype=torch.float64 if wide else torch.float32, device=device)
+        return {"norms": norms, "count": zero, "spikes": zero.clone()}
+
+    text = f"skip_spikes({factor:g}, quantile={quantile:g}, window={window}, {action})"
+    part = OnGrad(wrap, may_refuse_updates=action == "skip")
+    return Wrapper(NAME, text, grad=part, slot=SlotSpec(init), validate=_require_whole_batches)
+
+
+def _require_numbers(factor: Any, quantile: Any) -> None:
+    if not _is_number(factor) or not 0 < factor < float("inf"):
+        raise OptionError(f"skip_spikes: factor is {factor!r}, needs a positive number")
+    if not _is_number(quantile) or not 0 <= quantile <= 1:
+        raise OptionError(f"skip_spikes: quantile is {quantile!r}, needs a number in [0, 1]")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _require_whole_batches(step: Any) -> None:
+    names = [wrapper.name for wrapper in step.wrappers]
+    for other in step.wrappers[names.index(NAME) + 1 :]:
+        if other.grad and (other.grad.microbatches or 1) > 1:
+            raise ComposeError(
+                f"skip_spikes: {other.text} stands around it, and microbatches cannot be left out one by one; put "
+                "skip_spikes after it"
+            )
+
+
+def _quantile(norms: Tensor, count: Tensor, quantile: float) -> Tensor:
+    """Return a quantile of the norms that are there, as a 0-d tensor."""
+    filled = count.clamp(1, norms.numel())
+    is_filled = torch.arange(norms.numel(), device=norms.device) < filled
+    ascending = torch.where(is_filled, norms, float("inf")).sort().values
+    rank = ((filled - 1) * quantile).floor().to(torch.int64)
+    return ascending.gather(0, rank.view(1)).view(())
+
+
+def _entered(slot: PyTree, norm: Tensor, spike: Tensor) -> PyTree:
+    """Return the slot after a step; a norm that is not finite does not enter."""
+    norms, count = slot["norms"], slot["count"]
+    position = torch.arange(norms.numel(), device=norms.device)
+    is_next = (position == count % norms.numel()) & torch.isfinite(norm)
+    return {
+        "norms": torch.where(is_next, norm.to(norms.dtype), norms),
+        "count": count + torch.isfinite(norm),
+        "spikes": slot["spikes"] + spike,
+    }

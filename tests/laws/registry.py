@@ -1,0 +1,106 @@
+"""Every wrapper, in one table: an entry puts it into the matrix of laws, alone, in pairs and in stacks.
+
+What an entry must compute is written by hand in `tests/laws/oracle.py`, under its name.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ftrain as ft
+
+EMA, SWA, MAX_NORM, MAX_VALUE, RHO = 0.8, 1, 0.05, 0.002, 0.05
+SPIKES = {"factor": 0.9, "window": 2, "warmup": 1}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One variant of a wrapper.
+
+    Args:
+        name: of the variant.
+        factory: the public function.
+        args: its arguments by position.
+        options: its arguments by name.
+        narrow: whether it computes in 16 bits, and is held to float32.
+        guards: whether it refuses updates whose loss or gradient is not finite.
+        not_inside: variants that may not stand around it.
+    """
+
+    name: str
+    factory: Callable[..., ft.Wrapper]
+    args: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    narrow: bool = False
+    guards: bool = False
+    not_inside: tuple[str, ...] = ()
+
+    def make(self):
+        return self.factory(*self.args, **self.options)
+
+
+ENTRIES = {
+    entry.name: entry
+    for entry in (
+        Entry("bf16", ft.with_amp, ("bf16",), narrow=True),
+        Entry("fp16", ft.with_amp, ("fp16",), narrow=True, guards=True),
+        Entry("precision", ft.matmul_precision, ("high",)),
+        Entry("remat", ft.remat),
+        Entry("remat_dots", ft.remat, ("dots",)),
+        Entry("accumulate", ft.accumulate, (2,)),
+        Entry("clip", ft.clip, (MAX_NORM,)),
+        Entry("clip_value", ft.clip, options={"value": MAX_VALUE}),
+        Entry("sam", ft.sam, (RHO,)),
+        Entry("spikes", ft.skip_spikes, options=SPIKES, not_inside=("accumulate",)),
+        Entry("spikes_clip", ft.skip_spikes, options={**SPIKES, "action": "clip"}, not_inside=("accumulate",)),
+        Entry("ema", ft.ema, (EMA,)),
+        Entry("swa", ft.swa, (SWA,)),
+        Entry("empty_cache", ft.empty_cache, (2,)),
+        Entry("skip", ft.skip_nonfinite, (3,), guards=True),
+    )
+}
+
+ELSEWHERE = {
+    "lora": "tests/transforms/lora/test_laws.py",
+    "offload": "tests/laws/test_offload_opt_state.py",
+    "update_in_backward": "tests/laws/test_update_in_backward.py",
+    "compiled": "tests/laws/test_compiled.py",
+    "donated": "tests/laws/test_pipelines.py",
+}
+"""Public wrappers whose laws compare pipelines with and without them, and where these are."""
+
+NAMES = list(ENTRIES)
+ALONE = [(), *((name,) for name in NAMES)]
+
+
+def fits(*names):
+    """Whether wrappers may stand in this order, innermost first."""
+    pairs = itertools.combinations([ENTRIES[name] for name in names], 2)
+    return all(a.factory is not b.factory and b.name not in a.not_inside for a, b in pairs)
+
+
+PAIRS = [pair for pair in itertools.permutations(NAMES, 2) if fits(*pair)]
+STACKS = [
+    ("remat", "bf16", "accumulate", "clip", "ema", "swa", "skip"),
+    ("remat_dots", "fp16", "accumulate", "clip", "skip", "ema"),
+    ("swa", "skip", "ema", "clip_value", "accumulate", "fp16", "remat"),
+    ("ema", "clip", "accumulate", "bf16", "remat_dots", "skip"),
+    ("remat", "accumulate", "sam", "spikes", "clip", "ema", "skip"),
+    ("fp16", "clip", "sam", "accumulate", "spikes_clip", "swa"),
+]
+
+
+def is_narrow(names):
+    """Whether one of these wrappers computes in 16 bits."""
+    return any(ENTRIES[name].narrow for name in names)
+
+
+def is_guarded(names):
+    """Whether one of these wrappers refuses updates whose loss or gradient is not finite."""
+    return any(ENTRIES[name].guards for name in names)
+
+
+def make(names):
+    """Return wrappers by the names of their variants."""
+    return [ENTRIES[name].make() for name in names]
