@@ -1,7 +1,7 @@
-"""Losses and metrics that return a `Mean`, so that pieces of a batch add up to the whole exactly.
+"""Losses and metrics that return a `Mean`, so that the sum over microbatches is exactly that of the batch.
 
-Every total and weight is a 0-d tensor in the dtype of the logits or predictions, float32 at least.
-Nothing here reads a tensor's values on the host: shapes and dtypes are checked, labels are not.
+Every total and weight is a 0-d tensor in the dtype of the logits or predictions, at least float32. Shapes and dtypes
+are checked; the values of labels are not, which would have to be read on the host.
 """
 
 from ftrain.losses.classes import accuracy as accuracy

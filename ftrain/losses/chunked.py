@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 2**26
-"""What a chunk of logits may take anyway. Measured on two cores: half of it costs 3% more time, and far more while
-other programs compete for the cores; twice as much gains 2%."""
+"""The memory that a chunk of logits may always take. Measured on two cores: half of it takes 3% more time, and far more
+while other programs compete for the cores; twice as much takes 2% less."""
 
 WEIGHT_SHARE = 8
-"""A chunk may also take this part of what the weight takes: each chunk reads and writes the weight's gradient, which is
-what a fast device waits for when the chunks are small."""
+"""A chunk may also take the memory of the weight divided by this: each chunk reads and writes the gradient of the
+weight, which limits a fast device if chunks are small."""
 
 TILE = 2**22
-"""Elements of the weight whose gradient is held in 16 bits before it is added in 32."""
+"""The number of elements of the weight whose gradient is held in 16 bits before it is added in 32."""
 
 Needs: TypeAlias = list[bool]
-"""Whether the gradients of hidden, weight and bias are wanted."""
+"""Whether the gradients of hidden, weight and bias are needed."""
 
 SCHEMA = (
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight, SymInt ignore_index, "
@@ -51,9 +51,9 @@ def losses_and_gradients(
     dtype: torch.dtype,
     needs: Needs,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of the losses, and its gradients with respect to hidden, weight and bias, in float32 at least.
+    """Return the sum of the losses, and its gradients with respect to hidden, weight and bias, in at least float32.
 
-    Those that are not needed are empty.
+    Gradients that are not needed are empty.
 
     Args:
         hidden: (rows, width).
@@ -61,11 +61,11 @@ def losses_and_gradients(
         bias: (classes,).
         labels: (rows,), int64.
         class_weight: (classes,).
-        ignore_index: the label that counts for nothing.
+        ignore_index: the label of rows to leave out.
         label_smoothing: the share of probability spread over the classes.
-        chunk: rows at a time; None chooses.
-        dtype: what matrix products are computed in.
-        needs: which gradients are wanted.
+        chunk: the number of rows in a chunk; None for `auto_chunk`.
+        dtype: the dtype of matrix products.
+        needs: which gradients are needed.
     """
     targets = _Targets.of(labels, class_weight, ignore_index, label_smoothing, classes=len(weight), dtype=_wide(dtype))
     grads = _gradients(hidden, weight, dtype, needs)
@@ -77,7 +77,7 @@ def losses_and_gradients(
         memory = hidden.new_empty((chunk, len(weight)), dtype=_wide(dtype))
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            # What an ignored row holds, infinite or NaN, must not reach the sums over rows: 0 x NaN is NaN.
+            # Infinite or NaN values of an ignored row must not reach the sums over rows: 0 x NaN is NaN.
             part = hidden[rows].to(dtype).masked_fill(~targets.kept[rows, None], 0)
             logits = _logits(part, narrow, bias, memory[: len(part)])
             total += _turn_into_gradient(logits, targets[rows])
@@ -92,7 +92,10 @@ def _(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor, Te
 
 
 def auto_chunk(weight: Tensor, dtype: torch.dtype) -> int:
-    """A power of two of rows whose logits take `CHUNK_BYTES` or a share of what the weight takes, whichever is more."""
+    """Return the number of rows in a chunk.
+
+    A power of two whose logits take at most `CHUNK_BYTES`, or ``1 / WEIGHT_SHARE`` of the weight if that is more.
+    """
     classes, width = weight.shape
     size = _wide(dtype).itemsize
     rows = max(CHUNK_BYTES // (classes * size), width // WEIGHT_SHARE, 1)
@@ -104,7 +107,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _gradients(hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros like hidden, weight and bias, or nothing."""
+    """Return zeros like hidden, weight and bias; empty where no gradient is needed."""
     shapes = tuple(hidden.shape), tuple(weight.shape), (weight.shape[0],)
     hidden_grad, weight_grad, bias_grad = (
         hidden.new_zeros(shape if needed else (0,), dtype=_wide(dtype))
@@ -128,7 +131,7 @@ class _Targets:
     def of(
         cls, labels: Tensor, weight: Tensor | None, ignored: int, smoothing: float, *, classes: int, dtype: torch.dtype
     ) -> _Targets:
-        """Work them out from labels and class weights; `spread` is None without smoothing."""
+        """Compute them from labels and class weights; `spread` is None without smoothing."""
         kept = labels != ignored
         labels = labels.masked_fill(~kept, 0)
         weight = labels.new_ones(classes, dtype=dtype) if weight is None else weight.to(dtype)
@@ -171,7 +174,7 @@ def _turn_into_gradient(logits: Tensor, targets: _Targets) -> Tensor:
 def _add_products(
     grads: tuple[Tensor, Tensor, Tensor], rows: slice, error: Tensor, hidden: Tensor, weight: Tensor
 ) -> None:
-    """Add what a chunk's gradient with respect to its logits gives hidden, weight and bias."""
+    """Add the contribution of a chunk to the gradients, from the gradient with respect to its logits."""
     hidden_grad, weight_grad, bias_grad = grads
     # Probabilities are too small for float16 when no loss scale has been applied yet.
     dtype = torch.float32 if weight.dtype == torch.float16 else weight.dtype

@@ -26,7 +26,7 @@ def cross_entropy(
     """Cross-entropy of class indices, over every label that is not `ignore_index`.
 
     With ``p = softmax(logits)``, label ``y``, ``C`` classes, smoothing ``s`` and class weights ``w``
-    (1 where none are given), a label adds
+    (1 by default), a label adds
 
         ``-(1 - s) w[y] log p[y] - s/C sum_c w[c] log p[c]``  to the total and  ``w[y]``  to the weight,
 
@@ -38,7 +38,7 @@ def cross_entropy(
             second. NaN in a row whose label is ignored is left out of the loss, but is NaN in the gradient of that
             row, as in torch (`linear_cross_entropy` leaves it out of both).
         labels: (...), integers in ``[0, classes)``, or `ignore_index`.
-        ignore_index: the label that counts for nothing.
+        ignore_index: the label of elements to leave out.
         label_smoothing: the share of probability, in [0, 1], spread evenly over the classes.
         weight: (classes,), floating point, used in the dtype of the loss; not differentiated.
 
@@ -71,12 +71,12 @@ def cross_entropy(
 
 
 def accuracy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Mean:
-    """The share of labels that are the class of the highest logit; a metric, without a gradient.
+    """The share of labels equal to the class with the highest logit; a metric, not differentiable.
 
     Args:
         logits: (..., classes), floating point.
-        labels: (...), integers; those equal to `ignore_index` count for nothing.
-        ignore_index: the label that counts for nothing.
+        labels: (...), integers in ``[0, classes)``, or `ignore_index`.
+        ignore_index: the label of elements to leave out.
 
     Raises:
         LossError: a shape or dtype is not as above.

@@ -1,4 +1,4 @@
-"""Losses of every element on its own."""
+"""Losses that are a sum over elements."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def _weighted(
         raise LossError(
             f"{function}: weight is {kind(weight)}; it must be real and broadcast to {tuple(outputs.shape)}."
         )
-    # Left out before the error is computed: 0 x NaN is NaN, here and in the gradient. The gradient of a weight needs
-    # the error.
+    # Masked before the error is computed: 0 x NaN is NaN, in the loss and in the gradient. Not if the weight has a
+    # gradient, which needs the error.
     if not weight.requires_grad:
         outputs, targets = (each.masked_fill(weight == 0, 0) for each in (outputs, targets))
     errors, weight = error(outputs, targets), weight.to(outputs.dtype)

@@ -1,4 +1,4 @@
-"""What the losses hold their inputs to, and what follows from these alone."""
+"""Checks of the inputs of losses, the dtype of a loss and the weight of labels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ftrain.errors import LossError
 
 
 def loss_dtype(outputs: Tensor) -> torch.dtype:
-    """The dtype of totals and weights: that of the outputs, float32 at least."""
+    """Return the dtype of totals and weights: that of the outputs, at least float32."""
     return torch.promote_types(outputs.dtype, torch.float32)
 
 
 def weight_of_labels(labels: Tensor, ignore_index: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum of the class weights of all labels that count."""
+    """Return the sum of the class weights of all labels but those equal to `ignore_index`, as a 0-d tensor."""
     ignored = labels == ignore_index
     if weight is None:
         return ignored.logical_not().sum().to(dtype)
@@ -22,10 +22,10 @@ def weight_of_labels(labels: Tensor, ignore_index: int, weight: Tensor | None, d
 
 
 def require_classes(function: str, logits: Tensor, labels: Tensor) -> None:
-    """Check logits and the class indices that belong to them.
+    """Check that logits are floating point of shape (..., classes) and labels integers of shape (...).
 
     Raises:
-        LossError: for another dtype or shape.
+        LossError: if they are not.
     """
     require_floating(function, "logits", logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
@@ -45,7 +45,7 @@ def require_indices(function: str, labels: Tensor) -> None:
     """Check that labels are integers.
 
     Raises:
-        LossError: when they are something else.
+        LossError: if they are not.
     """
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise LossError(
@@ -55,30 +55,30 @@ def require_indices(function: str, labels: Tensor) -> None:
 
 
 def require_floating(function: str, name: str, value: Tensor) -> None:
-    """Check that a tensor is of real floating-point numbers.
+    """Check that a tensor has a floating-point dtype.
 
     Raises:
-        LossError: when it is something else.
+        LossError: if it has not.
     """
     if not value.is_floating_point():
         raise LossError(f"{function}: {name} are {kind(value)}; they must be floating point.")
 
 
 def require_smoothing(function: str, label_smoothing: float) -> None:
-    """Check a share of probability.
+    """Check that the label smoothing is in [0, 1].
 
     Raises:
-        LossError: when it is outside of [0, 1].
+        LossError: if it is not.
     """
     if not 0.0 <= label_smoothing <= 1.0:
         raise LossError(f"{function}: label_smoothing is {label_smoothing}; it must be in [0, 1].")
 
 
 def require_class_weight(function: str, name: str, weight: Tensor, classes: int) -> None:
-    """Check for one weight a class.
+    """Check that class weights are floating point of shape (classes,).
 
     Raises:
-        LossError: for another dtype or shape.
+        LossError: if they are not.
     """
     if not weight.is_floating_point() or weight.shape != (classes,):
         raise LossError(
@@ -88,5 +88,5 @@ def require_class_weight(function: str, name: str, weight: Tensor, classes: int)
 
 
 def kind(value: Tensor) -> str:
-    """A tensor's dtype and shape, for messages."""
+    """Return the dtype and shape of a tensor as text for messages."""
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer that never holds all of its logits."""
+"""Cross-entropy of the logits of a linear layer, without all logits in memory at once."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def linear_cross_entropy(
     differentiated once, and not under the transforms of `torch.func`.
 
     Args:
-        hidden: (..., width), floating point; what the last layer is given. Rows whose label is ignored may hold
+        hidden: (..., width), floating point; the input of the last layer. Rows whose label is ignored may hold
             anything, infinite and NaN included: they add nothing to the loss, and their gradient is 0.
         weight: (classes, width), like `torch.nn.Linear.weight` or that of a tied `torch.nn.Embedding`;
             of the dtype of `hidden`, autocast aside.
         labels: (...), integers in ``[0, classes)``, or `ignore_index`.
         bias: (classes,), of the dtype of `weight`.
-        ignore_index: the label that counts for nothing.
+        ignore_index: the label of rows to leave out.
         label_smoothing: the share of probability, in [0, 1], spread evenly over the classes.
         class_weight: (classes,), floating point; `weight` of `cross_entropy`. Not differentiated.
-        chunk: rows at a time. Unless told, a power of two whose logits take at most 64 MiB, or an eighth
-            of what the weight takes when that is more.
+        chunk: the number of rows in a chunk. Default: a power of two whose logits take at most 64 MiB, or an eighth
+            of the memory of `weight` if that is more.
 
     Raises:
         LossError: a shape, a dtype, the smoothing or the chunk is not as above.
@@ -88,7 +88,7 @@ def linear_cross_entropy(
 
 
 class _Loss(torch.autograd.Function):
-    """The sum of the losses, with gradients that exist before anyone asks for them."""
+    """The sum of the losses, whose gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -107,9 +107,9 @@ class _Loss(torch.autograd.Function):
             )
         grads, ctx.grads = ctx.grads, None
         if grads is None:
-            # A second backward pass: the first has given its gradients away, scaled in place.
+            # A second backward pass: the first one returned the gradients, scaled in place.
             _, *grads = losses_and_gradients(*ctx.saved_tensors, *ctx.options, list(ctx.needs_input_grad[:3]))
-        # In place, for they may be large. Autograd gives each the dtype of its input.
+        # In place, since they may be large. Autograd casts each to the dtype of its input.
         scaled = [
             grad.mul_(cotangent) if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)
         ]
@@ -117,10 +117,10 @@ class _Loss(torch.autograd.Function):
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """What `hidden @ weight.T` would be computed in.
+    """Return the dtype in which ``hidden @ weight.T`` is computed.
 
     Raises:
-        LossError: when it would not be computed.
+        LossError: if their dtypes do not allow the product.
     """
     for name, value in (("hidden", hidden), ("weight", weight)):
         if not value.is_floating_point():

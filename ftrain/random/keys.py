@@ -24,7 +24,7 @@ from ftrain.random.philox import Words as Words
 # The third counter word: draws, splits and folds of one key never evaluate the same block.
 _BITS, _SPLIT, _FOLD = 0, 1, 2
 
-# What a user is least likely to fold into a key: stock modules must not draw what a loss draws itself.
+# Numbers that users are unlikely to fold into a key: stock modules must not draw the numbers of the loss itself.
 _STOCK = 0x73746F63, 0x6B5F6B79
 _UPDATE = 0x75706461, 0x74655F6B
 
@@ -50,10 +50,10 @@ def split(key: Tensor, num: int = 2) -> Tensor:
 
     >>> first, second = split(key(0))
     """
-    key, examples = _parted("split", key)
+    key, examples = _split_key("split", key)
     if num < 0:
         raise OptionError(f"split: num = {num}; needed a number of keys that is not negative.")
-    return _joined(torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1), examples)
+    return _join_key(torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1), examples)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -69,36 +69,36 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         if data.ndim:
             raise OptionError(f"fold_in: data has shape {tuple(data.shape)}; needed a 0-d integer tensor.")
         return fold_in_each(key, data)
-    key, examples = _parted("fold_in", key)
+    key, examples = _split_key("fold_in", key)
     low, high = _halves("fold_in", "data", data)
-    return _joined(_fold(key, full(key, low), full(key, high)), examples)
+    return _join_key(_fold(key, full(key, low), full(key, high)), examples)
 
 
 def fold_in_each(key: Tensor, data: Tensor) -> Tensor:
-    """`fold_in` of every element of an integer tensor at the price of one: shape (*data.shape, 2).
+    """`fold_in` of every element of an integer tensor in one operation: shape (*data.shape, 2).
 
     Raises `OptionError` for data of another dtype.
     """
-    key, examples = _parted("fold_in_each", key)
+    key, examples = _split_key("fold_in_each", key)
     if data.is_floating_point() or data.is_complex():
         raise OptionError(f"fold_in: data has dtype {data.dtype}; needed an integer tensor.")
     data = to_device(data, key.device).to(torch.int64)
-    return _joined(_fold(key, data & MASK, (data >> 32) & MASK), examples)
+    return _join_key(_fold(key, data & MASK, (data >> 32) & MASK), examples)
 
 
 def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
-    """Make the key of a piece of a batch, from that of the batch: int64 of shape (4,), on the same device.
+    """Make the key of a microbatch from the key of the batch: int64 of shape (4,), on the same device.
 
-    A draw of n numbers for each of the `length` examples of the piece, in row-major order, is then the part that these
-    examples have in the same draw for the whole batch. A draw is taken for one when it has an axis and `length` divides
-    its size; any other is the same in every piece. Keys that are made of this one (`split`, `fold_in`) have the same
-    words in every piece, and remember the examples. Under `vmap` over keys of examples, the numbers of different pieces
-    are independent, but other ones than in the whole batch: there, fold in a number of the example that is its own.
+    A draw of n numbers for each of the `length` examples, in row-major order, then returns the rows of these examples
+    in the same draw for the whole batch. This holds for a draw that has an axis and whose size `length` divides; any
+    other draw is the same in every microbatch. Keys made from this one (`split`, `fold_in`) have the same words in
+    every microbatch, and apply to the same examples. Under `vmap` over keys of examples, the numbers of different
+    microbatches are independent, but not those of the whole batch: fold in the number of the example instead.
 
     Args:
-        key: of the batch, or of a piece, of which this is a piece then.
-        start: number of the first example of the piece; in a graph that serves for many, a 0-d int64 tensor.
-        length: how many examples it has.
+        key: the key of the batch, or of a microbatch to divide further.
+        start: the number of the first example; a 0-d int64 tensor in a graph for many microbatches.
+        length: the number of examples.
 
     Raises `OptionError` for a negative start, or no example.
 
@@ -106,7 +106,7 @@ def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
     >>> torch.equal(bits(for_examples(key(0), 2, 2), (2, 3)), whole[2:4])
     True
     """
-    words, examples = _parted("for_examples", key)
+    words, examples = _split_key("for_examples", key)
     if (not isinstance(start, Tensor) and start < 0) or length < 1:
         raise OptionError(f"for_examples: start = {start}, length = {length}; needed at least 0 and 1.")
     first = (start if isinstance(start, Tensor) else full(key, start)) if examples is None else examples[0] + start
@@ -114,7 +114,7 @@ def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
 
 
 def fold_in_words(words: tuple[int, int], data: int) -> tuple[int, int]:
-    """`fold_in` on the host: the same words in plain Python integers, in a few microseconds.
+    """`fold_in` on the host, in Python integers: the same words in a few microseconds.
 
     >>> fold_in_words(words(key(0)), 3) == words(fold_in(key(0), 3))
     True
@@ -126,7 +126,7 @@ def fold_in_words(words: tuple[int, int], data: int) -> tuple[int, int]:
 
 def words(key: Tensor) -> tuple[int, int]:
     """Read a key's two words on the host; waits for the device if the key is on one."""
-    first, second = _parted("words", key)[0].tolist()
+    first, second = _split_key("words", key)[0].tolist()
     return first, second
 
 
@@ -136,18 +136,18 @@ def from_words(words: tuple[int, int], device: torch.device | str = "cpu") -> Te
 
 
 def stock_words(words: tuple[int, int]) -> tuple[int, int]:
-    """Make the key, on the host, from which torch's own random operations draw in a step with this one."""
-    # Another key of the cipher, and so another stream.
+    """Return the words of the key for the random operations of torch (`nn.Dropout`, say) in a step with this key."""
+    # Another key of the cipher gives independent numbers.
     return words[0] ^ _STOCK[0], words[1] ^ _STOCK[1]
 
 
 def update_words(words: tuple[int, int]) -> tuple[int, int]:
-    """Make the key, on the host, from which an optimizer draws in a step with this one."""
+    """Return the words of the key for the optimizer in a step with this key."""
     return words[0] ^ _UPDATE[0], words[1] ^ _UPDATE[1]
 
 
 def seed_of(words: tuple[int, int]) -> int:
-    """Make a 63-bit seed for torch's generators from the words of a step's key, on the host."""
+    """Return a 63-bit seed for the generators of torch from the words of a key."""
     low, high = stock_words(words)
     return (high << 32 | low) >> 1
 
@@ -169,7 +169,7 @@ def uniform(
     low: float = 0.0,
     high: float = 1.0,
 ) -> Tensor:
-    """Draw uniformly from [low, high); `high` itself never comes out, whatever the dtype rounds to.
+    """Draw uniformly from [low, high); never `high` itself, even after rounding to the dtype.
 
     A unit draw is a multiple of 2**-24 in float32, 2**-53 in float64, 2**-11 in float16 and 2**-8 in
     bfloat16. A range other than [0, 1) is mapped in float64 and then rounded to a value inside it; in
@@ -245,12 +245,12 @@ def dropout(key: Tensor, x: Tensor, p: float) -> Tensor:
     if p == 0:
         return x
     keep = bernoulli(to_device(key, x.device), 1.0 - p, x.shape)
-    # Selected, not multiplied by a mask: an overflow in what is dropped must not become a NaN.
+    # Selected, not multiplied by a mask: an overflow in a dropped element must not become NaN.
     return torch.where(keep, x * keep_scale(p), 0.0)
 
 
 def keep_scale(p: float) -> float:
-    """1 / (1 - p), what dropout scales by; 1 where nothing is kept."""
+    """Return 1 / (1 - p), the factor by which dropout scales; 1 for p = 1, where every element is zeroed."""
     return 1.0 / (1.0 - p) if p < 1 else 1.0
 
 
@@ -275,7 +275,7 @@ def permutation(key: Tensor, num: int) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move without waiting where that is safe: a copy from the host is staged before the call returns."""
+    """Move a tensor without waiting where that is safe: a copy from the host is staged before the call returns."""
     return tensor if tensor.device == device else tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
@@ -287,29 +287,29 @@ def _draw(
     columns: Callable[[Words], tuple[Tensor, ...]],
 ) -> Tensor:
     """Turn block j into elements num * j .. num * j + num - 1, `columns` giving one tensor for each."""
-    key, examples = _parted(function, key)
+    key, examples = _split_key(function, key)
     if any(size < 0 for size in shape):
         raise OptionError(f"{function}: shape = {tuple(shape)}; needed sizes that are not negative.")
     size = math.prod(shape)
     index = torch.arange((size + num - 1) // num + (0 if examples is None else 1), device=key.device)
     if examples is None:
-        # Interleaved last: the narrow results move, not the int64 words.
+        # Interleaved last, so that the narrow results are moved and not the int64 words.
         drawn = torch.stack(columns(_blocks(key, index, _BITS)), -1)
     else:
         first = _first_of(key, examples, shape)
         rows = torch.stack(columns(_blocks(key, index + first // num, _BITS)))
-        # Column j holds elements j, j + num, ...: from another element on, the columns are others, or the next rows of
-        # those. Which ones is known on the device only, so that one graph serves all pieces.
+        # Column j holds elements j, j + num, ... A draw that starts at another element takes other columns, or their
+        # next rows. Which ones is computed on the device, so that one graph serves all microbatches.
         rows = torch.cat([rows[:, :-1], rows[:, 1:]])
         drawn = rows[first % num + torch.arange(num, device=key.device)].mT
     return drawn.reshape(-1)[:size].reshape(tuple(shape))
 
 
 def _first_of(key: Tensor, examples: Tensor, shape: Sequence[int]) -> Tensor:
-    """Where a draw for some examples begins in that for the whole batch, as a 0-d tensor."""
+    """Return the first element of a draw for some examples in the draw for the whole batch, as a 0-d tensor."""
     start, length = examples.unbind()
     size = full(key, math.prod(shape))
-    # Under vmap a draw may be for one example, which must not begin where that of another piece does.
+    # Under vmap a draw may be for one example, and must not start where that of another microbatch does.
     other = start * size if _torch.is_batched(key) else full(key, 0)
     return torch.where(size % length == 0, start * (size // length), other) if shape else other
 
@@ -379,8 +379,8 @@ def _digits(function: str, dtype: torch.dtype) -> int:
     return _DIGITS[dtype]
 
 
-def _parted(function: str, key: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The two words of a key, and those that say which examples it is for, if it is for some."""
+def _split_key(function: str, key: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the two words of a key, and the start and length of its examples; None for a key without examples."""
     if key.shape == (2,) and key.dtype == torch.int64:
         return key, None
     if key.shape == (4,) and key.dtype == torch.int64:
@@ -391,7 +391,7 @@ def _parted(function: str, key: Tensor) -> tuple[Tensor, Tensor | None]:
     )
 
 
-def _joined(keys: Tensor, examples: Tensor | None) -> Tensor:
+def _join_key(keys: Tensor, examples: Tensor | None) -> Tensor:
     return keys if examples is None else torch.cat([keys, examples.expand(*keys.shape[:-1], 2)], -1)
 
 

@@ -1,4 +1,4 @@
-"""The cipher behind `ftrain.random`: Philox-4x32-10, a pure function of a key and a counter.
+"""The cipher of `ftrain.random`: Philox-4x32-10, a pure function of a key and a counter.
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; in wrapping int64 arithmetic, the
 same bits on every device, eager, traced, compiled, vmapped and recomputed.
@@ -21,13 +21,13 @@ _ROUNDS = 10
 
 
 def philox(key: Tensor, counter: Words) -> Words:
-    """Philox-4x32-10 of counter words that broadcast.
+    """Return Philox-4x32-10 of counter words, which are broadcast.
 
-    Only the low 64 bits of a product count, so it may wrap; words kept for later carry the product's
-    upper half along until the mask after the next xor, which saves a third of the masking. Not stacked
-    in pairs, although that is fewer calls: exchanging rows keeps a compiler from fusing the rounds.
+    Products wrap around, since only their low 64 bits are used. A word keeps the upper half of its product until the
+    mask after the next xor, which saves a third of the masks. Words are not stacked in pairs, although that takes fewer
+    calls: exchanging rows would keep a compiler from fusing the rounds.
     """
-    # As 0-d tensors on the device: cheaper in eager mode than numbers, and no copy from the host.
+    # 0-d tensors on the device: faster in eager mode than numbers, and without a copy from the host.
     mask, shift, m0, m1 = (full(key, value) for value in (MASK, 32, *_MULTIPLIERS))
     weyl = torch.arange(_WEYL[0], _WEYL[1] + 1, _WEYL[1] - _WEYL[0], device=key.device)
     rounds = torch.arange(_ROUNDS, device=key.device).unsqueeze(-1)
@@ -52,10 +52,10 @@ def philox_host(key: tuple[int, int], counter: tuple[Any, int, int, int]) -> tup
 
 @functools.lru_cache(maxsize=64)
 def _key_schedule(key: tuple[int, int]) -> list[tuple[int, int]]:
-    """The keys of all rounds; of a run's own key they are wanted in every step."""
+    """Return the keys of all rounds. Cached, because the key of a run is used in every step."""
     return [((key[0] + i * _WEYL[0]) & MASK, (key[1] + i * _WEYL[1]) & MASK) for i in range(_ROUNDS)]
 
 
 def full(key: Tensor, value: int) -> Tensor:
-    """Make a 0-d tensor beside a key; filled where it is, for a copy from the host would wait."""
+    """Return a 0-d int64 tensor on the device of a key; filled there, since a copy from the host would wait."""
     return torch.full((), value, dtype=torch.int64, device=key.device)

@@ -52,28 +52,28 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.offset = 0
         """Draws so far."""
         self.examples: tuple[int | Tensor, int] | None = None
-        """In a piece of a batch, the number of its first example, and how many it has."""
+        """In a microbatch, the number of its first example and its number of examples."""
         self._chunks: dict[tuple[int, torch.device], Tensor] = {}
 
     @contextmanager
     def for_examples(self, start: int | Tensor, length: int, offset: int) -> Iterator[None]:
-        """Draw for some examples of a batch, or of a piece of one, as `random.for_examples` describes it.
+        """Draw for some examples of a batch, or of a microbatch, as `random.for_examples` does.
 
         Args:
-            start: number of the first example.
-            length: how many there are.
-            offset: of the draw with which every piece begins.
+            start: the number of the first example.
+            length: the number of examples.
+            offset: the number of the draw with which every microbatch starts.
         """
-        before, self.offset = self.examples, offset
-        self.examples = start + (before[0] if before is not None else 0), length
+        outer, self.offset = self.examples, offset
+        self.examples = start + (outer[0] if outer is not None else 0), length
         try:
             yield
         finally:
-            self.examples = before
+            self.examples = outer
 
     @contextmanager
     def replay(self, offset: int) -> Iterator[None]:
-        """Draw again from draw `offset` on, as a recomputation must; afterwards continue where it was."""
+        """Draw again from draw `offset` on, for a recomputation; afterwards continue from the current draw."""
         resumed, self.offset = self.offset, offset
         try:
             yield
@@ -82,12 +82,12 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def drawing_from(self, key: Tensor) -> Iterator[None]:
-        """Draw from a copy of the key, of which a compiler does not know that it is one."""
-        own, self.key, self._chunks = (self.key, self._chunks), key, {}
+        """Draw from another tensor with the same key, which a compiler does not know to be equal."""
+        outer, self.key, self._chunks = (self.key, self._chunks), key, {}
         try:
             yield
         finally:
-            self.key, self._chunks = own
+            self.key, self._chunks = outer
 
     def __torch_dispatch__(
         self,
@@ -96,10 +96,10 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Hand on what is not random, and draw what is."""
+        """Draw the results of random operations from the key; call other operations as they are."""
         kwargs = kwargs or {}
         if _is_composite(func):
-            # Arrives whole only in inference mode; what it is made of may be random.
+            # Not decomposed yet, which happens in inference mode only; its parts may be random.
             with self:
                 return func.decompose(*args, **kwargs)
         if not _is_random(func):
@@ -144,7 +144,7 @@ def is_run_again() -> bool:
 
 
 def current() -> Keyed | None:
-    """The innermost `Keyed` that is active, if any."""
+    """Return the innermost active `Keyed`; None if there is none."""
     # Torch's own stack, since it follows the backward pass into autograd's threads.
     return next((mode for mode in _torch.active_modes()[::-1] if isinstance(mode, Keyed)), None)
 
@@ -170,7 +170,7 @@ def noted(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
 
 
 def is_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of an operation draws random numbers."""
+    """Return whether this call of an operation draws random numbers."""
     return _is_random(func) and not _is_inert(_bind(func, args, kwargs))
 
 
@@ -183,7 +183,7 @@ def _is_random(func: Any) -> bool:
 
 
 def _is_inert(arguments: _Arguments) -> bool:
-    """Whether an operation that can be random (fused attention, a recurrent net) is not, this time."""
+    """Return whether an operation that can be random (fused attention, a recurrent net) is not in this call."""
     rate = arguments.get("dropout_p", arguments.get("dropout"))
     return rate == 0 or arguments.get("train") is False or arguments.get("training") is False
 

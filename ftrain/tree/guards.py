@@ -1,4 +1,4 @@
-"""Ask cheaply whether tensors are of the kind that something was worked out for."""
+"""A fast check that tensors have the shapes, strides, dtypes and devices of earlier ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ftrain import _torch
 
 
 class Guard:
-    """Whether tensors have the shapes, strides, dtypes and devices of the first ones.
+    """Checks whether tensors have the shapes, strides, dtypes and devices of those that it was made from.
 
-    Torch compares in C++, at about 40 ns a tensor. A false answer may also come from a changed context
-    (`torch.inference_mode`, say), so it means "look closer".
+    Torch compares in C++, in about 40 ns for each tensor. The check also fails in another context
+    (`torch.inference_mode`, say), so a failure means that the caller must compare the tensors itself.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -22,5 +22,5 @@ class Guard:
         self._count = len(tensors)
 
     def __call__(self, tensors: Sequence[Any]) -> bool:
-        """Return whether `tensors` are like the first ones."""
+        """Return whether `tensors` are like those that this was made from."""
         return len(tensors) == self._count and self._check(*tensors)

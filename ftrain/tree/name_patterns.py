@@ -1,4 +1,4 @@
-"""Masks: which leaves of a tree something applies to, as a function or as patterns of their names."""
+"""Masks select leaves of a tree, by a function or by patterns of their names."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ Mask: TypeAlias = Select | Sequence[str]
 
 
 def matrices(name: str, leaf: Tensor) -> bool:
-    """The usual decay mask: what has two axes or more, so neither biases nor norms."""
+    """Select leaves with at least two axes: the usual mask of weight decay, without biases and norms."""
     return leaf.ndim >= 2
 
 
 def everything(name: str, leaf: Tensor) -> bool:
-    """Every leaf, as `torch.optim` decays them."""
+    """Select every leaf: the parameters that `torch.optim` decays."""
     return True
 
 
 @dataclass(frozen=True)
 class _Patterns:
-    """Leaves whose names match one of several patterns, `origin` being where these were written."""
+    """Selects leaves whose names match one of several patterns; `origin` names the option for messages."""
 
     origin: str
     patterns: tuple[str, ...]
 
     def __call__(self, name: str, leaf: Tensor) -> bool:
-        """Whether a leaf of that name is meant."""
+        """Return whether a leaf is selected."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
 
@@ -47,11 +47,11 @@ def as_select(origin: str, mask: Mask) -> Select:
     """Return a mask as a function.
 
     Args:
-        origin: where it was written, for messages: ``"adamw: decay_mask"``.
+        origin: the function and option, for messages: ``"adamw: decay_mask"``.
         mask: a function or patterns.
 
     Raises:
-        OptionError: for neither, a bare string say.
+        OptionError: if `mask` is neither of them (a single string, say).
     """
     if callable(mask):
         return mask
@@ -65,7 +65,7 @@ def require_matches(select: Select, params: PyTree) -> None:
     """Check that each pattern of a mask matches a leaf.
 
     Raises:
-        OptionError: naming the first one that does not, and names that are near it.
+        OptionError: naming the first pattern that does not, and similar names.
     """
     if not isinstance(select, _Patterns):
         return
@@ -78,7 +78,8 @@ def require_matches(select: Select, params: PyTree) -> None:
 
 
 def near(pattern: str, known: Sequence[str]) -> str:
-    """List names for a message, those that are most like a pattern first."""
+    """Return a list of names for a message, those most similar to a pattern first."""
     close = get_close_matches(pattern, known, n=tree.MAX_LISTED, cutoff=0.3)
-    listed = list(dict.fromkeys([*close, *known]))
-    return ", ".join(listed[: tree.MAX_LISTED]) + ", ..." * (len(listed) > tree.MAX_LISTED)
+    names = list(dict.fromkeys([*close, *known]))
+    listed = ", ".join(names[: tree.MAX_LISTED])
+    return f"{listed}, ..." if len(names) > tree.MAX_LISTED else listed
