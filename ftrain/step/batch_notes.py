@@ -1,4 +1,4 @@
-"""What about a batch may have made a loss fail: arrays that are no tensors, floats of another dtype than parameters."""
+"""Notes on the error of a loss that its batch may have caused: NumPy arrays, or floats of another dtype."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def explain(error: Exception, name: str, params: PyTree, batch: PyTree) -> None:
     """Add a note to the error of a loss where its batch may be the cause.
 
     Args:
-        error: of the loss.
-        name: what to call the loss in messages.
-        params: what the loss was given as its parameters.
-        batch: what it was given as its batch.
+        error: the error that the loss raised.
+        name: the name of the loss in the note.
+        params: the parameters that the loss got.
+        batch: the batch that the loss got.
     """
     named = dict(zip(tree.leaf_names({"batch": batch}), tree.leaves(batch), strict=True))
     arrays = [path for path, leaf in named.items() if isinstance(leaf, np.ndarray)]

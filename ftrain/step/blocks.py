@@ -1,4 +1,4 @@
-"""The blocks of a model: what rematerialisation computes again as a whole."""
+"""The blocks of a model: the parts that rematerialisation recomputes as a whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ None for what is no block."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 Watcher: TypeAlias = Callable[..., Any]
-"""``watcher(name, run, *args, **kwargs)``: calls a marked function by `run`, and looks on."""
+"""``watcher(name, run, *args, **kwargs)``: calls a marked function through `run` and observes it."""
 
 _region: ContextVar[Region | None] = ContextVar("ftrain_region", default=None)
 _watcher: ContextVar[Watcher | None] = ContextVar("ftrain_watcher", default=None)
@@ -66,7 +66,7 @@ def within(region: Region | None, function: Callable[..., Any], *args: Any, **kw
 
 @contextmanager
 def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Let modules run by other functions than their `forward`."""
+    """Context in which modules run other functions in place of their `forward`."""
     # An attribute of the instance hides the method of the class until it is deleted again.
     places = [(part.__dict__, part.__dict__.get("forward"), forward) for part, forward in forwards]
     try:
@@ -83,7 +83,7 @@ def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iter
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Let a watcher look on whenever a function runs that is marked by `block`."""
+    """Context in which a watcher observes each run of a function that is marked by `block`."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -115,7 +115,7 @@ class Blocks:
 
 
 def _instead(made: functools.partial[Any], part: nn.Module) -> Callable[..., Any]:
-    """The same for what runs in a block now: an adapter, say, or somebody who looks on."""
+    """Return `made` for the current `forward` of a module, which an adapter or an observer may have replaced."""
     return functools.partial(made.func, part.forward, *made.args[1:])
 
 

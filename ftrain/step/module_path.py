@@ -1,4 +1,4 @@
-"""Which part of a module is running."""
+"""The dotted name of the child module that is running."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Running:
     """Follows the parts of a module as they run.
 
     Args:
-        module: whose parts have names; None for a loss without one.
+        module: the module whose children are followed; None for a loss without one.
     """
 
     def __init__(self, module: nn.Module | None) -> None:

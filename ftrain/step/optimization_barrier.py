@@ -1,8 +1,8 @@
-"""Keep a compiler from doing in the forward pass of a captured step what is there to be done in the backward pass.
+"""Keep a compiler from moving a recomputation from the backward pass into the forward pass of a captured step.
 
-In a graph that holds both passes nothing says when a recomputation happens: all that it needs is there early, and
-Inductor makes one kernel of it and of the forward pass, whose results it then keeps. XLA has an operation against that
-(``optimization_barrier``); this is the same for torch: a copy that needs a gradient, and that no compiler looks into.
+In a graph that holds both passes nothing delays a recomputation: its inputs exist early, so Inductor fuses it with the
+forward pass and keeps its results. XLA has an operation against that (``optimization_barrier``). This is the same for
+torch: a copy that depends on a gradient, in a custom operation that compilers do not look into.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ def _(value: Tensor, gradient: Tensor) -> Tensor:
 
 
 def is_in(graph: fx.GraphModule) -> bool:
-    """Whether something in a captured graph waits for a gradient."""
+    """Whether a captured graph has such a barrier."""
     return any(node.target is torch.ops.ftrain.after.default for node in graph.graph.nodes)
 
 
 def after(gradient: Tensor, values: PyTree) -> PyTree:
-    """Return values that are there only after a gradient is.
+    """Return copies of values that a compiler computes only after a gradient.
 
-    Parameters stay as they are, for a copy of them would be larger than what it saves.
+    Parameters are not copied: a copy would take more memory than it saves.
 
     Args:
         gradient: any tensor.
-        values: a tree in which something besides tensors may be.
+        values: a tree of tensors and other leaves.
     """
     found = [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
     computed = any(not leaf.is_leaf for leaf in found)
-    # One that is there twice stays one tensor.
+    # A tensor that occurs twice stays one tensor.
     made: dict[int, Tensor] = {}
 
     def delayed(leaf: Any) -> Any:

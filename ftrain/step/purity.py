@@ -1,4 +1,4 @@
-"""Hold a loss to being a pure function: containers are its own, and the tensors in them must stay as they are."""
+"""Check that a loss is a pure function: it gets new containers, and must not write to the tensors in them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from ftrain.step.batch_notes import explain
 from ftrain.types import LossFn, LossOutput, PyTree
 
 LEAF_WRITTEN = "a leaf Variable that requires grad"
-"""What torch says when a tensor that is differentiated is written."""
+"""Part of torch's error when a leaf that requires a gradient is written in place."""
 
 
 PARTS = "params", "frozen", "batch", "buffers"
-"""What a loss is given, in the order in which `call` has it."""
+"""The inputs of a loss, in the order in which `call` takes them."""
 
 
 def call(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: Tensor | None, name: str) -> LossOutput:
-    """Call a loss and check that it changed nothing that it was given.
+    """Call a loss and check that it changed none of its inputs.
 
     Args:
         loss: in its full form.
         leaves: of the tuple ``(params, frozen, batch, buffers)``.
         spec: the structure of that tuple.
         rng: the key of the step.
-        name: what to call the loss in messages.
+        name: the name of the loss in error messages.
 
     Raises:
         LossError: when it wrote to a tensor in place; the message has the path.
         StructureError: when the buffers it returns are not like those it got.
     """
-    # Containers of its own: what it does to these is nobody's business.
+    # New containers, which the loss may change.
     params, frozen, batch, buffers = tree.unflatten(spec, leaves)
     before = versions(leaves)
     try:
@@ -56,7 +56,7 @@ def call(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: T
 
 
 def as_tree(batch: Any) -> PyTree:
-    """Turn a mapping that is no dict (a `BatchEncoding` of transformers, say) into one, to be a tree of its items."""
+    """Convert a mapping that is no dict, such as a `BatchEncoding` of transformers, to a dict, which is a tree."""
     return dict(batch) if not isinstance(batch, dict) and isinstance(batch, Mapping) else batch
 
 
@@ -66,7 +66,7 @@ def merge(params: PyTree, frozen: PyTree) -> PyTree:
 
 
 def versions(leaves: Sequence[Any]) -> list[int | None]:
-    """Return how often each tensor was written in place; None for what is none, or was made in inference mode."""
+    """Return how often each tensor was written in place; None for other leaves and for inference tensors."""
     try:
         return [*map(_torch.version_of, leaves)]
     except (AttributeError, RuntimeError):
@@ -81,7 +81,7 @@ def _version_or_none(leaf: Any) -> int | None:
 
 
 def _written(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, rng: Tensor | None) -> int:
-    """Find the parameter that a loss writes, by giving it copies that it can."""
+    """Find the leaf that a loss writes in place, by running it on copies that it may write to."""
     copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     before = versions(copies)
     params, frozen, batch, buffers = tree.unflatten(spec, copies)

@@ -1,4 +1,4 @@
-"""Work beside the run that is recorded: what observers compute for themselves, which no recomputation repeats."""
+"""Mark operations that observers of a run compute for themselves, which a recomputation does not repeat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _aside: ContextVar[bool] = ContextVar("ftrain_aside", default=False)
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Let a run compute what is not part of it, and what no other run will do again."""
+    """Context of operations that are not part of the run, so that a recomputation does not expect them."""
     token = _aside.set(True)
     try:
         yield
@@ -20,5 +20,5 @@ def aside() -> Iterator[None]:
 
 
 def is_aside() -> bool:
-    """Whether what runs now is not part of the run."""
+    """Whether the current operation is not part of the run (see `aside`)."""
     return _aside.get()

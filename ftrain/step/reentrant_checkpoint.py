@@ -16,7 +16,7 @@ REMEDY = "use_reentrant=False (of transformers: gradient_checkpointing_kwargs={'
 
 
 class Within(TorchFunctionMode):
-    """Notes the tensors that operations are given within a re-entrant checkpoint, by their ids."""
+    """Records the ids of the tensors that are inputs of operations within a re-entrant checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,8 +25,8 @@ class Within(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note the tensors, and run the operation."""
-        # Such a checkpoint runs without gradients, and again with them in the backward pass.
+        """Record the input tensors and run the operation."""
+        # A re-entrant checkpoint runs without gradients first, and with them in the backward pass.
         if not torch.is_grad_enabled() and _is_within():
             self.ids.update(id(leaf) for leaf in tree.leaves((list(args), kwargs or {})) if tree.is_tensor(leaf))
         return func(*args, **(kwargs or {}))

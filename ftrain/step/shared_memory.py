@@ -1,4 +1,4 @@
-"""Tensors that have memory in common, without being the same tensor."""
+"""Find different tensors that share memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ftrain import _torch, tree
 
 
 def overlaps(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Return the pairs of names whose tensors have elements in common.
+    """Return the pairs of names whose tensors share elements.
 
-    Parts of one memory that have none, as the weights of `torch.nn.LSTM` on a GPU, are no such pair.
+    Tensors that lie in one storage without sharing elements, as the weights of `torch.nn.LSTM` on a GPU, are no pair.
     """
     by_memory = defaultdict(list)
     for name, tensor in tensors.items():
@@ -31,7 +31,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
         return False
     if a.element_size() != b.element_size():
         return True
-    # Of columns, say, the ranges overlap and the elements do not.
+    # Two columns of a matrix, for example, overlap in range but share no element.
     places = torch.arange(a.untyped_storage().nbytes() // a.element_size(), device=tree.HOST)
     first, second = (places.as_strided(each.shape, each.stride(), each.storage_offset()) for each in (a, b))
     return bool(torch.isin(first.flatten(), second.flatten()).any())

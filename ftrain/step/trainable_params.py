@@ -1,4 +1,4 @@
-"""Which leaves of a tree of parameters train, and whether they can."""
+"""Choose the parameters that train, and check that they can."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ftrain.types import PyTree
 
 
 def chooser(trainable: Mask | None, names: set[str] | None, params: PyTree) -> Select:
-    """Return ``(name, leaf) -> bool`` for a choice of parameters; without one, that of `names`, or all.
+    """Return ``(name, leaf) -> bool``, whether a parameter trains. Default: those in `names`, or all.
 
     Raises:
         OptionError: for a pattern that matches no parameter, or a bare string.

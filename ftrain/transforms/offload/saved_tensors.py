@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass: in host memory until it is needed."""
+"""Keep the tensors that autograd saves for the backward pass in host memory until they are needed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ftrain.backends.transfers import copier_of, is_abstract, on_host
 from ftrain.errors import LossError, TraceError
 
 AHEAD = 4
-"""Pieces of memory that come back while the gradient of those before is computed."""
+"""Storages that are fetched ahead of the one that the backward pass needs."""
 
 PLAIN = Tensor, nn.Parameter, _torch.FakeTensor
-"""What is a tensor and nothing more."""
+"""Tensor classes without behaviour of their own; tensors of other subclasses stay on the device."""
 
 
 class _Held(NamedTuple):
-    """A tensor that stays where it is, and as which version it was kept."""
+    """A tensor that stays on the device, and its version when it was saved."""
 
     tensor: Tensor
     version: int
 
 
 class _Piece:
-    """One piece of memory, on the host."""
+    """One storage, on the host."""
 
     def __init__(self, flat: Tensor, place: int, device: torch.device) -> None:
         self.size, self.dtype, self.device, self.place = flat.numel(), flat.dtype, device, place
@@ -38,22 +38,22 @@ class _Piece:
         self._flat: Tensor | None = None
 
     def fetch(self, back: Callable[[Tensor, torch.device], Callable[[], Tensor]]) -> None:
-        """Begin to bring it to the device."""
+        """Start to copy it to the device."""
         if self._coming is None and self._flat is None and self.host is not None:
             self._coming = back(self.host, self.device)
 
     def get(self) -> Tensor:
-        """Return it on the device, where it then stays as long as anybody waits for it."""
+        """Return it on the device, where it stays as long as a saved tensor needs it."""
         if self._flat is None:
             if self._coming is None:
-                # Of tensors without values there is nothing to bring.
+                # Fake tensors have no values to copy.
                 return torch.empty(self.size, dtype=self.dtype, device=self.device)
             self._flat, self._coming, self.host = self._coming(), None, None
         return self._flat
 
 
 class _Sent(NamedTuple):
-    """A tensor whose memory is elsewhere: where in that memory it is, and what tells whether it was written since."""
+    """A tensor whose storage is on the host: its view of the storage, and a tensor that shares its version count."""
 
     piece: _Piece
     shape: torch.Size
@@ -64,27 +64,27 @@ class _Sent(NamedTuple):
 
 
 class ActivationOffloader:
-    """Sends to the host what a forward pass keeps, each piece of memory once, and brings it back for the backward pass.
+    """Copies saved tensors to the host in the forward pass, each storage once, and back in the backward pass.
 
     Args:
-        device: of the step.
-        known: tensors that are there all the time, and stay where they are.
-        least: bytes below which a piece of memory stays.
+        device: the device of the step.
+        known: tensors that stay on the device, such as parameters.
+        least: storages of fewer bytes stay on the device.
     """
 
     def __init__(self, device: torch.device, known: Iterable[Any], least: int) -> None:
         self._device, self._least = device, max(least, 1)
         self._known = {_torch.storage_id(leaf) for leaf in known if isinstance(leaf, Tensor)}
         self._copier, self._pinned = copier_of(device), backends.of(device).pinned_memory
-        # A weak reference to memory keeps its address from being used again.
+        # A weak reference to a storage keeps its address from being reused.
         self._pieces: dict[tuple[int, int, torch.dtype], tuple[StorageWeakRef, weakref.ref[_Piece]]] = {}
         self._order: list[weakref.ref[_Piece]] = []
 
     def pack(self, tensor: Tensor) -> _Held | _Sent:
-        """Keep a tensor.
+        """Save a tensor.
 
         Raises:
-            TraceError: while a graph is captured, in which there is no host.
+            TraceError: while a graph is captured.
         """
         if _torch.is_capturing():
             raise TraceError("offload: activations go to the host between operations, and a whole graph is one")
@@ -120,10 +120,10 @@ class ActivationOffloader:
         return piece
 
     def unpack(self, kept: _Held | _Sent) -> Tensor:
-        """Return a tensor as it was.
+        """Return a saved tensor.
 
         Raises:
-            LossError: when it was written in place since.
+            LossError: when it was written in place after it was saved.
         """
         if _torch.version_of(kept.tensor if isinstance(kept, _Held) else kept.shadow) != kept.version:
             raise LossError(
@@ -135,7 +135,7 @@ class ActivationOffloader:
         kept.piece.fetch(self._copier.back)
         flat = kept.piece.get()
         if self._copier.ahead:
-            # The backward pass needs last what came first.
+            # The backward pass needs the storages in reverse order.
             for reference in self._order[max(kept.piece.place - AHEAD, 0) : kept.piece.place][::-1]:
                 piece = reference()
                 if piece is not None:

@@ -86,8 +86,8 @@ def _activations(least: int) -> Wrapper:
     def offloading(run: Callable[..., Any]) -> Callable[..., Any]:
         def offloaded(state: TrainState, batch: PyTree, *more: Any) -> Any:
             known = tree.leaves((state.params, state.frozen, state.buffers, batch))
-            stash = ActivationOffloader(tree.device_of(state.params), known, least)
-            with saved_tensors_hooks(stash.pack, stash.unpack):
+            offloader = ActivationOffloader(tree.device_of(state.params), known, least)
+            with saved_tensors_hooks(offloader.pack, offloader.unpack):
                 return run(state, batch, *more)
 
         return offloaded

@@ -1,4 +1,4 @@
-"""Run a function a second time, in the backward pass, in place of keeping what its gradient needs."""
+"""Activation checkpointing: run a function again in the backward pass in place of saving its activations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ftrain.types import PyTree
 Run: TypeAlias = Callable[..., Any]
 
 WRITTEN = "modified by an inplace operation"
-"""What torch says of a saved tensor that was written."""
+"""Part of torch's error for a saved tensor that was written in place."""
 
 CHANGED = (
     "was changed in place before the block was computed again; take the operation that is not in place (x = x.add(1) "
@@ -32,7 +32,7 @@ _Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 def recomputed(
     first: Run, again: Run, args: Sequence[Any], kwargs: Mapping[str, Any], *, device: torch.device = tree.HOST
 ) -> Any:
-    """Return ``first(*args, **kwargs)``, of which autograd keeps nothing but the tensors among the arguments.
+    """Return ``first(*args, **kwargs)``; autograd saves only the tensors among the arguments.
 
     When a gradient first needs what it would have kept, `again` runs on the same, under the autocast and the default
     device of the first run, until all of that is there. `torch.utils.checkpoint` does so where it is not reentrant;
@@ -60,7 +60,7 @@ def recomputed(
 
 
 class _Place:
-    """What the graph holds in place of a tensor."""
+    """Stands in the graph for a saved tensor."""
 
     __slots__ = ("__weakref__", "kind", "tensor", "version")
 
@@ -70,15 +70,15 @@ class _Place:
 
 
 class _Stopped(BaseException):
-    """All that is needed is there, or never will be. A function that catches its own errors must not catch this."""
+    """Ends the second run. A BaseException, so that a function that catches errors does not catch it."""
 
 
 class _Recomputed:
-    """One run of a function, and what its gradient needs."""
+    """One run of a function, whose saved tensors are recomputed when its gradient needs them."""
 
     def __init__(self, again: Run, given: PyTree, device: torch.device) -> None:
         leaves, self._spec = tree.flatten(given)
-        # One that is given twice is one tensor again: functions ask whether `query is key`.
+        # A tensor that occurs twice stays one tensor: functions ask whether `query is key`.
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         self._again, self._then = again, _now({device.type, tree.HOST.type})
         self._leaves = [_Argument(id(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -86,17 +86,17 @@ class _Recomputed:
         # Beside one that needs a gradient, for there is no node without; the node lives as long as what it made.
         self._saved: Tensor = _Saved.apply(torch.empty(0, requires_grad=True), *tensors.values())  # type: ignore[no-untyped-call]
         self.is_run_again = torch_ops.is_run_again()
-        # A place that is gone is one that nobody needs any more.
+        # The graph no longer needs a place that has been freed.
         self._places: list[weakref.ref[_Place]] = []
 
     def pack(self, tensor: Tensor) -> _Place:
-        """Let a tensor go."""
+        """Save a place in place of a tensor."""
         place = _Place(_kind(tensor))
         self._places.append(weakref.ref(place))
         return place
 
     def unpack(self, place: _Place) -> Tensor:
-        """Return it, made again together with all that were let go."""
+        """Return the tensor of a place; the first call recomputes all of them."""
         while place.tensor is None:
             self._fill()
         tensor, place.tensor = place.tensor, None
