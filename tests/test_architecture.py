@@ -68,7 +68,7 @@ WAITS = {
     ("optim/elementwise.py", "_number"),
     ("profiling/anatomy/measured.py", "measure"),
     ("profiling/doctor.py", "_seconds"),
-    ("random/keys.py", "words"),
+    ("random/keys.py", "key_data"),
     ("training/history.py", "_values"),
     ("training/metrics.py", "read_metrics"),
 }

@@ -25,7 +25,7 @@ _SPARE = np.random.MT19937(0)
 @functools.lru_cache(maxsize=64)
 def stream(seed: int, epoch: int, purpose: int) -> tuple[int, int]:
     """Return the two words of the key for a purpose in an epoch."""
-    base = random.fold_in_words(random.words(random.key(seed)), _DATA)
+    base = random.fold_in_words(random.key_data(random.key(seed)), _DATA)
     return random.fold_in_words(random.fold_in_words(base, epoch), purpose)
 
 

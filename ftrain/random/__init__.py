@@ -11,6 +11,7 @@ from ftrain.random.keys import for_examples as for_examples
 from ftrain.random.keys import from_words as from_words
 from ftrain.random.keys import keep_scale as keep_scale
 from ftrain.random.keys import key as key
+from ftrain.random.keys import key_data as key_data
 from ftrain.random.keys import normal as normal
 from ftrain.random.keys import permutation as permutation
 from ftrain.random.keys import randint as randint
@@ -20,7 +21,6 @@ from ftrain.random.keys import stock_words as stock_words
 from ftrain.random.keys import to_device as to_device
 from ftrain.random.keys import uniform as uniform
 from ftrain.random.keys import update_words as update_words
-from ftrain.random.keys import words as words
 
 __all__ = [
     "bernoulli",

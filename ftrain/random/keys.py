@@ -116,7 +116,7 @@ def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
 def fold_in_words(words: tuple[int, int], data: int) -> tuple[int, int]:
     """`fold_in` on the host, in Python integers: the same words in a few microseconds.
 
-    >>> fold_in_words(words(key(0)), 3) == words(fold_in(key(0), 3))
+    >>> fold_in_words(key_data(key(0)), 3) == key_data(fold_in(key(0), 3))
     True
     """
     low, high = _halves("fold_in_words", "data", data)
@@ -124,14 +124,14 @@ def fold_in_words(words: tuple[int, int], data: int) -> tuple[int, int]:
     return first, second
 
 
-def words(key: Tensor) -> tuple[int, int]:
-    """Read a key's two words on the host; waits for the device if the key is on one."""
-    first, second = _split_key("words", key)[0].tolist()
+def key_data(key: Tensor) -> tuple[int, int]:
+    """Return the two 32-bit words of a key as integers on the host; waits for the device if the key is on one."""
+    first, second = _split_key("key_data", key)[0].tolist()
     return first, second
 
 
 def from_words(words: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
-    """Make a key from its two 32-bit words: the inverse of `words`."""
+    """Make a key from its two 32-bit words: the inverse of `key_data`."""
     return torch.tensor(words, dtype=torch.int64, device=device)
 
 

@@ -307,7 +307,7 @@ class Step:
         for name, value in hyper.items():
             if not math.isfinite(value):
                 raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs a finite number")
-        return hyper, random.fold_in_words(random.words(state.rng), count)
+        return hyper, random.fold_in_words(random.key_data(state.rng), count)
 
     @functools.cached_property
     def _on_step_end(self) -> list[Callable[[backends.Backend, int], None]]:

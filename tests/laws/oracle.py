@@ -30,7 +30,7 @@ def run(model, names, batches, *, seed=0):
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
     plain, updates = copy.deepcopy(average), 0
     scale, norms = 2.0**16, []
-    key = ft.random.words(ft.random.key(seed))
+    key = ft.random.key_data(ft.random.key(seed))
     losses, spikes = [], []
     for index, batch in enumerate(batches):
         before = copy.deepcopy(model.state_dict())

@@ -47,17 +47,17 @@ def test_is_the_same_however_the_step_runs(name):
     found = run(ft.compose(step, *WRAPPERS[name]))
     for index, (state, key) in enumerate(found):
         words = random.fold_in_words((5, 0), index)
-        assert random.words(key) == words
-        assert random.words(state["key"]) == random.update_words(words) != words
+        assert random.key_data(key) == words
+        assert random.key_data(state["key"]) == random.update_words(words) != words
 
 
 def test_is_another_for_each_label_and_step():
     optimizer = optim.partition({name: keeping() for name in "ab"}, lambda name, leaf: name)
     step = ft.train_step(loss, optimizer, allow_unused=True)
     found = run(step)
-    keys = {random.words(state[name]["key"]) for state, _ in found for name in "ab"}
+    keys = {random.key_data(state[name]["key"]) for state, _ in found for name in "ab"}
     assert len(keys) == 2 * len(found)
-    assert not keys & {random.words(key) for _, key in found}
+    assert not keys & {random.key_data(key) for _, key in found}
     assert optimizer.needs_rng
     assert not optim.partition({"a": optim.sgd(0.1)}, lambda name, leaf: "a").needs_rng
     torch.testing.assert_close(found, run(ft.compiled(lowering="whole", backend="aot_eager")(step)))

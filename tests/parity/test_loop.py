@@ -553,7 +553,7 @@ def test_stock_dropout_by_hand():
     wanted = []
     with torch.random.fork_rng():
         for k, batch in enumerate(batches):
-            torch.manual_seed(random.seed_of(random.words(random.fold_in(random.key(4), k))))
+            torch.manual_seed(random.seed_of(random.key_data(random.fold_in(random.key(4), k))))
             optimizer.zero_grad()
             loss = criterion(hand, batch)
             loss.backward()

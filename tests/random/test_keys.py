@@ -88,10 +88,10 @@ def test_philox_on_tensors_equals_plain_integers(key, counter):
 @given(seed=INT64, data=INT64)
 def test_fold_in_is_the_same_on_the_host(seed, data):
     key = random.key(seed)
-    expected = random.fold_in_words(random.words(key), data)
-    assert random.words(random.fold_in(key, data)) == expected
+    expected = random.fold_in_words(random.key_data(key), data)
+    assert random.key_data(random.fold_in(key, data)) == expected
     signed = torch.tensor(data - 2**64 if data >= 2**63 else data)
-    assert random.words(random.fold_in(key, signed)) == expected
+    assert random.key_data(random.fold_in(key, signed)) == expected
     same(random.fold_in_each(key, signed.expand(2, 1)), torch.tensor(expected).expand(2, 1, 2))
 
 
@@ -99,7 +99,7 @@ def test_fold_in_is_the_same_on_the_host(seed, data):
 @given(seed=INT64)
 def test_key_holds_the_seed(seed):
     key = random.key(seed)
-    low, high = random.words(key)
+    low, high = random.key_data(key)
     assert key.dtype == torch.int64
     assert (high << 32 | low) == seed % 2**64
     same(random.from_words((low, high)), key)
@@ -308,7 +308,7 @@ def test_what_is_not_by_example_is_the_same_in_every_piece():
             same(random.normal(piece, shape), random.normal(key, shape))
     for made in (lambda key: random.split(key, 3), lambda key: random.fold_in(key, 1)):
         assert all(torch.equal(made(piece)[..., :2], made(key)) for piece in pieces)
-    assert {random.words(piece) for piece in pieces} == {random.words(key)}
+    assert {random.key_data(piece) for piece in pieces} == {random.key_data(key)}
     with pytest.raises(OptionError, match=r"for_examples: start = -1, length = 2"):
         random.for_examples(key, -1, 2)
     with pytest.raises(OptionError, match=r"for_examples: start = 0, length = 0"):

@@ -127,7 +127,7 @@ def step_of(module, criterion, *wrappers, optimizer=None, **options):
 
 def reseed(index, seed=0):
     """Seed torch as a step does, so that stock dropout draws the same."""
-    words = ft.random.fold_in_words(ft.random.words(ft.random.key(seed)), index)
+    words = ft.random.fold_in_words(ft.random.key_data(ft.random.key(seed)), index)
     torch.manual_seed(ft.random.seed_of(words))
 
 
