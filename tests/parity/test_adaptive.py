@@ -125,9 +125,30 @@ EACH = [
     pytest.param(name, options, id=f"{name}-{label(options)}") for name, found in CASES.items() for options in found
 ]
 
+FUSED = {"sgd", "adam", "adamw", "adagrad"}
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("shape", [(20, 20), (17, 30), (30, 17), (8, 64), (2, 5), (520, 520)], ids=str)
+
+def on_path(path):
+    """Every option where it is computed differently, else the longest list of options of each family.
+
+    `unfused` is `eager` where torch has no fused kernel; a donated update has the bits of the others, which
+    `test_donated_equals_undonated_bitwise` shows for every option.
+    """
+    for name, options in CASES.items():
+        every = path in {"eager", "unread", "graph"} or (path == "unfused" and name in FUSED)
+        for each in options if every else [max(options, key=len)]:
+            yield pytest.param(path, name, each, id=f"{path}-{name}-{label(each)}")
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        *(("eager", shape) for shape in [(20, 20), (17, 30), (30, 17), (8, 64), (2, 5), (520, 520)]),
+        *((path, shape) for path in PATHS[1:] for shape in [(17, 30), (2, 5)]),
+        ("graph", (520, 520)),
+    ],
+    ids=str,
+)
 def test_matrices_of_one_shape_make_the_steps_of_each_alone_in_muon(shape, path, pretend):
     pretend(path)
     start = {f"w{index}": randn(shape, index) for index in range(3)} | {"other": randn((8, 10), 9)}
@@ -146,8 +167,7 @@ def test_matrices_of_one_shape_make_the_steps_of_each_alone_in_muon(shape, path,
         assert torch.equal(opt_state["momentum"][name], theirs.state[leaf]["momentum_buffer"])
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("name", "options"), EACH)
+@pytest.mark.parametrize(("path", "name", "options"), [case for path in PATHS for case in on_path(path)])
 def test_fifty_steps_equal_torchs(name, options, path, pretend):
     pretend(path)
     make, torchs, names = TORCHS[name]
