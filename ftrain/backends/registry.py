@@ -230,36 +230,36 @@ def of(device: torch.device | str) -> Backend:
     Raises:
         DeviceError: when none is registered for its type.
     """
-    # No availability check: this is asked in every step, of tensors that are already there.
+    # No availability check: every step calls this, for tensors that are on the device already.
     name = device.type if isinstance(device, torch.device) else device.split(":")[0]
     return _records.get(name) or get(name)
 
 
 def resolve(device: torch.device | str) -> torch.device:
-    """Return the device that a name such as ``"cuda"`` or ``"cuda:1"`` stands for, if it is there.
+    """Return the device of a name such as ``"cuda"`` or ``"cuda:1"``, which must be available.
 
     Raises:
-        DeviceError: for an unknown or unavailable device, where the message lists what there is; or for one of
+        DeviceError: for an unknown or unavailable device, where the message lists the available ones; or for one of
             several that is not the current one.
     """
     backend = get(str(device).split(":")[0])
     if str(device) == backend.name:
         return backend.device
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError as error:
         raise DeviceError(
             f"backends.resolve: {device!r} names no device; write {backend.name!r}, or with a number '{backend.name}:0'"
         ) from error
-    require_current(found)
-    return found
+    require_current(resolved)
+    return resolved
 
 
 def require_current(device: torch.device) -> None:
-    """Check that a device, if it is one of several, is the one whose generators, streams and memory torch means.
+    """Check that a device with an index is the current one, whose generators, streams and memory are used.
 
     Raises:
-        DeviceError: when another one is the current one.
+        DeviceError: when another device is the current one.
     """
     if device == torch.device(device.type):
         return
@@ -267,7 +267,7 @@ def require_current(device: torch.device) -> None:
         module: Any = torch.get_device_module(device.type)
     except RuntimeError:
         return
-    # Where a module does not say, there is one; and tensors without values may be of a device that is not here.
+    # A module without the function has one device; tensors without values may be on a device that this machine lacks.
     if not hasattr(module, "current_device") or not module.is_available():
         return
     index = module.current_device()

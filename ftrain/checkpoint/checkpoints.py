@@ -131,8 +131,8 @@ class Checkpoints:
                 self._lock = files.lock(self.directory / LOCK, holder)
                 if not self._lock.excludes:
                     warnings.warn(
-                        f"Checkpoints: the file system of {self.directory} has no locks, so that nothing keeps another "
-                        "process from writing there; see to it that there is none",
+                        f"Checkpoints: the file system of {self.directory} has no locks, so nothing keeps another "
+                        "process from writing there; make sure that none does",
                         stacklevel=3,
                     )
                 # A killed process may have renamed checkpoints without syncing the directory.
@@ -314,7 +314,8 @@ class Checkpoints:
                 continue
             if refused:
                 warnings.warn(
-                    f"Checkpoints: going back to step {step}, for newer ones are damaged:\n  " + "\n  ".join(refused),
+                    f"Checkpoints: going back to step {step}, since newer checkpoints are damaged:\n  "
+                    + "\n  ".join(refused),
                     stacklevel=2,
                 )
             self._run = manifest.run

@@ -98,8 +98,8 @@ def load_items(path: Path) -> dict[tuple[Any, ...], Any]:
 
 
 def _load_as_saved(path: Path, manifest: Manifest, treedef: Json) -> PyTree:
-    held = {id(item) for item in items_by_path(treedef, manifest.tensors).values()}
-    numbers = [number for number, item in enumerate(manifest.tensors) if id(item) in held]
+    used = {id(item) for item in items_by_path(treedef, manifest.tensors).values()}
+    numbers = [number for number, item in enumerate(manifest.tensors) if id(item) in used]
     tensors = read_tensors(path, manifest, [manifest.tensors[number] for number in numbers])
     return unflatten(treedef, dict(zip(numbers, tensors, strict=True)))
 

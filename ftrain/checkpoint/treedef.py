@@ -206,7 +206,7 @@ def _make_container(kind: str, keys: list[Any], children: list[Any], static: lis
         return CONTAINERS[kind](children)
     restore = TREE_CLASSES.get(kind)
     if restore is None:
-        raise CheckpointError(f"load: the tree holds a {kind}, which only a tree of its kind can give back; pass like=")
+        raise CheckpointError(f"load: the tree holds a {kind}, which can only be loaded with like=")
     try:
         return restore(dict(zip(keys, children, strict=True)), static)
     except (StructureError, TypeError) as error:
@@ -244,7 +244,9 @@ def _parse_leaf(node: Json, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
         try:
             return tensors[number]
         except LookupError:
-            raise CheckpointError(f"load: the tree in the manifest has a tensor {number}, and there is none") from None
+            raise CheckpointError(
+                f"load: the tree in the manifest has a tensor {number}, which does not exist"
+            ) from None
     return decode(node)
 
 
@@ -288,7 +290,7 @@ def decode(node: Json) -> Any:
             return bytes.fromhex(value)
     except (AttributeError, TypeError, ValueError, OverflowError):
         pass
-    raise CheckpointError(f"load: the tree in the manifest has a leaf that is none: {node!r:.60}")
+    raise CheckpointError(f"load: the tree in the manifest has a malformed leaf: {node!r:.60}")
 
 
 def children(treedef: Json) -> dict[Any, Json]:

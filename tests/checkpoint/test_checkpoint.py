@@ -170,7 +170,7 @@ def test_named_tuples_need_a_template_to_come_back(tmp_path):
     tree = {"pair": Pair(torch.ones(2), 3)}
     checkpoint.save(tmp_path / "a", tree)
     assert same_trees(checkpoint.load(tmp_path / "a", like={"pair": Pair(torch.zeros(2), 0)}), tree)
-    with pytest.raises(CheckpointError, match="Pair, which only a tree of its kind can give back; pass like="):
+    with pytest.raises(CheckpointError, match="Pair, which can only be loaded with like="):
         checkpoint.load(tmp_path / "a")
 
 

@@ -315,7 +315,7 @@ def test_a_file_system_without_locks_is_written_to_with_a_warning(number, tmp_pa
     leftover = tmp_path / f".step-000000000009.{'0' * 32}.tmp"
     leftover.mkdir()
     with (
-        pytest.warns(UserWarning, match="has no locks, so that nothing keeps another process"),
+        pytest.warns(UserWarning, match="has no locks, so nothing keeps another process"),
         ft.Checkpoints(tmp_path, every=1) as checkpoints,
     ):
         checkpoints.save(1, {"state": state()})
