@@ -1,4 +1,4 @@
-"""What a run makes of its own history: when to stop, and what to change. Pure functions, told after evaluations."""
+"""Early stopping, and learning rates that follow a metric: pure functions of the history, called after evaluations."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from ftrain.tree.name_patterns import near
 from ftrain.types import TrainState
 
 Stop: TypeAlias = Callable[[History], str]
-"""``history -> why to stop, or ""``."""
+"""``history -> reason to stop, or ""``."""
 
 Adapt: TypeAlias = Callable[[Any, History], Any]
 """``(state, history) -> state``, the same one when there is nothing to change."""
 
 
 def column(function: str, name: str, history: History) -> list[Any]:
-    """Return the values of a metric.
+    """Return the values of a metric, one for each record that has it.
+
+    Args:
+        function: to be named in the error.
+        name: of the metric.
+        history: the records.
 
     Raises:
-        OptionError: when there are records, and none has it; listing the names that there are.
+        OptionError: when there are records, and none has it; the message lists the names that exist.
     """
     values: list[Any] = history[name]
     if not values and len(history):
@@ -37,19 +42,19 @@ def column(function: str, name: str, history: History) -> list[Any]:
 
 
 def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> Stop:
-    """Return a `stop` for `fit`: when a metric has not got better in `count` evaluations in a row.
+    """Return a `stop` for `fit`: stop when a metric has not improved in `count` evaluations in a row.
 
-    A pure function of the history, which a checkpoint holds, so that a run that goes on stops where it would have.
+    A pure function of the history, which checkpoints hold: a run that resumes stops where it would have stopped.
 
     Args:
         name: of the metric, as the history has it, such as ``"eval_loss"``.
-        count: of evaluations.
+        count: number of evaluations without an improvement.
         mode: ``"min"`` when less is better, ``"max"`` when more is.
-        min_delta: by how much it must get better.
+        min_delta: a smaller improvement does not count.
 
     Raises:
-        OptionError: for a count that is not positive, or another mode; and from `fit`, at the first evaluation, when
-            there is no metric of that name.
+        OptionError: for a count that is not positive, or another mode; from `fit`, at the first evaluation, when there
+            is no metric of that name.
     """
     require_positive("patience", "count", count)
     if mode not in ("min", "max"):
@@ -57,25 +62,27 @@ def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", 
     sign = 1.0 if mode == "min" else -1.0
 
     def stop(history: History) -> str:
-        best, waited = float("inf"), 0
+        best, without_improvement = float("inf"), 0
         for value in column("patience", name, history):
-            better = sign * value < best - min_delta
-            best, waited = (sign * value, 0) if better else (best, waited + 1)
-        return f"patience({name})" if waited >= count else ""
+            if sign * value < best - min_delta:
+                best, without_improvement = sign * value, 0
+            else:
+                without_improvement += 1
+        return f"patience({name})" if without_improvement >= count else ""
 
     return stop
 
 
 def plateau(name: str, rule: Plateau, factors: str = "*lr") -> Adapt:
-    """Return an `adapt` for `fit`: lower the learning rate when a metric has stopped getting better.
+    """Return an `adapt` for `fit`: lower the learning rate when a metric has stopped improving.
 
-    The optimizer must be `ftrain.optim.adjustable`. A pure function of the history, which a checkpoint holds, so that
-    a run that goes on has the rates that it would have had.
+    The optimizer must be `ftrain.optim.adjustable`. A pure function of the history, which checkpoints hold: a run that
+    resumes has the rates that it would have had.
 
     Args:
         name: of the metric, as the history has it, such as ``"eval_loss"``.
         rule: from `ftrain.schedules.reduce_on_plateau`; its value is the factor of the scheduled rate.
-        factors: pattern of the names of the scheduled values that it multiplies; every ``lr``, unless told.
+        factors: pattern of the names of the scheduled values to multiply. Default: every ``lr``.
 
     Raises:
         ComposeError: for another rule; and from `fit`, a StructureError when the optimizer is not adjustable, and an
@@ -85,9 +92,9 @@ def plateau(name: str, rule: Plateau, factors: str = "*lr") -> Adapt:
         raise ComposeError(f"plateau: the rule is {rule!r}; needs ft.schedules.reduce_on_plateau(...)")
 
     def adapt(state: TrainState, history: History) -> TrainState:
-        now = rule
+        current = rule
         for value in column("plateau", name, history):
-            now = now.after(value)
-        return adjust(state, {factors: now.value})
+            current = current.after(value)
+        return adjust(state, {factors: current.value})
 
     return adapt

@@ -9,9 +9,9 @@ import torch
 from ftrain.types import PyTree
 
 SHOWN, COLUMNS = 8, 8
-"""The most records and columns that are printed."""
+"""The largest number of records and columns that are printed."""
 WIDEST = 16
-"""The most characters of a value that are."""
+"""The largest number of characters of a value that are printed."""
 
 
 class History(list[dict[str, Any]]):
@@ -35,9 +35,12 @@ class History(list[dict[str, Any]]):
         if count > SHOWN:
             lines.insert(1 + SHOWN // 2, "...")
         if len(names) > COLUMNS:
-            lines.append(f"and {', '.join(names[COLUMNS:][:SHOWN])}" + ", ..." * (len(names) > COLUMNS + SHOWN))
-        ended = f", ended by {self.stopped}" if self.stopped else ""
-        return "\n".join([f"History of {count:,} record{'s' * (count != 1)}{ended}", *lines]).rstrip()
+            more = ", ..." if len(names) > COLUMNS + SHOWN else ""
+            lines.append(f"and {', '.join(names[COLUMNS:][:SHOWN])}{more}")
+        title = f"History of {count:,} {'record' if count == 1 else 'records'}"
+        if self.stopped:
+            title += f", ended by {self.stopped}"
+        return "\n".join([title, *lines]).rstrip()
 
     def __getitem__(self, key: Any) -> Any:
         """Return a record by its position, or a column by its name."""
@@ -72,7 +75,7 @@ def unpack(packed: PyTree) -> History:
 
 
 def _values(column: Any) -> list[Any]:
-    """The numbers of a column; it is on the host, so that nothing waits."""
+    """The numbers of a column of a checkpoint, which is on the host: nothing waits for the device."""
     return column.tolist() if isinstance(column, torch.Tensor) else column
 
 

@@ -19,16 +19,16 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Status:
-    """What there is to show.
+    """What the display shows.
 
     Args:
         step: steps done.
-        total: steps in all; None when nobody knows.
+        total: steps in all; None when it is not known.
         seconds: since the start.
-        left: seconds that remain; None when nobody knows.
+        left: seconds that remain; None when it is not known.
         rates: items per second, by name.
-        memory: bytes at most so far.
-        metrics: the latest values.
+        memory: peak memory of the device so far, in bytes.
+        metrics: the newest values.
     """
 
     step: int
@@ -41,10 +41,7 @@ class Status:
 
 
 def show(enabled: bool) -> Display:
-    """Return the display that suits where the output goes.
-
-    Bars are drawn by `rich`; without it, lines are printed.
-    """
+    """Return a bar in a terminal if `rich` is installed, otherwise lines; or a display that shows nothing."""
     if not enabled:
         return Display()
     bar = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
@@ -63,24 +60,24 @@ class Display:
         pass
 
     def due(self, step: int, total: int | None, seconds: float) -> bool:
-        """Whether it is time to show where the run is; working out a status for nobody takes longer than a step."""
+        """Return whether it is time for an update: to compute a status may take longer than a step."""
         return False
 
     def update(self, status: Status) -> None:
-        """Show where the run is."""
+        """Show the status."""
 
     def say(self, text: str) -> None:
         """Show a line that stays."""
 
 
 class Lines(Display):
-    """Prints a line when a tenth of the steps, or half a minute, has passed."""
+    """Prints a line after each tenth of the steps, and at least every half a minute."""
 
     def __init__(self) -> None:
         self._shown_step, self._shown_seconds = 0, 0.0
 
     def due(self, step: int, total: int | None, seconds: float) -> bool:
-        """Whether the last line is old, or this will be the last one."""
+        """Return whether the last line is old, or this is the last step."""
         every = max(1, (total or sys.maxsize) // 10)
         return step - self._shown_step >= every or seconds - self._shown_seconds >= LINE_SECONDS or step == total
 
@@ -114,7 +111,7 @@ class Bar(Display):
         self._progress.stop()
 
     def due(self, step: int, total: int | None, seconds: float) -> bool:
-        """Whether an eye could follow, or this will be the last time."""
+        """Return whether a tenth of a second has passed, or this is the last step."""
         return seconds - self._shown_seconds >= BAR_SECONDS or step == total
 
     def update(self, status: Status) -> None:
@@ -128,7 +125,7 @@ class Bar(Display):
 
 
 def describe(status: Status) -> str:
-    """Say the status on one line.
+    """Return the status as one line.
 
     >>> describe(Status(5, 10, 2.0, 2.0, {"tokens": 1234.5}, 2**30, {"loss": 0.5, "lr": 1e-3}))
     'loss 0.5000  1,234 tokens/s  0:02 left  1.0 GiB'

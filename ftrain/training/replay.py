@@ -1,4 +1,4 @@
-"""A step of a run once more: what went into it, to the bit."""
+"""Replay: the state and the batch that went into one step of an earlier run, bitwise."""
 
 from __future__ import annotations
 
@@ -22,53 +22,55 @@ def replay(
 ) -> tuple[Any, PyTree]:
     """Return ``(state, batch)`` as they went into one step of a run that `fit` has saved.
 
-    The steps since the checkpoint before are made again, which gives the bits of the original. So a loss
-    that is NaN, or a spike, can be looked at: ``step(*replay(step, state, data, checkpoints, at=1234))``. Steps that
+    The steps since the newest checkpoint before it are made again, which gives the same bits. So a loss that is NaN, or
+    a spike, can be examined: ``step(*replay(step, state, data, checkpoints, at=1234))``. Steps that
     ``fit(on_oom="split")`` made in pieces are made in as many, if a checkpoint has been written since.
 
     Args:
-        step: as `fit` had it, `state` and `data` too.
-        state: as ``step.init()`` makes it; the steps begin with it where no checkpoint is early enough. It
-            is not consumed.
-        data: which keeps its position, or gives the same batches again.
+        step: the one that `fit` had.
+        state: as ``step.init()`` returns it, with the seed of the run; used where no checkpoint is early enough. It is
+            not consumed.
+        data: the data that `fit` had; it reports its position, or gives the same batches again.
         checkpoints: of the run.
-        at: the number of the step, as the history has it; the state returned has made one less.
+        at: the number of the step, as in the history; the state returned has made one step less.
 
     Raises:
         OptionError: for a number that is not positive.
-        CheckpointError: when there is nothing to begin from, or the data ends before.
+        CheckpointError: when no checkpoint can be used, the state is not the one that the run began with, or the run
+            began after that step.
     """
     require_positive("replay", "at", at)
-    found = checkpoints.latest({"state": state}, before=at - 1)
-    start, position = (
-        _beginning(state, checkpoints, at) if found is None else (found.parts["state"], _position(found, "position"))
-    )
-    stepping, count = _as_then(step, checkpoints, found), position.step
+    checkpoint = checkpoints.latest({"state": state}, before=at - 1)
+    if checkpoint is None:
+        start, position = _beginning(state, checkpoints, at)
+    else:
+        start, position = checkpoint.parts["state"], _position(checkpoint, "position")
+    step_at, count = _original_steps(step, checkpoints, checkpoint), position.step
 
     def until(state: Any, batch: PyTree) -> tuple[Any, Metrics]:
         nonlocal count
         count += 1
-        return (state, {}) if count == at else stepping(count)(state, batch)
+        return (state, {}) if count == at else step_at(count)(state, batch)
 
-    for made in iterate(until, start, data, steps=at, position=position):
-        if made.step == at:
-            return made.state, made.batch
+    for record in iterate(until, start, data, steps=at, position=position):
+        if record.step == at:
+            return record.state, record.batch
     raise CheckpointError(f"replay: the run began at step {position.step}, and {at} is not after it")
 
 
-def _as_then(
-    step: Callable[..., Any], checkpoints: Checkpoints, found: LoadedCheckpoint | None
+def _original_steps(
+    step: Callable[..., Any], checkpoints: Checkpoints, checkpoint: LoadedCheckpoint | None
 ) -> Callable[[int], Any]:
-    """Return the step by its number: in as many pieces as the newest history says, which knows most."""
+    """Return ``number of a step -> step``, split into as many pieces as the newest history has for it."""
     if not isinstance(step, Step):
         return lambda number: step
-    if found is None or found.step != checkpoints.steps()[-1]:
-        found = checkpoints.latest()
-    records = history_of(found) if found is not None else []
+    if checkpoint is None or checkpoint.step != checkpoints.steps()[-1]:
+        checkpoint = checkpoints.latest()
+    records = history_of(checkpoint) if checkpoint is not None else []
     splits = [(record["step"], record[SPLIT_METRIC]) for record in records if SPLIT_METRIC in record]
     whole = step.donating
-    of = functools.cache(lambda pieces: split_step(whole, pieces) if pieces > 1 else whole)
-    return lambda number: of(max([1, *(pieces for begins, pieces in splits if begins <= number)]))
+    in_pieces = functools.cache(lambda pieces: split_step(whole, pieces) if pieces > 1 else whole)
+    return lambda number: in_pieces(max([1, *(pieces for first_step, pieces in splits if first_step <= number)]))
 
 
 def _beginning(state: Any, checkpoints: Checkpoints, at: int) -> tuple[Any, Position]:
@@ -81,9 +83,9 @@ def _beginning(state: Any, checkpoints: Checkpoints, at: int) -> tuple[Any, Posi
             f"replay: no checkpoint in {checkpoints.directory} is from before step {at}, and the state given is not "
             f"that of step {began.step}, where the run began; pass step.init() with the seed of the run"
         )
-    # A copy, for a step that donates would consume what the caller keeps.
+    # A copy, because a step that donates would consume the caller's state.
     return tree.clone(state), began
 
 
-def _position(found: LoadedCheckpoint, name: str) -> Position:
-    return Position(**found.run[name])
+def _position(checkpoint: LoadedCheckpoint, name: str) -> Position:
+    return Position(**checkpoint.run[name])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ftrain.errors import LossError, StructureError
+from ftrain.step.blocks import forwarding
 from ftrain.step.purity import merge
 from ftrain.step.swap_params import Slot, bound
 from ftrain.transforms.lora import layers
@@ -76,23 +76,13 @@ class ModuleAdapters:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let the parts of the module run with their adapters."""
-        places: list[tuple[dict[str, Any], Any]] = [
-            (target.part.__dict__, self._forwards[id(target.part)]) for target in self.targets
-        ]
-        before = [place.get("forward") for place, _ in places]
+        """Run the modules that have adapters with these."""
         fuses = self._may_fuse and torch.backends.mha.get_fastpath_enabled()
-        try:
-            for place, forward in places:
-                place["forward"] = forward
-            if fuses:
-                torch.backends.mha.set_fastpath_enabled(False)
-            yield
-        finally:
-            if fuses:
-                torch.backends.mha.set_fastpath_enabled(True)
-            for (place, _), old in zip(places, before, strict=True):
-                if old is None:
-                    del place["forward"]
-                else:
-                    place["forward"] = old
+        with forwarding((target.part, self._forwards[id(target.part)]) for target in self.targets):
+            try:
+                if fuses:
+                    torch.backends.mha.set_fastpath_enabled(False)
+                yield
+            finally:
+                if fuses:
+                    torch.backends.mha.set_fastpath_enabled(True)
