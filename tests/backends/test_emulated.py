@@ -11,7 +11,7 @@ import ftrain as ft
 from ftrain.backends import cpu, registry
 from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.profiling import doctor
-from ftrain.profiling.hints import facts_of, judge
+from ftrain.profiling.hints import facts_of, run_rules
 from ftrain.profiling.hints import run as hints_run
 from ftrain.profiling.ladder import run
 from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
@@ -226,7 +226,7 @@ def advised(step, given):
     known = ft.anatomy(step, state, given, measure=False)
     # A step whose time is all products, so that whatever makes them faster is worth a hint.
     facts = dataclasses.replace(facts_of(step, state, given, known, 1e-9), launch=0.0)
-    return facts, {hint.name: str(hint) for hint in judge(facts)}
+    return facts, {hint.name: str(hint) for hint in run_rules(facts)}
 
 
 def test_hints_do_not_advise_what_is_emulated_and_name_it(emulating, monkeypatch):
@@ -249,7 +249,7 @@ def test_hints_do_not_advise_what_is_emulated_and_name_it(emulating, monkeypatch
 
 def test_the_row_of_a_ladder_says_emulated(emulating, monkeypatch):
     monkeypatch.setattr(run, "race", scripted({}))
-    monkeypatch.setattr(run, "judge", lambda facts: [])
+    monkeypatch.setattr(run, "run_rules", lambda facts: [])
     emulating(FP16)
     step, given = linear()
     found = ft.ladder(step, step.init(), given, techniques=["mixed precision"], stacked=False, rounds=1)

@@ -9,7 +9,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import ComposeError, ConsumedError, DataError, StructureError
-from ftrain.profiling.hints import Facts, calls, facts_of, judge
+from ftrain.profiling.hints import Facts, calls, facts_of, run_rules
 from ftrain.profiling.hints import run as hints_run
 from ftrain.profiling.hints.calls import watch
 from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
@@ -43,11 +43,11 @@ FINE = Facts(
 
 
 def found(**changes):
-    return [hint.name for hint in judge(dataclasses.replace(FINE, **changes))]
+    return [hint.name for hint in run_rules(dataclasses.replace(FINE, **changes))]
 
 
 def told(**changes):
-    (hint,) = judge(dataclasses.replace(FINE, **changes))
+    (hint,) = run_rules(dataclasses.replace(FINE, **changes))
     return str(hint)
 
 

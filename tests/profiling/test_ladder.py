@@ -26,7 +26,7 @@ def timed(monkeypatch):
         monkeypatch.setattr(run, "anatomy", remembered(run.anatomy))
         if not measured:
             monkeypatch.setattr(run._Trial, "_measured", lambda self, row, case: None)
-        monkeypatch.setattr(run, "judge", lambda facts: [])
+        monkeypatch.setattr(run, "run_rules", lambda facts: [])
         options = {"rounds": 3, **options}
         return ft.ladder(step, options.pop("state", None) or step.init(), given, **options)
 

@@ -1,7 +1,7 @@
-"""What costs a step its speed, and what to do about it."""
+"""What makes a step slow, and what to do about it."""
 
 from ftrain.profiling.hints.facts import Facts as Facts
 from ftrain.profiling.hints.rules import Hint as Hint
-from ftrain.profiling.hints.rules import judge as judge
+from ftrain.profiling.hints.rules import run_rules as run_rules
 from ftrain.profiling.hints.run import facts_of as facts_of
 from ftrain.profiling.hints.run import hints as hints

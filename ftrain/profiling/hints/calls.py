@@ -1,4 +1,4 @@
-"""The products and attentions of a loss, seen as it runs on tensors without memory."""
+"""The matrix products and attention calls of a loss, recorded while it runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ POSITIONS = {
     F.multi_head_attention_forward: {10: "dropout_p"},
 }
 PLAIN = {"attn_mask": None, "key_padding_mask": None, "dropout_p": 0.0, "need_weights": False}
-"""Arguments of attention that may force a slower kernel, and what does not."""
+"""Arguments of attention that may force a slower kernel, with the values that do not."""
 
 DEFAULTS = {(F.multi_head_attention_forward, "need_weights"): True}
-"""What is not plain where it is not given."""
+"""Defaults of torch that differ from `PLAIN`."""
 
 
 def watch(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], list[Attention]]:
-    """Return the products and attentions of the loss of a step, of all its microbatches.
+    """Return the products and attention calls of the loss of a step, in all its microbatches.
 
     Raises:
         TraceError: when the step asks for the value of a tensor.
@@ -80,7 +80,7 @@ def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down products, and which kernels of attention run."""
+    """Records products, and which kernels of attention run."""
 
     def __init__(self, module: nn.Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -92,18 +92,18 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._silent = False
 
     def rank(self, call: Callable[[], Any], *, silent: bool) -> tuple[Any, int]:
-        """Return what a call returns, and the rank of the kernel of attention that it ran."""
-        before, self._kernels, self._silent = self._kernels, [], silent
+        """Return the result of a call, and the rank of the attention kernel that it ran."""
+        outer_kernels, self._kernels, self._silent = self._kernels, [], silent
         try:
-            # What such a call would keep for a gradient is none of what a rematerialised block keeps.
+            # What such a call saves for a gradient must not count as saved by a rematerialised block.
             with saved_tensors_hooks(_same, _same) if silent else nullcontext():
                 returned = call()
             return returned, min(self._kernels, default=SLOWEST)
         finally:
-            self._kernels, self._silent = before, False
+            self._kernels, self._silent = outer_kernels, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and write it down."""
+        """Run an operation, and record it."""
         returned = func(*args, **(kwargs or {}))
         if func in ATTENTION:
             self._kernels.append(MIDDLING if "efficient" in func.name() else FASTEST)
@@ -124,59 +124,60 @@ def _is_exact(dtype: torch.dtype) -> bool:
     try:
         exact = torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:
-        # Somebody has chosen for single devices, of which torch then tells nothing, and needs no advice.
+        # The user has set precisions for single devices, which torch cannot report; a hint is not needed then.
         exact = False
     return dtype == torch.float64 or (dtype == torch.float32 and exact)
 
 
 class _Calls(TorchFunctionMode):
-    """Finds out, of each call of attention, whether one of its arguments forces a slower kernel."""
+    """Finds the arguments that force a slower kernel, for each call of attention."""
 
     def __init__(self, seen: _Seen) -> None:
         super().__init__()
         self._seen = seen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function; attention once more without each argument that may matter."""
+        """Run a function; attention again without each argument that may matter."""
         kwargs = dict(kwargs or {})
         if func not in POSITIONS or is_aside():
             return func(*args, **kwargs)
         returned, rank = self._seen.rank(lambda: func(*args, **kwargs), silent=False)
         causes: list[str] = []
         for names in _suspects(func, args, kwargs):
-            # Where each of several is enough to force it, none of them alone is seen to.
+            # Where several arguments each force it, leaving out one of them changes nothing.
             if len(names) > 1 and causes:
                 break
             if self._seen.rank(_without(func, args, kwargs, names), silent=True)[1] > rank:
                 causes += names
-        told = {name: _told(_given(func, args, kwargs, name)) for name in causes}
-        self._seen.attentions.append(Attention(self._seen.running.name, rank, told))
+        values = {name: _describe(_argument(func, args, kwargs, name)) for name in causes}
+        self._seen.attentions.append(Attention(self._seen.running.name, rank, values))
         return returned
 
 
-def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+def _argument(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
     place = next((index for index, each in POSITIONS[func].items() if each == name), len(args))
     return args[place] if place < len(args) else kwargs.get(name, DEFAULTS.get((func, name), PLAIN[name]))
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     return tree.describe(value) if isinstance(value, Tensor) else repr(value)
 
 
 def _suspects(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[str]]:
-    """The arguments that may matter, one by one, and then all of them."""
-    values = {name: _given(func, args, kwargs, name) for name in PLAIN}
-    found = [name for name, value in values.items() if isinstance(value, Tensor) or value != PLAIN[name]]
-    return [*([name] for name in found), *[found] * (len(found) > 1)]
+    """Return the arguments that may force a slower kernel: one by one, and then all together."""
+    values = {name: _argument(func, args, kwargs, name) for name in PLAIN}
+    suspects = [name for name, value in values.items() if isinstance(value, Tensor) or value != PLAIN[name]]
+    single = [[name] for name in suspects]
+    return [*single, suspects] if len(suspects) > 1 else single
 
 
 def _without(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]) -> Callable[[], Any]:
-    """The call with arguments in the place of some that force nothing."""
+    """Return the call with plain values for some of its arguments."""
     places = {name: index for index, name in POSITIONS[func].items() if index < len(args)}
-    given, named = list(args), dict(kwargs)
+    positional, named = list(args), dict(kwargs)
     for name in names:
         if name in places:
-            given[places[name]] = PLAIN[name]
+            positional[places[name]] = PLAIN[name]
         else:
             named[name] = PLAIN[name]
-    return partial(func, *given, **named)
+    return partial(func, *positional, **named)

@@ -1,4 +1,4 @@
-"""What is known of a step, its batch and its device before anything is said about them."""
+"""The facts about a step, its batch and its device that the rules of hints read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ftrain.profiling.timing import Interval, Loading
 
 SLOWEST, MIDDLING, FASTEST = range(3)
-"""Kernels of attention: none at all, one that has all of torch's options, and one that is made for speed."""
+"""Ranks of the kernels of attention: no fused kernel, the memory-efficient one, and the flash kernel."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class Product:
     """A product of matrices, ``(rows, inner) @ (inner, columns)``.
 
     Args:
-        module: dotted name of the module that it is of.
-        rows: and the other lengths of its axes.
-        inner: that it sums over.
-        columns: of its result.
-        dtype: that it is computed in.
-        exact: in float32, and not in TF32.
+        module: dotted name of the module that computes it.
+        rows: of the result.
+        inner: length of the axis that is summed over.
+        columns: of the result.
+        dtype: of the factors.
+        exact: whether it is computed in float32 or float64, and not in TF32.
         flops: floating-point operations.
     """
 
@@ -41,9 +41,9 @@ class Attention:
     """A call of `scaled_dot_product_attention`, or of attention in another form.
 
     Args:
-        module: dotted name of the module that it is of.
+        module: dotted name of the module that computes it.
         rank: of its kernel, `SLOWEST` to `FASTEST`.
-        causes: argument -> what it was, for those without which the kernel would be a faster one.
+        causes: argument -> its value, for those that force a slower kernel.
     """
 
     module: str
@@ -53,25 +53,25 @@ class Attention:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that hints are found from.
+    """All that the rules of hints read.
 
     Args:
         products: of one forward pass.
         attentions: of one forward pass.
-        compiled: whether the step is.
+        compiled: whether the step is compiled.
         mixed: whether the step has mixed precision.
-        operations: of a step.
-        flops: of its products.
-        multiple: of what lengths of axes should be multiples, by dtype.
-        tf32: whether the device has it.
-        rates: operations a second in a large product, by dtype.
-        gain: how many times as fast the largest of its products is in bfloat16 as in float32.
+        operations: number of operations of a step.
+        flops: floating-point operations of its products.
+        multiple: dtype -> the number of which lengths of axes should be multiples.
+        tf32: whether the device has TF32.
+        rates: dtype -> floating-point operations per second in a large product.
+        gain: time of its largest product in float32, divided by that in bfloat16.
         launch: seconds that the smallest operation takes.
         seconds: of a step.
-        doubled: examples a second of twice the batch, relative to the batch; None where that was not measured.
-        loading: seconds of the data; None where there is none.
-        tried: examples a second with a technique, relative to the step as given, where that was measured.
-        emulated: the narrow dtypes that the device multiplies in by converting to float32 and back.
+        doubled: examples per second with twice the batch, relative to the batch; None where it was not measured.
+        loading: seconds to load a batch; None without data.
+        tried: technique -> examples per second with it, relative to the step as it is, where it was measured.
+        emulated: the narrow dtypes in which the device multiplies by converting to float32 and back.
     """
 
     products: Sequence[Product]

@@ -1,4 +1,4 @@
-"""What costs speed, rule by rule: nothing is said where nothing is wrong."""
+"""The rules of hints: each reads the facts, and yields hints where something makes the step slow."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from ftrain.profiling.hints.facts import Facts
 
 SHARE = 0.01
-"""Of the work of all products, that one must have to be spoken of."""
+"""The smallest share of the work of all products for which there is a hint."""
 
 MANY = 0.5
 GAIN = 1.5
-"""By how much narrow products must be faster, to be worth their rounding."""
+"""How many times as fast narrow products must be, to be worth their rounding."""
 
 LAUNCHING = 0.2
-"""Of a step, that the start of its operations must take."""
+"""The smallest share of the time of a step that launches must take for a hint."""
 
 MORE = 1.1
 IDLE = 0.05
@@ -32,11 +32,11 @@ ADVICE = {
 
 
 class Hint(NamedTuple):
-    """What costs speed.
+    """Something that makes a step slow.
 
     Args:
-        name: of what it is.
-        evidence: what was found, with numbers.
+        name: of the rule.
+        evidence: the facts, with numbers.
         advice: what to do.
     """
 
@@ -48,14 +48,14 @@ class Hint(NamedTuple):
         return f"{self.name}: {self.evidence}. {self.advice}."
 
 
-def judge(facts: Facts) -> list[Hint]:
-    """Return the hints that facts give rise to."""
+def run_rules(facts: Facts) -> list[Hint]:
+    """Return the hints of all rules."""
     return [hint for rule in RULES for hint in rule(facts)]
 
 
 def _dimensions(facts: Facts) -> Iterator[Hint]:
     total = sum(each.flops for each in facts.products)
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for each in facts.products:
         multiple = 1 if each.exact else facts.multiple(each.dtype)
         for axis, length in (("rows", each.rows), ("inputs", each.inner), ("outputs", each.columns)):
@@ -63,10 +63,10 @@ def _dimensions(facts: Facts) -> Iterator[Hint]:
                 padded = -(-length // multiple) * multiple
                 more = f"{padded:,} would be, {padded / length - 1:+.1%}"
                 text = f"{length:,} {axis} of {each.module or 'a product'} ({more})"
-                found[text] = found.get(text, 0.0) + each.flops / total
-    if found:
+                shares[text] = shares.get(text, 0.0) + each.flops / total
+    if shares:
         dtype = next(each.dtype for each in facts.products if not each.exact)
-        listed = sorted(found, key=lambda text: -found[text])
+        listed = sorted(shares, key=lambda text: -shares[text])
         more = f", and {len(listed) - MOST_LISTED} more" if len(listed) > MOST_LISTED else ""
         yield Hint(
             "dimensions",
@@ -91,8 +91,8 @@ def _narrow(facts: Facts) -> Iterator[Hint]:
         not facts.mixed
         and share >= MANY
         and facts.gain >= GAIN
-        and _whole(facts) >= MORE
-        and not _in_vain(facts, 'with_amp("bf16")')
+        and _speedup(facts) >= MORE
+        and not _does_not_help(facts, 'with_amp("bf16")')
     ):
         yield Hint(
             "float32",
@@ -102,7 +102,7 @@ def _narrow(facts: Facts) -> Iterator[Hint]:
 
 
 def _emulated(facts: Facts) -> Iterator[Hint]:
-    """Products in a narrow dtype that the device converts to float32 and back."""
+    """Hint at products in a narrow dtype that the device converts to float32 and back."""
     total = sum(each.flops for each in facts.products)
     for dtype in facts.emulated:
         share = sum(each.flops for each in facts.products if each.dtype == dtype) / max(total, 1)
@@ -115,19 +115,19 @@ def _emulated(facts: Facts) -> Iterator[Hint]:
             )
 
 
-def _whole(facts: Facts) -> float:
-    """How many times as fast a step could be if its products alone were (Amdahl 1967)."""
+def _speedup(facts: Facts) -> float:
+    """Return how many times as fast a step would be if its products alone were faster (Amdahl 1967)."""
     products = min(facts.flops / facts.rates.get(torch.float32, float("inf")) / facts.seconds, 1.0)
     return 1 / (1 - products + products / facts.gain)
 
 
-def _in_vain(facts: Facts, technique: str) -> bool:
-    """Whether what would be advised has been tried, and did not make the step faster beyond doubt."""
+def _does_not_help(facts: Facts, technique: str) -> bool:
+    """Return whether a technique was measured, and its interval does not show that it is faster."""
     return technique in facts.tried and facts.tried[technique].low <= 1
 
 
 def _exact(facts: Facts) -> float:
-    """The share of products in float32."""
+    """Return the share of the products that is computed in float32."""
     total = sum(each.flops for each in facts.products)
     return sum(each.flops for each in facts.products if each.exact) / max(total, 1)
 
@@ -147,7 +147,7 @@ def _attention(facts: Facts) -> Iterator[Hint]:
 def _launches(facts: Facts) -> Iterator[Hint]:
     starting, computing = facts.operations * facts.launch, facts.flops / max(facts.rates.values(), default=1.0)
     matters = starting > max(computing, LAUNCHING * facts.seconds)
-    if not facts.compiled and matters and not _in_vain(facts, "compiled()"):
+    if not facts.compiled and matters and not _does_not_help(facts, "compiled()"):
         yield Hint(
             "launches",
             f"{facts.operations:,} operations take {starting * 1e3:.1f} ms to start at least "

@@ -1,4 +1,4 @@
-"""What costs a step its speed."""
+"""`hints`: what makes a step slow, and what to do about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ftrain.errors import BatchError, ComposeError, require_order
 from ftrain.profiling.anatomy import Anatomy, anatomy
 from ftrain.profiling.hints.calls import watch
 from ftrain.profiling.hints.facts import Facts, Product
-from ftrain.profiling.hints.rules import Hint, judge
+from ftrain.profiling.hints.rules import Hint, run_rules
 from ftrain.profiling.step_variants import double_batch, state_for
 from ftrain.profiling.timing import Interval, Loading, Racer, interval, loading, race, seconds
 from ftrain.step.flops import CONTRACTION
@@ -24,7 +24,7 @@ from ftrain.transforms.amp.wrapper import NAME as WITH_AMP
 from ftrain.types import PyTree, TrainState
 
 SMALLEST, LARGEST, ENOUGH = 256, 4096, 0.002
-"""Edges of the products that are timed, and seconds that are enough."""
+"""Edges of the square products that are timed, and the seconds that are long enough to be measured."""
 
 WIDE_AND_NARROW = torch.float32, torch.bfloat16
 LAUNCHES = 200
@@ -33,26 +33,26 @@ ROUNDS = 7
 
 
 def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree] | None = None) -> list[Hint]:
-    """Return what costs a step its speed: short sentences with what was found, measured here, and what to do.
+    """Return what makes a step slow, measured on this machine: short sentences with the evidence and what to do.
 
-    Looked for are a source of data that the device waits for; operations that take longer to start than their products
-    take; a batch too small to fill the device; products in a narrow dtype that the device emulates; products in
-    float32 where bfloat16 is native and faster, or TF32 is off; lengths of axes that are no multiples of what the
+    The rules look for: data that the device waits for; operations that take longer to launch than their matrix
+    products take; a batch too small to fill the device; products in a narrow dtype that the device emulates; products
+    in float32 where bfloat16 is native and faster, or TF32 is off; lengths of axes that are no multiples of what the
     device's record says (NVIDIA's guide to matrix multiplication has 8, and from compute capability 8.0 on 64, in 16
     bits); and arguments of attention that force a slower kernel. Takes seconds: the step runs on copies of the state,
     with the batch and with twice the batch.
 
     Args:
         step: the step.
-        state: a state of it, which is left as it is.
+        state: a state of it, which is not changed.
         batch: a batch.
-        data: batches, to be timed too; left where they were.
+        data: batches, to time loading them; their position is restored. Default: loading is not timed.
 
     Raises:
-        ComposeError: for what is no `Step`.
-        StructureError: for another state.
-        ConsumedError: for a state that was donated.
-        DataError: for data that passes but once.
+        ComposeError: when `step` is no `Step`.
+        StructureError: when the state is that of another step.
+        ConsumedError: when the state was donated.
+        DataError: when the data cannot be iterated several times.
         TraceError: when the step asks for the value of a tensor.
     """
     require_order("hints", step, state, "hints(step, state, batch)")
@@ -65,38 +65,38 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
     def begin() -> TrainState:
         return state_for(step, step, state)
 
-    known: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     if data is not None:
-        known["loading"] = loading(step, begin(), data, device)
-    found = anatomy(step, state, batch, measure=False)
+        measured["loading"] = loading(step, begin(), data, device)
+    parts = anatomy(step, state, batch, measure=False)
     racers = {"once": Racer(step, begin, batch, device)}
-    with suppress(BatchError):  # It has no examples of which there could be more.
+    with suppress(BatchError):  # Its tensors do not say how many examples it has.
         racers["twice"] = Racer(step, begin, double_batch(batch), device)
     times: dict[str, Any] = race(racers, ROUNDS, spares=lambda name, error: name == "twice")
     if isinstance(times.get("twice"), list):
-        known["doubled"] = interval([2 * a / b for a, b in zip(times["once"], times["twice"], strict=True)])
-    return judge(facts_of(step, state, batch, found, interval(times["once"]).median, **known))
+        measured["doubled"] = interval([2 * a / b for a, b in zip(times["once"], times["twice"], strict=True)])
+    return run_rules(facts_of(step, state, batch, parts, interval(times["once"]).median, **measured))
 
 
 def facts_of(
     step: Step,
     state: TrainState,
     batch: PyTree,
-    found: Anatomy,
-    took: float,
+    parts: Anatomy,
+    step_seconds: float,
     *,
     doubled: Interval | None = None,
     loading: Loading | None = None,
     tried: Mapping[str, Interval] | None = None,
 ) -> Facts:
-    """Return what hints are found from.
+    """Return the facts that the rules read; measures the rates of the device.
 
     Args:
         step: the step.
         state: a state of it.
         batch: a batch.
-        found: their anatomy.
-        took: seconds of a step.
+        parts: their anatomy.
+        step_seconds: seconds of a step.
         doubled: examples a second of twice the batch, relative to the batch.
         loading: seconds of the data.
         tried: examples a second with a technique, relative to the step.
@@ -109,8 +109,8 @@ def facts_of(
         attentions,
         compiled=step.is_compiled,
         mixed=any(wrapper.name == WITH_AMP for wrapper in step.wrappers),
-        operations=len(found.timeline.operations),
-        flops=found.flops.get(CONTRACTION, 0),
+        operations=len(parts.timeline.operations),
+        flops=parts.flops.get(CONTRACTION, 0),
         multiple=record.multiple,
         tf32=record.tf32() is not None,
         rates={
@@ -118,7 +118,7 @@ def facts_of(
         },
         gain=_gain(device, products) if torch.bfloat16 in record.native_dtypes else 1.0,
         launch=_launch(device),
-        seconds=took,
+        seconds=step_seconds,
         doubled=doubled,
         loading=loading,
         tried=tried or {},
@@ -127,30 +127,30 @@ def facts_of(
 
 
 def _rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a product that is large enough to take some time."""
-    edge, took = SMALLEST // 2, 0.0
-    while took < ENOUGH and edge < LARGEST:
+    """Return the operations per second of a square product, enlarged until it takes `ENOUGH` seconds."""
+    edge, fastest = SMALLEST // 2, 0.0
+    while fastest < ENOUGH and edge < LARGEST:
         edge *= 2
-        left = torch.ones(edge, edge, device=device, dtype=dtype)
-        took = min(seconds(lambda each=left: each @ each, device) for _ in range(REPEATS))  # type: ignore[misc]
-    return 2 * edge**3 / took
+        matrix = torch.ones(edge, edge, device=device, dtype=dtype)
+        fastest = min(seconds(partial(torch.mm, matrix, matrix), device) for _ in range(REPEATS))
+    return 2 * edge**3 / fastest
 
 
 def _gain(device: torch.device, products: Sequence[Product]) -> float:
-    """How many times as fast the largest product of a step is in bfloat16 as in float32."""
+    """Return the time of the largest product of a step in float32, divided by that in bfloat16."""
     largest = max(products, key=lambda each: each.flops, default=None)
     if largest is None:
         return 1.0
     rows, inner, columns = (min(length, LARGEST) for length in (largest.rows, largest.inner, largest.columns))
-    took = []
+    times = []
     for dtype in WIDE_AND_NARROW:
         left, right = (torch.ones(shape, device=device, dtype=dtype) for shape in ((rows, inner), (inner, columns)))
-        took.append(min(seconds(partial(torch.mm, left, right), device) for _ in range(REPEATS)))
-    return took[0] / took[1]
+        times.append(min(seconds(partial(torch.mm, left, right), device) for _ in range(REPEATS)))
+    return times[0] / times[1]
 
 
 def _launch(device: torch.device) -> float:
-    """Seconds that an operation takes which computes next to nothing."""
+    """Return the seconds of an operation that computes next to nothing."""
     one = torch.ones(1, device=device)
 
     def work() -> None:

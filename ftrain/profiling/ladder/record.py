@@ -120,25 +120,26 @@ class Ladder:
         head = f"{'method':<22} {'technique':<25}{'ms a step':>9}{f'{rates}/s':>19}{name:>14}{'B/par':>10}"
         lines = [self.title, "", head]
         for group, rows in groupby(self.rows, lambda row: row.group):
-            lines += [group] * (group != ALONE)
-            before = None
+            if group != ALONE:
+                lines.append(group)
+            last_method = None
             for row in rows:
-                lines.append(_shown(row, "" if row.method == before else row.method, base, unit))
-                before = row.method
+                lines.append(_shown(row, "" if row.method == last_method else row.method, base, unit))
+                last_method = row.method
         if self.loading is not None:
             lines.append(_loaded(self.loading))
         lines += ["", *_legend(self.rounds)]
-        lines += [EMULATED] * any(row.emulated for row in self.rows)
+        if any(row.emulated for row in self.rows):
+            lines.append(EMULATED)
         lines += dict.fromkeys(f"  {row.name} is {row.note}" for row in self.rows if row.seconds and row.note)
         return "\n".join([*lines, *(f"  {hint}" for hint in self.hints)])
 
 
 def _legend(rounds: int) -> list[str]:
-    sure = rounds >= LEAST_ROUNDS
+    count = "1 round" if rounds == 1 else f"{rounds} rounds"
+    interval = "that holds it 95 times in 100" if rounds >= LEAST_ROUNDS else "of all"
     return [
-        f"Of {rounds} rounds the median, and the range that holds it 95 times in 100; ~ is predicted."
-        if sure
-        else f"Of {rounds} round{'s' * (rounds != 1)} the median, and the range of all; ~ is predicted.",
+        f"Of {count} the median, and the range {interval}; ~ is predicted.",
         "x and % are of the step as given; B/par: bytes a parameter (weights, optimizer state, gradients).",
     ]
 
@@ -151,10 +152,10 @@ def _shown(row: Row, method: str, base: int, unit: int) -> str:
     low, median, high = (value * 1e3 for value in row.seconds)
     digits = 2 if median < 10 else 1 if median < 100 else 0
     rate = next(iter(row.rates.values()), row.rate or 0.0)
-    peak = "" if row.peak is None else f"{'~' * (row.measured is None)}{row.peak / unit:,.1f}"
+    peak = "" if row.peak is None else f"{'~' if row.measured is None else ''}{row.peak / unit:,.1f}"
     return COLUMNS.format(
         method,
-        f"{row.name}{' emulated' * row.emulated}",
+        f"{row.name} emulated" if row.emulated else row.name,
         f"{median:,.{digits}f}",
         f"[{low:.{digits}f}, {high:.{digits}f}]",
         f"{rate:,.{0 if rate >= 100 else 1}f}",

@@ -13,7 +13,7 @@ from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import ComposeError, FtrainError, OptionError, TraceError, require_order, require_positive
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.anatomy.measured import measure
-from ftrain.profiling.hints import Hint, facts_of, judge
+from ftrain.profiling.hints import Hint, facts_of, run_rules
 from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
 from ftrain.profiling.ladder.techniques import TECHNIQUES, Case, Technique, replacement
 from ftrain.profiling.step_variants import outline, state_for
@@ -53,22 +53,22 @@ def ladder(
 
     Args:
         step: the step.
-        state: a state of it, which is left as it is: all run on copies.
+        state: a state of it, which is not changed: all run on copies.
         batch: a batch.
-        data: batches, to find out whether the device waits for them; left where they were.
+        data: batches, to find out whether the device waits for them; their position is restored.
         techniques: those to try, by how they are written or by what the guides call them, or `Technique` of your own;
-            all of `ftrain.profiling.ladder.TECHNIQUES`, unless told.
+            default: all of `ftrain.profiling.ladder.TECHNIQUES`.
         stacked: also try stacks.
         throughput: name -> how many of that a batch holds, such as tokens; the first is shown in place of examples.
         rounds: how often each is timed.
 
     Raises:
-        ComposeError: for what is no `Step`.
-        StructureError: for another state.
-        ConsumedError: for a state that was donated.
-        OptionError: for a technique that is not there, or no positive number of rounds.
-        DataError: for data that passes but once.
-        Exception: what the step as given raises, but that it is out of memory, which is a result.
+        ComposeError: when `step` is no `Step`.
+        StructureError: when the state is that of another step.
+        ConsumedError: when the state was donated.
+        OptionError: for an unknown technique, or a number of rounds that is not positive.
+        DataError: when the data cannot be iterated several times.
+        Exception: what the step as given raises, except running out of memory, which is a result.
     """
     require_order("ladder", step, state, "ladder(step, state, batch)")
     if not isinstance(step, Step):
@@ -93,10 +93,12 @@ def _hints(
     given: Case, state: TrainState, base: Row, alone: Mapping[Technique, Row], fed: Loading | None
 ) -> list[Hint]:
     tried = {row.name: row.speed for row in alone.values() if row.speed is not None}
-    found = anatomy(given.step, state, given.batch, measure=False)
-    took = base.seconds.median if base.seconds else 0.0
-    known = {"doubled": tried.get("batch x2"), "loading": fed, "tried": tried}
-    return judge(facts_of(given.step, state, given.batch, found, took, **known))  # type: ignore[arg-type]
+    parts = anatomy(given.step, state, given.batch, measure=False)
+    seconds = base.seconds.median if base.seconds else 0.0
+    doubled = tried.get("batch x2")
+    return run_rules(
+        facts_of(given.step, state, given.batch, parts, seconds, doubled=doubled, loading=fed, tried=tried)
+    )
 
 
 def _chosen(wanted: Sequence[str | Technique] | None) -> list[Technique]:
@@ -104,16 +106,18 @@ def _chosen(wanted: Sequence[str | Technique] | None) -> list[Technique]:
         return list(TECHNIQUES)
     if isinstance(wanted, str) or not isinstance(wanted, Sequence):
         raise OptionError(f"ladder: techniques is {wanted!r}; needs a list of names, or of Technique")
-    found: list[Technique] = []
+    chosen: list[Technique] = []
     for each in wanted:
-        known = [each] if isinstance(each, Technique) else [own for own in TECHNIQUES if each in (own.name, own.method)]
-        if not known:
-            names = ", ".join(dict.fromkeys(name for own in TECHNIQUES for name in (own.method, own.name)))
+        matches = (
+            [each] if isinstance(each, Technique) else [one for one in TECHNIQUES if each in (one.name, one.method)]
+        )
+        if not matches:
+            names = ", ".join(dict.fromkeys(name for one in TECHNIQUES for name in (one.method, one.name)))
             raise OptionError(f"ladder: there is no technique {each!r}; choices are {names}, and a Technique")
-        found += [own for own in known if own not in found]
-    if len({each.name for each in found}) < len(found):
-        raise OptionError(f"ladder: techniques of one name among {', '.join(each.name for each in found)}")
-    return found
+        chosen += [one for one in matches if one not in chosen]
+    if len({each.name for each in chosen}) < len(chosen):
+        raise OptionError(f"ladder: techniques of one name among {', '.join(each.name for each in chosen)}")
+    return chosen
 
 
 def _applied(technique: Technique, case: Case) -> Case | FtrainError:
@@ -148,9 +152,9 @@ def _stack(climbed: Sequence[Technique], given: Case) -> Iterator[tuple[Techniqu
     """Put techniques one on top of the other; one that does not fit there is left out above."""
     case = given
     for number, each in enumerate(climbed):
-        made = _applied(each, case)
-        yield dataclasses.replace(each, name=f"{'+ ' * (number > 0)}{each.name}"), made
-        case = case if isinstance(made, FtrainError) else made
+        applied = _applied(each, case)
+        yield dataclasses.replace(each, name=f"+ {each.name}" if number else each.name), applied
+        case = case if isinstance(applied, FtrainError) else applied
 
 
 @dataclass
@@ -172,10 +176,10 @@ class _Trial:
 
     def rows(self, group: str, cases: Mapping[Technique, Case | FtrainError]) -> list[Row]:
         """Return a row for the step as given, and one for each case."""
-        own = Technique("", GIVEN, lambda case: case)
-        made = {own: self.given, **cases}
-        rows = {each.name: self._row(group, each, case) for each, case in made.items()}
-        run = {each.name: case for each, case in made.items() if isinstance(case, Case) and not rows[each.name].note}
+        unchanged = Technique("", GIVEN, lambda case: case)
+        cases = {unchanged: self.given, **cases}
+        rows = {each.name: self._row(group, each, case) for each, case in cases.items()}
+        run = {each.name: case for each, case in cases.items() if isinstance(case, Case) and not rows[each.name].note}
         racers = {name: self._racer(case, rows[name].predicted) for name, case in run.items()}
         times = race(racers, self.rounds, spares=lambda name, error: name != GIVEN or is_out_of_memory(error))
         base = times.get(GIVEN)
@@ -194,19 +198,19 @@ class _Trial:
             self._resting[row.name] = sum(
                 leaf.nbytes for leaf in tree.leaves((begun, case.batch)) if tree.is_tensor(leaf)
             )
-            found = anatomy(case.step, begun, case.batch, measure=False)
+            parts = anatomy(case.step, begun, case.batch, measure=False)
         except TraceError:
             return row  # What cannot be predicted can still be measured.
-        except Exception as error:  # Of whatever kind: a technique that does not work is a row.
+        except Exception as error:  # Of any kind: a technique that does not work is a row.
             if technique.name == GIVEN:
                 raise
-            return dataclasses.replace(row, note=_told(error))
-        self._resting[row.name] = found.at_rest.total()
-        each = sum(found.bytes_a_parameter.values())
-        row = dataclasses.replace(row, predicted=found.peak, bytes_a_parameter=each)
+            return dataclasses.replace(row, note=_reason(error))
+        self._resting[row.name] = parts.at_rest.total()
+        each = sum(parts.bytes_a_parameter.values())
+        row = dataclasses.replace(row, predicted=parts.peak, bytes_a_parameter=each)
         free = backends.of(self.device).free()
-        if free is not None and found.peak > free:
-            note = f"does not fit: {format_bytes(found.peak)} predicted, {format_bytes(free)} free"
+        if free is not None and parts.peak > free:
+            note = f"does not fit: {format_bytes(parts.peak)} predicted, {format_bytes(free)} free"
             return dataclasses.replace(row, note=note)
         return row
 
@@ -221,11 +225,11 @@ class _Trial:
 
     def _timed(self, row: Row, case: Case, times: list[float] | Exception, base: list[float] | Exception | None) -> Row:
         if isinstance(times, Exception):
-            return dataclasses.replace(row, note=_told(times))
+            return dataclasses.replace(row, note=_reason(times))
         seconds, speed = interval(times), None
         if isinstance(base, list):
-            own = _examples(self.given.batch)
-            speed = interval([row.examples * b / (own * a) for a, b in zip(times, base, strict=True)])
+            examples = _examples(self.given.batch)
+            speed = interval([row.examples * b / (examples * a) for a, b in zip(times, base, strict=True)])
         rates = {name: count(case.batch) / seconds.median for name, count in self.counts.items()}
         note, measured = replacement(self.given.step, case.step), self._measured(row, case)
         return dataclasses.replace(row, seconds=seconds, speed=speed, rates=rates, measured=measured, note=note)
@@ -245,7 +249,7 @@ def _examples(batch: PyTree) -> int:
     return tree.batch_length(batch) or 1
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Why something did not run, in one line."""
     if is_out_of_memory(error):
         return "does not fit: out of memory"

@@ -13,15 +13,15 @@ def as_bytes(memory: int | str) -> int:
     """Return an amount of memory in bytes.
 
     Raises:
-        OptionError: for what is no such amount.
+        OptionError: when it is no such amount.
 
     >>> as_bytes("8GB"), as_bytes("1.5 GiB"), as_bytes(1024)
     (8000000000, 1610612736, 1024)
     """
-    found = SIZE.fullmatch(memory.strip()) if isinstance(memory, str) else None
-    if found:
-        base = 1024 if found[3] else 1000
-        return int(float(found[1]) * base ** " kmgt".index(found[2].lower() or " "))
+    match = SIZE.fullmatch(memory.strip()) if isinstance(memory, str) else None
+    if match:
+        base = 1024 if match[3] else 1000
+        return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
     if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
         raise OptionError(f"tune: memory is {memory!r}; needs bytes, as a number or as in '8GB' or '512MiB'")
     return memory

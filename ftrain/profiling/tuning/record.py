@@ -14,17 +14,17 @@ from ftrain.step.step import Step
 
 @dataclass(frozen=True)
 class Trial:
-    """A microbatch with a policy, and what was found of it.
+    """A number of microbatches with a policy of rematerialisation, and the results.
 
     Args:
-        pieces: in how many pieces the batch is taken.
+        pieces: number of microbatches.
         policy: what is rematerialised.
         step: the step composed so.
-        predicted: bytes at the peak; None where that was not possible.
+        predicted: peak memory in bytes; None where it could not be predicted.
         flops: floating-point operations of a step.
         seconds: of a step; None where it was not timed.
-        measured: bytes at the peak; of the fastest alone.
-        verdict: what became of it.
+        measured: peak memory in bytes; of the fastest alone.
+        verdict: why it was chosen, or was not.
     """
 
     pieces: int
@@ -44,9 +44,9 @@ class Trials:
     Args:
         step: the one that was chosen.
         rows: all that were tried.
-        memory: bytes that there are.
+        memory: the limit in bytes.
         examples: in a batch.
-        hints: what costs the chosen step its speed; none where nothing was timed.
+        hints: what makes the chosen step slow; none where nothing was timed.
     """
 
     step: Step
@@ -69,4 +69,6 @@ class Trials:
                 f"{'' if took is None else f'{self.examples / took:,.1f}':>11}",
             ]
             lines.append(f"{' '.join(cells)}  {row.verdict}".rstrip())
-        return "\n".join([*lines, *[""] * bool(self.hints), *(f"  {hint}" for hint in self.hints)])
+        if self.hints:
+            lines += ["", *(f"  {hint}" for hint in self.hints)]
+        return "\n".join(lines)

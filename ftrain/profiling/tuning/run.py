@@ -11,7 +11,7 @@ from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import ComposeError, DeviceError, require_order, require_positive
 from ftrain.profiling.anatomy import anatomy
-from ftrain.profiling.hints import Hint, facts_of, judge
+from ftrain.profiling.hints import Hint, facts_of, run_rules
 from ftrain.profiling.step_variants import state_for
 from ftrain.profiling.timing import Interval, Racer, interval, race
 from ftrain.profiling.tuning.record import Trial, Trials
@@ -43,25 +43,25 @@ def tune(
 
     Args:
         step: the step. `accumulate` and `remat` may be in it already, and are then chosen anew.
-        state: a state of it, which is left as it is; copies run beside it. Without one, that of the module of its
+        state: a state of it, which is not changed; copies run beside it. Without one, that of the module of its
             loss, which may be on the device ``meta``; nothing is timed then, and what computes least is taken.
         batch: a batch, as large as those to come; on ``meta``, nothing is timed.
         memory: bytes for state, batch and step together, as a number or as in ``"8GB"`` (10^9) and ``"8GiB"`` (2^30);
-            unless told, what the device has free and what the state has of it. The step is looked at as it is given:
-            `fit` donates, and then takes less; ``ft.donated()`` says so here.
+            by default what is free on the device, plus what the state takes. The step is measured as it is passed:
+            `fit` donates, and then takes less; add ``ft.donated()`` to measure that.
         rounds: how often each is timed.
 
     Raises:
-        ComposeError: for what is no `Step`.
-        StructureError: for another state, or none where the loss is no module.
-        ConsumedError: for a state that was donated.
-        OptionError: for no amount of memory, or one below the state itself; the message says what takes it.
+        ComposeError: when `step` is no `Step`.
+        StructureError: when the state is that of another step, or is None and the loss is no module.
+        ConsumedError: when the state was donated.
+        OptionError: when `memory` is no amount, or less than the state takes; the message says what takes it.
         DeviceError: when nothing fits, with the anatomy of what takes least, or when the device cannot tell what is
             free.
     """
-    found = trials(step, state, batch, memory=memory, rounds=rounds)
-    log.info("tune: %s\n%s", found.step, found)
-    return found.step
+    tried = trials(step, state, batch, memory=memory, rounds=rounds)
+    log.info("tune: %s\n%s", tried.step, tried)
+    return tried.step
 
 
 def trials(
@@ -135,12 +135,13 @@ def _verified(search: Search, rows: Sequence[Trial]) -> tuple[Step, list[Trial]]
 
 
 def _hints(search: Search, step: Step, took: Interval | None) -> list[Hint]:
-    """Return what costs the chosen step its speed."""
+    """Return what makes the chosen step slow."""
     if search.state is None or took is None:
         return []
-    found = anatomy(step, search.outline(step), search.batch, measure=False)
+    parts = anatomy(step, search.outline(step), search.batch, measure=False)
     try:
-        return judge(facts_of(step, state_for(step, search.step, search.state), search.batch, found, took.median))
+        state = state_for(step, search.step, search.state)
+        return run_rules(facts_of(step, state, search.batch, parts, took.median))
     except Exception as error:
         if not is_out_of_memory(error):
             raise

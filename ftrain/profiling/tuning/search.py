@@ -59,9 +59,9 @@ class Search:
 
     def __init__(self, step: Step, state: TrainState | None, batch: PyTree, memory: int | str | None) -> None:
         self.step, self.state, self.batch = step, state, batch
-        told = as_bytes(memory) if memory is not None else None
+        limit = as_bytes(memory) if memory is not None else None
         resting = anatomy(step, state, batch, measure=False).at_rest
-        self.memory = told if told is not None else self._free() + resting.total()
+        self.memory = limit if limit is not None else self._free() + resting.total()
         if resting.total() > self.memory:
             raise _below(self, resting)
         self.runs = state is not None and not any(leaf.is_meta for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
@@ -75,16 +75,17 @@ class Search:
 
     def predicted(self) -> list[Trial]:
         """Return what may be worth its time, most memory first, with a verdict on what is not."""
-        rows, plain = [self._predicted(*self.given)] * (self.given[1] == OWN), 0
+        rows = [self._predicted(*self.given)] if self.given[1] == OWN else []
+        fitting_without_remat = 0
         if self.whole:
             rows.append(Trial(2 * max(self.given[0], 1), "any", self.step, verdict=f"does not apply: {self.whole}"))
         for pieces in self._counts():
-            own, *others = (self._predicted(pieces, policy) for policy in (NONE, "full"))
-            rows.append(own)
-            if not own.verdict:
+            without_remat, *others = (self._predicted(pieces, policy) for policy in (NONE, "full"))
+            rows.append(without_remat)
+            if not without_remat.verdict:
                 # Smaller pieces compute no less; the next ones may suit the caches better.
-                plain += 1
-                if plain == 2:
+                fitting_without_remat += 1
+                if fitting_without_remat == 2:
                     break
                 continue
             rows += others
@@ -107,14 +108,14 @@ class Search:
     def _counts(self) -> Iterator[int]:
         """In how many pieces the batch can be taken, fewest first; 0 for those that it is taken in."""
         try:
-            own, length = microbatches_of(self.step), length_of(self.batch)
+            current, length = microbatches_of(self.step), length_of(self.batch)
         except (BatchError, ComposeError):
-            own = length = 0
+            current = length = 0
         if not length or self.whole:
-            yield own
+            yield current
             return
-        powers = {2**power * many for power in range(length.bit_length()) for many in (1, own)}
-        yield from sorted(count for count in {*powers, own, length} if count <= length and length % count == 0)
+        powers = {2**power * many for power in range(length.bit_length()) for many in (1, current)}
+        yield from sorted(count for count in {*powers, current, length} if count <= length and length % count == 0)
 
     @functools.cached_property
     def whole(self) -> str:
@@ -126,16 +127,17 @@ class Search:
         try:
             whole = evaluated(self.state, self.batch)["loss"]
             halves += [evaluated(self.state, half)["loss"] for half in split_batch(self.batch, 2)]
-        except Exception as error:  # Of whatever kind: some losses are for training alone, and memory may run out.
+        except Exception as error:  # Of any kind: some losses need training mode, and memory may run out.
             lacking = whole is None or is_out_of_memory(error)
             failed = "" if lacking else f"the loss fails over half of the batch: {_line(error)}"
             release(error, tree.device_of(self.state.params))
             return failed
-        told, joined = float(whole), float(functools.reduce(lambda a, b: a + b, halves))
-        largest = max(abs(told), *(abs(float(half)) for half in halves))
-        if abs(told - joined) <= largest * (SAME_NARROW if self.step.loss.narrow else SAME) or told != told:
+        value, combined = float(whole), float(functools.reduce(lambda a, b: a + b, halves))
+        largest = max(abs(value), *(abs(float(half)) for half in halves))
+        tolerance = SAME_NARROW if self.step.loss.narrow else SAME
+        if abs(value - combined) <= largest * tolerance or value != value:
             return ""
-        return f"the loss of the batch is {told:.4g}, and over its halves {joined:.4g}; return a Mean(total, weight)"
+        return f"the loss of the batch is {value:.4g}, and over its halves {combined:.4g}; return a Mean(total, weight)"
 
     def _composed(self, pieces: int, policy: str, batch: PyTree) -> Step:
         step = self.step
@@ -156,7 +158,7 @@ class Search:
         except Exception as error:
             if not isinstance(error, FtrainError) and pieces in (0, self.given[0]):
                 raise
-            # Of whatever kind: nobody has said that the loss can be cut.
+            # Of any kind: it is not known that the loss can be split.
             return Trial(pieces, policy, self.step, verdict=f"does not apply: {_line(error)}")
         row = Trial(pieces or 1, policy, step, peak, flops)
         return dataclasses.replace(row, verdict="does not fit" if peak > self.memory else "")
@@ -172,10 +174,10 @@ class Search:
     def _size(self, pieces: int, policy: str) -> tuple[int, int]:
         """Bytes at the peak of a candidate, and its operations."""
         step, batch = self._shown(pieces, policy)
-        found = anatomy(step, self.outline(step), batch, measure=False)
-        again = sum(each.flops for each in found.timeline.operations if each.phase != UPDATE)
-        flops = sum(found.flops.values()) + again * max(pieces - 2, 0) // 2
-        return found.peak + _bytes(self.batch) - _bytes(batch), flops
+        parts = anatomy(step, self.outline(step), batch, measure=False)
+        again = sum(each.flops for each in parts.timeline.operations if each.phase != UPDATE)
+        flops = sum(parts.flops.values()) + again * max(pieces - 2, 0) // 2
+        return parts.peak + _bytes(self.batch) - _bytes(batch), flops
 
     def shortage(self, row: Trial) -> list[str]:
         """Return lines that show where the memory of a candidate goes: of two pieces, where it has more."""
