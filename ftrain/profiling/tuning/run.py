@@ -179,7 +179,9 @@ def _nothing_fits(search: Search, rows: Sequence[Trial]) -> DeviceError:
         return DeviceError(f"tune: nothing could be tried: {rows[0].verdict}")
     least = min(known, key=lambda row: row.measured or row.predicted or 0)
     size = format_bytes(least.measured or least.predicted or 0)
-    least_of_all = f"in {least.pieces} piece{'s' * (least.pieces != 1)} with remat={least.policy} it is {size}"
-    head = f"tune: nothing fits into {format_bytes(search.memory)}; {least_of_all}"
-    other = [f"Other pieces do not apply: {search.whole}"] * bool(search.whole)
-    return DeviceError("\n".join([head, *other, *search.shortage(least)]))
+    pieces = f"{least.pieces} {'piece' if least.pieces == 1 else 'pieces'}"
+    limit = format_bytes(search.memory)
+    lines = [f"tune: nothing fits into {limit}; in {pieces} with remat={least.policy} it is {size}"]
+    if search.whole:
+        lines.append(f"Other pieces do not apply: {search.whole}")
+    return DeviceError("\n".join([*lines, *search.shortage(least)]))
