@@ -349,3 +349,12 @@ def _random_operation(name: str, offset: str, lowered: Callable[..., Any]) -> Ca
     )
     register_lowering(operation, type_promotion_kind=None)(lowered)
     return operation
+
+
+# Tensors without values
+
+
+def fake_like(mode: FakeTensorMode, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a `FakeTensor` with the shape, strides and dtype of a tensor. Default device: that of the tensor."""
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)

@@ -20,6 +20,7 @@ STAIRCASE = [
         "_version",
         "errors",
         "_torch",
+        "_torch_compile",
         "_plotting",
         "types",
         "tree",

@@ -22,7 +22,7 @@ from ftrain.training.history import History
 from ftrain.training.iterate import device_of
 from ftrain.training.loss_additivity import warn_of_pieces
 from ftrain.training.signals import Abandoned
-from ftrain.transforms.compile.cache import kind_of
+from ftrain.transforms.compile.cache import cache_key
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, consume, is_own, replace
 
 MAX_RETRIES = 8
@@ -94,7 +94,7 @@ class OomRetry:
         retries = 0
         donates = self._original.donate and isinstance(state, TrainState) and is_own(state)
         while True:
-            structure = kind_of(batch) if donates and self._compiled else None
+            structure = cache_key(batch) if donates and self._compiled else None
             copy, self._writes.begun = None, False
             try:
                 if structure is not None and structure not in self._fitting:

@@ -237,7 +237,7 @@ def test_work_is_recorded_once_and_replayed(platform):
 
 
 def test_a_package_without_graphs_is_run_without(monkeypatch):
-    """`RuntimeError` is what `Replayed` takes for a device that cannot record."""
+    """`RuntimeError` is what `ReplayedGraph` takes for a device that cannot record."""
     platform = assemble("npu", monkeypatch)
     del platform.device.NPUGraph
     record = platform.record.recorder()

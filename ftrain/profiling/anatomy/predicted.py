@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftrain import tree
+from ftrain._torch import NEEDS_VALUES, FakeTensorMode, fake_like
 from ftrain.backends.transfers import is_abstract, is_in_file
 from ftrain.errors import TraceError
 from ftrain.profiling.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, classify
@@ -18,7 +18,6 @@ from ftrain.profiling.anatomy.timeline import AllocationLog, AllocationMode, Tim
 from ftrain.step.eager import Eager
 from ftrain.step.step import Step
 from ftrain.step.swap_params import bound, preserve_attributes, slots_of
-from ftrain.transforms.compile.capture import VALUE_NEEDED
 from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
 
 
@@ -29,7 +28,7 @@ def abstract_state(step: Step, module: nn.Module) -> TrainState:
     for slot in slots:
         if slot.name not in fakes:
             tensor = slot.place[slot.key]
-            fake = _fake(mode, tensor)
+            fake = fake_like(mode, tensor, tree.HOST)
             fakes[slot.name] = fake if slot.is_buffer else nn.Parameter(fake, tensor.requires_grad)
     with mode, bound(slots, [fakes[slot.name] for slot in slots]):
         return step.init()
@@ -50,7 +49,7 @@ def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
     try:
         with preserve_attributes(step.base.module), mode, torch.no_grad(), step.loss.scope(True):
             yield
-    except VALUE_NEEDED as error:
+    except NEEDS_VALUES as error:
         raise TraceError(
             f"{function}: runs the step on tensors without values, and {step.base.text} asks for one "
             f"({getattr(error, 'func', error)}); use torch.where or a mask in place of .item(), bool() and shapes that "
@@ -70,7 +69,10 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
     is_offloaded = _is_offloaded(state)
     # While the step uses them, offloaded tensors have device memory.
     state = replace(state, opt_state=tree.map(_materialized, state.opt_state))
-    state, batch = tree.map(lambda leaf: _fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch))
+    # On the CPU, whatever the device: the size of a tensor does not depend on it.
+    state, batch = tree.map(
+        lambda leaf: fake_like(mode, leaf, tree.HOST) if isinstance(leaf, Tensor) else leaf, (state, batch)
+    )
     tensors_by_kind = {
         PARAMETERS: _tensors(state.params),
         FROZEN: _tensors(state.frozen),
@@ -99,12 +101,6 @@ def _marking_gradients(update: UpdateFn, log: AllocationLog) -> UpdateFn:
         return update(state, gradients, hyper, donate=donate)
 
     return marked
-
-
-def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """Return a fake tensor on the CPU: its size does not depend on the device."""
-    with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def _is_offloaded(state: TrainState) -> list[bool]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import tree
+from ftrain._torch import TorchDispatchMode, in_backward, storage_id
 from ftrain.step.flops import flops, group_of, is_view
 from ftrain.step.module_path import Running
 
@@ -103,7 +103,7 @@ class AllocationLog:
             cast_of: the tensor that it is a copy of, in another dtype.
         """
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(tensor)
         if key in self._live:
             return
         source = None if cast_of is None else self.allocation_of(cast_of)
@@ -114,12 +114,12 @@ class AllocationLog:
 
     def allocation_of(self, tensor: Tensor) -> Allocation | None:
         """Return the allocation that a tensor lives in; None for one that was not recorded."""
-        return self._live.get(tensor.untyped_storage()._cdata)
+        return self._live.get(storage_id(tensor))
 
     def leave_out(self, tensors: Sequence[Tensor]) -> None:
         """Count no bytes for tensors that are kept outside of the device's memory."""
         for tensor in tensors:
-            self._live[tensor.untyped_storage()._cdata].size = 0
+            self._live[storage_id(tensor)].size = 0
 
     def mark(self, tensors: Sequence[Tensor], kind: str) -> None:
         """Set what the memory of tensors is for, where that is not known yet."""
@@ -172,6 +172,6 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def current_phase() -> str:
     """Return the phase of the step in which the calling thread is."""
     # The autograd engine has a task while it computes gradients, which includes rematerialisation.
-    if torch._C._current_graph_task_id() >= 0:
+    if in_backward():
         return BACKWARD
     return FORWARD if torch.is_grad_enabled() else UPDATE

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import random, tree
+from ftrain._torch import FakeTensorMode, TorchDispatchMode, fake_like
 from ftrain.profiling.anatomy.predicted import fake_run
 from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.step.module_path import Running
@@ -47,11 +46,13 @@ def watch(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], 
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = replace(state, step=None, rng=None)
-    state, batch = tree.map(lambda leaf: _fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch))
+    state, batch = tree.map(
+        lambda leaf: _fake_on_device(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch)
+    )
     key = None
     if step.base.needs_rng:
         key = random.to_device(random.from_words((0, 0)), tree.device_of(state.params))
-        key = _fake(mode, key)
+        key = _fake_on_device(mode, key)
     seen = _Seen(step.base.module)
 
     def watching(loss: LossFn) -> LossFn:
@@ -73,10 +74,8 @@ def watch(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], 
     return seen.products, seen.attentions
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    device = tree.HOST if tensor.is_meta else tensor.device
-    with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+def _fake_on_device(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    return fake_like(mode, tensor, tree.HOST if tensor.is_meta else None)
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ftrain import tree
+from ftrain import _torch, tree
 from ftrain.errors import BatchError
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.fallback import attempted
@@ -25,7 +25,7 @@ Compile: TypeAlias = Callable[[torch.fx.GraphModule, Sequence[Tensor], int], cap
 """Compiles a captured graph for inputs like those given, of which so many are the carry."""
 
 
-class Kinds:
+class ShapeRegistry:
     """Counts the kinds of batches that came, each of which needs a graph of its own."""
 
     def __init__(self, most: int) -> None:
@@ -38,7 +38,7 @@ class Kinds:
         Raises:
             BatchError: when they are of one kind too many; names the leaf that differs most often.
         """
-        kind = kind_of(inputs)
+        kind = cache_key(inputs)
         if kind in self._known:
             return False
         leaves = tree.leaves(inputs)
@@ -63,7 +63,7 @@ def _shown(leaf: Any) -> str:
     return tree.describe(leaf) if isinstance(leaf, Tensor) else repr(leaf)
 
 
-def kind_of(trees: PyTree) -> Hashable:
+def cache_key(trees: PyTree) -> Hashable:
     """Return what a graph depends on: the structure, of each tensor its metadata, of another leaf its value.
 
     Raises:
@@ -86,7 +86,7 @@ def _static(leaf: Any) -> Hashable:
     return type(leaf), leaf
 
 
-class Traced:
+class CompiledCache:
     """A function of trees as compiled graphs, one for each kind of its arguments.
 
     Args:
@@ -107,7 +107,7 @@ class Traced:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._function, self._compiler, self._donate, self._around = function, compiler, donate, around
-        self._kinds = Kinds(max_graphs)
+        self._shapes = ShapeRegistry(max_graphs)
         self.graphs: list[Graph] = []
 
     def __call__(self, carry: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
@@ -122,11 +122,11 @@ class Traced:
 
     def graph_for(self, *given: PyTree) -> Graph:
         """Return the graph for trees like these, compiled now if need be."""
-        kind = kind_of(given)
+        kind = cache_key(given)
         # The quick look may fail on what is the same, in another context.
         known = next((found for found in self.graphs if found.kind == kind), None)
         if known is None:
-            self._kinds.admit(state=given[0], batch=given[1])
+            self._shapes.admit(state=given[0], batch=given[1])
             with self._around():
                 known = Graph(self._function, given, kind, self._compiler, donate=self._donate)
             self.graphs.append(known)
@@ -139,7 +139,7 @@ class Graph:
     Args:
         function: what to capture.
         given: its arguments.
-        kind: what `kind_of` says of them.
+        kind: what `cache_key` says of them.
         compiler: compiles what was captured.
         donate: write the new carry into the tensors of the old one.
     """
@@ -187,9 +187,9 @@ class Graph:
             if not self._donate:
                 return outputs + [new_leaves[i] for i in self._changed]
             # What a new leaf shares with an old one is read before it is written.
-            held = {leaf.untyped_storage()._cdata for leaf in old_leaves}
+            held = {_torch.storage_id(leaf) for leaf in old_leaves}
             values = [new_leaves[i] for i in self._changed]
-            values = [value.clone() if value.untyped_storage()._cdata in held else value for value in values]
+            values = [value.clone() if _torch.storage_id(value) in held else value for value in values]
             for i, value in zip(self._changed, values, strict=True):
                 old_leaves[i].copy_(value)
             return outputs

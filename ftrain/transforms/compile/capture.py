@@ -15,24 +15,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from ftrain import _torch, _torch_compile
 from ftrain.errors import FtrainError, OptionError, TraceError
 from ftrain.step import optimization_barrier
-from ftrain.transforms.compile.graph_fixes import mended, settled
+from ftrain.transforms.compile.graph_fixes import fix_graph, materialize_reshapes
 
 Flat: TypeAlias = Callable[..., Sequence[Tensor]]
 """A function from tensors, as positional arguments, to a sequence of tensors."""
 
 INDUCTOR = "inductor"
-VALUE_NEEDED = DataDependentOutputException, DynamicOutputShapeException
 TRUSTED = {"size_asserts": False, "alignment_asserts": False}
 """The shapes of the inputs are guarded before the graph is chosen, and asserting each again costs 0.3 us."""
 
@@ -40,7 +32,7 @@ SPARING = {"max_fusion_size": 16}
 """What is held until the last part of a kernel has read it is held for long where kernels are large: where a step
 recomputes to spare memory, with kernels of 64 parts the peak of a GPT of 12 blocks was 50.5 MB, and with these 41.4."""
 
-HERE = Path(torch.__file__).parent, Path(__file__).parent
+HERE = Path(torch.__file__).parent, Path(_torch.__file__).parent
 
 
 def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], object]) -> fx.GraphModule:
@@ -57,26 +49,26 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
         Exception: whatever the function itself raises.
     """
     # Without symbolic shapes, so that reading a value is refused where it happens.
-    given = next((tensor.fake_mode for tensor in inputs if isinstance(tensor, FakeTensor)), None)
-    mode = given or FakeTensorMode(allow_non_fake_inputs=True)
+    given = next((tensor.fake_mode for tensor in inputs if _torch.is_fake(tensor)), None)
+    mode = given or _torch.FakeTensorMode(allow_non_fake_inputs=True)
     # Detached, for one tensor that is given twice must be two inputs: next time it may be two tensors.
-    fakes = [each.detach() if isinstance(each, FakeTensor) else mode.from_tensor(each.detach()) for each in inputs]
+    fakes = [each.detach() if _torch.is_fake(each) else mode.from_tensor(each.detach()) for each in inputs]
     try:
         with mode, torch.autograd.set_multithreading_enabled(False):
-            return mended(_require_real(make_fx(function, tracing_mode="real")(*fakes)))
+            return fix_graph(_require_real(_torch_compile.make_graph(function, fakes)))
     except TraceError as error:
         raise TraceError(f"{error} (at {_where(error)})") from error
     except FtrainError:
         raise
     except Exception as error:
-        if not isinstance(error, VALUE_NEEDED):
+        if not isinstance(error, _torch.NEEDS_VALUES):
             rehearse()
         raise TraceError(f"{_reason(error)} (at {_where(error)})") from error
 
 
 def _require_real(captured: fx.GraphModule) -> fx.GraphModule:
     constants = [getattr(captured, str(node.target)) for node in captured.graph.nodes if node.op == "get_attr"]
-    if any(isinstance(constant, FakeTensor) for constant in constants):
+    if any(_torch.is_fake(constant) for constant in constants):
         raise TraceError(
             "a tensor that was made while another graph was captured is used again; do not keep tensors of a forward "
             "pass in caches or closures, or make them before the first step"
@@ -85,7 +77,7 @@ def _require_real(captured: fx.GraphModule) -> fx.GraphModule:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, VALUE_NEEDED):
+    if isinstance(error, _torch.NEEDS_VALUES):
         return f"the value of a tensor is needed by {getattr(error, 'func', error)}"
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
@@ -109,31 +101,12 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str,
         backend: a backend of `torch.compile` by name.
         options: settings of Inductor, by name.
     """
-    # Imported when there is something to compile, and so below: this takes seconds.
-    from torch._dynamo.backends.registry import lookup_backend
-
     if backend != INDUCTOR:
-        with torch.no_grad():
-            return lookup_backend(backend)(settled(graph), list(inputs))
-    mode = with_shapes()
-    return compile_inductor(graph, [mode.from_tensor(x.detach(), static_shapes=True) for x in inputs], mode, options)
-
-
-def with_shapes() -> FakeTensorMode:
-    """A mode with an environment of shapes, none of which it holds, or Inductor keeps nothing for the next start."""
-    # Imported where it is used: it brings sympy, which takes as long as half of torch.
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    return FakeTensorMode(shape_env=ShapeEnv())
-
-
-def compile_inductor(graph: fx.GraphModule, fakes: list[Any], mode: FakeTensorMode, options: Mapping[str, Any]) -> Flat:
-    """Compile a captured graph with Inductor, for tensors without memory of a mode that knows shapes."""
-    from torch._inductor.compile_fx import compile_fx
-
-    with torch.no_grad(), tracing(TracingContext(mode)):
-        patches = {**TRUSTED, **(SPARING if optimization_barrier.is_in(graph) else {}), **options}
-        return compile_fx(graph, fakes, config_patches=patches)  # type: ignore[return-value]
+        return _torch_compile.compile_with_backend(materialize_reshapes(graph), inputs, backend)
+    patches = {**TRUSTED, **options}
+    if optimization_barrier.is_in(graph):
+        patches = {**TRUSTED, **SPARING, **options}
+    return _torch_compile.compile_with_inductor(graph, inputs, patches)
 
 
 def require_backend(function: str, backend: str, mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -144,18 +117,15 @@ def require_backend(function: str, backend: str, mode: str | None, options: Mapp
     """
     if backend == INDUCTOR and not (mode or options):
         return {}
-    from torch._dynamo import list_backends
-    from torch._inductor import list_mode_options, list_options
-
-    known = sorted({*list_backends(None), INDUCTOR})
+    known = sorted({*torch.compiler.list_backends(()), INDUCTOR})
     if backend not in known:
         raise OptionError(f"{function}: backend is {backend!r}; choices are {', '.join(known)}")
     if backend != INDUCTOR and (mode or options):
         raise OptionError(f"{function}: mode and options are Inductor's, and the backend is {backend!r}")
-    modes = list_mode_options()
+    modes = _torch_compile.inductor_modes()
     if mode is not None and mode not in modes:
         raise OptionError(f"{function}: mode is {mode!r}; choices are {', '.join(modes)}")
-    unknown = [name for name in options or {} if name.replace("-", "_") not in list_options()]
+    unknown = [name for name in options or {} if name.replace("-", "_") not in _torch_compile.inductor_options()]
     if unknown:
         raise OptionError(
             f"{function}: there is no option {unknown[0]!r}, neither of its own nor of Inductor's, which "

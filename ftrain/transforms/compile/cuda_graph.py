@@ -15,7 +15,7 @@ from ftrain.transforms.compile import capture
 log = logging.getLogger("ftrain")
 
 
-class Replayed:
+class ReplayedGraph:
     """A compiled graph whose state stays where it is, recorded by the device when it is used again.
 
     The first call with a state runs as it is, which also warms up. When the next one finds the state at

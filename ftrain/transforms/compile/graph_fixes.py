@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ftrain import tree
+from ftrain import _torch, tree
 
 _aten = torch.ops.aten
 VIEWS = _aten.view.default, _aten._unsafe_view.default
@@ -169,7 +169,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _aten.mkldnn_rnn_layer.default(*args)  # type: ignore[no-any-return]
 
 
-def mended(captured: fx.GraphModule) -> fx.GraphModule:
+def fix_graph(captured: fx.GraphModule) -> fx.GraphModule:
     """Change a captured graph, in place, so that it computes on kernels what was captured; return it."""
     nodes = list(captured.graph.nodes)
     written = set(_written(nodes))
@@ -208,7 +208,7 @@ def _lay_as_captured(node: fx.Node) -> None:
     node.args = laid, *rest
 
 
-def settled(captured: fx.GraphModule) -> fx.GraphModule:
+def materialize_reshapes(captured: fx.GraphModule) -> fx.GraphModule:
     """Let reshapes be decided when they run, in place, where a compiler would decide by promises; return the graph.
 
     Some kernels return contiguous memory (batch norm, the gradient of log-softmax) where other strides are promised.
@@ -223,7 +223,7 @@ def settled(captured: fx.GraphModule) -> fx.GraphModule:
 
 def _base(node: fx.Node) -> fx.Node:
     """What computes that of which a node is a view."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+    while isinstance(node.target, _torch.OpOverload) and node.target.is_view:
         node = node.all_input_nodes[0]
     return node
 
@@ -239,11 +239,11 @@ def _is_promised(node: fx.Node) -> bool:
 def _written(nodes: Iterable[fx.Node]) -> Iterator[int]:
     """The storages that something in a graph writes to: a reshape that copies would not see that, or lose it."""
     for node in nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if isinstance(node.target, _torch.OpOverload) and _torch.schema_of(node.target).is_mutable:
             for used in node.all_input_nodes:
                 yield from _storages(used)
 
 
 def _storages(node: fx.Node) -> list[int]:
     values = [leaf for leaf in tree.leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-    return [value.untyped_storage()._cdata for value in values]
+    return [_torch.storage_id(value) for value in values]

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from ftrain import tree
+from ftrain import _torch, _torch_compile, tree
 
 
 def count_nodes(*graphs: fx.GraphModule) -> dict[str, int]:
@@ -19,7 +18,7 @@ def count_nodes(*graphs: fx.GraphModule) -> dict[str, int]:
 
 
 def _operation(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, _torch.OpOverload):
         return str(target.overloadpacket).removeprefix("aten.")
     return target if isinstance(target, str) else getattr(target, "__name__", repr(target))
 
@@ -70,12 +69,12 @@ def _highest(changes: Iterator[int]) -> int:
 def storages(node: fx.Node) -> list[tuple[int, int]]:
     """Return the storages of what a node of a captured graph returns: of each an identity and its bytes."""
     values = [leaf for leaf in tree.leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-    return [(value.untyped_storage()._cdata, value.untyped_storage().nbytes()) for value in values]
+    return [(_torch.storage_id(value), value.untyped_storage().nbytes()) for value in values]
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[fx.GraphModule], tuple[str, ...]]:
     """Return the graphs into which `torch.compile` cuts a function, and why; runs it once."""
-    found = torch._dynamo.explain(function)(*args, **kwargs)
+    found = _torch_compile.explain(function)(*args, **kwargs)
     return list(found.graphs), tuple(_reason(each) for each in found.break_reasons)
 
 

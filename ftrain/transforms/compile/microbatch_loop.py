@@ -18,7 +18,7 @@ from ftrain.step.swap_params import preserve_attributes
 from ftrain.step.value_and_grad import Around, around_forward
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import described
-from ftrain.transforms.compile.cache import Carrying, Traced
+from ftrain.transforms.compile.cache import Carrying, CompiledCache
 from ftrain.transforms.compile.settings import Compiler
 from ftrain.types import Core, GradFn, Gradients, Loss, Metrics, PyTree, TrainState, replace
 
@@ -33,14 +33,16 @@ class CompiledGradient:
 
     Args:
         grad: what to compile.
-        compile: returns a function of trees as compiled graphs that write into their first argument.
+        compile_: returns a function of trees as compiled graphs that write into their first argument.
         draw: in which stock random operations draw from a key.
         needs_rng: whether `grad` takes a key.
     """
 
-    def __init__(self, grad: GradFn, compile: Callable[[Carrying], Traced], draw: Draw, *, needs_rng: bool) -> None:  # noqa: A002
-        self._grad, self._compile, self._draw, self._needs_rng = grad, compile, draw, needs_rng
-        self._traced = compile(self._added)
+    def __init__(
+        self, grad: GradFn, compile_: Callable[[Carrying], CompiledCache], draw: Draw, *, needs_rng: bool
+    ) -> None:
+        self._grad, self._compile, self._draw, self._needs_rng = grad, compile_, draw, needs_rng
+        self._cache = compile_(self._added)
         self._wrapped = dict[Around, CompiledGradient]()
 
     def around_forward(self, transform: Around) -> CompiledGradient:
@@ -64,7 +66,7 @@ class CompiledGradient:
         """Add the gradient for a batch, times the weight of its loss, to sums; without them, to zeros."""
         if sums is None:
             sums = [torch.zeros_like(leaf) for leaf in tree.leaves(state.params)]
-        return self._traced(sums, batch, replace(state, step=None, opt_state=None, rng=None), rng)
+        return self._cache(sums, batch, replace(state, step=None, opt_state=None, rng=None), rng)
 
     def _added(self, sums: list[Tensor], batch: PyTree, state: TrainState, rng: Tensor) -> tuple[list[Tensor], Any]:
         words: Any = rng[0], rng[1]

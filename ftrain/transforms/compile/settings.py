@@ -19,8 +19,8 @@ from ftrain.backends import Recorder
 from ftrain.errors import OptionError
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import announced
-from ftrain.transforms.compile.cache import Carrying, Compile, Traced
-from ftrain.transforms.compile.cuda_graph import Replayed
+from ftrain.transforms.compile.cache import Carrying, Compile, CompiledCache
+from ftrain.transforms.compile.cuda_graph import ReplayedGraph
 from ftrain.types import LossFn, LossOutput, PyTree
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -71,7 +71,7 @@ class Compiler:
                 return run
             if backend.name not in recorders:
                 recorders[backend.name] = backend.recorder()
-            return Replayed(run, carried, recorders[backend.name])
+            return ReplayedGraph(run, carried, recorders[backend.name])
 
         return compile
 
@@ -96,7 +96,7 @@ class Compiler:
         """The backend that was asked for, or the one that suits the device."""
         return self.backend or backends.of(device).compile_backend
 
-    def traced(self, function: Carrying, what: str | None, *, donate: bool, replay: bool = False) -> Traced:
+    def traced(self, function: Carrying, what: str | None, *, donate: bool, replay: bool = False) -> CompiledCache:
         """Return a function of trees that is compiled with these settings.
 
         Args:
@@ -107,7 +107,7 @@ class Compiler:
         """
         compiler = self.replaying() if replay else self.compile
         around = nullcontext if what is None else functools.partial(announced, what)
-        return Traced(function, compiler, self.max_graphs, donate=donate, around=around)
+        return CompiledCache(function, compiler, self.max_graphs, donate=donate, around=around)
 
     @contextmanager
     def cache(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from ftrain.step.step import Step
 from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import announced, described
-from ftrain.transforms.compile.cache import Kinds
+from ftrain.transforms.compile.cache import ShapeRegistry
 from ftrain.transforms.compile.fallback import CompilerError, UntilUpdate
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes
 from ftrain.transforms.compile.microbatch_loop import in_a_loop, stock_draws
@@ -123,14 +123,14 @@ class _Compiled:
     def __init__(self, step: Step, lowering: str, compiler: Compiler, *, falls: bool) -> None:
         self._step, self._lowering, self._compiler = step, lowering, compiler
         self._names = list(step.optimizer.schedules)
-        self._kinds = Kinds(compiler.max_graphs)
+        self._shapes = ShapeRegistry(compiler.max_graphs)
         self._falls, self._why, self._eager = falls, "", Eager(step)
         self._core: Callable[..., Any] = self._whole() if lowering != "split" else self._split()
 
     @property
     def text(self) -> str:
         """How it prints: with the lowering that was chosen, once it was."""
-        graphs = {each.text: None for each in self._traced.graphs if each.text}
+        graphs = {each.text: None for each in self._cache.graphs if each.text}
         parts = [self._lowering, *["donate"] * self._step.donate, *graphs]
         return f"compiled({', '.join(parts)})" + f"  # {self._why}" * bool(self._why)
 
@@ -140,7 +140,7 @@ class _Compiled:
         inputs = replace(state, step=None, rng=None), batch, self._pack(words, hyper, device)
         if self._lowering in ("auto", "whole"):
             try:
-                captured = self._traced.graph_for(*inputs).captured
+                captured = self._cache.graph_for(*inputs).captured
                 self._settle()
                 return Lowered("whole", 1, count_nodes(captured), peak_bytes(captured))
             except FAILED as error:
@@ -150,17 +150,17 @@ class _Compiled:
         if self._lowering == "eager":
             return Lowered("eager", 0, {}, None)
         graphs, breaks = _explained(self._step, state, batch, self._unpack(copies[2])[0][0])
-        update = self._traced.graphs[-1].captured
+        update = self._cache.graphs[-1].captured
         return Lowered("split", len(graphs) + 1, count_nodes(*graphs, update), None, breaks)
 
     def _whole(self) -> Callable[..., Any]:
         if any(wrapper.grad and wrapper.grad.compile_inner for wrapper in self._step.wrappers):
-            return in_a_loop(self._step, self._compiler, self._traced_update, self._unpack)
+            return in_a_loop(self._step, self._compiler, self._cached_update, self._unpack)
         # Only a donated state stays where it is.
         donate = self._step.donate
         drawing, what = self._drawing(self._step.assemble()), described(self._step.base)
-        self._traced = self._compiler.traced(drawing, what, donate=donate, replay=donate)
-        return self._traced
+        self._cache = self._compiler.traced(drawing, what, donate=donate, replay=donate)
+        return self._cache
 
     def _drawing(self, core: Core) -> Callable[..., Any]:
         def drawing(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
@@ -174,27 +174,27 @@ class _Compiled:
         until_update = UntilUpdate()
         core = self._step.assemble(
             around_loss=self._compiler.compile_loss,
-            around_update=lambda update: until_update.around_update(self._traced_update(update)),
+            around_update=lambda update: until_update.around_update(self._cached_update(update)),
         )
         what = described(self._step.base)
 
         def run(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
-            new = self._kinds.admit(batch=batch)
+            new = self._shapes.admit(batch=batch)
             keys, hyper = self._unpack(words)
             with announced(what) if new else nullcontext(), self._compiler.cache(), until_update.attempted():
                 return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
 
         return run
 
-    def _traced_update(self, update: UpdateFn) -> UpdateFn:
+    def _cached_update(self, update: UpdateFn) -> UpdateFn:
         def carried(state: TrainState, gradients: Gradients, hyper: Hyper) -> tuple[TrainState, None]:
             return update(state, gradients, hyper, donate=False), None
 
-        self._traced = self._compiler.traced(carried, None, donate=self._step.donate)
+        self._cache = self._compiler.traced(carried, None, donate=self._step.donate)
 
         def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
             new: TrainState
-            new, _ = self._traced(state, gradients, hyper)
+            new, _ = self._cache(state, gradients, hyper)
             return new
 
         return updating
@@ -291,7 +291,12 @@ class _CompiledLoss:
     """Runs a step with its loss compiled, and the rest operation by operation."""
 
     def __init__(self, step: Step, compiler: Compiler, *, falls: bool) -> None:
-        self._step, self._compiler, self._kinds, self._falls = step, compiler, Kinds(compiler.max_graphs), falls
+        self._step, self._compiler, self._shapes, self._falls = (
+            step,
+            compiler,
+            ShapeRegistry(compiler.max_graphs),
+            falls,
+        )
         self._until_update, self._described = UntilUpdate(), described(step.base)
         self._run = Eager(step, compiler.compile_loss, self._until_update.around_update)
         parts = ", ".join(["split", *["donate"] * step.donate])
@@ -300,7 +305,7 @@ class _CompiledLoss:
     def __call__(
         self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
-        new = self._kinds.admit(batch=batch)
+        new = self._shapes.admit(batch=batch)
         try:
             with (
                 announced(self._described) if new else nullcontext(),
@@ -330,16 +335,16 @@ class CompiledFunction:
     def __init__(self, function: Callable[..., Any], compiler: Compiler, *, donate: bool) -> None:
         self._function: Callable[..., Any] = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self._traced: Callable[..., Any] = compiler.traced(function, self.__name__, donate=donate)
+        self._cache: Callable[..., Any] = compiler.traced(function, self.__name__, donate=donate)
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Run the function, compiled if it can be captured."""
         try:
-            return self._traced(state, batch)  # type: ignore[no-any-return]
+            return self._cache(state, batch)  # type: ignore[no-any-return]
         except FAILED as error:
             why = "captured" if isinstance(error, TraceError) else "compiled"
             log.warning("compiled: %s runs uncompiled, since it cannot be %s: %s", self.__name__, why, error)
-        self._traced = self._function
+        self._cache = self._function
         return self._function(state, batch)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:

@@ -85,7 +85,7 @@ class Budget:
         fake = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         with _torch.without_modes(), fake, preserve_attributes(self._loss.module):
             params, batch, rng, buffers = tree.map(
-                lambda leaf: _fake(leaf) if isinstance(leaf, Tensor) else leaf, (params, batch, rng, buffers)
+                lambda leaf: _fake(fake, leaf) if isinstance(leaf, Tensor) else leaf, (params, batch, rng, buffers)
             )
             try:
                 within(region, self._loss.fn, params, batch, rng=rng, buffers=buffers)
@@ -188,6 +188,5 @@ def _never(packed: None) -> Tensor:
     raise TraceError("remat: the run that finds the sizes of blocks has no backward pass; take no gradient in the loss")
 
 
-def _fake(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made.requires_grad_(tensor.requires_grad)
+def _fake(mode: _torch.FakeTensorMode, tensor: Tensor) -> Tensor:
+    return _torch.fake_like(mode, tensor).requires_grad_(tensor.requires_grad)
