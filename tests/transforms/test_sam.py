@@ -36,12 +36,10 @@ def test_the_formula(more):
 @modes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_of_zero_moves_nothing_and_brings_no_nan(more, dtype):
-    step = step_of(lambda params, batch: (params["w"] * batch).sum(), *more)
+    step = step_of(lambda params, batch: (params["w"] * batch).square().sum(), *more)
     params = {"w": torch.ones(3, dtype=dtype)}
     state, _ = step(step.init(params), torch.zeros(3, dtype=dtype))
     assert_equal(state.params, params)
-    state, _ = step(state, torch.ones(3, dtype=dtype))
-    assert_equal(state.params, {"w": torch.zeros(3, dtype=dtype)})
 
 
 @modes
