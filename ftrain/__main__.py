@@ -1,4 +1,4 @@
-"""`python -m ftrain doctor [DEVICE ...]`: what is here, and how fast it is."""
+"""`python -m ftrain doctor [DEVICE ...]`: print which devices and kernels there are, and their speed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from ftrain.errors import DeviceError
 from ftrain.profiling import doctor
 
 
-def main(given: list[str] | None = None) -> int:
-    """Do what the command line says; the exit status is 1 for a device that is not here."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status, which is 1 for a device that is not available."""
     parser = argparse.ArgumentParser(prog="python -m ftrain", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    told = commands.add_parser("doctor", help="print devices, versions, kernels, and rates of products and copies")
-    told.add_argument("devices", nargs="*", help="by name, importing what they need; all that are here, unless told")
+    command = commands.add_parser("doctor", help="print devices, versions, kernels, and rates of products and copies")
+    command.add_argument(
+        "devices", nargs="*", help="names, whose packages are imported; default: all that are available"
+    )
     try:
-        for line in doctor.report(parser.parse_args(given).devices):
+        for line in doctor.report(parser.parse_args(arguments).devices):
             print(line, flush=True)  # noqa: T201
     except DeviceError as error:
         print(error)  # noqa: T201

@@ -285,7 +285,7 @@ class Gradients:
         loss: the loss as a `Mean`, detached.
         metrics: what else the loss reported; `Mean` or tensor, detached.
         buffers: the buffers after the forward pass.
-        finite: 0-d bool, whether the loss and every raw gradient are finite; None when nobody asked.
+        finite: 0-d bool, whether the loss and every raw gradient are finite; None where it was not asked for.
         stream_grads: ``take -> None``, for an update that takes gradients one by one: runs the backward pass and calls
             ``take(index, gradient)`` for each leaf of the parameters when its gradient is complete; `grads` is None.
         accept: 0-d bool, whether the update may be made; None: it may. Read when a wrapper of the gradient has

@@ -96,8 +96,8 @@ class Codes:
             yield [codes], [scale]
 
     def _blocks(self, values: Tensor, *beside: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """The whole blocks and what there is beside each, and the shorter one that may be left."""
-        # Apart and not padded, for Inductor (2.13) reads a wrong scale for the end of what was padded and cut.
+        """Yield the full blocks with their rows of `beside`, then the shorter last block if there is one."""
+        # Separate and not padded: Inductor (2.13) reads a wrong scale at the end of a padded and cut tensor.
         whole, rest = divmod(len(values), self.block)
         if whole:
             yield values[: whole * self.block].view(whole, self.block), *(each[:whole] for each in beside)

@@ -1,4 +1,4 @@
-"""What is here: devices and what their records say, versions, kernels, and how fast products and copies are."""
+"""The available devices with their records, versions and kernels, and how fast matrix products and copies are."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ REPEATS = 5
 
 
 def report(names: Sequence[str] = ()) -> Iterator[str]:
-    """Yield lines to read, as they are found out: a few seconds for each device.
+    """Yield the lines of the report as they are measured, which takes a few seconds for each device.
 
     Args:
-        names: of devices; all that are here, unless told. A vendor's package is imported for one that is named.
+        names: of devices. Default: all that are available. Only for a device that is named here, the vendor's package
+            is imported.
 
     Raises:
-        DeviceError: for a device that is not here; says what is, or what to install.
+        DeviceError: for a device that is not available; says which are, or what to install.
     """
     chosen = [backends.get(name) for name in names]
     yield from _versions()

@@ -63,7 +63,7 @@ class Racer:
 
     Args:
         step: the step.
-        begin: makes a state that nobody else has.
+        begin: makes a state that nothing else uses.
         batch: the batch.
         device: where both are.
         needs: bytes that it takes at its peak, as far as that is known.
@@ -100,7 +100,7 @@ class Racer:
         return seconds(work, self.device)
 
     def close(self) -> None:
-        """Let go of the state."""
+        """Release the state."""
         self._state = None
 
 
@@ -119,9 +119,9 @@ def race(
 ) -> dict[str, list[float] | Exception]:
     """Return the seconds of a step of each racer, round by round, or the error that ended it.
 
-    One round more, which nobody counts, comes first. Every other one goes backwards, so that nobody always runs behind
-    the same one. Where one does not fit beside the states of the others, or runs out of memory, these give theirs back,
-    and make them anew when it is their turn.
+    One round more, which is not counted, comes first. Every other round runs in reverse order, so that no racer always
+    follows the same one. Where a racer does not fit beside the states of the others, or runs out of memory, the others
+    release theirs, and make new ones when it is their turn.
 
     Args:
         racers: name -> racer.
@@ -194,7 +194,7 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
 
     Args:
         step: the step.
-        state: one that nobody else has.
+        state: one that nothing else uses.
         data: batches, which can be gone through several times.
         device: where the state is.
 

@@ -126,7 +126,7 @@ def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any
     type with children of their own; the outermost ones where such lists nest. Of a name and a type, the name counts.
 
     Raises:
-        OptionError: when nothing matches; the message lists what there is.
+        OptionError: when nothing matches; the message lists the names that exist.
     """
     named = dict(module.named_modules())
     if wanted is None:

@@ -37,7 +37,7 @@ class EvalStep:
         for an empty one.
         """
         batch = as_tree(batch)
-        # Seeded, so that a model that draws in evaluation draws the same each time, and from nobody's stream.
+        # Seeded: a model that draws in evaluation draws the same each time, and leaves the global generators alone.
         seeded = backends.of(tree.device_of(state.params)).seeded(0)
         with torch.no_grad(), seeded, self.loss.scope(False):
             leaves, spec = tree.flatten((state.params, state.frozen, batch, state.buffers))
@@ -184,7 +184,7 @@ class _Sums:
 
 
 def _exact_sum(high: Tensor, low: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
-    """``high + low + more`` as a number of the dtype and what is left over; what is not finite leaves nothing."""
+    """``high + low + more`` as a number of the dtype and its rounding error, which is 0 where the sum is not finite."""
     total = high + more
     rest = total - high
     low = low + (high - (total - rest)) + (more - rest)

@@ -205,7 +205,7 @@ class Step:
             params: a tree of floating-point tensors; not needed when the loss comes from a module.
             buffers: a tree of tensors that the loss carries from step to step.
             seed: of the state's random key.
-            device: where the state lives; where the parameters are, unless told.
+            device: where the state lives. Default: the device of the parameters.
             donate: do not copy: the memory of the parameters and buffers becomes the state's. A module is
                 left with shapes only, on the device ``meta``, until `ftrain.to_module` fills it.
 

@@ -26,8 +26,8 @@ def guarded(update: UpdateFn, on_finite: Mapping[str, Callable[[PyTree, Tensor],
 
     Args:
         update: what may be refused.
-        on_finite: by the name of a wrapper, ``(slot, finite) -> slot``, which counts; where there is none, nobody looks
-            whether loss and gradients are finite.
+        on_finite: by the name of a wrapper, ``(slot, finite) -> slot``, which counts; without one,
+            the loss and the gradients are not checked.
 
     Raises:
         ComposeError: from the update, when a wrapper of the gradient dropped what this needs to know.

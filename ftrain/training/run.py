@@ -178,7 +178,7 @@ class Run:
             self._position = position_of(record, self._data)
 
     def finish(self) -> None:
-        """Read, evaluate and save what is left."""
+        """Read the remaining metrics, evaluate and save, as far as that has not been done for the last step."""
         self._between_steps = True
         self._read_metrics()
         if self._last.last_evaluation != self.step and not self._is_leaving:

@@ -10,7 +10,7 @@ def donated() -> Wrapper:
     """Reuse the memory of the old state for the new one.
 
     The result is the same to the bit. The old state is consumed: using it afterwards raises
-    `ConsumedError`. `fit` donates unless told otherwise. Where an update may be refused (fp16, `skip_nonfinite`), both
+    `ConsumedError`. `fit` donates by default. Where an update may be refused (fp16, `skip_nonfinite`), both
     states are needed until that is known, and nothing is saved.
     """
     return Wrapper("donated", step=OnStep(donate=True))

@@ -1,7 +1,7 @@
-"""Make a captured graph right for kernels, which differ here and there from what stood for them in the capture.
+"""Replace operations of a captured graph whose kernels differ from what the fake tensors of the capture promised.
 
-Tensors without values promise a memory layout that a kernel, or what a compiler makes of an operation, need not keep:
-then a view cannot be taken of what is there, and only a reshape can. And a kernel may look at more than its arguments.
+Fake tensors promise a memory layout that a kernel, or what a compiler makes of an operation, need not keep: then a view
+of the result fails where a reshape works. And a kernel may depend on more than its arguments.
 """
 
 from __future__ import annotations

@@ -72,11 +72,11 @@ def compiled(
     Args:
         lowering: ``"auto"``, ``"whole"`` or ``"split"``.
         donate: let the new state take the memory of the old one, which is then consumed.
-        backend: of `torch.compile`; the one that suits the device, unless told.
+        backend: of `torch.compile`. Default: `Backend.compile_backend` of the device.
         mode: of Inductor, such as ``"max-autotune"``.
         fullgraph: refuse to break the graph of the loss when the step is split.
         dynamic: compile the loss for changing shapes; needs the split lowering, which ``"auto"`` then is.
-        replay: record and replay on the device; where that is possible, unless told.
+        replay: record and replay on the device. Default: where that is possible.
         cache_dir: where Inductor keeps its code for the next start; else in ``TORCHINDUCTOR_CACHE_DIR``, or in
             a temporary directory of the user's.
         max_graphs: as many graphs and no more are compiled for one step.

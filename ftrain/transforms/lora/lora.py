@@ -42,7 +42,7 @@ def lora(
 
     Args:
         rank: r, columns of B and rows of A.
-        alpha: the scale of BA, times the rank; the rank itself, unless told, which is a scale of one.
+        alpha: the scale of BA, times the rank; default: the rank, which is a scale of one.
         targets: patterns of the names of modules, or of the leaves of a tree: ``["*.q_proj", "*.v_proj"]``.
         dropout: rate in [0, 1) at which inputs of the adapters (of embeddings none) are dropped in training.
         dora: give each output a magnitude of its own, which trains (Liu et al. 2024, arXiv:2402.09353).

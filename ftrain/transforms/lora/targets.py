@@ -122,7 +122,7 @@ def _is_able(part: nn.Module) -> bool:
 
 
 def _unused(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose forward nobody calls: attention of torch reads the weights of its last one."""
+    """Yield the modules whose forward is never called: torch's attention reads the weights of its output layer."""
     for part in module.modules():
         if isinstance(part, nn.MultiheadAttention):
             yield part.out_proj

@@ -90,7 +90,7 @@ class _Result(NamedTuple):
 
     @property
     def is_intact(self) -> bool:
-        """Whether nobody has written over it since."""
+        """Whether it has not been written to since."""
         return all(_torch.version_of(leaf) == version for leaf, version in self.seen)
 
 
