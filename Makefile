@@ -7,7 +7,7 @@ ARGS ?=
 
 # The oldest torch, as ftrain itself names it, in an environment of its own.
 OLD := $(VENV)-oldest
-OLD_TORCH := torch==$(shell sed -n 's/^TESTED = (\([0-9]*\), \([0-9]*\)).*/\1.\2.0/p' ftrain/_torch.py)
+OLD_TORCH := torch==$(shell sed -n 's/^TESTED = (\([0-9]*\), \([0-9]*\)).*/\1.\2.0/p' ftrain/_torch/__init__.py)
 OLD_TESTS := $(addprefix tests/,transforms/compile/test_lowered.py tree/test_fast_flatten.py transforms/remat/test_checkpoint.py \
 	test_types.py test_versions.py data/test_workers.py random/test_keys.py::test_dynamic_shapes)
 
@@ -30,7 +30,7 @@ train: $(READY)  ## Train a byte-level GPT on Python's own standard library (ARG
 test: $(READY)  ## Run every test, the doctests and the code blocks of the documentation.
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-$(OLD)/.ready: pyproject.toml constraints.txt ftrain/_torch.py
+$(OLD)/.ready: pyproject.toml constraints.txt ftrain/_torch/__init__.py
 	rm -f $@
 	$(PYTHON) -m venv $(OLD)
 	grep -v '^torch' constraints.txt > $(OLD)/constraints.txt

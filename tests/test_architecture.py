@@ -20,7 +20,6 @@ STAIRCASE = [
         "_version",
         "errors",
         "_torch",
-        "_torch_compile",
         "_plotting",
         "types",
         "tree",

@@ -20,7 +20,7 @@ from torch.utils.data import dataloader
 from ftrain import _torch
 from ftrain.errors import VersionError
 
-ROOT = Path(_torch.__file__).parents[1]
+ROOT = Path(_torch.__file__).parents[2]
 OLDEST, NEWEST = (".".join(map(str, version)) for version in _torch.TESTED)
 
 

@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from ftrain import _torch, _torch_compile
+from ftrain import _torch
+from ftrain._torch import compile as torch_compile
 from ftrain.errors import FtrainError, OptionError, TraceError
 from ftrain.step import optimization_barrier
 from ftrain.transforms.compile.graph_fixes import fix_graph, materialize_reshapes
@@ -32,7 +33,7 @@ SPARING = {"max_fusion_size": 16}
 """What is held until the last part of a kernel has read it is held for long where kernels are large: where a step
 recomputes to spare memory, with kernels of 64 parts the peak of a GPT of 12 blocks was 50.5 MB, and with these 41.4."""
 
-HERE = Path(torch.__file__).parent, Path(_torch.__file__).parent
+HERE = Path(torch.__file__).parent, Path(_torch.__file__).parents[1]
 
 
 def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], object]) -> fx.GraphModule:
@@ -55,7 +56,7 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
     fakes = [each.detach() if _torch.is_fake(each) else mode.from_tensor(each.detach()) for each in inputs]
     try:
         with mode, torch.autograd.set_multithreading_enabled(False):
-            return fix_graph(_require_real(_torch_compile.make_graph(function, fakes)))
+            return fix_graph(_require_real(torch_compile.make_graph(function, fakes)))
     except TraceError as error:
         raise TraceError(f"{error} (at {_where(error)})") from error
     except FtrainError:
@@ -102,11 +103,11 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str,
         options: settings of Inductor, by name.
     """
     if backend != INDUCTOR:
-        return _torch_compile.compile_with_backend(materialize_reshapes(graph), inputs, backend)
+        return torch_compile.compile_with_backend(materialize_reshapes(graph), inputs, backend)
     patches = {**TRUSTED, **options}
     if optimization_barrier.is_in(graph):
         patches = {**TRUSTED, **SPARING, **options}
-    return _torch_compile.compile_with_inductor(graph, inputs, patches)
+    return torch_compile.compile_with_inductor(graph, inputs, patches)
 
 
 def require_backend(function: str, backend: str, mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -122,10 +123,10 @@ def require_backend(function: str, backend: str, mode: str | None, options: Mapp
         raise OptionError(f"{function}: backend is {backend!r}; choices are {', '.join(known)}")
     if backend != INDUCTOR and (mode or options):
         raise OptionError(f"{function}: mode and options are Inductor's, and the backend is {backend!r}")
-    modes = _torch_compile.inductor_modes()
+    modes = torch_compile.inductor_modes()
     if mode is not None and mode not in modes:
         raise OptionError(f"{function}: mode is {mode!r}; choices are {', '.join(modes)}")
-    unknown = [name for name in options or {} if name.replace("-", "_") not in _torch_compile.inductor_options()]
+    unknown = [name for name in options or {} if name.replace("-", "_") not in torch_compile.inductor_options()]
     if unknown:
         raise OptionError(
             f"{function}: there is no option {unknown[0]!r}, neither of its own nor of Inductor's, which "

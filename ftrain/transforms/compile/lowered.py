@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ftrain import _torch, _torch_compile, tree
+from ftrain import _torch, tree
+from ftrain._torch import compile as torch_compile
 
 
 def count_nodes(*graphs: fx.GraphModule) -> dict[str, int]:
@@ -74,7 +75,7 @@ def storages(node: fx.Node) -> list[tuple[int, int]]:
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[fx.GraphModule], tuple[str, ...]]:
     """Return the graphs into which `torch.compile` cuts a function, and why; runs it once."""
-    found = _torch_compile.explain(function)(*args, **kwargs)
+    found = torch_compile.explain(function)(*args, **kwargs)
     return list(found.graphs), tuple(_reason(each) for each in found.break_reasons)
 
 

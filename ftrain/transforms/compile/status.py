@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import FrameType
 from typing import Any
 
-from ftrain import _torch_compile
+from ftrain._torch import compile as torch_compile
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.settings import Compiler
 from ftrain.transforms.compile.wrapper import CompiledFunction, _Compiled, _CompiledLoss
@@ -27,5 +27,5 @@ def is_compiling(frame: FrameType | None) -> bool:
         codes.add(frame.f_code)
         frame = frame.f_back
     # Torch traces and compiles a loss, and later its backward pass, within a context of its own.
-    compiles = not codes.isdisjoint(COMPILE) or _torch_compile.is_compiling()
+    compiles = not codes.isdisjoint(COMPILE) or torch_compile.is_compiling()
     return compiles and not codes.isdisjoint(RUN)

@@ -1,4 +1,4 @@
-"""The private names of torch that capture and compile graphs; the others are in `ftrain._torch`.
+"""The private names of torch that capture and compile graphs; the others are in `ftrain._torch` itself.
 
 Importing this file imports neither Dynamo, Inductor nor sympy: the functions do, which takes seconds.
 """
