@@ -209,7 +209,9 @@ def test_the_tensors_of_residual_convolutions_are_predicted(wrapper):
 
 
 def without_donation(step):
-    return dataclasses.replace(step, wrappers=tuple(each for each in step.wrappers if not each.donate))
+    return dataclasses.replace(
+        step, wrappers=tuple(each for each in step.wrappers if not (each.step and each.step.donate))
+    )
 
 
 def compiled_anatomy(model, wrapper, **options):

@@ -45,7 +45,7 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
     state = _state_of(step, state)
     timeline = predict(step, state, batch)
     params = sum(leaf.numel() for leaf in tree.leaves(state.params))
-    predicted = summarise(timeline, params, compiled=any(wrapper.step for wrapper in step.wrappers))
+    predicted = summarise(timeline, params, compiled=step.is_compiled)
     if not is_measured or any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch)):
         return predicted
     # Only a step that donates writes to its state.
