@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, LossError, OptionError, StructureError
+from ftrain.training import progress
 from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
 from tests.laws.models import make_batch, make_model, token_loss
 from tests.laws.test_pipelines import train_on
@@ -52,7 +53,7 @@ def test_fit_records_the_scale():
     step = make(overflowing, ft.with_amp("fp16"), ft.accumulate(2))
     _, history = ft.fit(step, step.init(params()), [batch(), BAD, batch()], progress=False)
     assert history["loss_scale"] == [2.0**16, 2.0**16, 2.0**15]
-    assert "loss_scale" not in ft.progress.describe(ft.progress.Status(1, 2, 1.0, 1.0, {}, 0, history[-1]))
+    assert "loss_scale" not in progress.describe(progress.Status(1, 2, 1.0, 1.0, {}, 0, history[-1]))
 
 
 def test_other_dtypes_have_no_scale():
