@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ftrain as ft
+from ftrain.step.wrapper import ARROWS
 
 EMA, SWA, MAX_NORM, MAX_VALUE, RHO = 0.8, 1, 0.05, 0.002, 0.05
 SPIKES = {"factor": 0.9, "window": 2, "warmup": 1}
@@ -81,6 +82,18 @@ def fits(*names):
 
 
 PAIRS = [pair for pair in itertools.permutations(NAMES, 2) if fits(*pair)]
+
+
+def arrows(name):
+    """The arrows of a step on which a wrapper acts; one that refuses updates acts on the update."""
+    wrapper = ENTRIES[name].make()
+    acts = {arrow for arrow in ARROWS if getattr(wrapper, arrow) is not None}
+    return acts | {"update"} if wrapper.may_refuse_updates else acts
+
+
+SAME_ARROW = [(first, second) for first, second in PAIRS if arrows(first) & arrows(second)]
+"""Pairs whose order may matter; wrappers of different arrows commute by construction."""
+
 STACKS = [
     ("remat", "bf16", "accumulate", "clip", "ema", "swa", "skip"),
     ("remat_dots", "fp16", "accumulate", "clip", "skip", "ema"),
