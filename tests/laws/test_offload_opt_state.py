@@ -27,7 +27,7 @@ SUITS = ("bf16", "remat", "accumulate", "clip", "ema", "swa")
 @pytest.fixture(autouse=True)
 def several_parts(monkeypatch):
     """The models are so small that they would be updated at once."""
-    monkeypatch.setattr(module, "_together", lambda leaves: by_size(leaves, 200))
+    monkeypatch.setattr(module, "_groups", lambda leaves: by_size(leaves, 200))
 
 
 def offloaded(path, **options):
