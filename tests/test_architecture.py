@@ -284,6 +284,8 @@ def functions(tree, name="", parent=None):
 
 
 def test_what_waits_for_the_device_says_so():
+    unseen = set(WAITS)
+
     def waiting(path):
         for _, function, _ in functions(TREES[path]):
             calls = [
@@ -294,6 +296,7 @@ def test_what_waits_for_the_device_says_so():
                 and node.func.attr in SYNCHRONISING
             ]
             if (label(path), function.name) in WAITS:
+                unseen.discard((label(path), function.name))
                 assert calls, f"{label(path)}: {function.name} does not wait"
                 assert "wait" in (ast.get_docstring(function) or "")
             else:
@@ -301,6 +304,7 @@ def test_what_waits_for_the_device_says_so():
 
     # What goes to the disk must be there first.
     assert not offenders(waiting, leaving_out={"backends", "checkpoint"})
+    assert not unseen
 
 
 def public(node, parent):

@@ -97,6 +97,19 @@ def test_buffers_are_those_of_the_first_pass(more):
     assert not found.params["0.weight"].allclose(needed.params["0.weight"])
 
 
+@modes
+def test_the_second_pass_starts_with_the_buffers_of_before_the_step(more):
+    """The loss is linear with a slope that the buffer gives, which each pass makes larger."""
+
+    def sloped(params, batch, buffers):
+        return (params["w"] * batch * buffers["slope"]).sum(), {}, {"slope": buffers["slope"] + 1}
+
+    step = step_of(sloped, *more)
+    state, _ = step(step.init({"w": torch.zeros(3)}, buffers={"slope": torch.tensor(2.0)}), torch.ones(3))
+    torch.testing.assert_close(state.params["w"], torch.full((3,), -2.0))
+    assert float(state.buffers["slope"]) == 3
+
+
 def test_it_prints():
     step = ft.compose(ft.train_step(lambda p, b: p["w"].sum(), ft.optim.sgd(1.0)), ft.sam(), ft.clip(1.0))
     assert "grad    value_and_grad <- sam(0.05) <- clip(norm<=1)" in repr(step)

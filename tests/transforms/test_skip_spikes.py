@@ -87,6 +87,15 @@ def test_norms_that_are_not_finite_do_not_enter(more, bad):
     assert int(with_bad.slots["skip_nonfinite"]["skipped"]) == 2
 
 
+@modes
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_takes_no_place_of_a_full_window(more, bad):
+    """It would stand there until the next one, of which the limit is then too large or NaN."""
+    options = {"factor": 2.0, "quantile": 1.0, "window": 2, "warmup": 1}
+    _, acted = train([1, 1, bad, 100], *more, ft.skip_nonfinite(), **options)
+    assert acted == [False, False, False, True]
+
+
 def test_gradients_that_stay_large_are_taken_in_the_end():
     _, acted = train([1] * 8 + [10] * 8, **OPTIONS)
     assert acted == [False] * 8 + [True] * 5 + [False] * 3
