@@ -17,7 +17,7 @@ CPU_TESTS := $(addprefix tests/,backends/test_emulated.py profiling/test_precisi
 	transforms/amp/test_overflow_counts.py golden parity/test_low_precision.py parity/test_loop.py \
 	backends/test_doctor.py)
 
-.PHONY: train test test-oldest test-avx2 faults lint format bench clean
+.PHONY: train test test-all test-oldest test-avx2 faults lint format bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,8 +27,11 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)  ## Train a byte-level GPT on Python's own standard library (ARGS="--help" lists the options).
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
-test: $(READY)  ## Run every test, the doctests and the code blocks of the documentation.
+test: $(READY)  ## Run the tests, the doctests and the code blocks of the documentation.
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-all: $(READY)  ## Run the same, and the tests that are marked as exhaustive: more cases of what the others prove.
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m '' $(ARGS)
 
 $(OLD)/.ready: pyproject.toml constraints.txt ftrain/_torch/__init__.py
 	rm -f $@
@@ -45,7 +48,7 @@ test-avx2: $(READY)  ## Run the tests that depend on the CPU as on one without A
 	$(AVX2) $(BIN)/python -m pytest -n 2 --dist worksteal $(CPU_TESTS) $(ARGS)
 
 faults: $(READY)  ## Kill, crash, fill, flip and fuzz as often as the table of faults says; takes hours.
-	FTRAIN_FAULTS=full $(BIN)/python -m pytest -n 2 --dist worksteal tests/faults $(ARGS)
+	FTRAIN_FAULTS=full $(BIN)/python -m pytest -n 2 --dist worksteal -m '' tests/faults $(ARGS)
 
 lint: $(READY)  ## Check format, style and types.
 	$(BIN)/ruff format --check .
