@@ -8,6 +8,9 @@ cosine would rise again.
 
 Two schedules are equal if the same call made them; they pickle, and ``eval(repr(schedule))`` makes an equal one.
 
+Arguments are checked when a schedule is made: values must be finite numbers, steps integers of at least 0, and `total`,
+which counts the warm-up, not less than it. An `OptionError` names the function, the argument and what it needs.
+
 >>> schedule = warmup_cosine(0.0003, warmup=100, total=2000)
 >>> schedule
 warmup_cosine(3e-4, 100, 2000)

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeAlias
 
 from ftrain.types import Schedule
+
+P = ParamSpec("P")
+
+Check: TypeAlias = Callable[[str, str, Any], Any]
+"""``(function, argument, value) -> value``, checked and converted; errors name the function and the argument."""
+
+
+def schedule(**checks: Check) -> Callable[[Callable[P, Schedule]], Callable[P, Schedule]]:
+    """Make the schedules that a function returns print, compare and pickle as the call that made them.
+
+    Use it as a decorator: ``@schedule(peak=number, warmup=count)``.
+
+    Args:
+        checks: for each argument, the function that checks and converts it; see `ftrain.optim.schedules.checks`.
+    """
+
+    def decorate(function: Callable[P, Schedule]) -> Callable[P, Schedule]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def make(*args: P.args, **kwargs: P.kwargs) -> Schedule:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            arguments = {name: checks[name](function.__name__, name, value) for name, value in bound.arguments.items()}
+            return Call(make, arguments, function(**arguments))  # type: ignore[call-arg]
+
+        return make
+
+    return decorate
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -17,14 +46,14 @@ class Call:
     """The schedule that ``function(**arguments)`` returns.
 
     Args:
-        function: a function of a module, found again by its name when the schedule is unpickled.
+        function: a function of a module, which is found by its name when the schedule is unpickled.
         arguments: all of its arguments, checked.
         value: step -> value, for steps of at least 0. A negative step counts as 0.
     """
 
     function: Callable[..., Schedule]
     arguments: Mapping[str, Any]
-    value: Callable[[int], float]
+    value: Schedule
 
     def __call__(self, step: int) -> float:
         """Return the value at a step of the optimizer, counted from 0."""
@@ -37,7 +66,7 @@ class Call:
         return hash(repr(self))
 
     def __reduce__(self) -> tuple[Callable[[], Schedule], tuple[()]]:
-        return partial(self.function, **self.arguments), ()
+        return functools.partial(self.function, **self.arguments), ()
 
     def __repr__(self) -> str:
         """Required arguments by position, and the others by name where they differ from their default."""

@@ -1,33 +1,29 @@
-"""Checks of the arguments of schedules, which return them converted. Each error names the function and the argument."""
+"""Checks of the arguments of schedules: ``(function, argument, value) -> value``, converted.
+
+Each raises an OptionError that names the function and the argument, for a value that is not of its kind.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import pairwise
 from numbers import Integral, Real
 
 from ftrain.errors import OptionError
-from ftrain.optim.schedules.call import describe
+from ftrain.optim.schedules.call import Check, describe
 
 
 def number(function: str, argument: str, value: object, needed: str = "a finite number") -> float:
-    """Return a finite number as a float.
-
-    Raises:
-        OptionError: for anything else, tensors and booleans included.
-    """
+    """Return a finite number as a float; raises for anything else, tensors and booleans included."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise OptionError(f"{function}: {argument} is {value!r}; it must be {needed}.")
     return float(value)
 
 
 def positive(function: str, argument: str, value: object, most: float = math.inf) -> float:
-    """Return a number in (0, `most`] as a float.
-
-    Raises:
-        OptionError: for anything else.
-    """
+    """Return a number in (0, `most`] as a float; raises for anything else."""
     checked = number(function, argument, value)
     if not 0 < checked <= most:
         needed = "greater than 0" if checked <= 0 else f"at most {describe(most)}"
@@ -36,33 +32,39 @@ def positive(function: str, argument: str, value: object, most: float = math.inf
 
 
 def count(function: str, argument: str, value: object, least: int = 0) -> int:
-    """Return an integer of at least `least` as an int.
-
-    Raises:
-        OptionError: for anything else.
-    """
+    """Return an integer of at least `least` as an int; raises for anything else."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise OptionError(f"{function}: {argument} is {value!r}; it must be an integer of at least {least}.")
     return int(value)
 
 
-def choice(function: str, argument: str, value: object, choices: Collection[str]) -> str:
-    """Return one of the names in `choices`.
+count_from_1 = partial(count, least=1)
 
-    Raises:
-        OptionError: for anything else.
-    """
-    if not isinstance(value, str) or value not in choices:
-        raise OptionError(f"{function}: {argument} is {value!r}; choices are {', '.join(choices)}.")
+
+def flag(function: str, argument: str, value: object) -> bool:
+    """Return a bool; raises for anything else."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{function}: {argument} is {value!r}; it must be True or False.")
     return value
 
 
-def require_sorted(function: str, argument: str, steps: Iterable[int]) -> None:
-    """Check that steps do not decrease.
+def one_of(choices: Collection[str]) -> Check:
+    """Return a check for one of these names, which raises for anything else."""
 
-    Raises:
-        OptionError: when they do.
-    """
-    steps = list(steps)
+    def check(function: str, argument: str, value: object) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise OptionError(f"{function}: {argument} is {value!r}; choices are {', '.join(choices)}.")
+        return value
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    """Return a check that also accepts None."""
+    return lambda function, argument, value: None if value is None else check(function, argument, value)
+
+
+def require_sorted(function: str, argument: str, steps: Sequence[int]) -> None:
+    """Check that steps do not decrease; raises when they do."""
     if any(later < earlier for earlier, later in pairwise(steps)):
-        raise OptionError(f"{function}: {argument} is {steps}; it must be sorted, smallest first.")
+        raise OptionError(f"{function}: {argument} is {list(steps)}; it must be sorted, smallest first.")

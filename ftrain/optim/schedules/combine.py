@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from ftrain.errors import OptionError
-from ftrain.optim.schedules.call import Call
+from ftrain.optim.schedules.call import schedule
 from ftrain.optim.schedules.checks import count, number, require_sorted
 from ftrain.optim.schedules.decays import constant
 from ftrain.types import Schedule
@@ -27,9 +27,6 @@ def schedule_of(function: str, argument: str, value: float | Schedule) -> Schedu
 def as_schedule(value: float | Schedule) -> Schedule:
     """Return a number as `constant`, and a callable unchanged.
 
-    Raises:
-        OptionError: `value` is neither a finite number nor callable, or is a class.
-
     >>> from ftrain.optim.schedules import linear
     >>> as_schedule(0.1), as_schedule(linear(1.0, 0.0, 10))
     (constant(0.1), linear(1, 0, 10))
@@ -37,6 +34,17 @@ def as_schedule(value: float | Schedule) -> Schedule:
     return schedule_of("as_schedule", "value", value)
 
 
+def _schedules(function: str, argument: str, values: Sequence[float | Schedule]) -> list[Schedule]:
+    return [schedule_of(function, f"{argument}[{i}]", value) for i, value in enumerate(values)]
+
+
+def _boundaries(function: str, argument: str, values: Sequence[int]) -> list[int]:
+    steps = [count(function, f"{argument}[{i}]", step) for i, step in enumerate(values)]
+    require_sorted(function, argument, steps)
+    return steps
+
+
+@schedule(schedules=_schedules, boundaries=_boundaries)
 def chain(schedules: Sequence[float | Schedule], boundaries: Sequence[int]) -> Schedule:
     """One schedule after another: ``schedules[i]`` starts at ``boundaries[i - 1]`` and counts from there.
 
@@ -47,8 +55,7 @@ def chain(schedules: Sequence[float | Schedule], boundaries: Sequence[int]) -> S
         boundaries: sorted steps, one fewer than schedules.
 
     Raises:
-        OptionError: the numbers of schedules and boundaries do not fit, a boundary is not an integer of at least 0,
-            the boundaries are not sorted, or a schedule is neither a finite number nor callable.
+        OptionError: the numbers of schedules and boundaries do not fit.
 
     >>> from ftrain.optim.schedules import cosine, linear
     >>> schedule = chain([linear(0.0, 1.0, 2), 1, cosine(1.0, 100)], [2, 4])
@@ -57,46 +64,38 @@ def chain(schedules: Sequence[float | Schedule], boundaries: Sequence[int]) -> S
     >>> schedule
     chain([linear(0, 1, 2), constant(1), cosine(1, 100)], [2, 4])
     """
-    parts = [schedule_of("chain", f"schedules[{i}]", schedule) for i, schedule in enumerate(schedules)]
-    steps = [count("chain", f"boundaries[{i}]", step) for i, step in enumerate(boundaries)]
-    if len(parts) != len(steps) + 1:
+    if len(schedules) != len(boundaries) + 1:
         raise OptionError(
-            f"chain: found {len(parts)} schedules and {len(steps)} boundaries; "
+            f"chain: found {len(schedules)} schedules and {len(boundaries)} boundaries; "
             "needs at least one schedule, and one boundary fewer than schedules."
         )
-    require_sorted("chain", "boundaries", steps)
-    starts = [0, *steps]
+    parts, starts = [as_schedule(part) for part in schedules], [0, *boundaries]
 
     def value(step: int) -> float:
-        index = bisect_right(steps, step)
+        index = bisect_right(boundaries, step)
         return parts[index](step - starts[index])
 
-    return Call(chain, {"schedules": parts, "boundaries": steps}, value)
+    return value
 
 
+@schedule(schedule=schedule_of, factor=number)
 def scale(schedule: float | Schedule, factor: float) -> Schedule:
     """``factor schedule(k)``: one shape for several peaks, or an end as a share of the peak.
-
-    Raises:
-        OptionError: `factor` is not a finite number, or `schedule` is neither a finite number nor callable.
 
     >>> from ftrain.optim.schedules import cosine
     >>> scale(cosine(1.0, 100, end=0.1), 3e-4)(100) == 3e-4 * 0.1
     True
     """
-    part, factor = schedule_of("scale", "schedule", schedule), number("scale", "factor", factor)
-    return Call(scale, {"schedule": part, "factor": factor}, lambda step: factor * part(step))
+    part = as_schedule(schedule)
+    return lambda k: factor * part(k)
 
 
+@schedule(schedule=schedule_of, steps=count)
 def ahead(schedule: Schedule, steps: int = 1) -> Schedule:
     """``schedule(k + steps)``. One step ahead, the first update of a warm-up has a rate that is not 0.
-
-    Raises:
-        OptionError: `steps` is not an integer of at least 0, or `schedule` is neither a finite number nor callable.
 
     >>> from ftrain.optim.schedules import warmup_constant
     >>> [ahead(warmup_constant(1.0, 4))(k) for k in range(4)]
     [0.25, 0.5, 0.75, 1.0]
     """
-    part, steps = schedule_of("ahead", "schedule", schedule), count("ahead", "steps", steps)
-    return Call(ahead, {"schedule": part, "steps": steps}, lambda step: part(step + steps))
+    return lambda k: schedule(k + steps)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ftrain._plotting import as_file, blank, save
 from ftrain.errors import OptionError
 from ftrain.optim.schedules.call import describe
-from ftrain.optim.schedules.checks import count
+from ftrain.optim.schedules.checks import count_from_1
 from ftrain.optim.schedules.combine import schedule_of
 from ftrain.types import Schedule
 
@@ -43,42 +43,36 @@ def plot(
             at least 1, `path` ends in something else, or no value is positive with `log`.
         FtrainError: matplotlib is not installed.
     """
-    steps = count("plot", "steps", steps, least=1)
-    file = as_file(path)
-    curves = _curves(schedules, steps)
-    if log and not any(value > 0 for values in curves.values() for value in values):
-        raise OptionError("plot: log is True, and no value is positive; draw them with log=False.")
-    several = isinstance(schedules, Mapping)
-    if title is None:
-        title = "" if several else next(iter(curves))
-    return save(_draw(curves, log=log, title=title, legend=several), file)
-
-
-def _curves(schedules: float | Schedule | Mapping[str, float | Schedule], steps: int) -> dict[str, list[float]]:
-    """Return name -> values at the steps 0 to `steps`."""
+    steps, file = count_from_1("plot", "steps", steps), as_file(path)
     if isinstance(schedules, Mapping):
-        by_name = {name: schedule_of("plot", f"schedules[{name!r}]", each) for name, each in schedules.items()}
+        curves = {name: schedule_of("plot", f"schedules[{name!r}]", each) for name, each in schedules.items()}
     else:
         schedule = schedule_of("plot", "schedules", schedules)
-        by_name = {describe(schedule): schedule}
-    if not by_name:
+        curves = {describe(schedule): schedule}
+    if not curves:
         raise OptionError("plot: schedules is empty; it must name at least one.")
-    return {name: [schedule(step) for step in range(steps + 1)] for name, schedule in by_name.items()}
+    values = {name: [curve(step) for step in range(steps + 1)] for name, curve in curves.items()}
+    if log and not any(value > 0 for each in values.values() for value in each):
+        raise OptionError("plot: log is True, and no value is positive; draw them with log=False.")
+    figure = _draw(values, log=log)
+    if isinstance(schedules, Mapping):
+        figure.legend(loc="outside right upper", frameon=False)
+    elif title is None:
+        title = describe(schedule)
+    figure.axes[0].set_title(fill(title or "", width=80), fontsize="medium")
+    return save(figure, file)
 
 
-def _draw(curves: Mapping[str, list[float]], *, log: bool, title: str, legend: bool) -> Figure:
+def _draw(curves: Mapping[str, list[float]], *, log: bool) -> Figure:
     figure = blank(7.0, 3.5)
     axes = figure.add_subplot()
     for name, values in curves.items():
         axes.plot(range(len(values)), values, label=name, linewidth=1.8)
     axes.set(xlabel="optimizer step", ylabel="value")
-    axes.set_title(fill(title, width=80), fontsize="medium")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useMathText=True)
     axes.margins(x=0)
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     if log:
         axes.set_yscale("log", nonpositive="mask")
-    if legend:
-        figure.legend(loc="outside right upper", frameon=False)
     return figure

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ftrain.errors import OptionError
-from ftrain.optim.schedules.checks import choice, count, number
+from ftrain.optim.schedules.checks import count, number, one_of
 from ftrain.optim.schedules.combine import ahead, chain, scale
 from ftrain.optim.schedules.decays import (
     constant,
@@ -56,9 +55,8 @@ def named(name: str, peak: float, warmup: int = 0, total: int | None = None, **o
         raise OptionError(
             f"named: {text!r} depends on evaluations and is no function of the step; use {_NEED_METRICS[name]}."
         )
-    function = _NAMES[choice("named", "name", name, _NAMES)]
-    parameters = inspect.signature(function).parameters.values()
-    known = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    function = _NAMES[one_of(_NAMES)("named", "name", name)]
+    known = inspect.getfullargspec(function).kwonlyargs
     for option in options:
         if option not in known:
             raise OptionError(f"named: {option!r} is no option of {name!r}, which takes {', '.join(known) or 'none'}.")
@@ -121,10 +119,10 @@ def _warmup_stable_decay(
     decay = count("named", "num_decay_steps", num_decay_steps)
     if num_stable_steps is not None:
         total = count("named", "warmup", warmup) + count("named", "num_stable_steps", num_stable_steps) + decay
-    make = partial(warmup_stable_decay, warmup_shape=warmup_type, decay_shape=decay_type)
+    shapes: dict[str, Any] = {"warmup_shape": warmup_type, "decay_shape": decay_type}
     if not min_lr_ratio:
-        return make(peak, warmup, total, decay)
-    return scale(make(1.0, warmup, total, decay, min_lr_ratio, start=min_lr_ratio), peak)
+        return warmup_stable_decay(peak, warmup, total, decay, **shapes)
+    return scale(warmup_stable_decay(1.0, warmup, total, decay, min_lr_ratio, start=min_lr_ratio, **shapes), peak)
 
 
 # (peak, warmup, total, *, options) -> schedule.

@@ -7,8 +7,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 
 from ftrain.errors import OptionError
-from ftrain.optim.schedules.call import Call, describe
-from ftrain.optim.schedules.checks import choice, count, number, require_sorted
+from ftrain.optim.schedules.call import describe, schedule
+from ftrain.optim.schedules.checks import count, count_from_1, flag, number, one_of, optional, require_sorted
 from ftrain.optim.schedules.decays import mix_by_peak
 from ftrain.types import Schedule
 
@@ -36,6 +36,16 @@ _DOWN: dict[str, Callable[[float], float]] = {
 }
 
 
+def _points(function: str, argument: str, value: Mapping[int, float]) -> dict[int, float]:
+    if not isinstance(value, Mapping) or not value:
+        raise OptionError(f"{function}: {argument} is {value!r}; it must map at least one step to a value.")
+    steps = [count(function, f"a step of {argument}", step) for step in value]
+    values = [number(function, f"{argument}[{step}]", each) for step, each in value.items()]
+    require_sorted(function, argument, steps)
+    return dict(zip(steps, values, strict=True))
+
+
+@schedule(points=_points, between=one_of(("constant", *_BETWEEN)))
 def piecewise(points: Mapping[int, float], between: str = "constant") -> Schedule:
     """The values of `points` at their steps; between two of them the earlier value, a line or half a cosine.
 
@@ -43,24 +53,15 @@ def piecewise(points: Mapping[int, float], between: str = "constant") -> Schedul
     ``piecewise_interpolate_schedule``. The first value holds before its step, the last one after it.
 
     Args:
-        points: step -> value, smallest step first.
+        points: step -> value, at least one, smallest step first.
         between: constant, linear or cosine.
-
-    Raises:
-        OptionError: there is no point, a step is not an integer of at least 0, the steps are not sorted, a value is
-            not a finite number, or `between` is none of these.
 
     >>> [piecewise({0: 1.0, 2: 0.5, 4: 0.25})(k) for k in range(6)]
     [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     >>> [piecewise({0: 1.0, 2: 0.5, 4: 0.0}, between="linear")(k) for k in range(6)]
     [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    if not isinstance(points, Mapping) or not points:
-        raise OptionError(f"piecewise: points is {points!r}; it must map at least one step to a value.")
-    steps = [count("piecewise", "a step of points", step) for step in points]
-    values = [number("piecewise", f"points[{step}]", value) for step, value in points.items()]
-    require_sorted("piecewise", "points", steps)
-    between = choice("piecewise", "between", between, ("constant", *_BETWEEN))
+    steps, values = list(points), list(points.values())
 
     def value(step: int) -> float:
         index = max(bisect_right(steps, step) - 1, 0)
@@ -70,9 +71,18 @@ def piecewise(points: Mapping[int, float], between: str = "constant") -> Schedul
         share = (step - begin) / (steps[index + 1] - begin)
         return _BETWEEN[between](values[index], values[index + 1], share)
 
-    return Call(piecewise, {"points": dict(zip(steps, values, strict=True)), "between": between}, value)
+    return value
 
 
+@schedule(
+    peak=number,
+    total=count_from_1,
+    rise=number,
+    start=optional(number),
+    end=optional(number),
+    shape=one_of(_BETWEEN),
+    three_phase=flag,
+)
 def one_cycle(
     peak: float,
     total: int,
@@ -89,16 +99,15 @@ def one_cycle(
 
     Args:
         peak: the largest value; torch's max_lr.
-        total: steps of the cycle.
-        rise: share of the steps going up; torch's pct_start.
+        total: steps of the cycle, at least 1.
+        rise: share of the steps going up, in [0, 1), or [0, 0.5] in three phases; torch's pct_start.
         start: the first value. Default: ``peak / 25`` (torch's div_factor).
         end: the last value, which is held. Default: ``start / 10000`` (torch's final_div_factor).
         shape: cosine or linear; torch's anneal_strategy.
         three_phase: go back to `start` in as many steps as up, and to `end` in the rest.
 
     Raises:
-        OptionError: a value is not a finite number, `total` is not an integer of at least 1, not ``0 <= rise < 1``
-            (``<= 0.5`` in three phases), or `shape` is none of these.
+        OptionError: `rise` is out of its range.
 
     Source: Smith and Topin, Super-Convergence, https://arxiv.org/abs/1708.07120.
 
@@ -106,26 +115,18 @@ def one_cycle(
     >>> [round(schedule(k), 2) for k in (0, 1, 2, 9, 10)]
     [0.1, 0.55, 1.0, 0.0, 0.0]
     """
-    name = "one_cycle"
-    peak, total, rise = number(name, "peak", peak), count(name, "total", total, least=1), number(name, "rise", rise)
-    start = None if start is None else number(name, "start", start)
-    end = None if end is None else number(name, "end", end)
-    shape = choice(name, "shape", shape, _BETWEEN)
-    if not isinstance(three_phase, bool):
-        raise OptionError(f"{name}: three_phase is {three_phase!r}; it must be True or False.")
     if not (0 <= rise <= 0.5 if three_phase else 0 <= rise < 1):
         needed = "0 <= rise <= 0.5 in three phases" if three_phase else "0 <= rise < 1"
-        raise OptionError(f"{name}: rise is {describe(rise)}; it must be {needed}.")
-    arguments = {"peak": peak, "total": total, "rise": rise, "start": start, "end": end}
-    first = peak / 25.0 if start is None else start
-    last = first / 1e4 if end is None else end
-    values, ends = [first, peak, last], [rise * total - 1, float(total - 1)]
+        raise OptionError(f"one_cycle: rise is {describe(rise)}; it must be {needed}.")
+    start = peak / 25.0 if start is None else start
+    end = start / 1e4 if end is None else end
+    top, last = rise * total - 1, float(total - 1)
     if three_phase:
-        values, ends = [first, peak, first, last], [ends[0], 2 * rise * total - 2, ends[1]]
-    return Call(one_cycle, {**arguments, "shape": shape, "three_phase": three_phase}, _cycle(values, ends, shape))
+        return _phases([start, peak, start, end], [top, 2 * rise * total - 2, last], shape)
+    return _phases([start, peak, end], [top, last], shape)
 
 
-def _cycle(values: list[float], ends: list[float], shape: str) -> Callable[[int], float]:
+def _phases(values: list[float], ends: list[float], shape: str) -> Schedule:
     """From each value to the next, which it reaches at the step of the same position in `ends`."""
     begins = [0.0, *ends]
 
@@ -139,6 +140,16 @@ def _cycle(values: list[float], ends: list[float], shape: str) -> Callable[[int]
     return value
 
 
+@schedule(
+    peak=number,
+    warmup=count,
+    total=count,
+    decay=count,
+    end=number,
+    start=number,
+    warmup_shape=one_of(_UP),
+    decay_shape=one_of(_DOWN),
+)
 def warmup_stable_decay(
     peak: float,
     warmup: int,
@@ -157,19 +168,8 @@ def warmup_stable_decay(
     ``1 - sqrt(1 - p)`` (1-sqrt); ``down(p)`` is ``1 - p``, ``(1 + cos(pi p)) / 2`` or ``1 - sqrt(p)``. A run can go
     on from the start of its decay with a larger `total`.
 
-    Args:
-        peak: the value of the stable phase.
-        warmup: steps of the warm-up.
-        total: all steps: warm-up, stable phase and decay.
-        decay: steps of the decay.
-        end: the value at `total` and after it.
-        start: the first value of the warm-up.
-        warmup_shape: linear, cosine or 1-sqrt.
-        decay_shape: linear, cosine or 1-sqrt.
-
     Raises:
-        OptionError: a value is not a finite number, a count is not an integer of at least 0, `warmup` and `decay`
-            together exceed `total`, or a shape is none of these.
+        OptionError: `warmup` and `decay` together exceed `total`, which counts both.
 
     Source: Hu et al., MiniCPM, https://arxiv.org/abs/2404.06395; Hägele et al., https://arxiv.org/abs/2405.18392,
     for 1-sqrt.
@@ -177,25 +177,18 @@ def warmup_stable_decay(
     >>> [warmup_stable_decay(1.0, 2, 8, 4, decay_shape="linear")(k) for k in range(9)]
     [0.0, 0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
-    name = "warmup_stable_decay"
-    peak, end, start = number(name, "peak", peak), number(name, "end", end), number(name, "start", start)
-    warmup, total, decay = count(name, "warmup", warmup), count(name, "total", total), count(name, "decay", decay)
-    up = _UP[choice(name, "warmup_shape", warmup_shape, _UP)]
-    down = _DOWN[choice(name, "decay_shape", decay_shape, _DOWN)]
     if warmup + decay > total:
         raise OptionError(
-            f"{name}: warmup is {warmup}, decay {decay} and total {total}; warmup and decay together "
+            f"warmup_stable_decay: warmup is {warmup}, decay {decay} and total {total}; warmup and decay together "
             "must not exceed total, which counts both."
         )
-    arguments = {"peak": peak, "warmup": warmup, "total": total, "decay": decay, "end": end, "start": start}
-    shapes = {"warmup_shape": warmup_shape, "decay_shape": decay_shape}
 
     def value(step: int) -> float:
         if step < warmup:
-            return mix_by_peak(peak, start, up(step / warmup))
+            return mix_by_peak(peak, start, _UP[warmup_shape](step / warmup))
         if step >= total:
             return end
         done = step - (total - decay)
-        return peak if done <= 0 else mix_by_peak(peak, end, down(done / decay))
+        return peak if done <= 0 else mix_by_peak(peak, end, _DOWN[decay_shape](done / decay))
 
-    return Call(warmup_stable_decay, {**arguments, **shapes}, value)
+    return value

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ftrain.errors import OptionError
-from ftrain.optim.schedules.checks import choice, count, number, positive
+from ftrain.optim.schedules.checks import count, number, one_of, positive
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,9 @@ class Plateau:
         )
 
     def _better(self, metric: float) -> bool:
-        lower = self.mode == "min"
-        if self.relative:
-            bound = self.best * (1.0 - self.threshold if lower else 1.0 + self.threshold)
-        else:
-            bound = self.best - self.threshold if lower else self.best + self.threshold
-        return metric < bound if lower else metric > bound
+        margin = -self.threshold if self.mode == "min" else self.threshold
+        bound = self.best * (1.0 + margin) if self.relative else self.best + margin
+        return metric < bound if self.mode == "min" else metric > bound
 
 
 def reduce_on_plateau(
@@ -95,8 +92,8 @@ def reduce_on_plateau(
     0.05
     """
     name = "reduce_on_plateau"
-    choice(name, "mode", mode, ("min", "max"))
-    choice(name, "threshold_mode", threshold_mode, ("rel", "abs"))
+    one_of(("min", "max"))(name, "mode", mode)
+    one_of(("rel", "abs"))(name, "threshold_mode", threshold_mode)
     positive(name, "value", value)
     if not 0.0 < number(name, "factor", factor) < 1.0:
         raise OptionError(f"{name}: factor is {factor!r}; it must be in (0, 1).")
