@@ -17,7 +17,7 @@ from ftrain import _torch
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.registry import Copier, of
 from ftrain.errors import DeviceError, OptionError
-from ftrain.tree.ops import HOST
+from ftrain.tree import HOST
 
 
 class Blocking:

@@ -19,7 +19,7 @@ from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
 from ftrain.checkpoint.manifest import FILE_NAME, MOST_BYTES, NAME, Manifest, StoredTensor, dump, environment
 from ftrain.checkpoint.treedef import FlatTree, Leaf, dotted, flatten
 from ftrain.errors import CheckpointError, OptionError
-from ftrain.tree.ops import HOST
+from ftrain.tree import HOST
 from ftrain.types import PyTree
 
 STATE = "state.safetensors"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ftrain import backends
 from ftrain.checkpoint.treedef import Leaf
-from ftrain.tree.ops import HOST
+from ftrain.tree import HOST
 
 
 class Staging:

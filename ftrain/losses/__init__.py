@@ -4,16 +4,8 @@ Every total and weight is a 0-d tensor in the dtype of the logits or predictions
 are checked; the values of labels are not, which would have to be read on the host.
 """
 
-from ftrain.losses.classes import accuracy as accuracy
-from ftrain.losses.classes import cross_entropy as cross_entropy
-from ftrain.losses.elementwise import binary_cross_entropy as binary_cross_entropy
-from ftrain.losses.elementwise import mse as mse
-from ftrain.losses.linear import linear_cross_entropy as linear_cross_entropy
+from ftrain.losses.classes import accuracy, cross_entropy
+from ftrain.losses.elementwise import binary_cross_entropy, mse
+from ftrain.losses.linear import linear_cross_entropy
 
-__all__ = [
-    "accuracy",
-    "binary_cross_entropy",
-    "cross_entropy",
-    "linear_cross_entropy",
-    "mse",
-]
+__all__ = ["accuracy", "binary_cross_entropy", "cross_entropy", "linear_cross_entropy", "mse"]

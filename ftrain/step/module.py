@@ -21,7 +21,7 @@ from ftrain.step.purity import merge
 from ftrain.step.shared_memory import overlaps
 from ftrain.step.swap_params import BorrowedTensors, Slot, fill, named_tensors, preserve_dicts, put, slots_of
 from ftrain.step.value_and_grad import normalise
-from ftrain.tree.ops import MAX_LISTED
+from ftrain.tree import MAX_LISTED
 from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
 
 Criterion: TypeAlias = Callable[..., Any]
