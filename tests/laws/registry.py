@@ -27,6 +27,7 @@ class Entry:
         narrow: whether it computes in 16 bits, and is held to float32.
         guards: whether it refuses updates whose loss or gradient is not finite.
         not_inside: variants that may not stand around it.
+        laws: the file with its laws, for a wrapper whose laws compare pipelines with and without it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Entry:
     narrow: bool = False
     guards: bool = False
     not_inside: tuple[str, ...] = ()
+    laws: str = ""
 
     def make(self):
         return self.factory(*self.args, **self.options)
@@ -62,14 +64,17 @@ ENTRIES = {
     )
 }
 
-ELSEWHERE = {
-    "lora": "tests/transforms/lora/test_laws.py",
-    "offload": "tests/laws/test_offload_opt_state.py",
-    "update_in_backward": "tests/laws/test_update_in_backward.py",
-    "compiled": "tests/laws/test_compiled.py",
-    "donated": "tests/laws/test_pipelines.py",
-}
-"""Public wrappers whose laws compare pipelines with and without them, and where these are."""
+ELSEWHERE = (
+    Entry("lora", ft.lora, (2,), {"targets": ["*"]}, laws="tests/transforms/lora/test_laws.py"),
+    Entry("offload_activations", ft.offload, ("activations",), laws="tests/laws/test_offload_activations.py"),
+    Entry("offload_opt_state", ft.offload, ("opt_state",), laws="tests/laws/test_offload_opt_state.py"),
+    Entry("update_in_backward", ft.update_in_backward, laws="tests/laws/test_update_in_backward.py"),
+    Entry("compiled", ft.compiled, laws="tests/laws/test_compiled.py"),
+    Entry("donated", ft.donated, laws="tests/laws/test_pipelines.py"),
+)
+"""Wrappers that are not in the matrix, for their laws compare whole pipelines with and without them."""
+
+EVERY = (*ENTRIES.values(), *ELSEWHERE)
 
 NAMES = list(ENTRIES)
 ALONE = [(), *((name,) for name in NAMES)]

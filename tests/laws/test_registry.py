@@ -1,6 +1,7 @@
 """Every public wrapper has a law, and every law an entry."""
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import ftrain as ft
 from ftrain.errors import ComposeError
 from tests.laws import oracle
 from tests.laws.models import make_batch, make_model
-from tests.laws.registry import ELSEWHERE, ENTRIES, NAMES
+from tests.laws.registry import ELSEWHERE, ENTRIES, EVERY, NAMES
 from tests.laws.test_pipelines import build
 
 ROOT = Path(ft.__file__).parents[1]
@@ -22,12 +23,31 @@ def public_wrappers():
 
 
 def test_every_public_wrapper_has_a_law():
-    assert {entry.factory.__name__ for entry in ENTRIES.values()} | ELSEWHERE.keys() == public_wrappers()
+    assert {entry.factory.__name__ for entry in EVERY} == public_wrappers()
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_laws_elsewhere_are_there(name):
-    assert f"ft.{name}(" in (ROOT / ELSEWHERE[name]).read_text(encoding="utf-8")
+@pytest.mark.parametrize("entry", ELSEWHERE, ids=lambda entry: entry.name)
+def test_laws_elsewhere_are_there(entry):
+    call = "".join([f"ft.{entry.factory.__name__}(", *map(repr, entry.args)]).replace("'", '"')
+    assert call in (ROOT / entry.laws).read_text(encoding="utf-8")
+
+
+def works_on(wrapper):
+    """The part of a step that a wrapper acts on, in the words of the README."""
+    if wrapper.loss is not None and wrapper.loss.first:
+        return "model"
+    if wrapper.update is not None and wrapper.update.optimizer is not None:
+        return "optimizer"
+    return "gradient" if wrapper.arrow == "grad" else wrapper.arrow
+
+
+def test_the_table_of_the_readme_has_every_wrapper_and_what_it_works_on():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(.+)\]\(docs/wrappers\.md#[^)]+\) \| ([a-z, ]+) \|", readme, re.MULTILINE)
+    listed = {
+        (name, part) for call, parts in rows for name in re.findall(r"`(\w+)\(", call) for part in parts.split(", ")
+    }
+    assert listed == {(entry.factory.__name__, works_on(entry.make())) for entry in EVERY}
 
 
 @pytest.mark.parametrize("name", NAMES)
