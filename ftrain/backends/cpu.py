@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ftrain.backends.generators import save_generators, seeded
 from ftrain.backends.registry import Backend
 from ftrain.backends.resident import resident
 
@@ -31,25 +30,6 @@ WITHOUT = {torch.bfloat16: WITHOUT_BF16, torch.float16: (*WITHOUT_BF16, "AVX512_
 """The values of ``ONEDNN_MAX_CPU_ISA`` under which oneDNN does not use those instructions."""
 
 LIMIT, USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    restore = _generators()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        restore()
-
-
-def _generators() -> Callable[[], None]:
-    state = torch.default_generator.get_state()
-
-    def restore() -> None:
-        torch.default_generator.set_state(state)
-
-    return restore
 
 
 def _free() -> int | None:
@@ -94,8 +74,8 @@ BACKEND = Backend(
     describe=lambda: f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
     autocast_dtypes=lambda: NARROW,
     emulated_dtypes=_emulated_dtypes,
-    seeded=_seeded,
-    generators=_generators,
+    seeded=seeded,
+    generators=save_generators,
     synchronize=lambda: None,
     memory=resident,
     free=_free,

@@ -6,43 +6,24 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule, float32_products
+from ftrain.backends.generators import Generator, functions_of
 
 VOLTA, AMPERE, ADA = (7, 0), (8, 0), (8, 9)
-DEVICE = DeviceModule("cuda")
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """`DeviceModule.seeded` with fewer calls, since every step runs in it."""
-    restore = generators()
-    torch.default_generator.manual_seed(seed)
-    _generator().manual_seed(seed)
-    try:
-        yield
-    finally:
-        restore()
+class _Cuda(DeviceModule):
+    @property
+    def generator(self) -> Generator:
+        # Fewer calls than the functions of torch.cuda make, since every step runs in `seeded`.
+        return functions_of(torch.cuda.default_generators[torch.cuda.current_device()])
 
 
-def generators() -> Callable[[], None]:
-    """`DeviceModule.generators` with fewer calls."""
-    host, device = torch.default_generator, _generator()
-    states = host.get_state(), device.get_state()
-
-    def restore() -> None:
-        host.set_state(states[0])
-        device.set_state(states[1])
-
-    return restore
-
-
-def _generator() -> torch.Generator:
-    return torch.cuda.default_generators[torch.cuda.current_device()]
+DEVICE = _Cuda("cuda")
 
 
 def _is_ampere() -> bool:
@@ -76,8 +57,6 @@ def _multiple(dtype: torch.dtype) -> int:
 BACKEND = DEVICE.record(
     platform="NVIDIA GPU",
     autocast_dtypes=_autocast_dtypes,
-    seeded=seeded,
-    generators=generators,
     distributed="nccl",
     tf32=_tf32,
     multiple=_multiple,

@@ -8,13 +8,14 @@ The names are those that torch requires of a PrivateUse1 device
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftrain.backends.copying import Streams
+from ftrain.backends.generators import Generator, save_generators, seeded
 from ftrain.backends.registry import Backend, Memory, Recorder
 from ftrain.errors import DeviceError, OptionError
 
@@ -74,31 +75,17 @@ class DeviceModule:
         return tuple(dtype for dtype in NARROW if dtype in supported)
 
     @property
-    def random(self) -> Any:
-        """The module with the functions of the device's generator."""
-        return self.module
+    def generator(self) -> Generator:
+        """The functions of the device's generator."""
+        return Generator(self.module.get_rng_state, self.module.set_rng_state, self.module.manual_seed)
 
-    @contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        """Seed the generators of the host and of the device, and restore them."""
-        restore = self.generators()
-        torch.default_generator.manual_seed(seed)
-        self.random.manual_seed(seed)
-        try:
-            yield
-        finally:
-            restore()
+    def seeded(self, seed: int) -> AbstractContextManager[None]:
+        """Context in which the generators of the host and of the device are seeded."""
+        return seeded(seed, self.generator)
 
     def generators(self) -> Callable[[], None]:
         """Save the generators of the host and of the device, and return a function that restores them."""
-        host, device = torch.default_generator, self.random
-        states = host.get_state(), device.get_rng_state()
-
-        def restore() -> None:
-            host.set_state(states[0])
-            device.set_rng_state(states[1])
-
-        return restore
+        return save_generators(self.generator)
 
     def synchronize(self) -> None:
         """Wait until the device has done all queued work."""

@@ -24,14 +24,16 @@ from typing import Any
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule
+from ftrain.backends.generators import Generator
 
 FIRST = "GAUDI"
 
 
 class _Gaudi(DeviceModule):
     @property
-    def random(self) -> Any:
-        return self.module.random
+    def generator(self) -> Generator:
+        functions = self.module.random
+        return Generator(functions.get_rng_state, functions.set_rng_state, functions.manual_seed)
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:

@@ -21,21 +21,9 @@ ENTRY_POINTS = "ftrain.backends"
 CHOICE = "FTRAIN_BACKEND"
 
 TEXTS = "name", "distributed", "compile_backend", "platform", "package", "install"
-CALLS = (
-    "available",
-    "describe",
-    "autocast_dtypes",
-    "emulated_dtypes",
-    "seeded",
-    "generators",
-    "synchronize",
-    "memory",
-    "tf32",
-    "free",
-    "multiple",
-    "float8",
-)
-
+FLAGS = "caches_memory", "pinned_memory", "fused_optimizers", "float64", "immediate"
+OPTIONAL = "empty_cache", "recorder", "copier"
+"""Fields that are a function or None; all others are functions."""
 
 Recorder: TypeAlias = Callable[[Callable[[], Sequence[Tensor]]], tuple[Callable[[], None], Sequence[Tensor]]]
 """``work -> (replay, outputs)``: records what `work` does on the device; each replay writes the same outputs."""
@@ -148,15 +136,13 @@ class Backend:
         lacks = [field.name for field in fields(self) if getattr(self, field.name) is _NEEDED]
         if lacks:
             raise OptionError(f"Backend {name}: lacks {', '.join(lacks)}; a record needs them")
-        for text in TEXTS:
-            if not isinstance(getattr(self, text), str):
-                raise OptionError(f"Backend {name}: {text} is {getattr(self, text)!r}; needs a string")
-        for call in CALLS:
-            if not callable(getattr(self, call)):
-                raise OptionError(f"Backend {name}: {call} is {getattr(self, call)!r}; needs a function")
-        for call in ("empty_cache", "recorder", "copier"):
-            if getattr(self, call) is not None and not callable(getattr(self, call)):
-                raise OptionError(f"Backend {name}: {call} is {getattr(self, call)!r}; needs a function, or None")
+        for field in fields(self):
+            value, is_text = getattr(self, field.name), field.name in TEXTS
+            if field.name in FLAGS or (field.name in OPTIONAL and value is None):
+                continue
+            if not (isinstance(value, str) if is_text else callable(value)):
+                kind = "a string" if is_text else "a function, or None" if field.name in OPTIONAL else "a function"
+                raise OptionError(f"Backend {name}: {field.name} is {value!r}; needs {kind}")
         if self.caches_memory is None:
             object.__setattr__(self, "caches_memory", self.empty_cache is not None)
 

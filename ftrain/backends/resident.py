@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from ftrain.backends.registry import Memory
-from ftrain.errors import DeviceError
 
 try:
     import resource
@@ -21,15 +18,9 @@ STATUS = Path("/proc/self/status")
 
 
 def resident() -> Memory:
-    """Return the resident memory of the process.
-
-    Raises:
-        DeviceError: when Windows reports an error.
-    """
-    return _of_windows() if resource is None else _of_unix()
-
-
-def _of_unix() -> Memory:
+    """Return the resident memory of the process; zero on a system that has no `resource`."""
+    if resource is None:
+        return Memory(current=0, peak=0)
     peak = _peak_of_linux() or _peak_of_unix()
     current = int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else peak
     # The kernel counts them separately, and they are read at different moments.
@@ -45,32 +36,3 @@ def _peak_of_linux() -> int:
 def _peak_of_unix() -> int:
     """Bytes. On Linux at least those of the process that started this one: they outlive exec, see getrusage(2)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-class _Counters(ctypes.Structure):
-    """``PROCESS_MEMORY_COUNTERS``, https://learn.microsoft.com/windows/win32/api/psapi/ns-psapi-process_memory_counters."""
-
-    _fields_ = (
-        ("cb", ctypes.c_uint32),
-        ("PageFaultCount", ctypes.c_uint32),
-        ("PeakWorkingSetSize", ctypes.c_size_t),
-        ("WorkingSetSize", ctypes.c_size_t),
-        ("QuotaPeakPagedPoolUsage", ctypes.c_size_t),
-        ("QuotaPagedPoolUsage", ctypes.c_size_t),
-        ("QuotaPeakNonPagedPoolUsage", ctypes.c_size_t),
-        ("QuotaNonPagedPoolUsage", ctypes.c_size_t),
-        ("PagefileUsage", ctypes.c_size_t),
-        ("PeakPagefileUsage", ctypes.c_size_t),
-    )
-
-
-def _of_windows() -> Memory:
-    windows: Any = ctypes
-    system = windows.WinDLL("kernel32", use_last_error=True)
-    system.GetCurrentProcess.restype = ctypes.c_void_p
-    get_info = system.K32GetProcessMemoryInfo
-    get_info.argtypes = ctypes.c_void_p, ctypes.POINTER(_Counters), ctypes.c_uint32
-    counters = _Counters(cb=ctypes.sizeof(_Counters))
-    if not get_info(system.GetCurrentProcess(), ctypes.byref(counters), counters.cb):
-        raise DeviceError(f"cpu: Windows does not say what memory the process has: {windows.get_last_error()}")
-    return Memory(current=counters.WorkingSetSize, peak=counters.PeakWorkingSetSize)

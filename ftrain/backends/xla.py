@@ -12,12 +12,13 @@ Source: https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html. Not run 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ftrain.backends.generators import Generator, save_generators, seeded
 from ftrain.backends.registry import Backend, Memory
 
 
@@ -29,27 +30,18 @@ def _model() -> Any:
     return _xla("torch_xla.core.xla_model")
 
 
+def _generator() -> Generator:
+    model = _model()
+    return Generator(model.get_rng_state, model.set_rng_state, model.set_rng_state)
+
+
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    restore = _generators()
-    torch.default_generator.manual_seed(seed)
-    _model().set_rng_state(seed)
-    try:
-        yield
-    finally:
-        _xla().sync()
-        restore()
-
-
-def _generators() -> Callable[[], None]:
-    host, device = torch.default_generator, _model()
-    states = host.get_state(), device.get_rng_state()
-
-    def restore() -> None:
-        host.set_state(states[0])
-        device.set_rng_state(states[1])
-
-    return restore
+    with seeded(seed, _generator()):
+        try:
+            yield
+        finally:
+            _xla().sync()
 
 
 def _memory() -> Memory:
@@ -67,7 +59,7 @@ BACKEND = Backend(
     describe=lambda: f"{_xla('torch_xla.runtime').device_type()} by XLA",
     autocast_dtypes=lambda: (torch.bfloat16,),
     seeded=_seeded,
-    generators=_generators,
+    generators=lambda: save_generators(_generator()),
     synchronize=lambda: _xla().sync(wait=True),
     memory=_memory,
     distributed="xla",
