@@ -67,7 +67,6 @@ SYNCHRONISING = {"item", "tolist", "numpy", "cpu", "synchronize"}
 WAITS = {
     ("optim/elementwise.py", "_number"),
     ("profiling/anatomy/measured.py", "measure"),
-    ("profiling/doctor.py", "_seconds"),
     ("random/keys.py", "key_data"),
     ("training/history.py", "_values"),
     ("training/metrics.py", "read_metrics"),

@@ -19,8 +19,10 @@ STATUS = Path("/proc/self/status")
 
 def resident() -> Memory:
     """Return the resident memory of the process; zero on a system that has no `resource`."""
-    if resource is None:
-        return Memory(current=0, peak=0)
+    return Memory(current=0, peak=0) if resource is None else _of_unix()
+
+
+def _of_unix() -> Memory:
     peak = _peak_of_linux() or _peak_of_unix()
     current = int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else peak
     # The kernel counts them separately, and they are read at different moments.

@@ -7,9 +7,9 @@ import importlib.util
 import os
 import platform
 import re
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,18 +19,13 @@ from ftrain._version import __version__
 from ftrain.backends import Backend
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.registry import CHOICE
+from ftrain.profiling import rates
 
-ENOUGH = 0.005
-"""Seconds that a product should take, or be of the largest size, to say something about the device."""
-SMALLEST, LARGEST = 512, 8192
-COPIED = 1 << 26
-"""Bytes of the copy."""
-
+COPY_BYTES = 1 << 26
 EXTRAS = "progress", "plot"
 """What ftrain itself can use; the others are for tests and examples."""
 
 WIDTH = 14
-REPEATS = 5
 
 
 def report(names: Sequence[str] = ()) -> Iterator[str]:
@@ -48,46 +43,33 @@ def report(names: Sequence[str] = ()) -> Iterator[str]:
     default = backends.default().name
     yield ""
     for record in map(backends.of, backends.names()):
-        yield f"{record.name:<6} {_found(record)}{'   <- default' if record.name == default else ''}"
+        yield f"{record.name:<6} {_status(record)}{'   <- default' if record.name == default else ''}"
     for record in chosen or [record for record in map(backends.of, backends.names()) if record.present]:
         yield ""
         yield record.name
-        for label, find in _FACTS.items():
-            yield f"  {label:<{WIDTH}} {_told(find, record)}"
+        for label, describe in _FACTS.items():
+            yield f"  {label:<{WIDTH}} {_try(describe, record)}"
 
 
 def _versions() -> Iterator[str]:
     """The versions of what ftrain needs, and of what it can use."""
-    needed: dict[str, str] = {}
-    for requirement in _requirements():
-        name, extra = re.split(r"[^\w-]", requirement)[0], re.search(r"extra == \W(\w+)", requirement)
-        version = _version(name)
-        if version and (extra is None or extra[1] in EXTRAS):
-            needed.setdefault(name, f"{name} {version}")
+    versions: dict[str, str] = {}
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for requirement in importlib.metadata.requires("ftrain") or []:
+            name, extra = re.split(r"[^\w-]", requirement)[0], re.search(r"extra == \W(\w+)", requirement)
+            if extra is None or extra[1] in EXTRAS:
+                with suppress(importlib.metadata.PackageNotFoundError):
+                    versions[name] = f"{name} {importlib.metadata.version(name)}"
     yield f"ftrain {__version__}, Python {platform.python_version()}, {platform.platform()}"
-    yield ", ".join(needed.values()) or f"torch {torch.__version__}"
+    yield ", ".join(versions.values()) or f"torch {torch.__version__}"
     if os.environ.get(CHOICE):
         yield f"{CHOICE}={os.environ[CHOICE]}"
 
 
-def _requirements() -> list[str]:
-    try:
-        return importlib.metadata.requires("ftrain") or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _found(record: Backend) -> str:
-    """Whether the device is here, as far as is known without importing anything."""
+def _status(record: Backend) -> str:
+    """Whether the device is available, as far as is known without importing anything."""
     if record.present:
-        return _told(lambda found: found.describe(), record)
+        return _try(lambda record: record.describe(), record)
     if not record.package:
         return f"{record.platform}: none on this machine"
     # The parent of a package would be imported.
@@ -96,9 +78,9 @@ def _found(record: Backend) -> str:
     return f"{record.platform}: {record.package} is installed; python -m ftrain doctor {record.name}"
 
 
-def _told(find: Callable[[Backend], str], record: Backend) -> str:
+def _try(describe: Callable[[Backend], str], record: Backend) -> str:
     try:
-        return find(record)
+        return describe(record)
     except Exception as error:
         # What does not work is what one asks a doctor about.
         return f"fails: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]:.100}"
@@ -116,21 +98,17 @@ def _memory(record: Backend) -> str:
 def _dtypes(record: Backend) -> str:
     """Each dtype of autocast, and whether it is native: what is emulated is slower than float32."""
     native = record.native_dtypes
-    kinds = (f"{_name(each)} ({'native' if each in native else 'emulated'})" for each in record.autocast_dtypes())
-    return ", ".join(kinds) or "none"
+    texts = (f"{_name(dtype)} ({'native' if dtype in native else 'emulated'})" for dtype in record.autocast_dtypes())
+    return ", ".join(texts) or "none"
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _narrowest(record: Backend) -> torch.dtype:
-    return next(iter(record.autocast_dtypes()), torch.float32)
-
-
 def _attention(record: Backend) -> str:
     """The kernels of `scaled_dot_product_attention` that run forward and backward, in the narrow dtype."""
-    dtype, able = _narrowest(record), []
+    dtype, kernels = next(iter(record.autocast_dtypes()), torch.float32), []
     for name, kernel in SDPBackend.__members__.items():
         query = torch.zeros(1, 2, 64, 64, device=record.device, dtype=dtype, requires_grad=True)
         try:
@@ -138,52 +116,35 @@ def _attention(record: Backend) -> str:
                 warnings.simplefilter("ignore")
                 out = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
             torch.autograd.grad(out.sum(), query)
-            able.append(name.removesuffix("_ATTENTION").lower())
+            kernels.append(name.removesuffix("_ATTENTION").lower())
         except RuntimeError:
             continue
-    return f"{', '.join(able) or 'none'} (in {_name(dtype)})"
+    return f"{', '.join(kernels) or 'none'} (in {_name(dtype)})"
 
 
 def _products(record: Backend) -> str:
     """Operations a second of a square product, in float32 and in each narrow dtype."""
-    rates = [f"{_name(dtype)} {_product(record, dtype)}" for dtype in (torch.float32, *record.autocast_dtypes())]
+    texts = [f"{_name(dtype)} {_product(record, dtype)}" for dtype in (torch.float32, *record.autocast_dtypes())]
     tf32 = record.tf32()
     if tf32 is not None:
         with tf32:
-            rates.insert(1, f"TF32 {_product(record, torch.float32)}")
-    return ", ".join(rates)
+            texts.insert(1, f"TF32 {_product(record, torch.float32)}")
+    return ", ".join(texts)
 
 
 def _product(record: Backend, dtype: torch.dtype) -> str:
-    edge, seconds = SMALLEST // 2, 0.0
-    while seconds < ENOUGH and edge < LARGEST:
-        edge *= 2
-        left = torch.ones(edge, edge, device=record.device, dtype=dtype)
-        seconds = _seconds(record, left, lambda each: each @ each)
-    return f"{2 * edge**3 / seconds / 1e9:,.0f} GFLOP/s"
+    return f"{rates.product_rate(record.device, dtype) / 1e9:,.0f} GFLOP/s"
 
 
 def _copies(record: Backend) -> str:
     """Bytes a second, read and written, on the device; and from the host to it."""
-    host = torch.ones(COPIED // 4)
-    here, there = host.to(record.device), torch.empty(COPIED // 4, device=record.device)
-    rates = [f"{2 * COPIED / _seconds(record, here, there.copy_) / 1e9:,.1f} GB/s"]
-    if here.device != host.device:
-        given = host.pin_memory() if record.pinned_memory else host
-        rates.append(f"from the host {COPIED / _seconds(record, given, there.copy_) / 1e9:,.1f} GB/s")
-    return ", ".join(rates)
-
-
-def _seconds(record: Backend, tensor: torch.Tensor, work: Callable[[torch.Tensor], object]) -> float:
-    """The least time of a few; waits for the device."""
-    times = []
-    for _ in range(REPEATS + 1):
-        began = time.perf_counter()
-        work(tensor)
-        record.synchronize()
-        times.append(time.perf_counter() - began)
-    # The first one may load a library.
-    return min(times[1:])
+    on_host, target = torch.ones(COPY_BYTES // 4), torch.empty(COPY_BYTES // 4, device=record.device)
+    on_device = on_host.to(record.device)
+    text = f"{2 * rates.copy_rate(on_device, target) / 1e9:,.1f} GB/s"
+    if on_device.device == on_host.device:
+        return text
+    source = on_host.pin_memory() if record.pinned_memory else on_host
+    return f"{text}, from the host {rates.copy_rate(source, target) / 1e9:,.1f} GB/s"
 
 
 _FACTS: dict[str, Callable[[Backend], str]] = {

@@ -11,14 +11,14 @@ import torch
 import ftrain as ft
 from ftrain.__main__ import main
 from ftrain.backends import registry
-from ftrain.profiling import doctor
+from ftrain.profiling import doctor, rates
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(doctor, "SMALLEST", 32)
-    monkeypatch.setattr(doctor, "LARGEST", 32)
-    monkeypatch.setattr(doctor, "COPIED", 1 << 12)
+    monkeypatch.setattr(rates, "SMALLEST_EDGE", 32)
+    monkeypatch.setattr(rates, "LARGEST_EDGE", 32)
+    monkeypatch.setattr(doctor, "COPY_BYTES", 1 << 12)
     monkeypatch.setattr(registry, "_records", dict(registry._records))
     monkeypatch.delenv(registry.CHOICE, raising=False)
 
@@ -105,7 +105,7 @@ def test_the_choice_of_the_environment_is_shown(capsys, monkeypatch):
 def test_a_rate_counts_what_is_done(monkeypatch):
     """A product of two 32 x 32 matrices is 65,536 operations, and a copy reads and writes."""
     cpu = ft.backends.get("cpu")
-    monkeypatch.setattr(doctor, "_seconds", lambda record, tensor, work: work(tensor) is None or 1e-6)
+    monkeypatch.setattr(rates, "fastest", lambda work, device: work() is None or 1e-6)
     assert doctor._product(cpu, torch.float32) == "66 GFLOP/s"
     assert doctor._copies(cpu) == "8.2 GB/s"
 

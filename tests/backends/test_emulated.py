@@ -10,7 +10,7 @@ from torch import nn
 import ftrain as ft
 from ftrain.backends import cpu, registry
 from ftrain.errors import ComposeError, OptionError, StructureError
-from ftrain.profiling import doctor
+from ftrain.profiling import doctor, rates
 from ftrain.profiling.hints import facts_of, run_rules
 from ftrain.profiling.hints import run as hints_run
 from ftrain.profiling.ladder import run
@@ -230,7 +230,7 @@ def advised(step, given):
 
 
 def test_hints_do_not_advise_what_is_emulated_and_name_it(emulating, monkeypatch):
-    monkeypatch.setattr(hints_run, "_rate", lambda device, dtype: 1e12)
+    monkeypatch.setattr(rates, "product_rate", lambda device, dtype: 1e12)
     monkeypatch.setattr(hints_run, "_gain", lambda device, products: 5.0)
     emulating(FP16)
     assert 'Use ft.with_amp("bf16")' in advised(*linear())[1]["float32"]

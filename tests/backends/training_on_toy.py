@@ -12,7 +12,7 @@ from torch import nn
 import ftrain as ft
 from ftrain import backends
 from ftrain.errors import DeviceError, OptionError
-from ftrain.profiling import doctor
+from ftrain.profiling import doctor, rates
 
 CHECKS = {}
 # What differs by vendor; the rest is the same for any device.
@@ -458,8 +458,8 @@ def its_cache_is_emptied_every_few_steps(name, module):
 
 @check
 def the_doctor_examines_it(name, module):
-    doctor.SMALLEST = doctor.LARGEST = 64
-    doctor.COPIED = 1 << 12
+    rates.SMALLEST_EDGE = rates.LARGEST_EDGE = 64
+    doctor.COPY_BYTES = 1 << 12
     told = "\n".join(doctor.report([name]))
     return (
         "fails" not in told

@@ -9,8 +9,8 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import ComposeError, ConsumedError, DataError, StructureError
+from ftrain.profiling import rates
 from ftrain.profiling.hints import Facts, calls, facts_of, run_rules
-from ftrain.profiling.hints import run as hints_run
 from ftrain.profiling.hints.calls import watch
 from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.profiling.timing import Interval, Loading
@@ -296,7 +296,7 @@ def test_hints_of_a_step(monkeypatch):
     """A step of operations that are slow to start, whose data sleeps."""
     import time
 
-    monkeypatch.setattr(hints_run, "_launch", lambda device: 1.0)
+    monkeypatch.setattr(rates, "launch_seconds", lambda device: 1.0)
 
     class Slow(list):
         def __iter__(self):

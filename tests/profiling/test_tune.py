@@ -13,7 +13,7 @@ import ftrain as ft
 from ftrain import tree
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.errors import ComposeError, ConsumedError, DeviceError, OptionError, StructureError
-from ftrain.profiling.hints import run as hints_run
+from ftrain.profiling import rates
 from ftrain.profiling.step_variants import smaller_optimizers
 from ftrain.profiling.tuning import run, search
 from ftrain.profiling.tuning.amounts import as_bytes
@@ -331,7 +331,7 @@ def test_a_batch_that_cannot_be_cut_stays_whole():
 
 
 def test_it_says_what_costs_the_chosen_step_its_speed(caplog, monkeypatch):
-    monkeypatch.setattr(hints_run, "_launch", lambda device: 1.0)  # However long it takes on this machine.
+    monkeypatch.setattr(rates, "launch_seconds", lambda device: 1.0)  # However long it takes on this machine.
     step, given = make(width=4), batch(8, 4)
     with caplog.at_level(logging.INFO, "ftrain"):
         ft.tune(step, step.init(), given, memory="1GB", rounds=1)

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
 
 from ftrain import backends, tree
 from ftrain.errors import BatchError, ComposeError, require_order
+from ftrain.profiling import rates
 from ftrain.profiling.anatomy import Anatomy, anatomy
 from ftrain.profiling.hints.calls import watch
 from ftrain.profiling.hints.facts import Facts, Product
 from ftrain.profiling.hints.rules import Hint, run_rules
 from ftrain.profiling.step_variants import double_batch, state_for
-from ftrain.profiling.timing import Interval, Loading, Racer, interval, loading, race, seconds
+from ftrain.profiling.timing import Interval, Loading, Racer, interval, loading, race
 from ftrain.step.flops import CONTRACTION
 from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
 from ftrain.transforms.amp.wrapper import NAME as WITH_AMP
 from ftrain.types import PyTree, TrainState
 
-SMALLEST, LARGEST, ENOUGH = 256, 4096, 0.002
-"""Edges of the square products that are timed, and the seconds that are long enough to be measured."""
-
 WIDE_AND_NARROW = torch.float32, torch.bfloat16
-LAUNCHES = 200
-REPEATS = 5
 ROUNDS = 7
 
 
@@ -114,10 +109,12 @@ def facts_of(
         multiple=record.multiple,
         tf32=record.tf32() is not None,
         rates={
-            dtype: _rate(device, dtype) for dtype in WIDE_AND_NARROW if dtype in (torch.float32, *record.native_dtypes)
+            dtype: rates.product_rate(device, dtype)
+            for dtype in WIDE_AND_NARROW
+            if dtype in (torch.float32, *record.native_dtypes)
         },
         gain=_gain(device, products) if torch.bfloat16 in record.native_dtypes else 1.0,
-        launch=_launch(device),
+        launch=rates.launch_seconds(device),
         seconds=step_seconds,
         doubled=doubled,
         loading=loading,
@@ -126,35 +123,11 @@ def facts_of(
     )
 
 
-def _rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations per second of a square product, enlarged until it takes `ENOUGH` seconds."""
-    edge, fastest = SMALLEST // 2, 0.0
-    while fastest < ENOUGH and edge < LARGEST:
-        edge *= 2
-        matrix = torch.ones(edge, edge, device=device, dtype=dtype)
-        fastest = min(seconds(partial(torch.mm, matrix, matrix), device) for _ in range(REPEATS))
-    return 2 * edge**3 / fastest
-
-
 def _gain(device: torch.device, products: Sequence[Product]) -> float:
     """Return the time of the largest product of a step in float32, divided by that in bfloat16."""
-    largest = max(products, key=lambda each: each.flops, default=None)
+    largest = max(products, key=lambda product: product.flops, default=None)
     if largest is None:
         return 1.0
-    rows, inner, columns = (min(length, LARGEST) for length in (largest.rows, largest.inner, largest.columns))
-    times = []
-    for dtype in WIDE_AND_NARROW:
-        left, right = (torch.ones(shape, device=device, dtype=dtype) for shape in ((rows, inner), (inner, columns)))
-        times.append(min(seconds(partial(torch.mm, left, right), device) for _ in range(REPEATS)))
-    return times[0] / times[1]
-
-
-def _launch(device: torch.device) -> float:
-    """Return the seconds of an operation that computes next to nothing."""
-    one = torch.ones(1, device=device)
-
-    def work() -> None:
-        for _ in range(LAUNCHES):
-            one + 1
-
-    return min(seconds(work, device) for _ in range(REPEATS)) / LAUNCHES
+    sizes = largest.rows, largest.inner, largest.columns
+    wide, narrow = (rates.product_seconds(device, dtype, *sizes) for dtype in WIDE_AND_NARROW)
+    return wide / narrow
