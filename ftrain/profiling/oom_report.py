@@ -1,4 +1,4 @@
-"""What to tell those who have not enough memory: where it goes, and what would need less."""
+"""Advice when memory runs out: where the memory of a step goes, and what would need less."""
 
 from __future__ import annotations
 
@@ -15,47 +15,40 @@ from ftrain.transforms.donated import donated
 from ftrain.transforms.remat.wrapper import remat
 from ftrain.types import PyTree, TrainState
 
-WORTH = 0.995
-"""Of the memory of a step, what another one may take at most to be worth a line."""
+WORTHWHILE = 0.995
+"""Share of the peak of a step, below which another step is listed."""
+
+SMALLER_STATES = (
+    "  fewer parameters that train (trainable=, ft.lora), an optimizer with a smaller state",
+    "  (ft.optim.adamw with state_dtype='bf16', ft.optim.adamw_8bit, ft.optim.adafactor), a smaller model",
+)
 
 
 def shortage(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
     """Return lines that show where the memory of a step goes, and what would need less."""
-    lines, found = [], peak_of(step, state, batch)
-    if found is not None:
-        lines += ["", str(found), "", "What would need less, by prediction:"]
-        lines += [f"  {name:<34} {size / found.peak - 1:+.0%}" for name, size in _smaller(step, state, batch, found)]
-    return [
-        *lines,
-        "  shorter sequences, fewer parameters that train (trainable=, ft.lora), an optimizer with a smaller state",
-        "  (state_dtype='bf16', adamw_8bit), ft.losses.linear_cross_entropy for large vocabularies",
-    ]
+    lines, parts = [], _predict(step, state, batch)
+    if parts is not None:
+        lines += ["", str(parts), "", "What would need less, by prediction:"]
+        for name, variant in _variants(step):
+            with suppress(FtrainError):
+                smaller = _predict(variant, None if state is None else outline(variant, step, state), batch)
+                if smaller is not None and smaller.peak < WORTHWHILE * parts.peak:
+                    lines.append(f"  {name:<34} {smaller.peak / parts.peak - 1:+.0%}")
+    return [*lines, "  shorter sequences, ft.losses.linear_cross_entropy for large vocabularies", *SMALLER_STATES]
 
 
-def peak_of(step: Step, state: TrainState | None, batch: PyTree) -> Anatomy | None:
-    """Return what `anatomy` predicts, or None where it cannot: the error that is being told of matters more."""
+def _predict(step: Step, state: TrainState | None, batch: PyTree) -> Anatomy | None:
+    """Return the predicted anatomy, or None where there is none: the error that is reported matters more."""
     try:
         return anatomy(step, state, batch, measure=False)
-    except Exception:  # Of whatever kind.
+    except Exception:  # Of any kind.
         return None
 
 
-def _smaller(step: Step, state: TrainState | None, batch: PyTree, found: Anatomy) -> Iterator[tuple[str, int]]:
-    """Predicted peaks of a step with what it does not have, as far as they are lower."""
-    for name, other in _ways(step):
-        try:
-            there = None if state is None else outline(other, step, state)
-        except FtrainError:
-            continue
-        least = peak_of(other, there, batch)
-        if least is not None and least.peak < WORTH * found.peak:
-            yield name, least.peak
-
-
-def _ways(step: Step) -> Iterator[tuple[str, Step]]:
-    ways = {"ft.donated()": donated(), "ft.remat()": remat(), 'ft.with_amp("bf16")': with_amp("bf16")}
-    for names in (*((name,) for name in ways), tuple(ways)[1:]):
+def _variants(step: Step) -> Iterator[tuple[str, Step]]:
+    wrappers = {"ft.donated()": donated(), "ft.remat()": remat(), 'ft.with_amp("bf16")': with_amp("bf16")}
+    for names in (*((name,) for name in wrappers), tuple(wrappers)[1:]):
         with suppress(FtrainError):
-            yield " and ".join(names), compose(step, *(ways[name] for name in names))
+            yield " and ".join(names), compose(step, *(wrappers[name] for name in names))
     with suppress(FtrainError):
-        yield from ((f"ft.optim.{name}", other) for name, other in smaller_optimizers(step).items())
+        yield from ((f"ft.optim.{name}", variant) for name, variant in smaller_optimizers(step).items())

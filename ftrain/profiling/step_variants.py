@@ -39,11 +39,6 @@ def replaces_optimizer(wrapper: Wrapper) -> bool:
     return wrapper.update is not None and wrapper.update.optimizer is not None
 
 
-def texts(step: Step) -> list[str]:
-    """Return how the wrappers of a step print; those of the loss as the loss has them, for it knows its blocks."""
-    return [*step.loss.wrappers, *(each.text for each in step.wrappers if each.loss is None)]
-
-
 def remove_wrapper(step: Step, name: str) -> Step:
     """Return a step without the wrapper of a name, if it has it."""
     return dataclasses.replace(step, wrappers=tuple(each for each in step.wrappers if each.name != name))

@@ -1,4 +1,4 @@
-"""How long steps take: measured in turns, so that a drift of the machine hits all of them alike."""
+"""How long steps take, measured in turns, so that a drift of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,19 +21,18 @@ from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
-LEAST = 0.1
+TURN = 0.1
 """Seconds that a turn takes, unless one step takes longer."""
 
-WARM = 3
-"""Steps before a state is timed: libraries load, graphs are captured, and recorded when they find it in place."""
+WARM_UP = 3
+"""Steps before a state is timed: libraries load, graphs are captured, and recorded for tensors at these addresses."""
 
-MOST_BATCHES = 32
-ENOUGH = 0.5
-TURNS = 3
-"""A source of data is gone through so often, for so many batches or so many seconds of steps."""
+MOST_BATCHES, ENOUGH_SECONDS = 32, 0.5
+"""A pass over data ends after so many batches, or so many seconds of steps."""
 
-UNSURE = 0.025
-"""What may be missed on either side of an interval."""
+PASSES = 3
+MISSED = 0.025
+"""Probability that the median lies beyond one end of an interval."""
 
 
 class Interval(NamedTuple):
@@ -52,21 +52,21 @@ def interval(values: Sequence[float]) -> Interval:
     Interval(low=2.0, median=5.0, high=8.0)
     """
     ordered, missed, left_out = sorted(values), 0.0, 0
-    while (missed := missed + math.comb(len(ordered), left_out) / 2 ** len(ordered)) <= UNSURE:
+    while (missed := missed + math.comb(len(ordered), left_out) / 2 ** len(ordered)) <= MISSED:
         left_out += 1
     left_out = max(left_out - 1, 0)
     return Interval(ordered[left_out], statistics.median(ordered), ordered[-1 - left_out])
 
 
 class Racer:
-    """A step that runs on one batch and a state of its own, which is made when it is needed.
+    """A step that is timed on one batch and a state of its own, which is made in its first turn.
 
     Args:
         step: the step.
         begin: makes a state that nothing else uses.
         batch: the batch.
         device: where both are.
-        needs: bytes that it takes at its peak, as far as that is known.
+        needs: bytes that it takes at its peak; 0 if that is not known.
     """
 
     def __init__(
@@ -86,10 +86,9 @@ class Racer:
         """Return the seconds of a step, over as many of them as fill a turn."""
         if self._state is None:
             self._state = self._begin()
-            self._run(WARM)
+            self._run(WARM_UP)
         if not self._steps:
-            took = self._run(1)
-            self._steps = max(1, round(LEAST / max(took, 1e-6)))
+            self._steps = max(1, round(TURN / max(self._run(1), 1e-6)))
         return self._run(self._steps) / self._steps
 
     def _run(self, steps: int) -> float:
@@ -115,7 +114,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def race(
-    racers: Mapping[str, Racer], rounds: int, *, spares: Callable[[str, Exception], bool]
+    racers: Mapping[str, Racer], rounds: int, *, is_result: Callable[[str, Exception], bool]
 ) -> dict[str, list[float] | Exception]:
     """Return the seconds of a step of each racer, round by round, or the error that ended it.
 
@@ -126,48 +125,49 @@ def race(
     Args:
         racers: name -> racer.
         rounds: how often each has its turn.
-        spares: ``(name, error) -> bool``, whether an error is a result.
+        is_result: ``(name, error) -> bool``, whether an error is a result.
 
     Raises:
         Exception: of a racer, if it is no result.
     """
-    found: dict[str, list[float]] = {name: [] for name in racers}
-    failed: dict[str, Exception] = {}
-    # Collections would hit whoever happens to run; all start with the same clean heap.
+    times: dict[str, list[float]] = {name: [] for name in racers}
+    errors: dict[str, Exception] = {}
+    # A collection would slow down the racer in whose turn it happens; all start with the same clean heap.
     gc.collect()
     for number in range(rounds + 1):
         for name in list(racers)[:: -1 if number % 2 else 1]:
-            if name in failed:
+            if name in errors:
                 continue
             try:
-                took = _turn(racers, name)
-            except Exception as error:  # Of whatever kind: who fails is told so, and the others go on.
+                times[name].append(_turn(racers, name))
+            except Exception as error:  # Of any kind: the others go on.
                 racers[name].close()
-                if not spares(name, error):
+                if not is_result(name, error):
                     raise
                 release(error, racers[name].device)
-                failed[name] = error
-            else:
-                found[name] += [took] * (number > 0)
-    for racer in racers.values():
-        racer.close()
-    return {name: failed.get(name, times) for name, times in found.items()}
+                errors[name] = error
+    _close(racers)
+    return {name: errors.get(name, seconds[1:]) for name, seconds in times.items()}
 
 
 def _turn(racers: Mapping[str, Racer], name: str) -> float:
     # Asked first: a host that runs out of memory raises nothing, and its kernel ends the process.
-    if not racers[name].fits:
-        for racer in racers.values():
-            racer.close()
-    try:
-        return racers[name].turn()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        for racer in racers.values():
-            racer.close()
-        release(error, racers[name].device)
+    if racers[name].fits:
+        try:
+            return racers[name].turn()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            _close(racers)
+            release(error, racers[name].device)
+    else:
+        _close(racers)
     return racers[name].turn()
+
+
+def _close(racers: Mapping[str, Racer]) -> None:
+    for racer in racers.values():
+        racer.close()
 
 
 class Loading(NamedTuple):
@@ -190,63 +190,63 @@ class Loading(NamedTuple):
 
 
 def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch.device) -> Loading:
-    """Time a source of data, which is left where it was, and a step that is fed by it.
+    """Time a source of data and a step that is fed by it; the position of the data is restored.
 
     Args:
         step: the step.
         state: one that nothing else uses.
-        data: batches, which can be gone through several times.
+        data: batches, which can be iterated several times.
         device: where the state is.
 
     Raises:
-        DataError: when the data passes but once, or has fewer than two batches.
+        DataError: when the data can be iterated only once, or has fewer than two batches.
     """
     if isinstance(data, Iterator) or not isinstance(data, Iterable):
         raise DataError(
-            f"data is {type(data).__name__}; needs batches that can be gone through several times, such as those of "
+            f"data is {type(data).__name__}; needs batches that can be iterated several times, such as those of "
             "ft.data.loader"
         )
     position = sources.position(data)
 
-    def given() -> Iterator[PyTree]:
+    def batches(count: int) -> Iterator[PyTree]:
         if position is not None:
             sources.seek(data, position)
-        return (tree.to(as_tree(batch), device) for batch in itertools.islice(data, most))
+        return (tree.to(as_tree(batch), device) for batch in itertools.islice(data, count))
 
-    def work(batch: PyTree) -> None:
+    def run(batch: PyTree) -> None:
         nonlocal state
         state, _ = step(state, batch)
 
-    most = 1
     try:
-        for batch in given():
-            for _ in range(WARM):
-                work(batch)
-            took = seconds(lambda: work(batch), device)  # noqa: B023
-            most = min(MOST_BATCHES, max(2, round(ENOUGH / took)))
-        ahead = list(given())
-        if len(ahead) < 2:
-            raise DataError(f"data has {len(ahead)} batches; needs two or more")
-        # In turns, for whoever comes first may find a machine that is still busy with what was before.
-        turns = [
-            [_passed(given(), id, device), _passed(ahead, work, device), _passed(given(), work, device)]
-            for _ in range(TURNS)
-        ]
+        for batch in batches(1):
+            for _ in range(WARM_UP):
+                run(batch)
+            took = seconds(partial(run, batch), device)
+            count = min(MOST_BATCHES, max(2, round(ENOUGH_SECONDS / took)))
+            loaded = list(batches(count))
+            if len(loaded) > 1:
+                # In turns: the first pass may find a machine that is still busy with something else.
+                passes = [
+                    [_pass(batches(count), id, device), _pass(loaded, run, device), _pass(batches(count), run, device)]
+                    for _ in range(PASSES)
+                ]
+                return Loading(*(statistics.median(column) for column in zip(*passes, strict=True)))
+        raise DataError("data has fewer than two batches; needs two or more")
     finally:
         if position is not None:
             sources.seek(data, position)
-    return Loading(*(statistics.median(column) for column in zip(*turns, strict=True)))
 
 
-def _passed(batches: Iterable[PyTree], work: Callable[[PyTree], object], device: torch.device) -> float:
-    """Seconds for a batch, the first one left out: with it, workers start."""
-    rest, count = iter(batches), 0
+def _pass(batches: Iterable[PyTree], work: Callable[[PyTree], object], device: torch.device) -> float:
+    """Return the seconds for a batch of a pass, without the first batch, before which workers start."""
+    rest = iter(batches)
     work(next(rest))
+    count = 0
 
-    def go() -> None:
+    def work_on_rest() -> None:
         nonlocal count
         for batch in rest:
             work(batch)
             count += 1
 
-    return seconds(go, device) / max(count, 1)
+    return seconds(work_on_rest, device) / max(count, 1)

@@ -7,4 +7,4 @@ from ftrain.profiling import timing
 
 @pytest.fixture(autouse=True)
 def _short_turns(monkeypatch):
-    monkeypatch.setattr(timing, "LEAST", 0.002)
+    monkeypatch.setattr(timing, "TURN", 0.002)

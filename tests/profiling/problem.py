@@ -68,11 +68,11 @@ def remembered(anatomy):
 def scripted(times):
     """A race whose times are told: name -> seconds, lists of them, or an error; one second for others."""
 
-    def race(racers, rounds, *, spares):
+    def race(racers, rounds, *, is_result):
         found = {}
         for name, racer in racers.items():
             took = times(name, racer) if callable(times) else times.get(name, 1.0)
-            if isinstance(took, Exception) and not spares(name, took):
+            if isinstance(took, Exception) and not is_result(name, took):
                 raise took
             found[name] = took if isinstance(took, list | Exception) else [float(took)] * rounds
         return found

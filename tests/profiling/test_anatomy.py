@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
-from ftrain.profiling.hints.calls import watch
+from ftrain.profiling.hints.calls import record_calls
 from ftrain.profiling.step_variants import outline
 from ftrain.step.eager import Eager
 from ftrain.step.flops import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
@@ -500,7 +500,7 @@ RUNS = {
     "predicted": lambda step, state, batch: ft.anatomy(step, state, batch, measure=False),
     "without a state": lambda step, state, batch: ft.anatomy(step, None, batch),
     "predicted with remat": lambda step, state, batch: ft.anatomy(ft.remat()(step), state, batch, measure=False),
-    "seen by hints": watch,
+    "seen by hints": record_calls,
     "budget": lambda step, state, batch: ft.remat(budget=0.5)(step)(state, batch),
     "captured": lambda step, state, batch: ft.compiled(backend="eager")(ft.remat()(step))(state, batch),
 }

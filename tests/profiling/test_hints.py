@@ -11,7 +11,7 @@ import ftrain as ft
 from ftrain.errors import ComposeError, ConsumedError, DataError, StructureError
 from ftrain.profiling import rates
 from ftrain.profiling.hints import Facts, calls, facts_of, run_rules
-from ftrain.profiling.hints.calls import watch
+from ftrain.profiling.hints.calls import record_calls
 from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.profiling.timing import Interval, Loading
 from tests.profiling.problem import assert_untouched, batch, kept, make
@@ -166,14 +166,14 @@ def attending(model, *wrappers):
 
 
 def test_products_by_module_shape_and_dtype():
-    products, _ = watch(*attending(Attend()))
+    products, _ = record_calls(*attending(Attend()))
     found = {(each.module, each.rows, each.inner, each.columns) for each in products}
     assert found == {("qkv", 32, 24, 72), ("out", 32, 24, 24)}
     assert all(
         each.exact and each.dtype == F32 and each.flops == 2 * each.rows * each.inner * each.columns
         for each in products
     )
-    products, _ = watch(*attending(Attend(), ft.with_amp("bf16"), ft.accumulate(2), ft.remat(blocks=["qkv"])))
+    products, _ = record_calls(*attending(Attend(), ft.with_amp("bf16"), ft.accumulate(2), ft.remat(blocks=["qkv"])))
     assert {(each.module, each.rows) for each in products} == {("qkv", 16), ("out", 16)}
     assert {each.dtype for each in products} == {BF16}
 
@@ -192,7 +192,7 @@ def test_products_by_module_shape_and_dtype():
     ],
 )
 def test_what_forces_a_slow_kernel_of_attention(options, rank, causes):
-    _, (seen,) = watch(*attending(Attend(**options)))
+    _, (seen,) = record_calls(*attending(Attend(**options)))
     assert (seen.module, seen.rank, seen.causes) == ("", rank, causes)
 
 
@@ -202,7 +202,7 @@ def test_attention_of_blocks_that_are_computed_again(policy):
 
     def found(*wrappers):
         blocks = nn.Sequential(Attend(learned=True), Attend(dropout_p=0.1), Attend())
-        return watch(*attending(blocks, *wrappers))[1]
+        return record_calls(*attending(blocks, *wrappers))[1]
 
     assert found(ft.remat(policy, blocks=[Attend])) == found()
     assert [each.rank for each in found()] == [SLOWEST, SLOWEST, FASTEST]
@@ -218,45 +218,34 @@ def test_attention_of_torch_that_returns_its_weights():
         def forward(self, x):
             return self.attend(x, x, x, **self.options)[0]
 
-    _, (seen,) = watch(*attending(Multihead()))
+    _, (seen,) = record_calls(*attending(Multihead()))
     assert (seen.module, seen.rank, seen.causes) == ("attend", SLOWEST, {"need_weights": "True"})
-    _, (seen,) = watch(*attending(Multihead(dropout=0.1)))
+    _, (seen,) = record_calls(*attending(Multihead(dropout=0.1)))
     assert seen.causes == {"dropout_p": "0.1", "need_weights": "True"}
-    _, (seen,) = watch(*attending(Multihead(need_weights=False)))
+    _, (seen,) = record_calls(*attending(Multihead(need_weights=False)))
     assert (seen.rank, seen.causes) == (FASTEST, {})
 
 
 def test_a_mask_that_an_efficient_kernel_takes_and_a_flash_kernel_does_not(monkeypatch):
-    """As on GPUs, where flash attention has no masks."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    name = type(flash).name
-
-    class Slower(Attend):
-        def forward(self, x):
-            monkeypatch.setattr(type(flash), "name", named)
-            return super().forward(x)
-
-    def named(op):
-        return name(op) + "_efficient" * (op is flash and masked[0])
-
-    masked, without = [True], calls._without
-
-    def telling(*given):
-        masked[0] = False
-        return without(*given)
-
-    mask = torch.ones(8, 8, dtype=torch.bool)
-    # Torch looks an operation up by its name when it meets it for the first time.
-    watch(*attending(Attend(attn_mask=mask)))
-    monkeypatch.setattr(calls, "_without", telling)
-    _, (seen,) = watch(*attending(Slower(attn_mask=mask)))
+    """As on GPUs, where flash attention has no masks: as called, with plain arguments, and with the mask alone."""
+    ranks = iter([MIDDLING, FASTEST, MIDDLING])
+    monkeypatch.setattr(calls, "kernel_rank", lambda operation: next(ranks))
+    _, (seen,) = record_calls(*attending(Attend(attn_mask=torch.ones(8, 8, dtype=torch.bool))))
     assert (seen.rank, seen.causes) == (MIDDLING, {"attn_mask": "bool[8, 8]"})
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [("_scaled_dot_product_efficient_attention", MIDDLING), ("_scaled_dot_product_flash_attention", FASTEST)],
+)
+def test_the_rank_of_a_kernel(name, rank):
+    assert calls.kernel_rank(getattr(torch.ops.aten, name).default) == rank
 
 
 def test_what_runs_once_more_to_be_watched_is_no_product_of_the_step():
     model = nn.Sequential(Attend(), nn.Linear(24, 24))
-    plain = watch(*attending(model, ft.with_amp("bf16")))
-    assert watch(*attending(model, ft.with_amp("bf16", watch=True))) == plain
+    plain = record_calls(*attending(model, ft.with_amp("bf16")))
+    assert record_calls(*attending(model, ft.with_amp("bf16", watch=True))) == plain
 
 
 def test_a_precision_that_was_chosen_for_one_device_needs_no_advice(monkeypatch):
@@ -264,7 +253,7 @@ def test_a_precision_that_was_chosen_for_one_device_needs_no_advice(monkeypatch)
         raise RuntimeError("PyTorch is checking the matmul precision without a specific backend name")
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
-    products, _ = watch(*attending(Attend()))
+    products, _ = record_calls(*attending(Attend()))
     assert not any(each.exact for each in products)
 
 
@@ -273,7 +262,7 @@ def test_a_loss_without_a_module_and_with_a_key():
         return ft.random.dropout(rng, batch @ params["w"], 0.5).square().mean()
 
     step = ft.train_step(loss, ft.optim.sgd(0.1))
-    (seen,), attentions = watch(step, step.init({"w": torch.ones(5, 7)}), torch.ones(3, 5))
+    (seen,), attentions = record_calls(step, step.init({"w": torch.ones(5, 7)}), torch.ones(3, 5))
     assert (seen.module, seen.rows, seen.inner, seen.columns) == ("", 3, 5, 7)
     assert attentions == []
 

@@ -9,6 +9,7 @@ import torch
 import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, ConsumedError, DataError, FtrainError, OptionError, StructureError, TraceError
+from ftrain.profiling.comparison import Original
 from ftrain.profiling.ladder import TECHNIQUES, Case, run
 from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER
 from tests.profiling.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
@@ -25,7 +26,7 @@ def timed(monkeypatch):
         monkeypatch.setattr(run, "race", scripted(times or {}))
         monkeypatch.setattr(run, "anatomy", remembered(run.anatomy))
         if not measured:
-            monkeypatch.setattr(run._Trial, "_measured", lambda self, row, case: None)
+            monkeypatch.setattr(Original, "measured_peak", lambda self, variant, batch, at_rest: None)
         monkeypatch.setattr(run, "run_rules", lambda facts: [])
         options = {"rounds": 3, **options}
         return ft.ladder(step, options.pop("state", None) or step.init(), given, **options)

@@ -62,7 +62,7 @@ def always(name, error):
 def test_racers_take_turns_back_and_forth_and_the_first_round_does_not_count():
     said = []
     racers = {name: Scripted(name, said, 9.0, 1.0, 2.0, 3.0) for name in "abc"}
-    found = race(racers, 3, spares=never)
+    found = race(racers, 3, is_result=never)
     assert "".join(said) == "abccbaabccba"
     assert found == {name: [1.0, 2.0, 3.0] for name in "abc"}
     assert all(racer.closed == 1 for racer in racers.values())
@@ -71,7 +71,7 @@ def test_racers_take_turns_back_and_forth_and_the_first_round_does_not_count():
 def test_out_of_memory_is_tried_again_when_the_others_have_given_theirs_back():
     said, oom = [], torch.OutOfMemoryError("on purpose")
     racers = {"a": Scripted("a", said), "b": Scripted("b", said, oom)}
-    assert race(racers, 1, spares=never) == {"a": [1.0], "b": [1.0]}
+    assert race(racers, 1, is_result=never) == {"a": [1.0], "b": [1.0]}
     assert "".join(said) == "abbba"
     assert racers["a"].closed == 2
 
@@ -79,7 +79,7 @@ def test_out_of_memory_is_tried_again_when_the_others_have_given_theirs_back():
 def test_who_runs_out_of_memory_alone_is_out_and_the_others_go_on():
     said, oom = [], torch.OutOfMemoryError("on purpose")
     racers = {"a": Scripted("a", said), "b": Scripted("b", said, oom, oom)}
-    found = race(racers, 2, spares=always)
+    found = race(racers, 2, is_result=always)
     assert found["a"] == [1.0, 1.0]
     assert found["b"] is oom
     assert "".join(said) == "abbaa"
@@ -106,7 +106,7 @@ def test_states_that_do_not_fit_beside_each_other_come_one_after_the_other(monke
     racers = {name: Large(name, []) for name in "abc"}
     for racer, needs in zip(racers.values(), (40, 50, 60), strict=True):
         racer._needs, racer._state = needs, None
-    found = race(racers, 2, spares=never)
+    found = race(racers, 2, is_result=never)
     assert found == {name: [1.0, 1.0] for name in "abc"}
     assert most[0] == 90  # The first two stay beside each other.
 
@@ -114,12 +114,12 @@ def test_states_that_do_not_fit_beside_each_other_come_one_after_the_other(monke
 def test_errors_that_are_no_results_are_raised():
     racers = {"a": Scripted("a", [], ValueError("broken"))}
     with pytest.raises(ValueError, match="broken"):
-        race(racers, 1, spares=never)
-    assert isinstance(race({"a": Scripted("a", [], ValueError("broken"))}, 1, spares=always)["a"], ValueError)
+        race(racers, 1, is_result=never)
+    assert isinstance(race({"a": Scripted("a", [], ValueError("broken"))}, 1, is_result=always)["a"], ValueError)
 
 
 def test_a_racer_runs_on_a_state_of_its_own_and_fills_its_turns(monkeypatch):
-    monkeypatch.setattr(timing, "LEAST", 0.1)
+    monkeypatch.setattr(timing, "TURN", 0.1)
     clock = itertools.count()
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: next(clock) * 0.02))
     step, made = make(), []
@@ -137,13 +137,13 @@ def test_a_racer_runs_on_a_state_of_its_own_and_fills_its_turns(monkeypatch):
     racer = Racer(counted, begin, batch(4), HOST)
     # A step takes 0.02 s by that clock, so that five of them fill a turn.
     assert racer.turn() == pytest.approx(0.02 / 5)
-    assert calls == list(range(timing.WARM + 1 + 5))
+    assert calls == list(range(timing.WARM_UP + 1 + 5))
     racer.turn()
     assert len(made) == 1
     racer.close()
     racer.turn()
     assert len(made) == 2
-    assert calls[-timing.WARM - 5 :] == list(range(timing.WARM + 5))
+    assert calls[-timing.WARM_UP - 5 :] == list(range(timing.WARM_UP + 5))
     assert int(made[0].step) == 0
 
 
@@ -165,7 +165,7 @@ def test_a_source_of_data_is_left_where_it_was_when_a_step_fails():
     before, runs = data.state_dict(), itertools.count()
 
     def step(state, batch):
-        if next(runs) == timing.WARM + 2:
+        if next(runs) == timing.WARM_UP + 2:
             raise ZeroDivisionError
         return state, {}
 
@@ -203,7 +203,7 @@ def test_the_parts_of_loading_are_told_apart(monkeypatch):
 
 @pytest.mark.parametrize("data", [iter([1, 2]), (each for each in (1, 2)), 3, []])
 def test_data_that_cannot_be_timed(data):
-    with pytest.raises(DataError, match=r"data is|data has 0 batches"):
+    with pytest.raises(DataError, match=r"data is|data has fewer than two"):
         loading(make(), None, data, HOST)
 
 

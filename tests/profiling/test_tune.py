@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import re
 
 import pytest
 import torch
@@ -11,12 +10,10 @@ from torch import nn
 
 import ftrain as ft
 from ftrain import tree
-from ftrain.backends.format_bytes import format_bytes
+from ftrain.backends.format_bytes import parse_bytes
 from ftrain.errors import ComposeError, ConsumedError, DeviceError, OptionError, StructureError
-from ftrain.profiling import rates
-from ftrain.profiling.step_variants import smaller_optimizers
+from ftrain.profiling import comparison, rates
 from ftrain.profiling.tuning import run, search
-from ftrain.profiling.tuning.amounts import as_bytes
 from tests.profiling.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
 
 WIDTH, LENGTH = 64, 2048
@@ -187,7 +184,7 @@ def test_a_loss_that_cannot_be_evaluated_is_taken_by_its_law(timed):
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_two_of_many_pieces_show_how_large_all_are(policy):
     step, given = problem(ft.clip(1.0))
-    found = search.Search(step, None, given, "1GB")._predicted(8, policy)
+    found = search.Search(step, None, given, "1GB")._predict(8, policy)
     needed = ft.anatomy(found.step, None, given)
     assert found.predicted == pytest.approx(needed.peak, rel=1e-3)
     assert found.flops == pytest.approx(sum(needed.flops.values()), rel=1e-2)
@@ -218,12 +215,12 @@ def test_a_model_that_no_machine_holds():
 
 def test_what_is_measured_above_the_limit_is_not_taken(timed, monkeypatch):
     step, given = problem()
-    measured = run._measured
+    measured = run._measured_peak
 
     def pretending(search, candidate):
         return 10**9 if not candidate.wrappers else measured(search, candidate)
 
-    monkeypatch.setattr(run, "_measured", pretending)
+    monkeypatch.setattr(run, "_measured_peak", pretending)
     found = timed(step, given, {"accumulate": 2.0}, memory="100MB")
     assert wrappers(found.step) == ["accumulate"]
     assert verdicts(found)[1, "none"] == "takes 953.7 MiB, measured"
@@ -235,7 +232,7 @@ def test_what_runs_alone_and_not_beside_another_state_is_taken_as_it_was_predict
     def short(*given, **options):
         raise torch.OutOfMemoryError("on purpose")
 
-    monkeypatch.setattr(run, "anatomy", short)
+    monkeypatch.setattr(comparison, "measure", short)
     found = timed(step, given, memory="1GB")
     assert found.rows[0].verdict == "<- fastest; not measured"
     assert found.rows[0].measured is None
@@ -288,24 +285,6 @@ def test_less_memory_than_the_state_takes():
     assert "tune: memory is 300.0 KiB, and the state and the batch alone take 710.8 KiB:" in text
     for line in ("parameters", "optimizer state", "What would take less:", "ft.optim.adamw_8bit", "trainable="):
         assert line in text
-
-
-def test_other_optimizers_are_sized_and_not_run(monkeypatch):
-    """To predict a step of 8-bit AdamW takes some time for each million of parameters."""
-    step, given = make(width=WIDTH), batch(256, WIDTH)
-    needed = {name: anatomy_of(other, given) for name, other in smaller_optimizers(step).items()}
-    asked = []
-    monkeypatch.setattr(search, "anatomy", lambda *args, **options: asked.append(1) or ft.anatomy(*args, **options))
-    for state in (step.init(), None):
-        with pytest.raises(OptionError) as caught:
-            ft.tune(step, state, given, memory="300 KiB")
-        for name, size in needed.items():
-            assert re.search(rf"{re.escape(name)} +{format_bytes(size)}", str(caught.value))
-    assert len(asked) == 2
-
-
-def anatomy_of(step, given):
-    return ft.anatomy(step, None, given, measure=False).at_rest.total()
 
 
 class Remembering(nn.Module):
@@ -366,7 +345,7 @@ def test_no_amount_of_memory(memory):
 
 def test_amounts_of_memory():
     told = {"8GB": 8 * 10**9, "8GiB": 8 * 2**30, "1.5 mb": 1_500_000, "2TiB": 2**41, "10kB": 10_000, "7B": 7, 12: 12}
-    assert {each: as_bytes(each) for each in told} == told
+    assert {each: parse_bytes("tune", each) for each in told} == told
 
 
 def test_what_tune_refuses():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,21 +24,20 @@ from ftrain.transforms.remat.policies import ATTENTION
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, UpdateFn, replace
 
 _aten = torch.ops.aten
-FACTORS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
-"""Where the two factors of a product stand among its arguments."""
+FIRST_FACTOR = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
+"""Product -> index of its first factor among its arguments; the second factor follows."""
 
-POSITIONS = {
-    F.scaled_dot_product_attention: {3: "attn_mask", 4: "dropout_p"},
-    F.multi_head_attention_forward: {10: "dropout_p"},
+PARAMETERS = {
+    F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+    F.multi_head_attention_forward: tuple(inspect.signature(F.multi_head_attention_forward).parameters),
 }
+"""Function of attention -> names of its parameters, in order."""
+
 PLAIN = {"attn_mask": None, "key_padding_mask": None, "dropout_p": 0.0, "need_weights": False}
 """Arguments of attention that may force a slower kernel, with the values that do not."""
 
-DEFAULTS = {(F.multi_head_attention_forward, "need_weights"): True}
-"""Defaults of torch that differ from `PLAIN`."""
 
-
-def watch(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], list[Attention]]:
+def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], list[Attention]]:
     """Return the products and attention calls of the loss of a step, in all its microbatches.
 
     Raises:
@@ -53,14 +52,14 @@ def watch(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], 
     if step.base.needs_rng:
         key = random.to_device(random.from_words((0, 0)), tree.device_of(state.params))
         key = _fake_on_device(mode, key)
-    seen = _Seen(step.base.module)
+    recorder = _Recorder(step.base.module)
 
-    def watching(loss: LossFn) -> LossFn:
-        def watched(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-            with seen, seen.attention, seen.running.followed():
+    def recording(loss: LossFn) -> LossFn:
+        def recorded(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            with recorder, _AttentionRecorder(recorder), recorder.running.followed():
                 return loss(params, batch, rng=rng, buffers=buffers)
 
-        return watched
+        return recorded
 
     def skipping(update: UpdateFn) -> UpdateFn:
         def skipped(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
@@ -68,51 +67,63 @@ def watch(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], 
 
         return skipped
 
-    core = step.assemble(around_loss=watching, around_update=skipping)
+    run = step.assemble(around_loss=recording, around_update=skipping)
     with fake_run("hints", step, mode):
-        core(state, batch, {}, key)
-    return seen.products, seen.attentions
+        run(state, batch, {}, key)
+    return recorder.products, recorder.attentions
 
 
 def _fake_on_device(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     return fake_like(mode, tensor, tree.HOST if tensor.is_meta else None)
 
 
-class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records products, and which kernels of attention run."""
 
     def __init__(self, module: nn.Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.products: list[Product] = []
         self.attentions: list[Attention] = []
-        self.attention = _Calls(self)
         self.running = Running(module)
-        self._kernels: list[int] = []
-        self._silent = False
+        self._ranks: list[int] = []
+        self._is_trial = False
 
-    def rank(self, call: Callable[[], Any], *, silent: bool) -> tuple[Any, int]:
-        """Return the result of a call, and the rank of the attention kernel that it ran."""
-        outer_kernels, self._kernels, self._silent = self._kernels, [], silent
+    def run(self, call: Callable[[], Any]) -> tuple[Any, int]:
+        """Return the result of a call, and the rank of the slowest attention kernel that it ran."""
+        outer_ranks, self._ranks = self._ranks, []
         try:
-            # What such a call saves for a gradient must not count as saved by a rematerialised block.
-            with saved_tensors_hooks(_same, _same) if silent else nullcontext():
-                returned = call()
-            return returned, min(self._kernels, default=SLOWEST)
+            return call(), min(self._ranks, default=SLOWEST)
         finally:
-            self._kernels, self._silent = outer_kernels, False
+            self._ranks = outer_ranks
+
+    def try_rank(self, call: Callable[[], Any]) -> int:
+        """Return the rank of a call that is not part of the loss, and is not recorded."""
+        self._is_trial = True
+        try:
+            # Otherwise a rematerialised block would count what the call saves for a gradient.
+            with saved_tensors_hooks(_same, _same):
+                return self.run(call)[1]
+        finally:
+            self._is_trial = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record it."""
         returned = func(*args, **(kwargs or {}))
         if func in ATTENTION:
-            self._kernels.append(MIDDLING if "efficient" in func.name() else FASTEST)
-        if func in FACTORS and not self._silent and not is_aside():
-            left, right = args[FACTORS[func] :][:2]
-            *many, rows, inner = left.shape
-            columns, exact = right.shape[-1], _is_exact(left.dtype)
-            flops = 2 * rows * inner * columns * (many[0] if many else 1)
-            self.products.append(Product(self.running.name, rows, inner, columns, left.dtype, exact, flops))
+            self._ranks.append(kernel_rank(func))
+        if func in FIRST_FACTOR and not self._is_trial and not is_aside():
+            first, second = args[FIRST_FACTOR[func] :][:2]
+            *batch, rows, inner = first.shape
+            columns = second.shape[-1]
+            flops = 2 * rows * inner * columns * (batch[0] if batch else 1)
+            is_exact = _is_exact(first.dtype)
+            self.products.append(Product(self.running.name, rows, inner, columns, first.dtype, is_exact, flops))
         return returned
+
+
+def kernel_rank(operation: Any) -> int:
+    """Return the rank of an operation that is a fused kernel of attention."""
+    return MIDDLING if "efficient" in operation.name() else FASTEST
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -128,55 +139,33 @@ def _is_exact(dtype: torch.dtype) -> bool:
     return dtype == torch.float64 or (dtype == torch.float32 and exact)
 
 
-class _Calls(TorchFunctionMode):
-    """Finds the arguments that force a slower kernel, for each call of attention."""
+class _AttentionRecorder(TorchFunctionMode):
+    """Records calls of attention, with the arguments that force a slower kernel."""
 
-    def __init__(self, seen: _Seen) -> None:
+    def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
-        self._seen = seen
+        self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function; attention again without each argument that may matter."""
-        kwargs = dict(kwargs or {})
-        if func not in POSITIONS or is_aside():
+        """Run a function; attention again with plain values in place of arguments that may matter."""
+        kwargs = kwargs or {}
+        if func not in PARAMETERS or is_aside():
             return func(*args, **kwargs)
-        returned, rank = self._seen.rank(lambda: func(*args, **kwargs), silent=False)
-        causes: list[str] = []
-        for names in _suspects(func, args, kwargs):
-            # Where several arguments each force it, leaving out one of them changes nothing.
-            if len(names) > 1 and causes:
-                break
-            if self._seen.rank(_without(func, args, kwargs, names), silent=True)[1] > rank:
-                causes += names
-        values = {name: _describe(_argument(func, args, kwargs, name)) for name in causes}
-        self._seen.attentions.append(Attention(self._seen.running.name, rank, values))
+        returned, rank = self._recorder.run(partial(func, *args, **kwargs))
+        # What `multi_head_attention_forward` does by default.
+        arguments: dict[str, Any] = {"need_weights": True} if "need_weights" in PARAMETERS[func] else {}
+        arguments |= {**dict(zip(PARAMETERS[func], args, strict=False)), **kwargs}
+        suspects = {
+            name: arguments[name]
+            for name, value in PLAIN.items()
+            if name in arguments and (isinstance(arguments[name], Tensor) or arguments[name] != value)
+        }
+        plain = {**arguments, **{name: PLAIN[name] for name in suspects}}
+        fastest = self._recorder.try_rank(partial(func, **plain)) if suspects else rank
+        causes = {
+            name: tree.describe(value) if isinstance(value, Tensor) else repr(value)
+            for name, value in suspects.items()
+            if self._recorder.try_rank(partial(func, **{**plain, name: value})) < fastest
+        }
+        self._recorder.attentions.append(Attention(self._recorder.running.name, rank, causes))
         return returned
-
-
-def _argument(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    place = next((index for index, each in POSITIONS[func].items() if each == name), len(args))
-    return args[place] if place < len(args) else kwargs.get(name, DEFAULTS.get((func, name), PLAIN[name]))
-
-
-def _describe(value: Any) -> str:
-    return tree.describe(value) if isinstance(value, Tensor) else repr(value)
-
-
-def _suspects(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[str]]:
-    """Return the arguments that may force a slower kernel: one by one, and then all together."""
-    values = {name: _argument(func, args, kwargs, name) for name in PLAIN}
-    suspects = [name for name, value in values.items() if isinstance(value, Tensor) or value != PLAIN[name]]
-    single = [[name] for name in suspects]
-    return [*single, suspects] if len(suspects) > 1 else single
-
-
-def _without(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]) -> Callable[[], Any]:
-    """Return the call with plain values for some of its arguments."""
-    places = {name: index for index, name in POSITIONS[func].items() if index < len(args)}
-    positional, named = list(args), dict(kwargs)
-    for name in names:
-        if name in places:
-            positional[places[name]] = PLAIN[name]
-        else:
-            named[name] = PLAIN[name]
-    return partial(func, *positional, **named)

@@ -12,11 +12,12 @@ from ftrain import backends, tree
 from ftrain.errors import BatchError, ComposeError, require_order
 from ftrain.profiling import rates
 from ftrain.profiling.anatomy import Anatomy, anatomy
-from ftrain.profiling.hints.calls import watch
+from ftrain.profiling.comparison import Original
+from ftrain.profiling.hints.calls import record_calls
 from ftrain.profiling.hints.facts import Facts, Product
 from ftrain.profiling.hints.rules import Hint, run_rules
-from ftrain.profiling.step_variants import double_batch, state_for
-from ftrain.profiling.timing import Interval, Loading, Racer, interval, loading, race
+from ftrain.profiling.step_variants import double_batch
+from ftrain.profiling.timing import Interval, Loading, interval, loading, race
 from ftrain.step.flops import CONTRACTION
 from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
@@ -54,20 +55,17 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
     if not isinstance(step, Step):
         raise ComposeError(f"hints: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
     step.require(state)
-    device = tree.device_of(state.params)
-    batch = tree.to(as_tree(batch), device)
-
-    def begin() -> TrainState:
-        return state_for(step, step, state)
+    original = Original(step, state)
+    batch = tree.to(as_tree(batch), original.device)
 
     measured: dict[str, Any] = {}
     if data is not None:
-        measured["loading"] = loading(step, begin(), data, device)
+        measured["loading"] = loading(step, original.state_for(step), data, original.device)
     parts = anatomy(step, state, batch, measure=False)
-    racers = {"once": Racer(step, begin, batch, device)}
+    racers = {"once": original.racer(step, batch)}
     with suppress(BatchError):  # Its tensors do not say how many examples it has.
-        racers["twice"] = Racer(step, begin, double_batch(batch), device)
-    times: dict[str, Any] = race(racers, ROUNDS, spares=lambda name, error: name == "twice")
+        racers["twice"] = original.racer(step, double_batch(batch))
+    times: dict[str, Any] = race(racers, ROUNDS, is_result=lambda name, error: name == "twice")
     if isinstance(times.get("twice"), list):
         measured["doubled"] = interval([2 * a / b for a, b in zip(times["once"], times["twice"], strict=True)])
     return run_rules(facts_of(step, state, batch, parts, interval(times["once"]).median, **measured))
@@ -98,7 +96,7 @@ def facts_of(
     """
     device = tree.device_of(state.params)
     record = backends.of(device)
-    products, attentions = watch(step, state, batch)
+    products, attentions = record_calls(step, state, batch)
     return Facts(
         products,
         attentions,

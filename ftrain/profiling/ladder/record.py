@@ -37,6 +37,7 @@ class Row:
         examples: in a batch.
         seconds: of a step, the median round with its interval; None where it did not run.
         speed: examples a second, relative to the step as given in the same round; None where it did not run.
+        at_rest: bytes of its state and its batch; None where it did not run.
         predicted: bytes at the peak, predicted; None where that was not possible.
         measured: bytes at the peak, measured.
         bytes_a_parameter: of weights, their copies, optimizer state and gradients.
@@ -51,6 +52,7 @@ class Row:
     examples: int
     seconds: Interval | None = None
     speed: Interval | None = None
+    at_rest: int | None = None
     predicted: int | None = None
     measured: int | None = None
     bytes_a_parameter: float | None = None

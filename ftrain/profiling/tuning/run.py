@@ -11,9 +11,9 @@ from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import ComposeError, DeviceError, require_order, require_positive
 from ftrain.profiling.anatomy import anatomy
+from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints import Hint, facts_of, run_rules
-from ftrain.profiling.step_variants import state_for
-from ftrain.profiling.timing import Interval, Racer, interval, race
+from ftrain.profiling.timing import interval, race
 from ftrain.profiling.tuning.record import Trial, Trials
 from ftrain.profiling.tuning.search import Search
 from ftrain.step.purity import as_tree
@@ -87,61 +87,66 @@ def trials(
         step.require(state)
         batch = tree.to(as_tree(batch), tree.device_of(state.params))
     search = Search(step, state, as_tree(batch), memory)
-    rows = search.predicted()
+    rows = search.predict()
     fitting = [row for row in rows if not row.verdict]
     if not fitting:
         raise _nothing_fits(search, rows)
-    fitting.sort(key=lambda row: ((row.pieces, row.policy) != search.given, row.flops, row.pieces))
-    timed = _timed(search, fitting[:MOST], rounds)
-    chosen, tried = _verified(search, timed)
-    known = {(row.pieces, row.policy): row for row in [*rows, *tried]}
-    rows = [row if row.verdict else dataclasses.replace(row, verdict=UNTRIED) for row in known.values()]
-    took = next((row.seconds for row in timed if row.step is chosen), None)
-    return Trials(chosen, rows, search.memory, tree.batch_length(search.batch) or 1, _hints(search, chosen, took))
+    fitting.sort(key=lambda row: ((row.pieces, row.policy) != search.original, row.flops, row.pieces))
+    best, *slower = _choose(search, _time(search, fitting[:MOST], rounds))
+    by_candidate = {(row.pieces, row.policy): row for row in [*rows, best, *slower]}
+    rows = [row if row.verdict else dataclasses.replace(row, verdict=UNTRIED) for row in by_candidate.values()]
+    examples = tree.batch_length(search.batch) or 1
+    return Trials(best.step, rows, search.memory, examples, _hints(search, best))
 
 
-def _timed(search: Search, rows: Sequence[Trial], rounds: int) -> list[Trial]:
+def _time(search: Search, rows: Sequence[Trial], rounds: int) -> list[Trial]:
     """Return candidates with their times, fastest first; where nothing can run, those that compute least."""
-    state = search.state
-    if state is None or not search.runs:
+    if search.state is None or not search.runs:
         return sorted(rows, key=lambda row: (row.flops, row.pieces))
-    racers = {str(index): _racer(search, row, state) for index, row in enumerate(rows)}
-    done = []
-    for row, times in zip(rows, race(racers, rounds, spares=_no_memory).values(), strict=True):
-        if isinstance(times, Exception):
-            done.append(dataclasses.replace(row, verdict="ran out of memory"))
-        else:
-            done.append(dataclasses.replace(row, seconds=interval(times), verdict="slower"))
-    return sorted(done, key=lambda row: row.seconds.median if row.seconds else float("inf"))
+    original = Original(search.step, search.state)
+    racers = {str(index): original.racer(row.step, search.batch, row.predicted or 0) for index, row in enumerate(rows)}
+    times = race(racers, rounds, is_result=lambda name, error: is_out_of_memory(error))
+    timed = [
+        dataclasses.replace(row, verdict="ran out of memory")
+        if isinstance(seconds, Exception)
+        else dataclasses.replace(row, seconds=interval(seconds), verdict="slower")
+        for row, seconds in zip(rows, times.values(), strict=True)
+    ]
+    return sorted(timed, key=lambda row: row.seconds.median if row.seconds else float("inf"))
 
 
-def _racer(search: Search, row: Trial, state: TrainState) -> Racer:
-    device = tree.device_of(state.params)
-    return Racer(row.step, lambda: state_for(row.step, search.step, state), search.batch, device, row.predicted or 0)
-
-
-def _verified(search: Search, rows: Sequence[Trial]) -> tuple[Step, list[Trial]]:
-    """Return the step of the first whose peak is measured within the limit, and the candidates."""
-    done = list(rows)
-    for index, row in enumerate(done):
+def _choose(search: Search, rows: Sequence[Trial]) -> list[Trial]:
+    """Return the candidates, the first one whose peak is measured within the limit in front."""
+    measured = list(rows)
+    for index, row in enumerate(rows):
         if row.seconds is None and search.runs:
             continue
-        measured = _measured(search, row.step)
-        if measured is None or measured <= search.memory:
-            done[index] = dataclasses.replace(row, measured=measured, verdict=_chosen(row, measured))
-            return row.step, done
-        done[index] = dataclasses.replace(row, measured=measured, verdict=f"takes {format_bytes(measured)}, measured")
-    raise _nothing_fits(search, done)
+        peak = _measured_peak(search, row.step)
+        if peak is None or peak <= search.memory:
+            verdict = "<- computes least"
+            if row.seconds is not None:
+                verdict = f"<- fastest; {'not measured' if peak is None else f'{format_bytes(peak)} measured'}"
+            return [dataclasses.replace(row, measured=peak, verdict=verdict), *measured[:index], *measured[index + 1 :]]
+        measured[index] = dataclasses.replace(row, measured=peak, verdict=f"takes {format_bytes(peak)}, measured")
+    raise _nothing_fits(search, measured)
 
 
-def _hints(search: Search, step: Step, took: Interval | None) -> list[Hint]:
+def _measured_peak(search: Search, step: Step) -> int | None:
+    """Return the bytes at the peak; None where nothing runs, or the copy of the state that it takes does not fit."""
+    if search.state is None or not search.runs:
+        return None
+    at_rest = anatomy(step, search.outline(step), search.batch, measure=False).at_rest.total()
+    return Original(search.step, search.state).measured_peak(step, search.batch, at_rest)
+
+
+def _hints(search: Search, best: Trial) -> list[Hint]:
     """Return what makes the chosen step slow."""
-    if search.state is None or took is None:
+    if search.state is None or best.seconds is None:
         return []
-    parts = anatomy(step, search.outline(step), search.batch, measure=False)
+    parts = anatomy(best.step, search.outline(best.step), search.batch, measure=False)
     try:
-        state = state_for(step, search.step, search.state)
-        return run_rules(facts_of(step, state, search.batch, parts, took.median))
+        state = Original(search.step, search.state).state_for(best.step)
+        return run_rules(facts_of(best.step, state, search.batch, parts, best.seconds.median))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -150,38 +155,14 @@ def _hints(search: Search, step: Step, took: Interval | None) -> list[Hint]:
         return []
 
 
-def _measured(search: Search, step: Step) -> int | None:
-    """Bytes at the peak; None where nothing runs, or the further state that it takes does not fit."""
-    if search.state is None or not search.runs:
-        return None
-    try:
-        return anatomy(step, state_for(step, search.step, search.state), search.batch).measured
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        release(error, tree.device_of(search.state.params))
-        return None
-
-
-def _no_memory(name: str, error: Exception) -> bool:
-    return is_out_of_memory(error)
-
-
-def _chosen(row: Trial, measured: int | None) -> str:
-    if row.seconds is None:
-        return "<- computes least"
-    return f"<- fastest; {'not measured' if measured is None else f'{format_bytes(measured)} measured'}"
-
-
 def _nothing_fits(search: Search, rows: Sequence[Trial]) -> DeviceError:
     known = [row for row in rows if row.predicted is not None]
     if not known:
         return DeviceError(f"tune: nothing could be tried: {rows[0].verdict}")
     least = min(known, key=lambda row: row.measured or row.predicted or 0)
-    size = format_bytes(least.measured or least.predicted or 0)
+    size, limit = format_bytes(least.measured or least.predicted or 0), format_bytes(search.memory)
     pieces = f"{least.pieces} {'piece' if least.pieces == 1 else 'pieces'}"
-    limit = format_bytes(search.memory)
     lines = [f"tune: nothing fits into {limit}; in {pieces} with remat={least.policy} it is {size}"]
-    if search.whole:
-        lines.append(f"Other pieces do not apply: {search.whole}")
+    if search.reason_to_keep_microbatches:
+        lines.append(f"Other pieces do not apply: {search.reason_to_keep_microbatches}")
     return DeviceError("\n".join([*lines, *search.shortage(least)]))
