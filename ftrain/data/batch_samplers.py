@@ -6,10 +6,9 @@ Every rank gets the same number of batches, so that no rank waits for another th
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 
@@ -18,123 +17,66 @@ from ftrain.data.sample_lengths import Lengths
 from ftrain.errors import DataError
 
 
-class BatchSampler(Protocol):
-    """Divides the indices of a window into the batches of one rank."""
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks that share a batch."""
-
-    @property
-    def granularity(self) -> int:
-        """With ``drop_last``, the number of samples that are used is a multiple of this."""
-
-    @property
-    def window_size(self) -> int:
-        """The number of samples in a window; a multiple of `granularity`."""
-
-    @property
-    def fixed_size(self) -> bool:
-        """Whether every batch has `granularity` samples on all ranks together."""
-
-    def __call__(self, indices: Indices) -> list[Indices]:
-        """Return the batches of this rank."""
-
-
 @dataclass(frozen=True)
-class FixedSizeBatchSampler:
-    """Batches of a fixed size in the given order; a window is one batch."""
+class BatchSampler:
+    """Divides the indices of a window into the batches of one rank.
 
-    batch_size: int
-    rank: int
+    Args:
+        divide: ``indices of a window -> indices of each batch of this rank``.
+        num_ranks: the number of ranks that share a batch.
+        granularity: with ``drop_last``, the number of samples that are used is a multiple of this.
+        window_size: the number of samples in a window; a multiple of `granularity`.
+        fixed_size: whether every batch has `granularity` samples on all ranks together.
+    """
+
+    divide: Callable[[Indices], list[Indices]]
     num_ranks: int
-    fixed_size: bool = True
-
-    @cached_property
-    def granularity(self) -> int:
-        """The number of samples in a batch on all ranks."""
-        return self.batch_size * self.num_ranks
-
-    @property
-    def window_size(self) -> int:
-        """The number of samples in a batch on all ranks."""
-        return self.granularity
-
-    def __call__(self, indices: Indices) -> list[Indices]:
-        """Return the one batch, of which this rank has every `num_ranks`-th sample."""
-        return [indices[self.rank :: self.num_ranks]]
+    granularity: int
+    window_size: int
+    fixed_size: bool
 
 
-@dataclass(frozen=True)
-class LengthGroupedBatchSampler:
-    """Batches of a fixed size, of samples of similar lengths."""
-
-    batch_size: int
-    rank: int
-    num_ranks: int
-    lengths: Lengths
-    min_window_size: int
-    fixed_size: bool = True
-
-    @property
-    def granularity(self) -> int:
-        """The number of samples in a batch on all ranks."""
-        return self.batch_size * self.num_ranks
-
-    @property
-    def window_size(self) -> int:
-        """`min_window_size`, rounded up to whole batches."""
-        return -(-self.min_window_size // self.granularity) * self.granularity
-
-    def __call__(self, indices: Indices) -> list[Indices]:
-        """Return samples of neighbouring lengths; the ranks get samples of similar lengths."""
-        indices = indices[np.argsort(self.lengths(indices), kind="stable")]
-        starts = range(0, len(indices), self.granularity)
-        global_batches = [indices[start : start + self.granularity] for start in starts]
-        return [batch[self.rank :: self.num_ranks] for batch in global_batches]
+def in_order(batch_size: int, rank: int, num_ranks: int) -> BatchSampler:
+    """Return batches of a fixed size in the given order; a window is one batch."""
+    size = batch_size * num_ranks
+    return BatchSampler(lambda indices: [indices[rank::num_ranks]], num_ranks, size, size, fixed_size=True)
 
 
-@dataclass(frozen=True)
-class MaxTokensBatchSampler:
-    """Batches of samples of similar lengths, with at most so many tokens (rows times the longest row) on each rank."""
+def by_length(batch_size: int, rank: int, num_ranks: int, lengths: Lengths, window_size: int) -> BatchSampler:
+    """Return batches of a fixed size, of samples of similar lengths. The window is rounded up to whole batches."""
+    size = batch_size * num_ranks
 
-    max_tokens: int
-    max_rows: int | None
-    rank: int
-    num_ranks: int
-    lengths: Lengths
-    min_window_size: int
-    fixed_size: bool = False
+    def divide(indices: Indices) -> list[Indices]:
+        indices = indices[np.argsort(lengths(indices), kind="stable")]
+        return [indices[start : start + size][rank::num_ranks] for start in range(0, len(indices), size)]
 
-    @property
-    def granularity(self) -> int:
-        """One sample for each rank."""
-        return self.num_ranks
+    return BatchSampler(divide, num_ranks, size, _round_up(window_size, size), fixed_size=True)
 
-    @property
-    def window_size(self) -> int:
-        """`min_window_size`, rounded up to a multiple of the number of ranks."""
-        return -(-self.min_window_size // self.granularity) * self.granularity
 
-    def __call__(self, indices: Indices) -> list[Indices]:
-        """Return samples of neighbouring lengths, as many rows as the longest of them allows.
+def by_tokens(
+    max_tokens: int, max_rows: int | None, rank: int, num_ranks: int, lengths: Lengths, window_size: int
+) -> BatchSampler:
+    """Return batches of samples of similar lengths, of at most `max_tokens` (rows times the longest row) on each rank.
 
-        Raises:
-            DataError: if one sample alone has more than `max_tokens`.
-        """
-        lengths = self.lengths(indices)
-        order = np.argsort(lengths, kind="stable")
-        indices, lengths = indices[order], lengths[order]
-        if len(lengths) and lengths[-1] > self.max_tokens:
+    `BatchSampler.divide` raises a DataError if one sample alone has more.
+    """
+
+    def divide(indices: Indices) -> list[Indices]:
+        sizes = lengths(indices)
+        order = np.argsort(sizes, kind="stable")
+        indices, sizes = indices[order], sizes[order]
+        if len(sizes) and sizes[-1] > max_tokens:
             raise DataError(
-                f"loader: sample {indices[-1]} has {lengths[-1]} tokens, more than max_tokens={self.max_tokens}; cut "
-                "it, leave it out, or raise max_tokens"
+                f"loader: sample {indices[-1]} has {sizes[-1]} tokens, more than max_tokens={max_tokens}; cut it, "
+                "leave it out, or raise max_tokens"
             )
         # Row k holds one sample for every rank; lengths rise, so its last sample is its longest.
-        row_lengths = lengths[self.num_ranks - 1 :: self.num_ranks]
-        mine = indices[self.rank :: self.num_ranks]
-        starts = _batch_starts([int(length) for length in row_lengths], self.max_tokens, self.max_rows)
-        return [mine[start:stop] for start, stop in zip(starts, [*starts[1:], len(mine)], strict=True)]
+        row_lengths = [int(size) for size in sizes[num_ranks - 1 :: num_ranks]]
+        starts = _batch_starts(row_lengths, max_tokens, max_rows)
+        rows = indices[rank::num_ranks]
+        return [rows[start:stop] for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True)]
+
+    return BatchSampler(divide, num_ranks, num_ranks, _round_up(window_size, num_ranks), fixed_size=False)
 
 
 def _batch_starts(rising_lengths: list[int], max_tokens: int, max_rows: int | None) -> list[int]:
@@ -147,33 +89,22 @@ def _batch_starts(rising_lengths: list[int], max_tokens: int, max_rows: int | No
     return starts
 
 
-@dataclass(frozen=True)
-class PackingBatchSampler:
-    """Batches of a fixed number of rows of one length, each filled with whole documents."""
+def by_packing(
+    num_rows: int, row_length: int, rank: int, num_ranks: int, lengths: Lengths, window_size: int
+) -> BatchSampler:
+    """Return batches of `num_rows` rows, each filled with whole documents; the last of a window may have empty rows.
 
-    rows: int
-    row_length: int
-    rank: int
-    num_ranks: int
-    lengths: Lengths
-    window_size: int
-    fixed_size: bool = False
-    granularity: int = 1
+    `BatchSampler.divide` raises a DataError if a document is longer than a row.
+    """
 
-    def __call__(self, indices: Indices) -> list[Indices]:
-        """Return documents row by row; in the last batch of a window, some rows may be empty.
-
-        Raises:
-            DataError: if a document is longer than a row.
-        """
-        rows = _best_fit_decreasing(indices, self.lengths(indices), self.row_length)
-        step = self.rows * self.num_ranks
+    def divide(indices: Indices) -> list[Indices]:
+        rows = _best_fit_decreasing(indices, lengths(indices), row_length)
+        step = num_rows * num_ranks
         global_batches = [rows[start : start + step] for start in range(0, len(rows), step)]
         # `pack` places documents one after another, and so restores these rows, or needs fewer of them.
-        return [
-            np.array(list(chain.from_iterable(batch[self.rank :: self.num_ranks])), dtype=np.int64)
-            for batch in global_batches
-        ]
+        return [np.array(list(chain.from_iterable(batch[rank::num_ranks])), dtype=np.int64) for batch in global_batches]
+
+    return BatchSampler(divide, num_ranks, 1, window_size, fixed_size=False)
 
 
 def _best_fit_decreasing(indices: Indices, lengths: Indices, row_length: int) -> list[list[int]]:
@@ -201,3 +132,7 @@ def _best_fit_decreasing(indices: Indices, lengths: Indices, row_length: int) ->
         rows[row].append(int(indices[k]))
         bisect.insort(free_space, (space - length, row))
     return rows
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

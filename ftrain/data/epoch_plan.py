@@ -80,7 +80,7 @@ class EpochPlan:
         remainder = count % sampler.granularity
         if remainder:
             count += max(sampler.num_ranks - remainder, 0)
-        batches = sampler(self._indices(epoch, first, count))
+        batches = sampler.divide(self._indices(epoch, first, count))
         if not self.shuffle or len(batches) == 1:
             return batches
         words = random.fold_in_words(rng_streams.stream(self.seed, epoch, rng_streams.WINDOW), number)

@@ -15,7 +15,7 @@ from ftrain.data import rng_streams
 from ftrain.data.batch_dataset import Collate
 from ftrain.data.fetched_batch import FetchedBatch, Position, ReadError
 from ftrain.data.stateful import has_position, position, seek
-from ftrain.data.worker_pool import read_in_one_worker
+from ftrain.data.worker_pool import WorkerOptions, read_in_one_worker
 
 START: Position = {"batch": 0, "ended": 0}
 """The start of an epoch. ``ended`` is 1 once the dataset has raised StopIteration: it may then be back at its start, so
@@ -117,26 +117,15 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
 
 
 class IterableSource:
-    """The epochs of an iterable dataset, read in this process or in one worker.
+    """The epochs of an iterable dataset, read in this process or in one worker; has the attributes of `MapSource`.
 
     Args:
         stream: the first epoch.
-        num_workers: 0 or 1.
-        timeout: how long to wait for a batch, in seconds.
-        prefetch_factor: the number of batches that the worker reads ahead.
-        context: the start method of its process; None for Python's default.
+        options: how the worker reads; it has 0 or 1 workers.
     """
 
-    def __init__(
-        self,
-        stream: IterableBatchDataset,
-        num_workers: int,
-        timeout: float,
-        prefetch_factor: int,
-        context: str | None,
-    ) -> None:
-        self._stream, self._num_workers = stream, num_workers
-        self._worker_options = timeout, prefetch_factor, context
+    def __init__(self, stream: IterableBatchDataset, options: WorkerOptions) -> None:
+        self._stream, self._options = stream, options
         self._epoch_start, self._unfinished = position(stream.dataset), False
         self.start = START
         self.optional_keys: tuple[str, ...] = ("source",)
@@ -171,9 +160,9 @@ class IterableSource:
                 stacklevel=2,
             )
         stream = replace(self._stream, epoch=epoch, position=position)
-        if self._num_workers:
+        if self._options.num_workers:
             seed = random.seed_of(rng_streams.stream(stream.seed, epoch, rng_streams.SAMPLE))
-            yield from read_in_one_worker(stream, seed, *self._worker_options)
+            yield from read_in_one_worker(stream, seed, self._options)
             return
         if "source" not in position and has_position(stream.dataset):
             self._rewind()

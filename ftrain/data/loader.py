@@ -5,29 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import get_all_start_methods
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from ftrain.data.array_dataset import arrays
 from ftrain.data.batch_dataset import BatchDataset, Collate
-from ftrain.data.batch_samplers import (
-    BatchSampler,
-    FixedSizeBatchSampler,
-    LengthGroupedBatchSampler,
-    MaxTokensBatchSampler,
-    PackingBatchSampler,
-)
+from ftrain.data.batch_samplers import BatchSampler, by_length, by_packing, by_tokens, in_order
 from ftrain.data.epoch_plan import EpochPlan
 from ftrain.data.fetched_batch import ReadError
 from ftrain.data.iterable_source import IterableBatchDataset, IterableSource
 from ftrain.data.map_source import MapSource
 from ftrain.data.packing import packed
 from ftrain.data.sample_lengths import lengths_function
-from ftrain.data.source import Source
-from ftrain.data.worker_pool import WorkerPool
+from ftrain.data.worker_pool import WorkerOptions, WorkerPool
 from ftrain.errors import ComposeError, DataError, OptionError, require_positive, require_range
 from ftrain.types import PyTree
+
+Source: TypeAlias = MapSource | IterableSource
 
 MIN_WINDOW = 4096
 """The least number of samples in a window, where batches depend on lengths: many of each length, and sorted quickly."""
@@ -252,16 +247,8 @@ def loader(
     >>> [batch["x"].tolist() for batch in data]
     [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
     """
-    _require_options(
-        batch_size,
-        timeout,
-        on_error,
-        context,
-        rank,
-        num_ranks,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor,
-    )
+    worker_options = WorkerOptions(num_workers, timeout, prefetch_factor, context)
+    _require_options(batch_size, rank, num_ranks, on_error, worker_options)
     collate = collate or (default_collate if pack is None else packed(pack, rows=batch_size))
     if type(dataset) is TensorDataset:
         # The same samples, which are read a batch at a time.
@@ -270,7 +257,7 @@ def loader(
         uses_lengths = any(option is not None for option in (lengths, max_tokens, pack, window)) or batch_size is None
         _require_iterable_options(dataset, shuffle, num_workers, num_ranks, uses_lengths, on_error)
         stream = IterableBatchDataset(dataset, batch_size or 1, collate, seed, drop_last)
-        return Loader(IterableSource(stream, num_workers, timeout, prefetch_factor, context))
+        return Loader(IterableSource(stream, worker_options))
     num_samples = len(dataset)
     batch_sampler = _batch_sampler(
         num_samples, batch_size, rank, num_ranks, lengths=lengths, max_tokens=max_tokens, pack=pack, window=window
@@ -278,7 +265,6 @@ def loader(
     plan = EpochPlan(num_samples, batch_sampler, seed, shuffle, drop_last)
     _require_batches(plan)
     batches = BatchDataset(dataset, collate, seed=seed, skip_errors=on_error == "skip", refill=pack is None)
-    workers = WorkerPool(batches, num_workers, timeout, prefetch_factor, context)
     sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "pack": pack}
     fingerprint = {
         "seed": seed,
@@ -289,7 +275,7 @@ def loader(
         **{name: size for name, size in sizes.items() if size is not None},
         **({} if lengths is None else {"window_size": batch_sampler.window_size}),
     }
-    return Loader(MapSource(plan, workers, fingerprint), num_ranks)
+    return Loader(MapSource(plan, WorkerPool(batches, worker_options), fingerprint), num_ranks)
 
 
 def _batch_sampler(
@@ -314,14 +300,14 @@ def _batch_sampler(
         raise OptionError("loader: batch_size is None, which needs max_tokens=")
     size = batch_size or 1
     if lengths is None:
-        return FixedSizeBatchSampler(size, rank, num_ranks)
+        return in_order(size, rank, num_ranks)
     lengths_of = lengths_function(lengths, num_samples)
     window_size = window or max(MIN_WINDOW, MIN_WINDOW_BATCHES * size * num_ranks)
     if max_tokens is not None:
-        return MaxTokensBatchSampler(max_tokens, batch_size, rank, num_ranks, lengths_of, window_size)
+        return by_tokens(max_tokens, batch_size, rank, num_ranks, lengths_of, window_size)
     if pack is not None:
-        return PackingBatchSampler(size, pack, rank, num_ranks, lengths_of, window_size)
-    return LengthGroupedBatchSampler(size, rank, num_ranks, lengths_of, window_size)
+        return by_packing(size, pack, rank, num_ranks, lengths_of, window_size)
+    return by_length(size, rank, num_ranks, lengths_of, window_size)
 
 
 def _is_map_style(dataset: Any) -> bool:
@@ -343,18 +329,11 @@ def _is_map_style(dataset: Any) -> bool:
 
 
 def _require_options(
-    batch_size: int | None,
-    timeout: float,
-    on_error: str,
-    context: str | None,
-    rank: int,
-    num_ranks: int,
-    *,
-    num_workers: int,
-    prefetch_factor: int,
+    batch_size: int | None, rank: int, num_ranks: int, on_error: str, worker_options: WorkerOptions
 ) -> None:
-    for name, value in (("num_ranks", num_ranks), ("prefetch_factor", prefetch_factor)):
-        require_positive("loader", name, value)
+    num_workers, timeout, prefetch_factor, context = worker_options
+    require_positive("loader", "num_ranks", num_ranks)
+    require_positive("loader", "prefetch_factor", prefetch_factor)
     if batch_size is not None:
         require_positive("loader", "batch_size", batch_size)
     for name, number, end in (("rank", rank, num_ranks), ("num_workers", num_workers, float("inf"))):

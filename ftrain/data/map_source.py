@@ -13,7 +13,13 @@ from ftrain.data.worker_pool import WorkerPool
 
 
 class MapSource:
-    """The batches of a map-style dataset, as an `EpochPlan` divides it and a `WorkerPool` reads it."""
+    """The batches of a map-style dataset, as an `EpochPlan` divides it and a `WorkerPool` reads it.
+
+    Attributes:
+        start: the position at which an epoch starts; its keys are in every position.
+        optional_keys: further keys that a position may have.
+        fingerprint: the options on which the order of batches depends. A saved position is valid only for equal ones.
+    """
 
     def __init__(self, plan: EpochPlan, workers: WorkerPool, options: dict[str, Any]) -> None:
         self.start: Position = {"window": 0, "batch": 0}

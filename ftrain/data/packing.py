@@ -20,6 +20,9 @@ NO_DOCUMENT = -1
 Document: TypeAlias = "Sequence[int] | Tensor | Mapping[str, Any]"
 """Tokens, or a mapping with tokens and optionally ``"labels"``."""
 
+_Piece: TypeAlias = tuple[Tensor, Tensor]
+"""The tokens and labels of a document, or of a part that fits in a row."""
+
 
 def pack(
     documents: Iterable[Document],
@@ -59,22 +62,25 @@ def pack(
     require_positive("pack", "length", length)
     if rows is not None:
         require_positive("pack", "rows", rows)
-    placed, used = _place_documents(documents, length, field, cut)
-    if rows is not None and used > rows:
+    filled = _fill_rows(_pieces(documents, length, field, cut), length)
+    if rows is not None and len(filled) > rows:
         raise DataError(
-            f"pack: the documents fill {used} rows of {length} tokens, and rows={rows}; give fewer at a time"
+            f"pack: the documents fill {len(filled)} rows of {length} tokens, and rows={rows}; give fewer at a time"
         )
-    shape = (used if rows is None else rows, length)
+    shape = (len(filled) if rows is None else rows, length)
     batch = {
         name: torch.full(shape, fill, dtype=torch.int64)
         for name, fill in (("tokens", pad), ("labels", IGNORED), ("positions", 0), ("documents", NO_DOCUMENT))
     }
-    for piece in placed:
-        place = piece.row, slice(piece.start, piece.start + len(piece.tokens))
-        batch["tokens"][place] = piece.tokens
-        batch["labels"][place] = piece.labels
-        batch["positions"][place] = torch.arange(len(piece.tokens))
-        batch["documents"][place] = piece.number
+    for row, pieces in enumerate(filled):
+        start = 0
+        for number, (tokens, labels) in enumerate(pieces):
+            place = row, slice(start, start + len(tokens))
+            batch["tokens"][place] = tokens
+            batch["labels"][place] = labels
+            batch["positions"][place] = torch.arange(len(tokens))
+            batch["documents"][place] = number
+            start += len(tokens)
     return batch
 
 
@@ -132,28 +138,20 @@ def block_mask(documents: Tensor) -> Tensor:
     return same_document.tril().unsqueeze(1)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    row: int
-    start: int
-    number: int
-    tokens: Tensor
-    labels: Tensor
+def _fill_rows(pieces: Iterator[_Piece], length: int) -> list[list[_Piece]]:
+    """Return the documents of each row, in the given order."""
+    rows: list[list[_Piece]] = []
+    free_space = 0
+    for tokens, labels in pieces:
+        if len(tokens) > free_space:
+            rows.append([])
+            free_space = length
+        rows[-1].append((tokens, labels))
+        free_space -= len(tokens)
+    return rows
 
 
-def _place_documents(documents: Iterable[Document], length: int, field: str, cut: bool) -> tuple[list[_Piece], int]:
-    """Return the place of every document, and the number of rows."""
-    placed: list[_Piece] = []
-    row, start, number = -1, length, 0
-    for tokens, labels in _pieces(documents, length, field, cut):
-        if start + len(tokens) > length:
-            row, start, number = row + 1, 0, 0
-        placed.append(_Piece(row, start, number, tokens, labels))
-        start, number = start + len(tokens), number + 1
-    return placed, row + 1
-
-
-def _pieces(documents: Iterable[Document], length: int, field: str, cut: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(documents: Iterable[Document], length: int, field: str, cut: bool) -> Iterator[_Piece]:
     for index, document in enumerate(documents):
         tokens, labels = _read(document, field, index)
         if len(tokens) > length and not cut:
@@ -165,7 +163,7 @@ def _pieces(documents: Iterable[Document], length: int, field: str, cut: bool) -
             yield tokens[start : start + length], labels[start : start + length]
 
 
-def _read(document: Document, field: str, index: int) -> tuple[Tensor, Tensor]:
+def _read(document: Document, field: str, index: int) -> _Piece:
     if not isinstance(document, Mapping):
         return _with_next_token_labels(_tokens(document, field, index))
     if field not in document:
@@ -179,7 +177,7 @@ def _read(document: Document, field: str, index: int) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def _with_next_token_labels(tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _with_next_token_labels(tokens: Tensor) -> _Piece:
     labels = torch.full_like(tokens, IGNORED)
     labels[:-1] = tokens[1:]
     return tokens, labels

@@ -7,16 +7,50 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ftrain import _torch
 from ftrain.data.batch_dataset import BatchDataset, describe
 from ftrain.data.epoch_plan import BatchRequest
 from ftrain.data.fetched_batch import FetchedBatch
 from ftrain.errors import DataError
+
+
+class WorkerOptions(NamedTuple):
+    """How worker processes read.
+
+    Args:
+        num_workers: the number of processes; 0 reads each batch in this process when it is asked for.
+        timeout: how long to wait for a batch, in seconds.
+        prefetch_factor: the number of batches that each worker reads ahead.
+        context: the start method ("fork", "spawn", "forkserver"); None for Python's default.
+    """
+
+    num_workers: int
+    timeout: float
+    prefetch_factor: int
+    context: str | None
+
+
+def _data_loader(
+    dataset: Dataset[FetchedBatch], options: WorkerOptions, generator: torch.Generator, **more: Any
+) -> DataLoader[FetchedBatch]:
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=options.num_workers,
+        collate_fn=_identity,
+        timeout=options.timeout,
+        # Each epoch draws a number from this generator; the default is the user's global one.
+        generator=generator,
+        multiprocessing_context=options.context,
+        worker_init_fn=_ignore_interrupts,
+        prefetch_factor=options.prefetch_factor,
+        **more,
+    )
 
 
 def _identity(batch: Any) -> Any:
@@ -33,17 +67,11 @@ class WorkerPool:
 
     Args:
         dataset: the dataset of batches.
-        num_workers: the number of processes; 0 reads each batch in this process when it is asked for.
-        timeout: how long to wait for a batch, in seconds.
-        prefetch_factor: the number of batches that each worker reads ahead.
-        context: the start method ("fork", "spawn", "forkserver"); None for Python's default.
+        options: how the processes read.
     """
 
-    def __init__(
-        self, dataset: BatchDataset, num_workers: int, timeout: float, prefetch_factor: int, context: str | None
-    ) -> None:
-        self._dataset, self._num_workers, self._timeout = dataset, num_workers, timeout
-        self._prefetch_factor, self._context = prefetch_factor, context
+    def __init__(self, dataset: BatchDataset, options: WorkerOptions) -> None:
+        self._dataset, self._options = dataset, options
         self._requests = _PendingRequests()
         self._loader: DataLoader[FetchedBatch] | None = None
 
@@ -53,14 +81,16 @@ class WorkerPool:
         Raises:
             DataError: when a worker dies, or does not answer in time.
         """
-        return self._from_workers(requests) if self._num_workers else map(self._dataset.__getitem__, requests)
+        return self._from_workers(requests) if self._options.num_workers else map(self._dataset.__getitem__, requests)
 
     def _from_workers(self, requests: Iterable[BatchRequest]) -> Iterator[FetchedBatch]:
         self._requests.start(requests)
         if self._loader is None:
-            self._loader = self._make_loader()
+            self._loader = _data_loader(
+                self._dataset, self._options, torch.Generator(), sampler=self._requests, persistent_workers=True
+            )
         try:
-            for batch in read_from_workers(self._loader, self._timeout, self._requests.describe_next):
+            for batch in read_from_workers(self._loader, self._options.timeout, self._requests.describe_next):
                 self._requests.pop()
                 if batch.error is not None:
                     self._loader = None
@@ -70,50 +100,17 @@ class WorkerPool:
             self._loader = None
             raise
 
-    def _make_loader(self) -> DataLoader[FetchedBatch]:
-        return DataLoader(
-            self._dataset,
-            batch_size=None,
-            sampler=self._requests,
-            num_workers=self._num_workers,
-            collate_fn=_identity,
-            timeout=self._timeout,
-            # Each epoch draws a number from this generator; the default is the user's global one.
-            generator=torch.Generator(),
-            multiprocessing_context=self._context,
-            worker_init_fn=_ignore_interrupts,
-            prefetch_factor=self._prefetch_factor,
-            persistent_workers=True,
-        )
-
 
 def read_in_one_worker(
-    stream: IterableDataset[FetchedBatch], seed: int, timeout: float, prefetch_factor: int, context: str | None
+    stream: IterableDataset[FetchedBatch], seed: int, options: WorkerOptions
 ) -> Iterator[FetchedBatch]:
-    """Yield the batches of an iterable dataset, read in one worker process.
-
-    Args:
-        stream: the iterable dataset of batches.
-        seed: seed of the worker.
-        timeout: how long to wait for a batch, in seconds.
-        prefetch_factor: the number of batches that the worker reads ahead.
-        context: the start method; None for Python's default.
+    """Yield the batches of an iterable dataset, read in one worker process, which is given this seed.
 
     Raises:
         DataError: when the worker dies, or does not answer in time.
     """
-    loader = DataLoader(
-        stream,
-        batch_size=None,
-        num_workers=1,
-        collate_fn=_identity,
-        timeout=timeout,
-        generator=torch.Generator().manual_seed(seed),
-        multiprocessing_context=context,
-        worker_init_fn=_ignore_interrupts,
-        prefetch_factor=prefetch_factor,
-    )
-    return read_from_workers(loader, timeout, lambda: "the next batch of the stream")
+    loader = _data_loader(stream, options, torch.Generator().manual_seed(seed))
+    return read_from_workers(loader, options.timeout, lambda: "the next batch of the stream")
 
 
 def read_from_workers(
