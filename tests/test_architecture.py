@@ -76,7 +76,6 @@ WAITS = {
 RAISED = {
     "checkpoint/files.py": {"OSError", "BlockingIOError"},
     "data/device_prefetch.py": {"first.error"},
-    "training/fit.py": {"leaving"},
     "training/oom_retry.py": {"Abandoned", "StateOverwrittenError"},
     "training/signals.py": {"Abandoned"},
     "transforms/compile/fallback.py": {"CompilerError"},

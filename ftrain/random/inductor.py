@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, random
-from ftrain.random.torch_ops import Keyed
+from ftrain.random.torch_ops import Keyed, float_dtype_of, shape_of
 
 
 class _Source(NamedTuple):
@@ -57,23 +57,12 @@ class Fused(Keyed):  # type: ignore[no-untyped-call]
         return target.copy_(drawn) if _torch.schema_of(func).is_mutable else drawn
 
 
-def _shape(a: dict[str, Any]) -> Any:
-    return a["size"] if "size" in a else a["self"].shape
-
-
-def _dtype(a: dict[str, Any]) -> torch.dtype:
-    dtype = a.get("dtype")
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    return a["self"].dtype if "self" in a else torch.get_default_dtype()
-
-
 def _uniform(source: _Source, a: dict[str, Any]) -> Tensor:
-    return source.draw(_shape(a), "rand").to(_dtype(a))
+    return source.draw(shape_of(a), "rand").to(float_dtype_of(a))
 
 
 def _normal(source: _Source, a: dict[str, Any]) -> Tensor:
-    return source.draw(_shape(a), "randn").to(_dtype(a))
+    return source.draw(shape_of(a), "randn").to(float_dtype_of(a))
 
 
 def _bernoulli(source: _Source, a: dict[str, Any]) -> Tensor:

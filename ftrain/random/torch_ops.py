@@ -209,11 +209,13 @@ def _dtype(arguments: _Arguments, default: torch.dtype) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else default
 
 
-def _float_dtype(a: _Arguments) -> torch.dtype:
+def float_dtype_of(a: _Arguments) -> torch.dtype:
+    """Return the dtype of what an operation draws: as given, that of ``self``, or the default."""
     return _dtype(a, a["self"].dtype if "self" in a else torch.get_default_dtype())
 
 
-def _shape(a: _Arguments) -> Any:
+def shape_of(a: _Arguments) -> Any:
+    """Return the shape of what an operation draws: as given, or that of ``self``."""
     return a["size"] if "size" in a else a["self"].shape
 
 
@@ -221,12 +223,12 @@ def _uniform(key: Tensor, a: _Arguments) -> Tensor:
     low, high = a.get("from", 0.0), a.get("to", 1.0)
     if low == high:
         return torch.full_like(a["self"], low)
-    return random.uniform(key, _shape(a), dtype=_float_dtype(a), low=low, high=high)
+    return random.uniform(key, shape_of(a), dtype=float_dtype_of(a), low=low, high=high)
 
 
 def _normal(key: Tensor, a: _Arguments) -> Tensor:
     mean, std = a.get("mean", 0.0), a.get("std", 1.0)
-    drawn = random.normal(key, _shape(a), dtype=_float_dtype(a))
+    drawn = random.normal(key, shape_of(a), dtype=float_dtype_of(a))
     return drawn if (mean, std) == (0.0, 1.0) else drawn.mul(std).add(mean)
 
 
@@ -236,7 +238,7 @@ def _normal_of_tensors(key: Tensor, a: _Arguments) -> Tensor:
 
 
 def _exponential(key: Tensor, a: _Arguments) -> Tensor:
-    return random.exponential(key, _shape(a), dtype=_float_dtype(a)).div(a["lambd"])
+    return random.exponential(key, shape_of(a), dtype=float_dtype_of(a)).div(a["lambd"])
 
 
 def _bernoulli(key: Tensor, a: _Arguments) -> Tensor:
@@ -253,7 +255,7 @@ def _randint(key: Tensor, a: _Arguments) -> Tensor:
     low: Any = a.get("low", a.get("from", 0))
     high: Any = a.get("high", a.get("to"))
     default = a["self"].dtype if "self" in a else torch.int64
-    return random.randint(key, _shape(a), low, high).to(_dtype(a, default))
+    return random.randint(key, shape_of(a), low, high).to(_dtype(a, default))
 
 
 def _randperm(key: Tensor, a: _Arguments) -> Tensor:

@@ -121,7 +121,12 @@ def fit(
     )
     check_loss = NonFiniteLossCheck(on_nonfinite, checkpoints)
     saves = RunCheckpoints(checkpoints, data, resume)
-    with checkpoints or nullcontext(), show(progress) as display, _interruptible(checkpoints) as interrupted:
+    signals = [signal.SIGINT] if checkpoints is None else [signal.SIGINT, signal.SIGTERM]
+    with (
+        checkpoints or nullcontext(),
+        show(progress) as display,
+        interruptible(signals, is_compiling) as interrupted,
+    ):
         donating = step.donating if isinstance(step, Step) and donate else step
         run = Run(
             donating,
@@ -146,32 +151,21 @@ def fit(
         except BaseException as error:
             run.rescue(error)
             raise
-    run.history.stopped = "interrupt" if interrupted() else run.stopped or _data_or_steps(run.step, steps)
+    data_ended = steps is None or run.step < steps
+    run.history.stopped = "interrupt" if interrupted() else run.stopped or ("data" if data_ended else "steps")
     if checkpoints and (number := interrupted()):
-        _say_where_saved(number, checkpoints)
-        raise _leaving(EXIT + number, run.result)
+        raise _interrupted(number, checkpoints, run.result)
     return run.result
 
 
-def _interruptible(checkpoints: Checkpoints | None) -> interruptible:
-    signals = [signal.SIGINT] if checkpoints is None else [signal.SIGINT, signal.SIGTERM]
-    return interruptible(signals, is_compiling)
-
-
-def _data_or_steps(step: int, steps: int | None) -> str:
-    return "data" if steps is None or step < steps else "steps"
-
-
-def _leaving(code: int, result: FitResult[Any]) -> Interrupted:
-    leaving = Interrupted(code)
-    leaving.result = result
-    return leaving
-
-
-def _say_where_saved(number: signal.Signals, checkpoints: Checkpoints) -> None:
+def _interrupted(number: signal.Signals, checkpoints: Checkpoints, result: FitResult[Any]) -> Interrupted:
+    """Print where the run is saved, and return the error that ends the process."""
     steps = checkpoints.steps()
     where = f"saved in {checkpoints.path(steps[-1])}; the same call goes on from there" if steps else "before any step"
     Lines().say(f"fit: ended by {number.name}, {where}")
+    error = Interrupted(EXIT + number)
+    error.result = result
+    return error
 
 
 def _require_services(

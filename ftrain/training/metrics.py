@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,41 +19,33 @@ EVALUATION = "eval_"
 """Prefix of the names under which the results of an evaluation are recorded."""
 
 
-class PendingMetrics:
-    """The metrics of the steps since the last reading, whose tensors are still on the device."""
+class StepMetrics(NamedTuple):
+    """The metrics of a step, whose tensors are still on the device.
 
-    def __init__(self) -> None:
-        self._steps: list[tuple[int, float, Metrics]] = []
+    Args:
+        step: steps done, this one included.
+        seconds: since the run began.
+        metrics: of the step, as it returned them.
+    """
 
-    def add(self, step: int, seconds: float, metrics: Metrics) -> None:
-        """Keep the metrics of a step, without waiting for the device.
+    step: int
+    seconds: float
+    metrics: Metrics
 
-        Args:
-            step: steps done, this one included.
-            seconds: since the run began.
-            metrics: of the step.
-        """
-        self._steps.append((step, seconds, metrics))
 
-    def clear(self) -> None:
-        """Drop the metrics of steps that will be made again."""
-        self._steps = []
+def read_steps(steps: Sequence[StepMetrics]) -> list[dict[str, Any]]:
+    """Return one record for each step; waits for the device.
 
-    def read(self) -> list[dict[str, Any]]:
-        """Return one record for each step since the last reading; waits for the device.
-
-        Raises:
-            LossError: when a metric is called ``step`` or ``seconds``.
-        """
-        steps, self._steps = self._steps, []
-        values = read_metrics([metrics for _, _, metrics in steps])
-        records = []
-        for (step, seconds, _), metrics in zip(steps, values, strict=True):
-            when = {"step": step, "seconds": round(seconds, 4)}
-            if not when.keys().isdisjoint(metrics):
-                report(metrics, "fit", **when)
-            records.append({**when, **metrics})
-        return records
+    Raises:
+        LossError: when a metric is called ``step`` or ``seconds``.
+    """
+    records = []
+    for (step, seconds, _), metrics in zip(steps, read_metrics([each.metrics for each in steps]), strict=True):
+        when = {"step": step, "seconds": round(seconds, 4)}
+        if not when.keys().isdisjoint(metrics):
+            report(metrics, "fit", **when)
+        records.append({**when, **metrics})
+    return records
 
 
 def read_evaluation(returned: Any) -> dict[str, Any]:

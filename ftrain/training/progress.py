@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -128,13 +129,13 @@ def describe(status: Status) -> str:
     """Return the status as one line.
 
     >>> describe(Status(5, 10, 2.0, 2.0, {"tokens": 1234.5}, 2**30, {"loss": 0.5, "lr": 1e-3}))
-    'loss 0.5000  1,234 tokens/s  0:02 left  1.0 GiB'
+    'loss 0.5000  1,234 tokens/s  0:00:02 left  1.0 GiB'
     """
     metrics = {name: value for name, value in status.metrics.items() if not (name in HIDDEN or is_share(name))}
     shown = {name: value for name, value in metrics.items() if isinstance(value, float)}
     parts = [f"{name} {value:.4f}" for name, value in list(shown.items())[:MOST_SHOWN]]
     parts += [f"{rate:,.0f} {name}/s" for name, rate in status.rates.items()]
-    parts += [f"{clock(status.left)} left"] if status.left is not None else []
+    parts += [f"{timedelta(seconds=round(status.left))} left"] if status.left is not None else []
     return "  ".join([*parts, f"{status.memory / GIB:.1f} GiB"])
 
 
@@ -146,14 +147,3 @@ def describe_evaluation(step: int, values: Mapping[str, Any]) -> str:
     """
     texts = [f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
     return f"step {step}  {'  '.join(texts)}"
-
-
-def clock(seconds: float) -> str:
-    """Write a duration as minutes and seconds, with hours when there are any.
-
-    >>> clock(65), clock(3661)
-    ('1:05', '1:01:01')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -18,7 +18,7 @@ from ftrain.training.history import History, record_of
 from ftrain.training.iterate import Position, StepRecord, device_of, iterate, position_of
 from ftrain.training.loggers import Logger, rewind
 from ftrain.training.loss_additivity import warn_of_pieces
-from ftrain.training.metrics import Evaluate, PendingMetrics, read_evaluation
+from ftrain.training.metrics import Evaluate, StepMetrics, read_evaluation, read_steps
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
 from ftrain.training.oom_retry import OomRetry, StateOverwrittenError, recorded_pieces
 from ftrain.training.progress import Display, Status, describe_evaluation
@@ -97,7 +97,6 @@ class Run:
         self._step, self._data, self._options = step, data, options
         self._checkpoints, self._check_loss = checkpoints, check_loss
         self._display, self._interrupted = display, interrupted
-        self._pending = PendingMetrics()
         self._throughput = Throughput(time.perf_counter(), options.throughput)
         self._best = checkpoints.best
         self._accumulates = isinstance(step, Step) and step.microbatches > 1
@@ -163,7 +162,7 @@ class Run:
             steps: the loop, to which the state is sent that `adapt` returns.
         """
         self._newest, self._can_save, self._between_steps = record, True, True
-        self._pending.add(record.step, time.perf_counter() - self._start_time, record.metrics)
+        self._unread.append(StepMetrics(record.step, time.perf_counter() - self._start_time, record.metrics))
         self._throughput.add(record.batch)
         if self._reads_after(record.step):
             self._read_metrics()
@@ -216,7 +215,7 @@ class Run:
         self._position = position
         # Whether there is anything worth saving: a run that makes no step and was not loaded has nothing.
         self._can_save = position is not None
-        self._pending.clear()
+        self._unread: list[StepMetrics] = []
         # The clock goes on from the last record.
         self._start_time = time.perf_counter() - max(self.history["seconds"], default=0.0)
         if point.logged is not None:
@@ -229,7 +228,8 @@ class Run:
 
     def _read_metrics(self, *, check: bool = True) -> None:
         """Wait for the device once; record, log and show all steps since the last reading, and check them."""
-        records = self._pending.read()
+        unread, self._unread = self._unread, []
+        records = read_steps(unread)
         try:
             self._log(records)
         finally:

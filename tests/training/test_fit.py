@@ -750,7 +750,7 @@ def test_progress_lines_can_be_read(capsys):
     steps = [line for line in lines if "/20" in line]
     assert 9 <= len(steps) <= 11
     assert steps[-1].startswith("step 20/20  loss ")
-    pattern = r"step \d+/20  loss \d+\.\d{4}  largest -?\d+\.\d{4}  [\d,]+ examples/s  \d+:\d\d left  \d+\.\d GiB"
+    pattern = r"step \d+/20  loss \d+\.\d{4}  largest -?\d+\.\d{4}  [\d,]+ examples/s  \d+:\d\d:\d\d left  \d+\.\d GiB"
     for line in steps:
         assert re.fullmatch(pattern, line), line
         assert len(line) < 100
@@ -774,7 +774,7 @@ def test_the_time_of_an_evaluation_is_not_counted_as_training(capsys, monkeypatc
     lines = [line for line in capsys.readouterr().err.splitlines() if "examples/s" in line]
     assert len(lines) == 4
     assert all("  4 examples/s  " in line for line in lines)
-    assert [re.search(r"(\d+:\d\d) left", line).group(1) for line in lines] == ["0:03", "0:02", "0:01", "0:00"]
+    assert [re.search(r"(\d+:\d\d:\d\d) left", line).group(1) for line in lines] == ["0:00:03", "0:00:02", "0:00:01", "0:00:00"]
 
 
 def test_progress_without_a_known_end(capsys):
