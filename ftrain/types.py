@@ -101,7 +101,7 @@ def replace(record: T, **changes: Any) -> T:
     """
     new = object.__new__(type(record))
     fields = type(record).__dataclass_fields__  # type: ignore[attr-defined]
-    # Fields only: the mark that `own` sets on a state does not apply to a changed one.
+    # Fields only: the mark that `mark_donatable` sets on a state does not apply to a changed one.
     vars(new).update({name: changes[name] if name in changes else getattr(record, name) for name in fields})
     return new
 
@@ -206,14 +206,14 @@ def consume(state: TrainState) -> None:
     vars(state).clear()
 
 
-def own(state: TrainState) -> TrainState:
+def mark_donatable(state: TrainState) -> TrainState:
     """Mark a state as the only owner of its tensors, so that they can be donated without a copy; return it."""
     # By identity: copying the state copies the mark as well.
     vars(state)["_owner"] = id(state)
     return state
 
 
-def is_own(state: TrainState) -> bool:
+def is_donatable(state: TrainState) -> bool:
     """Return whether a state is marked as the only owner of its tensors."""
     return vars(state).get("_owner") == id(state)
 

@@ -33,7 +33,7 @@ class Mark(NamedTuple):
     sha256: str
 
 
-def mark_of(saved: Any) -> Mark | None:
+def parse_mark(saved: Any) -> Mark | None:
     """Return the mark in a checkpoint; None when it holds something else, as those of older versions do."""
     if not isinstance(saved, dict) or saved.keys() != set(Mark._fields):
         return None
@@ -53,7 +53,7 @@ class Journal:
         self._path = directory / NAME
         self._mark, self._digest = Mark(0, 0, ""), hashlib.sha256()
 
-    def go_on(self, mark: Mark | None) -> None:
+    def continue_after(self, mark: Mark | None) -> None:
         """Append after a mark from now on, or start anew with None; the next append removes what follows the mark.
 
         Raises:
@@ -62,7 +62,7 @@ class Journal:
         self._digest = hashlib.sha256() if mark is None else check(self._path.parent, mark)
         self._mark = mark or Mark(0, 0, "")
 
-    def following(self, records: Sequence[Mapping[str, Any]]) -> tuple[Mark, Callable[[], None]]:
+    def prepare_append(self, records: Sequence[Mapping[str, Any]]) -> tuple[Mark, Callable[[], None]]:
         """Return the mark after all records of a run, and a function that writes the new ones to the disk.
 
         Raises:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.checkpoint.checkpoints import Checkpoints
-from ftrain.checkpoint.journal import Mark, check, mark_of
+from ftrain.checkpoint.journal import Mark, check, parse_mark
 from ftrain.checkpoint.manifest import Manifest, StoredTensor
 from ftrain.checkpoint.reading import load_items, read_manifest
 from ftrain.checkpoint.treedef import Container, dotted, items_by_path
@@ -61,8 +61,8 @@ def require_history(path: Path, manifest: Manifest) -> None:
         CheckpointError: when the history is missing or not the one that was saved.
     """
     items = items_by_path(manifest.tree, manifest.tensors)
-    noted = {name: items.get(("run", "record", "history", name)) for name in Mark._fields}
-    if (mark := mark_of(noted)) is not None:
+    fields = {name: items.get(("run", "record", "history", name)) for name in Mark._fields}
+    if (mark := parse_mark(fields)) is not None:
         check(path.parent, mark)
 
 

@@ -14,7 +14,7 @@ from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.transforms.accumulate import NAME as ACCUMULATE
 from ftrain.transforms.accumulate import accumulate
-from ftrain.types import PyTree, TrainState, own, replace
+from ftrain.types import PyTree, TrainState, mark_donatable, replace
 
 
 def add_wrapper(step: Step, wrapper: Wrapper) -> Step:
@@ -129,7 +129,7 @@ def state_for(step: Step, given: Step, state: TrainState) -> TrainState:
     rest = tree.clone(replace(state, opt_state=None, slots={}))
     adopted = _adopted(step, given, state, rest, rest.params, tree.clone)
     step.require(adopted)
-    return own(adopted)
+    return mark_donatable(adopted)
 
 
 def outline(step: Step, given: Step, state: TrainState) -> TrainState:

@@ -114,7 +114,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         unbounded = arguments.get("to", 0) is None
         if draw is None or unbounded or arguments.get("generator") is not None:
             raise TraceError(_refusal(func, arguments))
-        if is_run_again():
+        if is_recomputing():
             raise TraceError(
                 f"Keyed: {func} is run again by torch.utils.checkpoint, which does not know of the key and would draw "
                 "other numbers; let the step do it: ft.remat() in place of the model's own checkpointing"
@@ -135,11 +135,11 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return key if self.examples is None else random.for_examples(key, *self.examples)
 
 
-def is_run_again() -> bool:
+def is_recomputing() -> bool:
     """Whether this is a recomputation of `torch.utils.checkpoint`, which shows in what watches saved tensors then."""
     hook = _torch.saved_tensors_pack_hook()
     # Our own hook (`remat`) hides the hooks that were active before it, and remembers this of them.
-    hidden: bool = getattr(getattr(hook, "__self__", None), "is_run_again", False)
+    hidden: bool = getattr(getattr(hook, "__self__", None), "is_recomputing", False)
     return hidden or _torch.recomputes(hook)
 
 
@@ -149,24 +149,24 @@ def current() -> Keyed | None:
     return next((mode for mode in _torch.active_modes()[::-1] if isinstance(mode, Keyed)), None)
 
 
-def noted(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Note what torch's random operations would draw next; what is returned makes a context in which they draw that."""
-    stream = current()
-    if stream is not None:
-        return functools.partial(stream.replay, stream.offset)
-    note = backends.of(device).generators
-    as_then = note()
+def rng_snapshot(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that makes a context in which torch's random operations draw what they would draw now."""
+    keyed = current()
+    if keyed is not None:
+        return functools.partial(keyed.replay, keyed.offset)
+    snapshot = backends.of(device).generators
+    restore_then = snapshot()
 
     @contextmanager
-    def again() -> Iterator[None]:
-        as_now = note()
-        as_then()
+    def replay() -> Iterator[None]:
+        restore_now = snapshot()
+        restore_then()
         try:
             yield
         finally:
-            as_now()
+            restore_now()
 
-    return again
+    return replay
 
 
 def is_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

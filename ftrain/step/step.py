@@ -38,8 +38,8 @@ from ftrain.types import (
     TrainState,
     UpdateFn,
     consume,
-    is_own,
-    own,
+    is_donatable,
+    mark_donatable,
     replace,
 )
 
@@ -253,7 +253,7 @@ class Step:
         )
         if donate and module is not None:
             to_meta_(module)
-        return own(state)
+        return mark_donatable(state)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Return the next state and the metrics of this step.
@@ -268,7 +268,7 @@ class Step:
         given = state
         if getattr(state, "_origin", None) is not self._origin:
             self.require(state)
-        if self.donate and not is_own(state):
+        if self.donate and not is_donatable(state):
             # Others may hold the tensors of a state that was not made by `init` or a donating step.
             state = tree.clone(state)
         count, key, hyper, words = state.step, state.rng, *self._known_to_the_host(state)
@@ -277,7 +277,7 @@ class Step:
         new = replace(new, step=count + 1, rng=key)
         vars(new)["_origin"] = self._origin
         if self.donate:
-            own(new)
+            mark_donatable(new)
             consume(given)
         for on_step_end in self._on_step_end:
             on_step_end(backends.of(tree.device_of(new.params)), int(count) + 1)

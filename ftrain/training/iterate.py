@@ -14,7 +14,7 @@ from ftrain import tree
 from ftrain.errors import DataError, OptionError, require_callable, require_positive
 from ftrain.step.purity import as_tree
 from ftrain.tree.fast_flatten import Flattener
-from ftrain.types import Metrics, PyTree, TrainState, consume, is_own, own
+from ftrain.types import Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
 
 
 class Position(NamedTuple):
@@ -124,11 +124,11 @@ def _keep_position(data: Iterable[PyTree]) -> None:
 
 def _replace_state(old: Any, new: Any) -> Any:
     """Return `new`, in memory that nothing else uses if `old` had such memory; `old` is then consumed."""
-    if not (isinstance(new, TrainState) and isinstance(old, TrainState) and is_own(old)) or new is old:
+    if not (isinstance(new, TrainState) and isinstance(old, TrainState) and is_donatable(old)) or new is old:
         return new
     shared = {id(leaf) for leaf in tree.leaves(old)}
     # Other leaves are copied: whoever made the new state may still use them.
-    replaced = own(tree.map(lambda leaf: leaf if id(leaf) in shared else leaf.clone(), new))
+    replaced = mark_donatable(tree.map(lambda leaf: leaf if id(leaf) in shared else leaf.clone(), new))
     consume(old)
     return replaced
 

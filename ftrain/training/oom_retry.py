@@ -23,7 +23,7 @@ from ftrain.training.iterate import device_of
 from ftrain.training.loss_additivity import warn_of_pieces
 from ftrain.training.signals import Abandoned
 from ftrain.transforms.compile.cache import cache_key
-from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, consume, is_own, replace
+from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, consume, is_donatable, replace
 
 MAX_RETRIES = 8
 """How often a step is tried again, each time in twice as many pieces: the last ones are a 256th of the batch."""
@@ -92,7 +92,7 @@ class OomRetry:
             Abandoned: when a signal has come, instead of trying again.
         """
         retries = 0
-        donates = self._original.donate and isinstance(state, TrainState) and is_own(state)
+        donates = self._original.donate and isinstance(state, TrainState) and is_donatable(state)
         while True:
             structure = cache_key(batch) if donates and self._compiled else None
             copy, self._writes.begun = None, False

@@ -13,13 +13,13 @@ from ftrain import data as sources
 from ftrain import tree
 from ftrain.checkpoint import Checkpoints
 from ftrain.checkpoint.checkpoints import LoadedCheckpoint
-from ftrain.checkpoint.journal import Journal, Mark, check, mark_of, read
+from ftrain.checkpoint.journal import Journal, Mark, check, parse_mark, read
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.saving import require_savable
 from ftrain.errors import CheckpointError, DeviceError, OptionError
 from ftrain.training.history import History, record_of, unpack
 from ftrain.training.iterate import Position, device_of
-from ftrain.types import PyTree, TrainState, consume, is_own, own
+from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatable
 
 RESUME = "auto", "must", "never"
 
@@ -121,7 +121,7 @@ class RunCheckpoints:
             raise CheckpointError(
                 f"fit: {directory} holds a run at step {steps[-1]}, and resume='never'; use another directory"
             )
-        refill = donate and isinstance(state, TrainState) and is_own(state)
+        refill = donate and isinstance(state, TrainState) and is_donatable(state)
         checkpoint = self._checkpoints.latest({"state": state}, on_host=refill, accept=_require_history)
         if checkpoint is not None:
             warn_of_environment(checkpoint, device_of(state))
@@ -163,7 +163,7 @@ class RunCheckpoints:
         last = LastSteps(record.get("checked", step), record["last_evaluation"], record.get("settled", step))
         history = history_of(checkpoint)
         if self._journal is not None:
-            self._journal.go_on(_mark(checkpoint))
+            self._journal.continue_after(_mark(checkpoint))
         self._began = checkpoint.run["began"]
         self._saved = step, last.last_evaluation
         loaded = checkpoint.parts["state"]
@@ -203,7 +203,7 @@ class RunCheckpoints:
             return
         # A save that is still being written adds to the journal, too.
         self._checkpoints.wait()
-        mark, append = self._journal.following(point.history)
+        mark, append = self._journal.prepare_append(point.history)
         record = {"history": mark._asdict(), **point.last._asdict()}
         run = {"record": record, "position": point.position._asdict(), "began": self._began}
         self._checkpoints.save(
@@ -233,7 +233,7 @@ def _mark(checkpoint: LoadedCheckpoint) -> Mark | None:
     """
     run = checkpoint.parts.get("run")
     record = run.get("record") if isinstance(run, dict) else None
-    return mark_of(record.get("history")) if isinstance(record, dict) else None
+    return parse_mark(record.get("history")) if isinstance(record, dict) else None
 
 
 def _require_history(checkpoint: LoadedCheckpoint) -> None:
@@ -249,7 +249,7 @@ def _refill(state: TrainState, loaded: TrainState) -> TrainState:
     """Copy `loaded` into the memory of `state`, which is consumed: there may be no room for both on the device."""
     leaves, spec = tree.flatten(state)
     filled = [_copy_into(leaf, value) for leaf, value in zip(leaves, tree.leaves(loaded), strict=True)]
-    refilled = own(tree.unflatten(spec, filled))
+    refilled = mark_donatable(tree.unflatten(spec, filled))
     consume(state)
     return refilled
 

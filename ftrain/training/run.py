@@ -104,7 +104,7 @@ class Run:
         self._between_steps = False
         self.stopped = ""
         """Why `stop` has ended the run; "" while it has not."""
-        self._go_on_from(point)
+        self._continue_from(point)
 
     @property
     def step(self) -> int:
@@ -146,7 +146,7 @@ class Run:
             try:
                 yield from loop(self._newest.state, epochs=options.epochs, position=self._position)
             except StateOverwrittenError as error:
-                self._go_on_from(self._checkpoints.reload(error.state, self.step + 1))
+                self._continue_from(self._checkpoints.reload(error.state, self.step + 1))
                 if retry is not None:
                     retry.restart(recorded_pieces(self.history))
             except Abandoned:
@@ -207,7 +207,7 @@ class Run:
         except Exception as other:
             add_note(error, f"fit: the state after step {self.step} could not be saved: {other!r}")
 
-    def _go_on_from(self, point: ResumePoint) -> None:
+    def _continue_from(self, point: ResumePoint) -> None:
         position = point.position
         epoch, batches = (position.epoch, position.batch) if position else (0, 0)
         self._newest = StepRecord(point.step, point.state, {}, None, epoch, batches)

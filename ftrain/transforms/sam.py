@@ -48,7 +48,7 @@ def sam(rho: float = 0.05) -> Wrapper:
             params, spec = flatten(state.params)
             # Tensors without values stand for a device that need not be there, and draw nothing.
             abstract = is_abstract(params[0]) and torch_ops.current() is None
-            drawing_again = nullcontext if abstract else torch_ops.noted(params[0].device)
+            drawing_again = nullcontext if abstract else torch_ops.rng_snapshot(params[0].device)
             first = grad(state, batch, rng)
             moved = tree.unflatten(spec, _ascended(params, tree.leaves(first.grads), rho))
             first = replace(first, grads=None)

@@ -10,7 +10,7 @@ import torch
 import ftrain as ft
 from ftrain.checkpoint import __main__ as command
 from ftrain.checkpoint import files
-from ftrain.checkpoint.journal import NAME, Journal, Mark, check, mark_of, read
+from ftrain.checkpoint.journal import NAME, Journal, Mark, check, parse_mark, read
 from ftrain.errors import CheckpointError
 
 HARD = [
@@ -23,7 +23,7 @@ HARD = [
 
 def written(directory, records, count=None):
     journal = Journal(directory)
-    mark, append = journal.following(records[:count])
+    mark, append = journal.prepare_append(records[:count])
     append()
     return journal, mark
 
@@ -33,7 +33,7 @@ def test_records_are_read_as_they_were(tmp_path):
     found = list(read(tmp_path, mark))
     # By what is written of them, since NaN is not equal to itself, and -0.0 is to 0.0.
     assert [repr(record) for record in found] == [repr(record) for record in HARD]
-    assert mark_of(mark._asdict()) == mark
+    assert parse_mark(mark._asdict()) == mark
 
 
 def test_only_what_is_new_is_written(tmp_path, monkeypatch):
@@ -41,7 +41,7 @@ def test_only_what_is_new_is_written(tmp_path, monkeypatch):
     journal, first = written(tmp_path, records, 2000)
     sizes, write = [], files.write
     monkeypatch.setattr(files, "write", lambda descriptor, data: (sizes.append(len(data)), write(descriptor, data)))
-    mark, append = journal.following(records)
+    mark, append = journal.prepare_append(records)
     append()
     assert sum(sizes) == mark.bytes - first.bytes == (tmp_path / NAME).stat().st_size - first.bytes
     for each, count in ((first, 2000), (mark, 3000)):
@@ -55,8 +55,8 @@ def test_what_is_behind_a_mark_is_cut_off_by_the_next_record(tmp_path):
     for torn in (b'{"step": 2, "lo', b'{"step": 2}\n' * 3):
         with (tmp_path / NAME).open("ab") as file:
             file.write(torn)
-        journal.go_on(mark)
-        new, append = journal.following([*HARD[:1], {"step": 2}])
+        journal.continue_after(mark)
+        new, append = journal.prepare_append([*HARD[:1], {"step": 2}])
         append()
         assert (tmp_path / NAME).stat().st_size == new.bytes
         assert list(read(tmp_path, new))[1:] == [{"step": 2}]
@@ -72,9 +72,9 @@ def test_what_could_not_be_written_is_written_with_the_next(tmp_path, monkeypatc
     real = files.write
     monkeypatch.setattr(files, "write", full)
     with pytest.raises(CheckpointError, match=rf"{NAME} could not be written: .*No space left"):
-        journal.following(HARD[:3])[1]()
+        journal.prepare_append(HARD[:3])[1]()
     monkeypatch.undo()
-    mark, append = journal.following(HARD)
+    mark, append = journal.prepare_append(HARD)
     append()
     assert repr(list(read(tmp_path, mark))) == repr(HARD)
 
@@ -105,7 +105,7 @@ def test_a_file_that_was_harmed_is_named(harm, said, tmp_path):
     for act in (check, lambda *where: list(read(*where))):
         with pytest.raises(CheckpointError, match=rf"{NAME}: .*{said}"):
             act(tmp_path, mark)
-    _, append = journal.following([*HARD, {"step": 9}])
+    _, append = journal.prepare_append([*HARD, {"step": 9}])
     with pytest.raises(CheckpointError, match=rf"{NAME} could not be written"):
         append()
 
@@ -115,7 +115,7 @@ def test_a_file_that_was_harmed_is_named(harm, said, tmp_path):
 )
 def test_records_that_cannot_be_saved(record, tmp_path):
     with pytest.raises(CheckpointError, match="save: "):
-        Journal(tmp_path).following([record])
+        Journal(tmp_path).prepare_append([record])
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_records_that_cannot_be_saved(record, tmp_path):
     ids=str,
 )
 def test_what_is_no_mark(saved):
-    assert mark_of(saved) is None
+    assert parse_mark(saved) is None
 
 
 # In a run

@@ -8,7 +8,7 @@ import torch
 
 import ftrain as ft
 from ftrain.checkpoint import Checkpoints, verify
-from ftrain.checkpoint.journal import Journal, check, mark_of, read
+from ftrain.checkpoint.journal import Journal, check, parse_mark, read
 from tests.faults.problem import make, params
 
 # The file system of /dev/shm loses power with the machine, as does every model here; it is the fastest.
@@ -55,7 +55,7 @@ def newest(directory):
     found = checkpoints(directory).latest(accept=require_history)
     if found is None:
         return None
-    mark = mark_of(found.parts.pop("history", None))
+    mark = parse_mark(found.parts.pop("history", None))
     assert mark is None or list(read(directory, mark)) == records(found.step), f"the history of step {found.step}"
     assert is_tree(found.step, found.parts), f"step {found.step} is not what was saved"
     return found.step
@@ -67,13 +67,13 @@ def records(step):
 
 
 def require_history(found):
-    if mark := mark_of(found.parts.get("history")):
+    if mark := parse_mark(found.parts.get("history")):
         check(found.path.parent, mark)
 
 
 def save_with_history(writing, journal, step):
     """Save a step as `fit` does, with a mark in the file of records."""
-    mark, append = journal.following(records(step))
+    mark, append = journal.prepare_append(records(step))
     writing.save(step, {**tree(step), "history": mark._asdict()}, first=append, wait=True)
 
 
@@ -81,7 +81,7 @@ def saves_with_history(directory, step, **options):
     """Go on from the newest step, and save another one."""
     with checkpoints(directory, **options) as writing:
         journal, found = Journal(directory), writing.latest(accept=require_history)
-        journal.go_on(mark_of(found.parts["history"]) if found else None)
+        journal.continue_after(parse_mark(found.parts["history"]) if found else None)
         save_with_history(writing, journal, step)
 
 

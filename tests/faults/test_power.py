@@ -126,7 +126,9 @@ def with_history(disk, root):
             disk.say("begun", step)
             save_with_history(writing, journal, step)
             disk.say("saved", step)
-        _, append = journal.following([*records(2), {"step": 7, "loss": 1.0, "of": "what never was in a checkpoint"}])
+        _, append = journal.prepare_append(
+            [*records(2), {"step": 7, "loss": 1.0, "of": "what never was in a checkpoint"}]
+        )
         append()
     disk.say("begun", 3)
     saves_with_history(directory, 3)

@@ -774,7 +774,12 @@ def test_the_time_of_an_evaluation_is_not_counted_as_training(capsys, monkeypatc
     lines = [line for line in capsys.readouterr().err.splitlines() if "examples/s" in line]
     assert len(lines) == 4
     assert all("  4 examples/s  " in line for line in lines)
-    assert [re.search(r"(\d+:\d\d:\d\d) left", line).group(1) for line in lines] == ["0:00:03", "0:00:02", "0:00:01", "0:00:00"]
+    assert [re.search(r"(\d+:\d\d:\d\d) left", line).group(1) for line in lines] == [
+        "0:00:03",
+        "0:00:02",
+        "0:00:01",
+        "0:00:00",
+    ]
 
 
 def test_progress_without_a_known_end(capsys):

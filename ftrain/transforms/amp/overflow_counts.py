@@ -217,7 +217,7 @@ def _in_float32(part: _Part, run: Callable[..., Any], given: Any) -> list[Tensor
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
         # What is drawn here is drawn again by what comes after.
-        torch_ops.noted(device)(),
+        torch_ops.rng_snapshot(device)(),
         bound(part.slots, values),
         _set(_forward, None),
     ):

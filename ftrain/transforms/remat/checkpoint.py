@@ -85,7 +85,7 @@ class _Recomputed:
         self._names = list(tensors)
         # Beside one that needs a gradient, for there is no node without; the node lives as long as what it made.
         self._saved: Tensor = _Saved.apply(torch.empty(0, requires_grad=True), *tensors.values())  # type: ignore[no-untyped-call]
-        self.is_run_again = torch_ops.is_run_again()
+        self.is_recomputing = torch_ops.is_recomputing()
         # The graph no longer needs a place that has been freed.
         self._places: list[weakref.ref[_Place]] = []
 

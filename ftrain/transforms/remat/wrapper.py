@@ -261,4 +261,4 @@ def _noted(held: Sequence[Tensor], device: torch.device) -> Again:
     if any(map(is_abstract, held)) and torch_ops.current() is None:
         return nullcontext
     # Not left to torch, which notes the generators of CUDA and XPU alone, and those only of its arguments' devices.
-    return torch_ops.noted(device)
+    return torch_ops.rng_snapshot(device)
