@@ -1,12 +1,12 @@
 """Cross-entropy of a linear layer by chunks of rows, with its gradients in the same pass.
 
-The gradient of a row's loss with respect to its logits is known as soon as these are,
-``(1 - s) w[y] (p - onehot(y)) + s/C (W p - w)`` with ``W = sum_c w[c]``, and depends on nothing that
-comes later but the cotangent, a common factor. So a chunk of logits becomes its own gradient in place,
-goes into the gradients of hidden, weight and bias, and makes room for the next chunk.
+The gradient of a row's loss with respect to its logits is ``(1 - s) w[y] (p - onehot(y)) + s/C (W p - w)`` with
+``W = sum_c w[c]``. It needs nothing of the backward pass but the cotangent, a common factor. So a chunk of logits
+becomes its own gradient in place, is added to the gradients of hidden, weight and bias, and its memory is used for the
+next chunk.
 
-This is one operation to torch: unrolled into the graph of a step, the chunks could be reordered by a
-compiler until all of them live at once, and a policy that keeps matrix products would keep the logits.
+All of it is one operation of torch: if the chunks were separate operations in the graph of a step, a compiler could
+reorder them until all logits exist at once, and a policy of `remat` that keeps matrix products would keep the logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 CHUNK_BYTES = 2**26
 """The memory that a chunk of logits may always take. Measured on two cores: half of it takes 3% more time, and far more
-while other programs compete for the cores; twice as much takes 2% less."""
+while other programs use the cores; twice as much takes 2% less."""
 
 WEIGHT_SHARE = 8
 """A chunk may also take the memory of the weight divided by this: each chunk reads and writes the gradient of the

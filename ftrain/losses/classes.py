@@ -5,13 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ftrain.losses.inputs import (
-    loss_dtype,
-    require_class_weight,
-    require_classes,
-    require_smoothing,
-    weight_of_labels,
-)
+from ftrain.losses.inputs import loss_dtype, require_class_weight, require_classes, require_smoothing, weight_of_labels
 from ftrain.types import Mean
 
 
@@ -87,7 +81,7 @@ def accuracy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Mea
     """
     require_classes("accuracy", logits, labels)
     labels = labels.long()
-    kept = labels != ignore_index
-    correct = (logits.argmax(-1) == labels) & kept
+    counts = labels != ignore_index
+    correct = (logits.argmax(-1) == labels) & counts
     dtype = loss_dtype(logits)
-    return Mean(correct.sum().to(dtype), kept.sum().to(dtype))
+    return Mean(correct.sum().to(dtype), counts.sum().to(dtype))

@@ -17,16 +17,15 @@ from ftrain.types import Mean
 def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | None = None) -> Mean:
     """Cross-entropy of independent yes-or-no labels, over every element.
 
-    With ``p = sigmoid(logits)``, label ``y`` and weight ``w`` (1 where none is given), an element adds
+    With ``p = sigmoid(logits)``, label ``y`` and weight ``w`` (1 by default), an element adds
 
         ``-w (y log p + (1 - y) log(1 - p))``  to the total and  ``w``  to the weight.
 
     Args:
         logits: (...), floating point; infinite ones give NaN, as in torch.
         labels: like `logits`: bool, integers 0 and 1, or probabilities.
-        weight: bool or real, broadcast to the shape of `logits` (aligned at the last axis); its sum
-            is not differentiated. Elements of weight 0 may hold anything, NaN included, unless the weight itself
-            has a gradient.
+        weight: bool or real, broadcast to the shape of `logits`; its sum is not differentiated. Elements of weight 0
+            may hold anything, NaN included, unless the weight itself has a gradient.
 
     Raises:
         LossError: a shape or dtype is not as above.
@@ -36,7 +35,7 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | Non
     >>> round(float(binary_cross_entropy(torch.zeros(3), torch.tensor([True, False, True]))), 4)
     0.6931
     """
-    _require_same("binary_cross_entropy", logits, labels, ("logits", "labels"))
+    _require_same_shape("binary_cross_entropy", logits, labels, ("logits", "labels"))
     dtype = loss_dtype(logits)
     error = partial(F.binary_cross_entropy_with_logits, reduction="none")
     return _weighted("binary_cross_entropy", error, logits.to(dtype), labels.to(dtype), weight)
@@ -45,15 +44,13 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | Non
 def mse(predictions: Tensor, targets: Tensor, *, weight: Tensor | None = None) -> Mean:
     """Squared error, over every element.
 
-    With weight ``w`` (1 where none is given) an element adds ``w (prediction - target)^2`` to the
-    total and ``w`` to the weight.
+    With weight ``w`` (1 by default) an element adds ``w (prediction - target)^2`` to the total and ``w`` to the weight.
 
     Args:
         predictions: (...), floating point.
         targets: like `predictions`, real; used in the dtype of the loss. Nothing is broadcast.
-        weight: bool or real, broadcast to the shape of `predictions` (aligned at the last axis); its
-            sum is not differentiated. Elements of weight 0 may hold anything, NaN included, unless the weight
-            itself has a gradient.
+        weight: bool or real, broadcast to the shape of `predictions`; its sum is not differentiated. Elements of weight
+            0 may hold anything, NaN included, unless the weight itself has a gradient.
 
     Raises:
         LossError: a shape or dtype is not as above.
@@ -63,7 +60,7 @@ def mse(predictions: Tensor, targets: Tensor, *, weight: Tensor | None = None) -
     >>> float(mse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])))
     2.0
     """
-    _require_same("mse", predictions, targets, ("predictions", "targets"))
+    _require_same_shape("mse", predictions, targets, ("predictions", "targets"))
     dtype = loss_dtype(predictions)
     return _weighted("mse", lambda a, b: (a - b).square(), predictions.to(dtype), targets.to(dtype), weight)
 
@@ -92,10 +89,10 @@ def _weighted(
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
     pairs = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(size in (1, wanted) for size, wanted in pairs)
+    return len(shape) <= len(to) and all(size in (1, needed) for size, needed in pairs)
 
 
-def _require_same(function: str, outputs: Tensor, targets: Tensor, names: tuple[str, str]) -> None:
+def _require_same_shape(function: str, outputs: Tensor, targets: Tensor, names: tuple[str, str]) -> None:
     require_floating(function, names[0], outputs)
     if targets.is_complex():
         raise LossError(f"{function}: {names[1]} are {kind(targets)}; they must be real.")

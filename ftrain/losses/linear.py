@@ -9,13 +9,7 @@ from torch import Tensor
 
 from ftrain.errors import LossError
 from ftrain.losses.chunked import losses_and_gradients
-from ftrain.losses.inputs import (
-    kind,
-    require_class_weight,
-    require_indices,
-    require_smoothing,
-    weight_of_labels,
-)
+from ftrain.losses.inputs import kind, require_class_weight, require_indices, require_smoothing, weight_of_labels
 from ftrain.types import Mean
 
 NAME = "linear_cross_entropy"
@@ -34,15 +28,14 @@ def linear_cross_entropy(
 ) -> Mean:
     """Cross-entropy of the logits ``hidden @ weight.T + bias``, which are never in memory all at once.
 
-    Value and gradients are those of `cross_entropy` on these logits. Rows are taken by chunks: the logits
-    of a chunk become their own gradient ``softmax(logits) - onehot(label)`` in place and are gone before
-    the next, so that beside inputs and gradients only the logits of one chunk are in memory. The
-    gradients are computed with the loss and only scaled in the backward pass, with as many matrix
-    products as the plain loss has; without gradients only the loss is computed.
+    Value and gradients are those of `cross_entropy` on these logits. Rows are processed in chunks: the logits of a
+    chunk become their own gradient ``softmax(logits) - onehot(label)`` in place, so that beside inputs and gradients
+    only the logits of one chunk are in memory. The gradients are computed with the loss and only scaled in the backward
+    pass, with as many matrix products as the plain loss has; without gradients only the loss is computed.
 
-    Under `torch.autocast` products are in its dtype, as those of `torch.nn.Linear` are; the softmax and
-    the sums over chunks are in float32 at least. A gradient has the dtype of its input. It can be
-    differentiated once, and not under the transforms of `torch.func`.
+    Under `torch.autocast` products are in its dtype, as those of `torch.nn.Linear` are; the softmax and the sums over
+    chunks are in float32 at least. A gradient has the dtype of its input. It can be differentiated once, and not under
+    the transforms of `torch.func`.
 
     Args:
         hidden: (..., width), floating point; the input of the last layer. Rows whose label is ignored may hold

@@ -1,4 +1,4 @@
-"""Which blocks to compute again, so that the rest fits into a share of the memory that all would keep."""
+"""Choose the blocks to compute again, so that what the others keep fits into a share of the memory of all."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ftrain.transforms.remat.policies import DOTS, FULL, NONE
 from ftrain.types import Loss, PyTree
 
 MOST_STATES = 2000
-"""Sums that the search goes on with; blocks of a few kinds have fewer, and are chosen among exactly."""
+"""The largest number of partial sums in the search. Blocks of a few kinds have fewer, and the choice is exact."""
 
 log = logging.getLogger("ftrain")
 
 
 BYTE, LOOKED_UP = 16, 1_000_000
-"""Floating-point operations that take as long as to move a byte (Williams et al. 2009, *Roofline*; 5 to 20 in float32,
-on CPUs and GPUs alike), and as Python takes to see whether the result of an operation is kept: some 10 us."""
+"""In floating-point operations, the time to move a byte (Williams et al. 2009, *Roofline*; 5 to 20 in float32, on CPUs
+and GPUs alike), and the time in which Python looks up whether the result of an operation is kept, about 10 us."""
 
 
 class Price(NamedTuple):
-    """What a policy costs in a block: bytes that are kept, and work to do again, in floating-point operations."""
+    """The price of a policy in a block: bytes that it keeps, and work to do again in floating-point operations."""
 
     policy: str
     size: int
@@ -48,8 +48,8 @@ class Budget:
 
     def __init__(self, loss: Loss, share: float) -> None:
         self._loss, self._share = loss, share
-        self._known: dict[Hashable, list[str]] = {}
-        self._turns: Iterator[str] = iter(())
+        self._policies: dict[Hashable, list[str]] = {}
+        self._remaining: Iterator[str] = iter(())
 
     def begin(self, params: PyTree, batch: PyTree, rng: Tensor | None, buffers: PyTree) -> None:
         """Prepare for one run of the loss on a batch.
@@ -58,30 +58,31 @@ class Budget:
             TraceError: when the loss asks for the value of a tensor.
         """
         if not torch.is_grad_enabled():
-            self._turns = iter(())
+            self._remaining = iter(())
             return
-        kind = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in tree.leaves(batch))
-        if kind not in self._known:
+        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in tree.leaves(batch))
+        if shapes not in self._policies:
             menus = self._menus(params, batch, rng, buffers)
-            self._known[kind] = choose(menus, self._share)
-            log.info("remat: a budget of %s is %s blocks", self._share, dict(Counter(self._known[kind])))
-        self._turns = iter(self._known[kind])
+            self._policies[shapes] = choose(menus, self._share)
+            log.info("remat: a budget of %s is %s blocks", self._share, dict(Counter(self._policies[shapes])))
+        self._remaining = iter(self._policies[shapes])
 
-    def turn(self) -> str:
-        """Return the policy of the block that is run next."""
-        return next(self._turns, NONE)
+    def next_policy(self) -> str:
+        """Return the policy of the block that runs next."""
+        return next(self._remaining, NONE)
 
     def _menus(self, params: PyTree, batch: PyTree, rng: Tensor | None, buffers: PyTree) -> list[list[Price]]:
-        found: list[list[Price]] = []
+        """Return the prices of the policies of each block, from a run on tensors without memory."""
+        menus: list[list[Price]] = []
 
         def region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
             meter = _Meter()
             with saved_tensors_hooks(meter.save, _never), meter:
                 returned = within(None, function, *args, **kwargs)
-            found.append(meter.prices())
+            menus.append(meter.prices())
             return returned
 
-        # On tensors without memory of its own mode, unseen by whatever captures or watches this run.
+        # Without the modes that capture or watch this run.
         fake = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         with _torch.without_modes(), fake, preserve_attributes(self._loss.module):
             params, batch, rng, buffers = tree.map(
@@ -100,7 +101,7 @@ class Budget:
                     f"{self._loss.text} fails: {error}. If it runs without remat, give blocks={{name: policy}} in "
                     "place of the budget"
                 ) from error
-        return found
+        return menus
 
 
 def choose(menus: Sequence[Sequence[Price]], share: float) -> list[str]:
@@ -111,12 +112,12 @@ def choose(menus: Sequence[Sequence[Price]], share: float) -> list[str]:
         share: in [0, 1], of the sum of the largest sizes.
     """
     limit = share * sum(max(price.size for price in menu) for menu in menus)
-    # Of a multiple-choice knapsack, the sums that no other beats: smaller ones need more work.
+    # A multiple-choice knapsack: of the partial sums, those for which no other has less memory and less work.
     states: list[tuple[int, int, tuple[Any, ...]]] = [(0, 0, ())]
     for menu in menus:
         sums = [
-            (size + price.size, again + price.work, (chosen, price.policy))
-            for size, again, chosen in states
+            (size + price.size, work + price.work, (chosen, price.policy))
+            for size, work, chosen in states
             for price in menu
             if size + price.size <= limit
         ]
@@ -141,35 +142,35 @@ def _unbeaten(states: list[tuple[int, int, Any]], limit: float) -> list[tuple[in
 
 
 class _Meter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what a block makes and keeps."""
+    """Measures the memory that a block allocates and saves, and its work."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # Held, so that no other tensor takes the place of one that is gone.
-        self._made: dict[int, Tensor] = {}
+        # By storage. Kept alive, so that no other tensor gets the same address.
+        self._allocated: dict[int, Tensor] = {}
         self._saved: set[int] = set()
         self._work = self._dots = self._results = self._operations = 0
 
     def save(self, tensor: Tensor) -> None:
-        """Note what is kept for the backward pass; what was there before the block is not the block's."""
+        """Note a tensor that is saved for the backward pass; `prices` counts those that the block has allocated."""
         self._saved.add(_torch.storage_id(tensor))
 
     def prices(self) -> list[Price]:
-        """Return what the policies cost."""
-        kept = sum(each.untyped_storage().nbytes() for key, each in self._made.items() if key in self._saved)
-        whole = Price(NONE, kept, 0)
+        """Return the prices of the policies."""
+        saved = sum(each.untyped_storage().nbytes() for key, each in self._allocated.items() if key in self._saved)
+        save_all = Price(NONE, saved, 0)
         # Each operation is looked up when it is kept, and when it is made again.
         rest = self._work - self._dots + 2 * LOOKED_UP * self._operations
-        prices = [Price(FULL, 0, self._work), Price("dots", self._results, rest), whole]
-        return [price for price in prices if price.size < kept or price is whole]
+        prices = [Price(FULL, 0, self._work), Price("dots", self._results, rest), save_all]
+        return [price for price in prices if price.size < saved or price is save_all]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count it."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
         if isinstance(func, _torch.OpOverload) and not func.is_view:
-            given, results = _storages((args, kwargs)), _storages(returned)
-            self._made.update({key: leaf for key, leaf in results.items() if key not in given})
+            inputs, results = _storages((args, kwargs)), _storages(returned)
+            self._allocated.update({key: leaf for key, leaf in results.items() if key not in inputs})
             moved = sum(leaf.nbytes for leaf in tree.leaves((args, kwargs, returned)) if isinstance(leaf, Tensor))
             work = max(flops(func, func.overloadpacket.__name__, args, kwargs, returned), BYTE * moved)
             self._work += work

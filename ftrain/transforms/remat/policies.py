@@ -1,4 +1,4 @@
-"""What a rematerialised block keeps for its backward pass, operation by operation."""
+"""Policies of rematerialisation: which results of operations a block keeps for its backward pass."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ATTENTION = _torch.aten_operations(
     "_flash_attention_forward",
     "_efficient_attention_forward",
 )
-"""Attention in one operation: the dearest of all for long sequences, and its result is as small as its input."""
+"""Attention in one operation: the most expensive of all for long sequences, and its result is as small as its input."""
 
 DOTS = ATTENTION | _torch.aten_operations(
     "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"
 )
-"""Products, convolutions and attention: dear to compute, and small beside what lies between them."""
+"""Products, convolutions and attention: expensive to compute, with results smaller than what lies between them."""
 
 FULL: Final = "full"
 NONE: Final = "none"
@@ -78,28 +78,28 @@ def keeps_of(policy: Policy) -> Keeps | None:
     """Return a policy as a function; None for ``"full"``, which keeps nothing."""
     if callable(policy):
         return policy
-    kept = KEPT.get(policy)
-    return None if kept is None else lambda op, *args, **kwargs: op in kept
+    operations = KEPT.get(policy)
+    return None if operations is None else lambda op, *args, **kwargs: op in operations
 
 
 class _Result(NamedTuple):
-    """What an operation returned, cut off the graph, and all that sees its memory, each as it was then."""
+    """What an operation returned, detached, and the tensors on its storage, each with its version at that time."""
 
     value: PyTree
-    seen: list[tuple[Tensor, int]]
+    aliases: list[tuple[Tensor, int]]
 
     @property
     def is_intact(self) -> bool:
         """Whether it has not been written to since."""
-        return all(_torch.version_of(leaf) == version for leaf, version in self.seen)
+        return all(_torch.version_of(leaf) == version for leaf, version in self.aliases)
 
 
-class Kept:
-    """What the operations of one run have returned, as far as they are to be kept, for one other run of the same.
+class SavedResults:
+    """The results of operations of one run that a policy keeps, for one other run of the same.
 
     Views, casts, what writes in place and what is not differentiated are always made again, and random numbers are
-    always drawn again: each costs little, and to leave one out would change what comes after it. What was written over
-    since is computed again.
+    always drawn again: each costs little, and to leave one out would change what comes after it. A result that was
+    written over since is computed again.
     """
 
     def __init__(self, keeps: Keeps) -> None:
@@ -108,77 +108,78 @@ class Kept:
         self._results: dict[Any, list[_Result | None]] = defaultdict(list)
         self._is_reused = False
 
-    def keeping(self) -> _torch.TorchDispatchMode:
+    def saving(self) -> _torch.TorchDispatchMode:
         """Return the context of the first run."""
-        return _Keeping(self._keeps, self._results, lambda: self._is_reused)
+        return _Saving(self._keeps, self._results, lambda: self._is_reused)
 
     @contextmanager
     def reusing(self) -> Iterator[None]:
         """Make the context of another run, which may begin within the first, when that takes a gradient."""
-        before, self._is_reused = self._is_reused, True
+        was_reused, self._is_reused = self._is_reused, True
         try:
             with _Reusing(self._results):
                 yield
         finally:
-            self._is_reused = before
+            self._is_reused = was_reused
 
 
-class _Keeping(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keep what is to be kept."""
+class _Saving(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Save the results that the policy keeps."""
 
     def __init__(self, keeps: Keeps, results: dict[Any, list[_Result | None]], is_paused: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._keeps, self._results, self._is_paused = keeps, results, is_paused
-        # By memory, which the results hold: what else sees it counts for itself who writes, as after `_unsafe_view`.
-        self._seen: dict[int, list[tuple[Tensor, int]]] = {}
+        # By storage, which the results keep alive: a tensor on it that is no view, as after `_unsafe_view`, has a
+        # version count of its own.
+        self._aliases: dict[int, list[tuple[Tensor, int]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
         if not (is_aside() or self._is_paused() or _is_made_again(func, args, kwargs)):
-            wanted: Any = self._keeps(func, *args, **kwargs)
-            if not isinstance(wanted, bool):
+            is_kept: Any = self._keeps(func, *args, **kwargs)
+            if not isinstance(is_kept, bool):
                 name = name_of(self._keeps)
                 raise OptionError(
-                    f"remat: the policy {name} returned {tree.describe(wanted)} for {func}; needs True or False"
+                    f"remat: the policy {name} returned {tree.describe(is_kept)} for {func}; needs True or False"
                 )
-            self._note(returned)
-            self._results[func].append(self._result(returned, (args, kwargs)) if wanted else None)
+            self._add_aliases(returned)
+            self._results[func].append(self._result(returned, (args, kwargs)) if is_kept else None)
         return returned
 
-    def _note(self, returned: Any) -> None:
-        """Watch what an operation returned, when it is memory that is kept, in another tensor and no view of it."""
-        if self._seen:
+    def _add_aliases(self, returned: Any) -> None:
+        """Watch the versions of what an operation returned on the storage of a result."""
+        if self._aliases:
             for leaf in _tensors(returned):
-                if (seen := self._seen.get(_memory(leaf))) is not None:
-                    seen.append((_cut(leaf), _torch.version_of(leaf)))
+                if (aliases := self._aliases.get(_storage(leaf))) is not None:
+                    aliases.append((_detached(leaf), _torch.version_of(leaf)))
 
-    def _result(self, returned: Any, given: PyTree) -> _Result | None:
-        """What to keep of what an operation returned; nothing of memory that it was given, which costs nothing."""
-        if not set(map(_memory, _tensors(returned))).isdisjoint(map(_memory, _tensors(given))):
+    def _result(self, returned: Any, inputs: PyTree) -> _Result | None:
+        """What to save of what an operation returned: nothing if it is memory of its inputs, which costs nothing."""
+        if not set(map(_storage, _tensors(returned))).isdisjoint(map(_storage, _tensors(inputs))):
             return None
-        # Cut off: autograd attaches the graph to what is returned, which must not be kept alive.
-        value = _all_cut(returned)
-        seen = [(leaf, _torch.version_of(leaf)) for leaf in _tensors(value)]
-        self._seen.update((_memory(leaf), seen) for leaf, _ in seen)
-        return _Result(value, seen)
+        # Detached: autograd attaches the graph to what is returned, which must not be kept alive.
+        value = _all_detached(returned)
+        aliases = [(leaf, _torch.version_of(leaf)) for leaf in _tensors(value)]
+        self._aliases.update((_storage(leaf), aliases) for leaf, _ in aliases)
+        return _Result(value, aliases)
 
 
 class _Reusing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Return what was kept, in the order of the first run, instead of computing it."""
+    """Return saved results, in the order of the first run, instead of computing them."""
 
     def __init__(self, results: dict[Any, list[_Result | None]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._results = {func: iter(found) for func, found in results.items()}
+        self._results = {func: iter(saved) for func, saved in results.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, unless its result is there."""
+        """Run the operation, unless its result was saved."""
         kwargs = kwargs or {}
         if func in self._results and not _is_made_again(func, args, kwargs):
             result = next(self._results[func], None)
             if result is not None and result.is_intact:
-                return _all_cut(result.value)
+                return _all_detached(result.value)
         return func(*args, **kwargs)
 
 
@@ -205,14 +206,14 @@ def _tensors(value: PyTree) -> list[Tensor]:
     return [leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _memory(leaf: Tensor) -> int:
+def _storage(leaf: Tensor) -> int:
     return _torch.storage_id(leaf) if leaf.layout == torch.strided else id(leaf)
 
 
-def _all_cut(value: PyTree) -> PyTree:
+def _all_detached(value: PyTree) -> PyTree:
     if isinstance(value, Tensor):
-        return _cut(value)
-    return tree.map(lambda leaf: _cut(leaf) if isinstance(leaf, Tensor) else leaf, value)
+        return _detached(value)
+    return tree.map(lambda leaf: _detached(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
-_cut = _torch.detach_counting_writes
+_detached = _torch.detach_counting_writes

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
 
-NAME = "use_cache"
+log = logging.getLogger("ftrain")
 
 
-def configs_of(module: nn.Module) -> list[Any]:
-    """Return the configurations, of a module and its parts, that say whether it fills a cache."""
-    configs = [getattr(part, "config", None) for part in module.modules()]
-    return list({id(config): config for config in configs if hasattr(config, NAME)}.values())
+def without_cache(module: nn.Module | None) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that makes a context in which the module fills no cache; the log says once that it had one.
 
+    A cache is filled where the ``config.use_cache`` of the module, or of a part of it, is True.
+    """
+    parts = module.modules() if module is not None else ()
+    configs: list[Any] = [getattr(part, "config", None) for part in parts]
+    is_logged = False
 
-def filling(configs: list[Any]) -> list[Any]:
-    """Return those of configurations by which a cache is filled now."""
-    return [config for config in configs if getattr(config, NAME) is True]
+    @contextmanager
+    def context() -> Iterator[None]:
+        nonlocal is_logged
+        caching = [config for config in configs if getattr(config, "use_cache", None) is True]
+        if caching and not is_logged:
+            is_logged = True
+            log.warning(
+                "remat: %s runs without its cache of keys and values (use_cache=False), which a block that is computed "
+                "again would fill twice",
+                type(module).__name__,
+            )
+        try:
+            for config in caching:
+                config.use_cache = False
+            yield
+        finally:
+            for config in caching:
+                config.use_cache = True
 
-
-@contextmanager
-def turned_off(configs: list[Any]) -> Iterator[None]:
-    """Let nothing fill a cache; afterwards the configurations are as they were."""
-    try:
-        for config in configs:
-            setattr(config, NAME, False)
-        yield
-    finally:
-        for config in configs:
-            setattr(config, NAME, True)
+    return context

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,7 +10,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ftrain import _torch, backends, tree
 from ftrain.backends.transfers import is_abstract
@@ -25,16 +24,11 @@ from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
 from ftrain.transforms.remat import use_cache
 from ftrain.transforms.remat.budget import Budget
 from ftrain.transforms.remat.checkpoint import recomputed
-from ftrain.transforms.remat.policies import FULL, NONE, Kept, Policy, keeps_of, name_of, require_policy
+from ftrain.transforms.remat.policies import FULL, NONE, Policy, SavedResults, keeps_of, name_of, require_policy
 from ftrain.types import Loss, LossOutput, PyTree
 
 NAME = "remat"
-WITHOUT_CACHE = (
-    "remat: %s runs without its cache of keys and values (use_cache=False), which a block that is computed again would "
-    "fill twice"
-)
-log = logging.getLogger("ftrain")
-Again: TypeAlias = Callable[[], AbstractContextManager[None]]
+Context: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 @wrapper
@@ -72,63 +66,67 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
         TraceError: from the step, when with a budget the loss asks for the value of a tensor, or takes a gradient.
     """
     if isinstance(policy, list | tuple | Mapping | type):
-        named = [policy] if isinstance(policy, type) else policy
-        raise OptionError(f"remat: give blocks by name, remat(blocks={named!r}); the first argument is the policy")
-    require_policy("remat", policy)
+        listed = [policy] if isinstance(policy, type) else policy
+        raise OptionError(f"remat: give blocks by name, remat(blocks={listed!r}); the first argument is the policy")
+    require_policy(NAME, policy)
     _require_wanted(blocks)
     if budget is not None:
         _require_budget(budget, policy, blocks)
 
     def wrap(loss: Loss) -> Loss:
-        if loss.module is None and blocks:
+        policies = _policies_of_blocks(loss, policy, blocks)
+        plan = None if budget is None else Budget(loss, budget)
+        text = f"remat({_text(policy, list(policies.values()), budget)})"
+        return _rematerialised(loss, Blocks(policies, loss.adapters), policy, plan, text)
+
+    return Wrapper(NAME, loss=OnLoss(wrap), innermost=True)
+
+
+def _policies_of_blocks(loss: Loss, policy: Policy, blocks: Wanted | None) -> dict[nn.Module, Policy]:
+    if loss.module is None:
+        if blocks:
             raise OptionError(
                 f"remat: {loss.text} has no module in which to find blocks={blocks!r}; mark functions with ft.block"
             )
-        parts = find_blocks(loss.module, blocks) if loss.module is not None else {}
-        parts = {part: policy if choice is None else choice for part, choice in parts.items()}
-        for choice in parts.values():
-            require_policy("remat", choice)
-        prepared = Blocks(parts, loss.adapters)
-        met = [0]
-        plan = None if budget is None else Budget(loss, budget)
-        region = _region(policy, met, plan)
-        begin = None if plan is None else torch.compiler.disable(plan.begin)  # type: ignore[no-untyped-call]
+        return {}
+    choices = find_blocks(loss.module, blocks)
+    policies = {module: policy if choice is None else choice for module, choice in choices.items()}
+    for choice in policies.values():
+        require_policy(NAME, choice)
+    return policies
 
-        configs, said = use_cache.configs_of(loss.module) if loss.module is not None else [], [False]
 
-        @contextmanager
-        def scope(training: bool) -> Iterator[None]:
-            filling = use_cache.filling(configs) if training else []
-            if filling and not said[0]:
-                said[0] = True
-                log.warning(WITHOUT_CACHE, type(loss.module).__name__)
-            with loss.scope(training), use_cache.turned_off(filling), prepared.through(region):
-                yield
+def _rematerialised(loss: Loss, blocks: Blocks, policy: Policy, plan: Budget | None, text: str) -> Loss:
+    calls = [0]
+    region = _region(policy, calls, plan)
+    begin_plan = None if plan is None else torch.compiler.disable(plan.begin)  # type: ignore[no-untyped-call]
+    without_cache = use_cache.without_cache(loss.module)
 
-        def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-            if begin is not None:
-                begin(params, batch, rng, buffers)
-            if torch.compiler.is_dynamo_compiling():  # Counting would be a guard of its graph.
-                return loss.fn(params, batch, rng=rng, buffers=buffers)
-            returned = loss.fn(params, batch, rng=rng, buffers=buffers)
-            # Later on, a model may leave all of them out, as in layer dropout.
-            if met[0] == 0:
-                raise ComposeError(
-                    f"remat: {loss.text} ran no block; mark the functions to recompute with ft.block(function), "
-                    "or name modules with blocks=[...]"
-                )
-            return returned
+    @contextmanager
+    def scope(training: bool) -> Iterator[None]:
+        with loss.scope(training), without_cache() if training else nullcontext(), blocks.through(region):
+            yield
 
-        text = f"remat({_text(policy, list(parts.values()), budget)})"
-        return dataclasses.replace(loss, fn=counted, scope=scope, wrappers=(*loss.wrappers, text))
+    def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+        if begin_plan is not None:
+            begin_plan(params, batch, rng, buffers)
+        output = loss.fn(params, batch, rng=rng, buffers=buffers)
+        # Dynamo would guard its graph by the number of calls.
+        # Later on, a model may leave out all of its blocks, as in layer dropout.
+        if not torch.compiler.is_dynamo_compiling() and calls[0] == 0:
+            raise ComposeError(
+                f"remat: {loss.text} ran no block; mark the functions to recompute with ft.block(function), "
+                "or name modules with blocks=[...]"
+            )
+        return output
 
-    return Wrapper(NAME, loss=OnLoss(wrap), innermost=True)
+    return dataclasses.replace(loss, fn=fn, scope=scope, wrappers=(*loss.wrappers, text))
 
 
 def _require_wanted(blocks: Any) -> None:
     if isinstance(blocks, Mapping):
         for choice in blocks.values():
-            require_policy("remat", choice)
+            require_policy(NAME, choice)
     elif isinstance(blocks, type) or not (blocks is None or callable(blocks) or isinstance(blocks, list | tuple)):
         raise OptionError(
             f"remat: blocks is {blocks!r}, needs a list of types and dotted names, a mapping from these to policies, "
@@ -156,19 +154,20 @@ def _text(policy: Policy, chosen: Sequence[Policy], budget: float | None) -> str
     return ", ".join([name] * (name != FULL) + [f"blocks={len(chosen)}"] * bool(chosen))
 
 
-def _region(policy: Policy, met: list[int], plan: Budget | None) -> Region:
+def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
+    """Return what runs a block so that it can be recomputed, and adds its calls to the only element of `calls`."""
     # Both runs of a block are of operations one by one: what Dynamo compiles keeps other tensors.
     by_operation: Any = torch.compiler.disable(recomputed)  # type: ignore[no-untyped-call]
 
     def region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
-        met[0] += 1
-        chosen: Any = plan.turn() if plan is not None else policy if choice is None else choice
+        calls[0] += 1
+        chosen: Any = plan.next_policy() if plan is not None else policy if choice is None else choice
         inside = partial(within, again if plan is None else None, function)
         if chosen == NONE:
             return inside(*args, **kwargs)
-        held = _held(slots, (args, kwargs))
-        device = _device_of(held)
-        repeatable = _Repeatable(inside, slots, chosen, _noted(held, device))
+        tensors = _tensors_of(slots, (args, kwargs))
+        device = _device_of(tensors)
+        repeatable = _Repeatable(inside, slots, chosen, _same_draws(tensors, device))
         returned = by_operation(repeatable.first, repeatable.again, args, kwargs, device=device)
         if _torch.is_capturing():
             repeatable.wait_for(returned)
@@ -186,19 +185,19 @@ class _Repeatable:
         function: the block.
         slots: its places for parameters and buffers.
         policy: what to keep.
-        drawing_again: makes a context in which torch draws what it would have drawn before the first run.
+        same_draws: makes a context in which torch draws the random numbers that it draws in the first run.
     """
 
     def __init__(
-        self, function: Callable[..., Any], slots: Sequence[Slot], policy: Policy, drawing_again: Again
+        self, function: Callable[..., Any], slots: Sequence[Slot], policy: Policy, same_draws: Context
     ) -> None:
-        self._function, self._slots, self._drawing_again = function, list(slots), drawing_again
-        self._before = [place[key] for place, key, *_ in slots]
-        self._versions = versions(self._before)
+        self._function, self._slots, self._same_draws = function, list(slots), same_draws
+        self._tensors = [place[key] for place, key, *_ in slots]
+        self._versions = versions(self._tensors)
         # What a block does to its buffers must happen once: recomputation works on copies.
         self._values = [place[key].clone() if is_buffer else place[key] for place, key, _, is_buffer in slots]
         keeps = keeps_of(policy)
-        self._kept = None if keeps is None else Kept(keeps)
+        self._results = None if keeps is None else SavedResults(keeps)
         self._gradient: Tensor | None = None
 
     def wait_for(self, returned: PyTree) -> None:
@@ -212,53 +211,53 @@ class _Repeatable:
 
     def first(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block as it is."""
-        with nullcontext() if self._kept is None else self._kept.keeping():
+        with nullcontext() if self._results is None else self._results.saving():
             return self._function(*args, **kwargs)
 
     def again(self, *args: Any, **kwargs: Any) -> Any:
         """Run it as it was."""
         stream, key = torch_ops.current(), None
         if self._gradient is not None:
-            given = args, kwargs, stream.key if stream is not None else None
-            args, kwargs, key = optimization_barrier.after(self._gradient, given)
+            inputs = args, kwargs, stream.key if stream is not None else None
+            args, kwargs, key = optimization_barrier.after(self._gradient, inputs)
         with (
-            bound(self._slots, self._as_then()),
-            self._drawing_again(),
+            bound(self._slots, self._first_values()),
+            self._same_draws(),
             nullcontext() if stream is None or key is None else stream.drawing_from(key),
-            nullcontext() if self._kept is None else self._kept.reusing(),
+            nullcontext() if self._results is None else self._results.reusing(),
         ):
             return self._function(*args, **kwargs)
 
-    def _as_then(self) -> list[Tensor]:
-        """What the slots held; a copy of what the block wrote to, for it writes to that again."""
-        now = versions(self._before)
-        if now == self._versions:
+    def _first_values(self) -> list[Tensor]:
+        """Return what the slots held in the first run; a copy of what the block wrote to, for it writes again."""
+        current = versions(self._tensors)
+        if current == self._versions:
             return self._values
         values = []
-        for slot, value, found, before in zip(self._slots, self._values, now, self._versions, strict=True):
-            if found != before and not slot.is_buffer:
+        for slot, value, version, first in zip(self._slots, self._values, current, self._versions, strict=True):
+            if version != first and not slot.is_buffer:
                 raise LossError(
                     f"remat: the parameter {slot.name} of a block was overwritten before the block was computed again: "
                     "update_in_backward does not wait for blocks that use it detached, or after all that their "
                     "gradient needs. Do not donate the state, or leave out one of the two"
                 )
-            values.append(value if found == before else value.clone())
+            values.append(value if version == first else value.clone())
         return values
 
 
-def _held(slots: Sequence[Slot], given: PyTree) -> list[Tensor]:
-    """Return tensors that tell where a block computes."""
-    return [place[key] for place, key, *_ in slots] or [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
+def _tensors_of(slots: Sequence[Slot], inputs: PyTree) -> list[Tensor]:
+    """Return the parameters and buffers of a block, or its inputs if it has none."""
+    return [place[key] for place, key, *_ in slots] or list(filter(tree.is_tensor, tree.leaves(inputs)))
 
 
-def _device_of(held: Sequence[Tensor]) -> torch.device:
-    if not held:
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    if not tensors:
         return backends.default().device
-    return next((leaf.device for leaf in held if leaf.device != tree.HOST), tree.HOST)
+    return next((each.device for each in tensors if each.device != tree.HOST), tree.HOST)
 
 
-def _noted(held: Sequence[Tensor], device: torch.device) -> Again:
-    if any(map(is_abstract, held)) and torch_ops.current() is None:
+def _same_draws(tensors: Sequence[Tensor], device: torch.device) -> Context:
+    if any(map(is_abstract, tensors)) and torch_ops.current() is None:
         return nullcontext
     # Not left to torch, which notes the generators of CUDA and XPU alone, and those only of its arguments' devices.
     return torch_ops.rng_snapshot(device)
