@@ -1,4 +1,4 @@
-"""Gradient accumulation that equals the full batch, however unevenly its weights are spread."""
+"""Gradient accumulation that equals the full batch, whatever the weights of the microbatches are."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ NAME = "accumulate"
 
 @wrapper
 def accumulate(n: int) -> Wrapper:
-    r"""Compute the gradient of a batch in `n` equal pieces, one after the other.
+    r"""Compute the gradient of a batch in `n` equal microbatches, one after the other.
 
     With the weight :math:`w_i` of the `Mean` that microbatch i returns,
 
     .. math:: g = \sum_i w_i g_i \Big/ \sum_i w_i
 
-    which is the gradient of the full batch for any weights. Every tensor of the batch is cut along
-    its first axis; 0-d tensors and other leaves go to every piece. Buffers are handed from piece to
-    piece, so that batch statistics are of each piece. The backward pass adds each gradient to its sum as it comes, so
-    that one set of gradients exists; where another wrapper sees those of each piece first (`clip` inside), two.
+    which is the gradient of the full batch for any weights. Every tensor of the batch is split along its first axis;
+    0-d tensors and other leaves go to every microbatch. Buffers are passed from one microbatch to the next, so that
+    batch statistics are those of each microbatch. The backward pass adds each gradient to the sum as it is computed, so
+    that only one set of gradients exists; two where another wrapper reads those of a microbatch (`clip` inside).
 
-    Dropout is that of the full batch too where it is counter-based: what a loss draws by its own key, with
-    `ftrain.random`, and what stock modules draw in a step that is compiled whole. Each example then has the same
-    random numbers however the batch is cut; `ftrain.random.for_examples` says which draws are by example. Eagerly
-    and in a split-compiled step stock modules draw from torch's generators, each piece after the one before.
+    Counter-based dropout is that of the full batch too: what a loss draws from its key with `ftrain.random`, and what
+    stock modules draw in a step that is compiled whole. Each example then has the same random numbers however the batch
+    is split; `ftrain.random.for_examples` says which draws are by example. Eagerly and in a split-compiled step stock
+    modules draw from torch's generators, one microbatch after the other.
 
-    A loss that is a plain number counts once for each microbatch, which is right for a mean over examples. One that is
-    a sum, a mean over tokens or a comparison of examples has another gradient in pieces: `fit` evaluates two examples
-    together and alone, once, when it first reads metrics, and warns if it is so.
+    A loss that is a plain number has the weight 1 in each microbatch, which is right for a mean over examples. A sum, a
+    mean over tokens or a loss that compares examples has another gradient in microbatches: `fit` tests this once, with
+    two examples, when it first reads metrics, and warns.
 
     Args:
         n: number of microbatches; divides the first axis of every tensor in the batch.

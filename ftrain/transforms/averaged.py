@@ -1,4 +1,4 @@
-"""The averaged parameters of a state, in place of the trained ones."""
+"""The state with averaged parameters in place of the trained ones."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def averaged(state: TrainState, kind: str | None = None) -> TrainState:
         kind: which of the two, ``"ema"`` or ``"swa"``, when the step has both.
 
     Raises:
-        StructureError: when the state was made by a step without such a wrapper, or with both and nothing was said.
+        StructureError: when the step of the state has no such wrapper, or both and `kind` is None.
     """
-    found = [name for name in KINDS if name in state.slots]
-    if not found or (kind is not None and kind not in found):
-        wanted = f"ft.{kind}" if kind in KINDS else "ft.ema(decay) or ft.swa()"
-        raise StructureError(f"averaged: the state holds no averages; compose the step with {wanted}")
-    if kind is None and len(found) > 1:
+    kinds = [name for name in KINDS if name in state.slots]
+    if not kinds or (kind is not None and kind not in kinds):
+        needed = f"ft.{kind}" if kind in KINDS else "ft.ema(decay) or ft.swa()"
+        raise StructureError(f"averaged: the state holds no averages; compose the step with {needed}")
+    if kind is None and len(kinds) > 1:
         raise StructureError("averaged: the state holds two averages; say which: averaged(state, 'ema')")
-    slot = state.slots[kind or found[0]]
-    averages = slot["params"] if (kind or found[0]) == "swa" else slot
+    kind = kind or kinds[0]
+    averages = state.slots[kind]["params"] if kind == "swa" else state.slots[kind]
     return replace(state, params=tree.map(lambda average, leaf: average.to(leaf.dtype), averages, state.params))

@@ -1,4 +1,4 @@
-"""Donation: the step overwrites the state it is given, which saves the memory of a second one."""
+"""Donation: the step overwrites the old state, which saves the memory of a second one."""
 
 from __future__ import annotations
 

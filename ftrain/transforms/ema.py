@@ -18,7 +18,7 @@ def ema(decay: float = 0.999) -> Wrapper:
 
     .. math:: a \leftarrow d\,a + (1 - d)\,p
 
-    after every update. `averaged` gives the state with the average in the parameters' place.
+    after every update. `averaged` returns the state with the average in place of the parameters.
 
     Args:
         decay: :math:`d` in [0, 1).

@@ -1,4 +1,4 @@
-"""Give cached memory back to the device now and then."""
+"""Give cached memory back to the device after every n-th step."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ log = logging.getLogger("ftrain")
 def empty_cache(every: int) -> Wrapper:
     """Give the memory that the device's allocator caches back to it after every n-th step.
 
-    For other processes on the device, and against fragments where the lengths of batches change; torch then has to ask
-    for memory again, which takes time (often a tenth of a step for ``every=1``). It happens on the host when the step
-    has been queued, outside of any graph; nothing here waits for the device, though its driver may. The results are the
-    same to the bit. Which steps these are follows from the state's `step`, so that a resumed run goes on with the same.
-
-    On a device without a cache, or one that cannot be emptied, it does nothing and says so once, in the log.
+    Use it for other processes on the device, and against fragmentation where the lengths of batches change. Torch then
+    has to allocate the memory again, which takes time (often a tenth of a step for ``every=1``). It happens on the host
+    after the step has been queued, outside of any graph; ftrain does not wait for the device, but its driver may. The
+    results are the same to the bit. The steps are those whose number, the state's `step`, is a multiple of `every`, so
+    that a resumed run continues with the same ones. On a device without such a cache the log says once that this does
+    nothing.
 
     Args:
-        every: how many steps there are from one time to the next.
+        every: number of steps from one time to the next.
 
     Raises:
         OptionError: when `every` is not a positive whole number.
     """
     require_positive("empty_cache", "every", every)
-    said: set[str] = set()
+    logged: set[str] = set()
 
     def require(backend: Backend, params: PyTree) -> None:
-        if backend.empty_cache is None and backend.name not in said:
-            said.add(backend.name)
+        if backend.empty_cache is None and backend.name not in logged:
+            logged.add(backend.name)
             log.warning("empty_cache: does nothing on %s, which has no cache to empty", backend.describe())
 
     def on_step_end(backend: Backend, steps: int) -> None:

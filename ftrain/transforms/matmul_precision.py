@@ -17,11 +17,11 @@ CHOICES = ("highest", "high", "medium")
 def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper:
     """Compute float32 matrix products of the whole step in this precision.
 
-    As `torch.set_float32_matmul_precision`, which says what each device makes of it: ``"highest"`` is float32,
-    ``"high"`` may use TF32 (10 bits of mantissa) or three products in bfloat16, ``"medium"`` one in bfloat16. Where a
-    device has none of these, all three are float32. Set while the step runs, or is compiled, and put back: steps of
-    different precision keep theirs, as long as they do not run in several threads at once. `with_amp("bf16")` has no
-    float32 products but those outside of autocast, of the optimizer, say.
+    As `torch.set_float32_matmul_precision`: ``"highest"`` is float32, ``"high"`` may use TF32 (10 bits of mantissa) or
+    three products in bfloat16, ``"medium"`` one in bfloat16. Where a device has none of these, all three are float32.
+    The setting of the process is changed while the step runs or is compiled, and then restored: steps of different
+    precision keep theirs, unless they run in several threads at once. With `with_amp("bf16")` the only float32 products
+    are those outside of autocast, such as the optimizer's.
 
     Args:
         precision: ``"highest"``, ``"high"`` or ``"medium"``.

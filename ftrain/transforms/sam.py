@@ -24,13 +24,13 @@ def sam(rho: float = 0.05) -> Wrapper:
 
     .. math:: g = \nabla L(p + \rho\, \nabla L(p) / \lVert \nabla L(p) \rVert_2)
 
-    with one norm over all parameters, so that a step runs forward and backward twice. Both passes see the same batch,
-    the same key and the same draws of stock modules (dropout). All but the gradient is that of the first pass, at the
-    parameters themselves: loss, metrics, buffers (statistics of BatchNorm). The second pass starts with the buffers of
-    before the step, and what it makes of them is dropped. Where the gradient is zero, the parameters are not moved.
+    with one norm over all parameters, so that a step runs forward and backward twice. Both passes have the same batch,
+    the same key and the same random numbers in stock modules (dropout). Loss, metrics and buffers (statistics of
+    BatchNorm) are those of the first pass, at the parameters themselves; the second pass starts with the old buffers,
+    and its new ones are dropped. Where the gradient is zero, the parameters are not moved.
 
-    Its place among the wrappers of the gradient is what it reads: around `accumulate` it moves the parameters along the
-    gradient of the whole batch, inside of it along that of each microbatch, which the paper calls m-sharpness.
+    Around `accumulate` it moves the parameters along the gradient of the whole batch; inside of it along that of each
+    microbatch, which the paper calls m-sharpness.
 
     Args:
         rho: distance :math:`\rho` by which the parameters are moved.
@@ -48,11 +48,11 @@ def sam(rho: float = 0.05) -> Wrapper:
             params, spec = flatten(state.params)
             # Tensors without values stand for a device that need not be there, and draw nothing.
             abstract = is_abstract(params[0]) and torch_ops.current() is None
-            drawing_again = nullcontext if abstract else torch_ops.rng_snapshot(params[0].device)
+            same_draws = nullcontext if abstract else torch_ops.rng_snapshot(params[0].device)
             first = grad(state, batch, rng)
             moved = tree.unflatten(spec, _ascended(params, tree.leaves(first.grads), rho))
             first = replace(first, grads=None)
-            with drawing_again():
+            with same_draws():
                 second = grad(replace(state, params=moved), batch, rng)
             finite = None if first.finite is None or second.finite is None else first.finite & second.finite
             return replace(first, grads=second.grads, finite=finite)

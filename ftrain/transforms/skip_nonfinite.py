@@ -16,16 +16,16 @@ COUNTERS = "skipped", "in_a_row", "steps", "reached"
 
 @wrapper
 def skip_nonfinite(limit: int = 10) -> Wrapper:
-    """Leave the state as it was when the loss or a gradient is infinite or NaN.
+    """Leave the state unchanged when the loss or a gradient is infinite or NaN.
 
-    A bad step changes only the step count and this wrapper's counters `skipped` (in all), `in_a_row` (now), `steps`
-    and `reached` (of which step `in_a_row` was last equal to the limit), wherever among the wrappers this one stands;
-    float16 overflows count as well. The metric `skipped` says which steps were bad. Counted on the device: nothing
-    waits for it.
+    A bad step changes only the step count and this wrapper's counters: `skipped` (bad steps in all), `in_a_row` (now),
+    `steps`, and `reached` (the step at which `in_a_row` last equalled the limit). Its place among the wrappers makes no
+    difference; float16 overflows count as bad steps. The metric `skipped` says which steps were bad. The counters are
+    on the device, and nothing waits for it.
 
     Args:
-        limit: as many bad steps in a row are an error, also when good ones have followed; `fit` raises it when it
-            next reads metrics, within `log_every` steps, and in a loop of your own `step.check(state)` does.
+        limit: the number of bad steps in a row that is an error, even if good steps have followed; `fit` raises it when
+            it next reads metrics, within `log_every` steps, and in your own loop `step.check(state)` does.
 
     Raises:
         OptionError: when `limit` is not a positive whole number.
@@ -49,12 +49,12 @@ def skip_nonfinite(limit: int = 10) -> Wrapper:
             return
         skipped, in_a_row, steps = (int(counters[name]) for name in COUNTERS[:3])
         # A state may have made steps before it had these counters.
-        at = reached + step - steps
-        if at > since:
+        last_bad = reached + step - steps
+        if last_bad > since:
             raise NonFiniteError(
                 f"skip_nonfinite: the loss or a gradient was not finite in {max(limit, in_a_row)} steps in a row, of "
-                f"which step {at - limit + 1} was the first (limit {limit}, {skipped} in all); the parameters are "
-                "those of the last good step. Lower the learning rate, clip the gradient, or look at the batch"
+                f"which step {last_bad - limit + 1} was the first (limit {limit}, {skipped} in all); the parameters "
+                "are those of the last good step. Lower the learning rate, clip the gradient, or look at the batch"
             )
 
     return Wrapper(NAME, f"skip_nonfinite({limit})", slot=SlotSpec(init, on_finite, check))

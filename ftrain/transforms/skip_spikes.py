@@ -27,25 +27,25 @@ def skip_spikes(
     warmup: int = 32,
     action: Action = "skip",
 ) -> Wrapper:
-    """Leave out steps whose gradient norm is far above those of the last steps, or clip their gradient.
+    """Skip steps whose gradient norm is far above those of the last steps, or clip their gradient.
 
     The limit is `factor` times a quantile of the last `window` finite norms, those of spikes included, so that a run
-    whose gradients stay large goes on. A quantile is robust: single spikes do not move it, as they move a mean.
+    whose gradients stay large continues. Unlike a mean, a quantile is hardly changed by single spikes.
     ``skip_spikes(1.0, quantile=0.1, action="clip")`` is AutoClip (Seetharaman et al. 2020, arXiv:2007.14469) over a
-    window, which is the percentile clipping of bitsandbytes; ZClip (Kumar et al. 2025, arXiv:2504.02507) has the mean
-    and the standard deviation in place of a quantile.
+    window, which is the percentile clipping of bitsandbytes; ZClip (Kumar et al. 2025, arXiv:2504.02507) uses the mean
+    and the standard deviation.
 
-    The metric `spike` says in which steps it acted, and ``state.slots["skip_spikes"]`` holds the norms and how often.
-    A skipped step changes only these and the step count. Norms that are infinite or NaN do not enter, and are not acted
-    upon: `skip_nonfinite` does that. Nothing waits for the device. The norm is that of the gradient as it arrives:
-    before `clip`, when this wrapper stands inside of it. To skip, both states are needed until the norm is known, so
-    that donation saves no memory.
+    The metric `spike` says in which steps it acted, and ``state.slots["skip_spikes"]`` holds the norms and the number
+    of spikes. A skipped step changes only these and the step count. Norms that are infinite or NaN are neither stored
+    nor acted upon: `skip_nonfinite` does that. Nothing waits for the device. The norm is that of the gradient that
+    reaches this wrapper: before `clip`, when it stands inside of it. With ``"skip"``, both states are needed until the
+    norm is known, so that donation saves no memory.
 
     Args:
-        factor: what the quantile is multiplied with.
-        quantile: in [0, 1]; 0.5 is the median. Of an even number of norms the lower one.
-        window: how many norms are kept.
-        warmup: how many finite norms there must have been before it acts.
+        factor: what the quantile is multiplied by.
+        quantile: in [0, 1]; 0.5 is the median. Between two norms the lower one is used.
+        window: number of norms that are stored.
+        warmup: number of finite norms that must have been stored before it acts.
         action: ``"skip"``, or ``"clip"`` to scale the gradient down to the limit.
 
     Raises:
@@ -67,7 +67,7 @@ def skip_spikes(
             spike = (slot["count"] >= warmup) & torch.isfinite(norm) & (norm > limit)
             gradients = replace(
                 gradients,
-                slots={**gradients.slots, NAME: _entered(slot, norm, spike)},
+                slots={**gradients.slots, NAME: _next_slot(slot, norm, spike)},
                 metrics=report(gradients.metrics, NAME, spike=spike),
             )
             if action == "clip":
@@ -84,8 +84,8 @@ def skip_spikes(
         return {"norms": norms, "count": zero, "spikes": zero.clone()}
 
     text = f"skip_spikes({factor:g}, quantile={quantile:g}, window={window}, {action})"
-    part = OnGrad(wrap, may_refuse_updates=action == "skip")
-    return Wrapper(NAME, text, grad=part, slot=SlotSpec(init), validate=_require_whole_batches)
+    on_grad = OnGrad(wrap, may_refuse_updates=action == "skip")
+    return Wrapper(NAME, text, grad=on_grad, slot=SlotSpec(init), validate=_require_whole_batches)
 
 
 def _require_numbers(factor: Any, quantile: Any) -> None:
@@ -110,7 +110,7 @@ def _require_whole_batches(step: Any) -> None:
 
 
 def _quantile(norms: Tensor, count: Tensor, quantile: float) -> Tensor:
-    """Return a quantile of the norms that are there, as a 0-d tensor."""
+    """Return a quantile of the first `count` norms, as a 0-d tensor."""
     filled = count.clamp(1, norms.numel())
     is_filled = torch.arange(norms.numel(), device=norms.device) < filled
     ascending = torch.where(is_filled, norms, float("inf")).sort().values
@@ -118,8 +118,8 @@ def _quantile(norms: Tensor, count: Tensor, quantile: float) -> Tensor:
     return ascending.gather(0, rank.view(1)).view(())
 
 
-def _entered(slot: PyTree, norm: Tensor, spike: Tensor) -> PyTree:
-    """Return the slot after a step; a norm that is not finite does not enter."""
+def _next_slot(slot: PyTree, norm: Tensor, spike: Tensor) -> PyTree:
+    """Return the slot after a step; a norm that is not finite is not stored."""
     norms, count = slot["norms"], slot["count"]
     position = torch.arange(norms.numel(), device=norms.device)
     is_next = (position == count % norms.numel()) & torch.isfinite(norm)

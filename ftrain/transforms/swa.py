@@ -19,13 +19,13 @@ def swa(start: int = 0, every: int = 1) -> Wrapper:
 
     .. math:: a \leftarrow a + (p - a) / n
 
-    after update `start` + `every`, then after each `every`-th one, :math:`n` of these so far; before the first,
-    :math:`a` follows the parameters. `averaged` gives the state with the average in the parameters' place; statistics
-    of BatchNorm in it are those of the trained parameters. Updates that a wrapper skips do not count.
+    after update `start` + `every` and then after each `every`-th update, where :math:`n` counts these averages; before
+    the first, :math:`a` equals the parameters. `averaged` returns the state with the average in place of the
+    parameters; its BatchNorm statistics are those of the trained parameters. Updates that a wrapper skips do not count.
 
     Args:
-        start: updates before the first that can be taken.
-        every: from one that is taken to the next.
+        start: number of updates before the averaging begins.
+        every: number of updates from one average to the next.
 
     Raises:
         OptionError: for numbers out of their range.
@@ -39,16 +39,16 @@ def swa(start: int = 0, every: int = 1) -> Wrapper:
             slot = state.slots[NAME]
             averages, spec = tree.flatten(slot["params"])
             new = update(state, gradients, hyper, donate=donate)
-            done = slot["updates"] + 1
-            weight = _weight(
-                done, start, every, max((leaf.dtype for leaf in averages), key=lambda dtype: dtype.itemsize)
-            )
-            found = [
+            updates = slot["updates"] + 1
+            widest = max((leaf.dtype for leaf in averages), key=lambda dtype: dtype.itemsize)
+            weight = _weight(updates, start, every, widest)
+            averages = [
                 torch.lerp(average, leaf.to(average.dtype), weight.to(average.device, average.dtype))
                 for average, leaf in zip(averages, tree.leaves(new.params), strict=True)
             ]
-            taken = {"params": tree.unflatten(spec, found), "updates": done}
-            return replace(new, slots={**new.slots, NAME: taken})
+            return replace(
+                new, slots={**new.slots, NAME: {"params": tree.unflatten(spec, averages), "updates": updates}}
+            )
 
         return averaging
 
@@ -57,12 +57,12 @@ def swa(start: int = 0, every: int = 1) -> Wrapper:
     )
 
 
-def _weight(done: Tensor, start: int, every: int, dtype: torch.dtype) -> Tensor:
-    """The weight of the parameters in the average: 1 at first, 1 / n when they are taken, and else 0."""
-    past = done - start
-    taken = torch.div(past, every, rounding_mode="floor")
-    share = torch.where(past % every == 0, 1.0 / taken.clamp(min=1).to(dtype), 0.0)
-    return torch.where(taken < 1, 1.0, share)
+def _weight(updates: Tensor, start: int, every: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight of the parameters in the average: 1 at first, 1 / n where they enter it, and else 0."""
+    since_start = updates - start
+    n = torch.div(since_start, every, rounding_mode="floor")
+    share = torch.where(since_start % every == 0, 1.0 / n.clamp(min=1).to(dtype), 0.0)
+    return torch.where(n < 1, 1.0, share)
 
 
 def _initial_slot(params: PyTree) -> PyTree:

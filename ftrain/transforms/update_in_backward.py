@@ -1,4 +1,4 @@
-"""The update of each parameter as soon as its gradient is there, so that gradients never all exist at once."""
+"""The update of each parameter as soon as its gradient is complete, so that gradients never all exist at once."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ftrain.types import Gradients, Hyper, Optimizer, TrainState, UpdateFn, cons
 
 NAME = "update_in_backward"
 TOGETHER = 1 << 19
-"""Bytes of gradients that wait for each other, so that the many small ones do not cost an update each."""
+"""Bytes of gradients that are updated together, so that the many small ones do not cost an update each."""
 
 
 @wrapper
 def update_in_backward() -> Wrapper:
     """Update each parameter within the backward pass, when its gradient is complete (Lv et al. 2023, arXiv:2306.09782).
 
-    The gradient is then given back before the next one is made: of four bytes a parameter remains the largest one.
-    The result is the same to the bit. What needs all gradients at once cannot be beside it, in either order: `clip`,
-    `accumulate`, `skip_nonfinite`, fp16, and `fit(on_oom="split")`. `ema` and `swa` can.
+    The gradient is then freed before the next one is computed: the peak is that of the largest gradient, and not of all
+    of them. The result is the same to the bit. It cannot be combined, in either order, with what needs all gradients at
+    once: `clip`, `accumulate`, `skip_nonfinite`, fp16, and `fit(on_oom="split")`. `ema` and `swa` can.
 
-    Without donation the old state stays as it is, and a second one beside it. With it, a step that fails in its
-    backward pass has consumed its state, for parts of it are those of the next one. A whole compiled step is one graph,
-    whose compiler decides what is alive when; a split one cannot be had, for there the backward pass of the loss is one
-    operation, which makes all gradients.
+    Without donation the old state stays unchanged, beside a second one. With donation, a step that fails in its
+    backward pass has consumed its state, parts of which are updated. In a step that is compiled whole, the compiler
+    decides when a gradient is freed. A step cannot be split-compiled: there the backward pass of the loss is one
+    operation, which returns all gradients.
 
     Raises:
         ComposeError: beside what needs all gradients, or for an optimizer that cannot update parameters one by one
@@ -45,7 +45,7 @@ def _require_alone(step: Any) -> None:
         scaled = other.grad is not None and other.grad.loss_scale is not None
         if other.reads_gradients or other.may_refuse_updates or scaled:
             raise ComposeError(
-                f"{NAME}: {other.text} needs all gradients at once, and each is gone before the next one is there; "
+                f"{NAME}: {other.text} needs all gradients at once, and each is freed before the next one is computed; "
                 f"leave out one of the two{', or take bf16, which needs no scale' if scaled else ''}"
             )
 
@@ -63,11 +63,11 @@ def _make_update(optimizer: Optimizer) -> UpdateFn:
 
         def take(index: int, grad: Tensor) -> None:
             group = owners[index]
-            here = waiting.setdefault(id(group), {})
-            here[index] = grad
-            if len(here) == len(group.places):
+            grads = waiting.setdefault(id(group), {})
+            grads[index] = grad
+            if len(grads) == len(group.places):
                 del waiting[id(group)]
-                grouped.make(group, [here[place] for place in group.places])
+                grouped.make(group, [grads[place] for place in group.places])
                 if donate:
                     # Fused kernels do not count what they write, and a parameter may be read again, detached.
                     increment_version([leaves[place] for place in group.places])

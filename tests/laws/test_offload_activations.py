@@ -165,7 +165,7 @@ def test_strides_dtypes_and_views_come_back_as_they_were(monkeypatch):
         found = unpack(self, packed)
         shape, stride, dtype, offset, value = next(known[1:] for known in seen if known[0] is packed)
         assert (found.shape, found.stride(), found.dtype) == (shape, stride, dtype)
-        assert found.storage_offset() == offset or isinstance(packed, saved_tensors._Held)
+        assert found.storage_offset() == offset or isinstance(packed, saved_tensors._Resident)
         assert torch.equal(found, value)
         return found
 
@@ -223,18 +223,18 @@ def test_what_is_written_before_it_is_kept_is_kept_as_it_is(sent):
 
 def test_nothing_of_a_step_stays_behind():
     held = []
-    make = saved_tensors._Piece.__init__
+    make = saved_tensors._HostStorage.__init__
 
     def making(self, *args):
         make(self, *args)
         held.append(weakref.ref(self))
 
-    saved_tensors._Piece.__init__ = making
+    saved_tensors._HostStorage.__init__ = making
     try:
         _, step = build(("remat",), offloaded())
         train(step, 1)
     finally:
-        saved_tensors._Piece.__init__ = make
+        saved_tensors._HostStorage.__init__ = make
     assert held
     assert not [reference for reference in held if reference() is not None]
 

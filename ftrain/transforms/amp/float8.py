@@ -21,7 +21,7 @@ from ftrain.types import Loss
 
 NAME = "with_amp(fp8)"
 MULTIPLE = 16
-"""Of which the axes of a float8 product are whole multiples."""
+"""The sizes of a float8 product are multiples of this."""
 
 
 def require_torchao() -> None:
@@ -65,7 +65,7 @@ def float8_layers(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the layers of a module that multiply in float8, by name.
 
     As torchao advises (https://github.com/pytorch/ao/tree/main/torchao/float8): each `nn.Linear` whose sizes are
-    multiples of 16, aside from the head, whose rounding the loss feels most: the last one, or the embedding itself.
+    multiples of 16, except the head, whose rounding changes the loss most: the last one, or one tied to the embedding.
     """
     linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
@@ -79,18 +79,18 @@ def float8_layers(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 class _Products:
-    """The products of a layer: what torchao makes of one without values, run with the weight that is bound."""
+    """The matrix products of a layer: those of a layer that torchao has converted, with the weight that is bound."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        self._even, self._padded = (_converted(layer, padded=padded) for padded in (False, True))
+        self._plain, self._padded = (_converted(layer, padded=padded) for padded in (False, True))
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return ``x @ weight.T``."""
-        # The rows are what the gradient of the weight sums over.
-        made = self._padded if (x.numel() // x.shape[-1]) % MULTIPLE else self._even
-        with bound([Slot(_torch.parameters_of(made), "weight", "", False)], [weight]):
-            returned: Tensor = made.forward(x)
-        return returned
+        # The gradient of the weight sums over the rows.
+        converted = self._padded if (x.numel() // x.shape[-1]) % MULTIPLE else self._plain
+        with bound([Slot(_torch.parameters_of(converted), "weight", "", False)], [weight]):
+            product: Tensor = converted.forward(x)
+        return product
 
 
 def _converted(layer: nn.Linear, *, padded: bool) -> Any:
@@ -112,5 +112,5 @@ def _linear(layer: nn.Linear, products: _Products, x: Tensor) -> Tensor:
         return nn.functional.linear(x, layer.weight, layer.bias)
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    made = products(x, layer.weight)
-    return made if layer.bias is None else made + layer.bias.to(made.dtype)
+    product = products(x, layer.weight)
+    return product if layer.bias is None else product + layer.bias.to(product.dtype)

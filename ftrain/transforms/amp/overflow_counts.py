@@ -1,4 +1,4 @@
-"""Where a narrow dtype breaks: what overflows and what vanishes in each part of a model, counted on the device."""
+"""Count, on the device, the elements that overflow and underflow in each part of a model under a narrow dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ftrain.types import GradFn, Loss, LossOutput, Mean, Metrics, PyTree, replac
 
 NAME = "with_amp"
 MODEL = "(model)"
-"""What a module itself is called among its parts."""
+"""The name of the module itself among its parts."""
 
 OVERFLOW, UNDERFLOW = "overflow", "underflow"
 GRAD_OVERFLOW, GRAD_UNDERFLOW = "grad_overflow", "grad_underflow"
@@ -33,36 +33,36 @@ KINDS = OVERFLOW, UNDERFLOW, GRAD_OVERFLOW, GRAD_UNDERFLOW
 
 
 def is_share(name: str) -> bool:
-    """Whether a metric is one of these: there is one for each part of a model."""
+    """Return whether the name of a metric is ``<kind>/<part>`` with one of `KINDS`."""
     kind, _, part = name.partition("/")
     return bool(part) and kind in KINDS
 
 
 HARMLESS = Tensor, int, float, complex, bool, str, bytes, torch.dtype, torch.device, type(None)
-"""What a part may be given if it is to run twice; what else there is (caches, say) it may write."""
+"""Arguments with which a part can run twice. It may write to others, such as caches."""
 
 _forward: ContextVar[_Shares | None] = ContextVar("ftrain_watch_forward", default=None)
 _backward: ContextVar[_Shares | None] = ContextVar("ftrain_watch_backward", default=None)
 
 
 class _Shares:
-    """Counts of elements by metric, and of how many."""
+    """Counts of elements by metric, each with the number of all elements."""
 
     def __init__(self) -> None:
         self.counts: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.calls: Counter[str] = Counter()
 
-    def add(self, kind: str, part: str, count: Tensor, of: Tensor) -> None:
-        self.counts.setdefault(f"{kind}/{part}", []).append((count, of))
+    def add(self, kind: str, part: str, count: Tensor, total: Tensor) -> None:
+        self.counts.setdefault(f"{kind}/{part}", []).append((count, total))
 
     def metrics(self) -> Metrics:
         """Return them as means, which add up over microbatches and batches."""
-        # In float32, as every device has it: from 2 ** 24 elements on to seven digits.
+        # In float32, which every device has: exact below 2 ** 24 elements, and to seven digits above.
         sums = {
-            name: [torch.stack(column).sum().to(torch.float32) for column in zip(*counts, strict=True)]
-            for name, counts in self.counts.items()
+            name: [torch.stack(column).sum().to(torch.float32) for column in zip(*pairs, strict=True)]
+            for name, pairs in self.counts.items()
         }
-        return {name: Mean(count, of) for name, (count, of) in sums.items()}
+        return {name: Mean(count, total) for name, (count, total) in sums.items()}
 
 
 def watched(loss: Loss, dtype: torch.dtype) -> Loss:
@@ -78,7 +78,7 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
         with loss.scope(training):
-            # What runs there now may be that of an adapter, or a block that is rematerialised.
+            # The forward may be one that another wrapper has set: an adapter, or a rematerialised block.
             forwards = [
                 (part.module, functools.partial(_run, dtype, part, part.module.forward))
                 for part in parts
@@ -87,7 +87,7 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
             with forwarding(forwards), watched_by(functools.partial(_run_marked, dtype)):
                 yield
 
-    def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+    def counting(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         shares = _Shares()
         with _set(_forward, shares):
             mean, metrics, new = loss.fn(params, batch, rng=rng, buffers=buffers)
@@ -98,8 +98,8 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
             )
         return mean, report(metrics, NAME, **shares.metrics()), new
 
-    # Dynamo would compile what is counted as well, once for each part.
-    uncompiled: Any = torch.compiler.disable(counted)  # type: ignore[no-untyped-call]
+    # Dynamo would compile the counting too, once for each part.
+    uncompiled: Any = torch.compiler.disable(counting)  # type: ignore[no-untyped-call]
 
     def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         return uncompiled(params, batch, rng=rng, buffers=buffers)  # type: ignore[no-any-return]
@@ -116,14 +116,14 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
     def watching(*args: Any) -> Any:
         shares = _Shares()
 
-        def told(metrics: Metrics) -> Metrics:
+        def with_shares(metrics: Metrics) -> Metrics:
             return report(metrics, NAME, **shares.metrics())
 
         with _set(_backward, shares):
-            found = run(*args)
-        if isinstance(found, ForwardResult):
-            return replace(found, later=told)
-        return replace(found, metrics=told(found.metrics))
+            result = run(*args)
+        if isinstance(result, ForwardResult):
+            return replace(result, later=with_shares)
+        return replace(result, metrics=with_shares(result.metrics))
 
     return watching
 
@@ -138,7 +138,7 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def _run_marked(dtype: torch.dtype, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function that is marked as a block, of which there may be many by one name."""
+    """Run a function that is marked as a block; calls of functions of the same name are numbered."""
     shares = _forward.get()
     if shares is None:
         return run(*args, **kwargs)
@@ -147,7 +147,7 @@ def _run_marked(dtype: torch.dtype, name: str, run: Callable[..., Any], *args: A
 
 
 class _Part(NamedTuple):
-    """A part that is watched: its name, and if it is no function, the module and its places for tensors."""
+    """A part that is watched: its name, and unless it is a function, the module and the slots of its tensors."""
 
     name: str
     module: nn.Module | None = None
@@ -155,13 +155,13 @@ class _Part(NamedTuple):
 
 
 def _run(dtype: torch.dtype, part: _Part, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a part, and count what it lost."""
-    shares, given = _forward.get(), (args, kwargs)
-    # A part that is recomputed in the backward pass was counted.
-    if shares is None or not all(isinstance(leaf, HARMLESS) for leaf in tree.leaves(given)):
+    """Run a part, and count what it loses to the dtype."""
+    shares, arguments = _forward.get(), (args, kwargs)
+    # A part that is recomputed in the backward pass was counted in the forward pass.
+    if shares is None or not all(isinstance(leaf, HARMLESS) for leaf in tree.leaves(arguments)):
         return run(*args, **kwargs)
     with aside():
-        wide = _in_float32(part, run, given)
+        wide = _in_float32(part, run, arguments)
     returned = run(*args, **kwargs)
     with aside():
         for narrow, exact in zip(_tensors(returned), wide, strict=False):
@@ -172,13 +172,13 @@ def _run(dtype: torch.dtype, part: _Part, run: Callable[..., Any], *args: Any, *
 def _count(shares: _Shares, name: str, dtype: torch.dtype, narrow: Tensor, exact: Tensor) -> None:
     if narrow.shape != exact.shape or not narrow.numel():
         return
-    found, size = narrow.detach(), _full(narrow, narrow.numel())
+    values, size = narrow.detach(), _full(narrow, narrow.numel())
     if narrow.dtype != dtype:
         for kind in (OVERFLOW, UNDERFLOW):
             shares.add(kind, name, torch.zeros_like(size), size)
         return
-    shares.add(OVERFLOW, name, (~found.isfinite() & exact.isfinite()).sum(), size)
-    shares.add(UNDERFLOW, name, (_is_tiny(found) & (exact != 0)).sum(), size)
+    shares.add(OVERFLOW, name, (~values.isfinite() & exact.isfinite()).sum(), size)
+    shares.add(UNDERFLOW, name, (_is_tiny(values) & (exact != 0)).sum(), size)
     gradients = _backward.get()
     if gradients is not None and narrow.requires_grad:
         narrow.register_hook(functools.partial(_count_gradient, gradients, name))  # type: ignore[no-untyped-call]
@@ -188,35 +188,35 @@ def _count_gradient(shares: _Shares, name: str, gradient: Tensor) -> None:
     gradient = gradient.detach()
     size = _full(gradient, gradient.numel())
     shares.add(GRAD_OVERFLOW, name, (~gradient.isfinite()).sum(), size)
-    some = gradient != 0
-    held = some.sum()
-    # Zeros may be meant: those of ReLU and dropout. Where there is nothing else, all has vanished.
-    tiny = torch.where(held == 0, size, (_is_tiny(gradient) & some).sum())
-    shares.add(GRAD_UNDERFLOW, name, tiny, torch.where(held == 0, size, held))
+    is_nonzero = gradient != 0
+    nonzeros = is_nonzero.sum()
+    # Zeros may be intended, as those of ReLU and dropout. A gradient of nothing but zeros has vanished.
+    tiny = torch.where(nonzeros == 0, size, (_is_tiny(gradient) & is_nonzero).sum())
+    shares.add(GRAD_UNDERFLOW, name, tiny, torch.where(nonzeros == 0, size, nonzeros))
 
 
-def _is_tiny(found: Tensor) -> Tensor:
-    return found.abs() < torch.finfo(found.dtype).smallest_normal
+def _is_tiny(values: Tensor) -> Tensor:
+    return values.abs() < torch.finfo(values.dtype).smallest_normal
 
 
 def _full(like: Tensor, value: int) -> Tensor:
     return torch.full((), value, dtype=torch.int64, device=like.device)
 
 
-def _in_float32(part: _Part, run: Callable[..., Any], given: Any) -> list[Tensor]:
-    """What a part returns in float32 for the same inputs, parameters and random numbers; it leaves no trace."""
-    tensors = [leaf for leaf in tree.leaves(given) if isinstance(leaf, Tensor)]
+def _in_float32(part: _Part, run: Callable[..., Any], arguments: Any) -> list[Tensor]:
+    """Return what a part computes in float32 from the same inputs, parameters and random numbers, without effects."""
+    tensors = [leaf for leaf in tree.leaves(arguments) if isinstance(leaf, Tensor)]
     tensors += [slot.place[slot.key] for slot in part.slots]
     device = tensors[0].device if tensors else tree.HOST
-    # Copies of all, for a part may write what it is given.
-    args, kwargs = tree.map(lambda leaf: _widened(leaf, copy=True) if isinstance(leaf, Tensor) else leaf, given)
+    # Copies of all, for a part may write to its arguments.
+    args, kwargs = tree.map(lambda leaf: _widened(leaf, copy=True) if isinstance(leaf, Tensor) else leaf, arguments)
     values = [_widened(slot.place[slot.key], copy=slot.is_buffer) for slot in part.slots]
     with (
-        # A mask that it keeps for later would be one of float32.
+        # The part may keep an attribute, such as a mask, which would be of float32.
         preserve_attributes(part.module),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
-        # What is drawn here is drawn again by what comes after.
+        # The narrow run then draws the same random numbers.
         torch_ops.rng_snapshot(device)(),
         bound(part.slots, values),
         _set(_forward, None),
@@ -236,7 +236,7 @@ def _widened(tensor: Tensor, *, copy: bool) -> Tensor:
 
 
 def _tensors(returned: Any) -> list[Tensor]:
-    """The floating-point tensors in what a part returns, models' own kinds of mappings included."""
+    """Return the floating-point tensors in what a part returns, which may be a mapping class of a model."""
     if isinstance(returned, Tensor):
         return [returned] if returned.is_floating_point() else []
     if isinstance(returned, Mapping):

@@ -36,101 +36,95 @@ GROWTH_INTERVAL = 2000
 """The constants of `torch.amp.GradScaler`."""
 
 LEAST_SCALE = 2.0**-24
-"""The smallest number of float16: a scale that becomes 0 would make NaN of the gradients that come after."""
+"""The smallest number of float16: a scale of 0 would make all later gradients NaN."""
 
 
 @wrapper
 def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
     """Run the loss in mixed precision (Micikevicius et al. 2018, arXiv:1710.03740).
 
-    Parameters, gradients and optimizer state keep their dtype. With ``"bf16"`` and ``"fp16"`` the loss
-    runs under `torch.autocast`. With ``"fp16"`` the gradient is taken with a cotangent that adapts, as in
-    `torch.amp.GradScaler`: a step that overflows changes nothing but this wrapper's `scale` and `good`
-    (steps since the last change) and the step count, and the metric `loss_scale` is the scale that the step used, which
-    never falls below 2**-24.
+    Parameters, gradients and optimizer state keep their dtype. With ``"bf16"`` and ``"fp16"`` the loss runs under
+    `torch.autocast`, even where the device emulates the dtype; the log then says once that it is slow. With ``"fp16"``
+    the loss is scaled as by `torch.amp.GradScaler`: a step that overflows changes nothing but this wrapper's slot
+    (`scale`, and `good`, the steps since its last change) and the step count. The metric `loss_scale` is the scale that
+    the step used, which never falls below 2**-24.
 
-    ``"auto"`` is ``"bf16"`` on a device that multiplies in it natively (`Backend.native_dtypes`). Elsewhere it changes
-    nothing, and the step computes in float32: on a CPU without AVX512_BF16, say, which emulates bfloat16 many times
-    slower. It never takes ``"fp16"``, which needs a loss scale in the state; ask for that by name, for GPUs older than
-    Ampere. `print` shows what it took as soon as the step has a state. ``"bf16"`` and ``"fp16"`` by name are used even
-    where the device emulates them; the log then says once that they are slow.
+    ``"auto"`` is ``"bf16"`` on a device that multiplies in it natively (`Backend.native_dtypes`), and float32 on
+    others: a CPU without AVX512_BF16, say, which emulates bfloat16 many times slower. It never chooses ``"fp16"``; ask
+    for that by name, for GPUs older than Ampere. `print` shows what it chose as soon as the step has a state.
 
-    ``"tf32"`` lets float32 products run in TF32, on every device here that has it.
-
-    ``"fp8"`` is ``"bf16"`` in which the linear layers of a module, the last one aside, multiply in float8, forward and
-    backward, by torchao: each tensor is scaled by its largest magnitude (Micikevicius et al. 2022, arXiv:2209.05433).
-    The state is as under ``"bf16"``. Compared with torchao on emulated products; not run on hardware.
+    ``"tf32"`` lets float32 products run in TF32, on devices that have it. ``"fp8"`` is ``"bf16"`` in which the linear
+    layers of a module, except the last one, multiply in float8, forward and backward, by torchao: each tensor is scaled
+    by its largest magnitude (Micikevicius et al. 2022, arXiv:2209.05433). Compared with torchao on emulated products;
+    not run on hardware.
 
     With `watch` the metrics say what each part of the model loses to the dtype: each of its modules, and in a pure
-    function what is marked by `ft.block`. `ftrain.precision_report` makes a table of them. With the smallest normal
-    number 2**-14 of float16 (2**-126 of bfloat16), they are shares of elements, in [0, 1]:
+    function each `ft.block`. `ftrain.precision_report` makes a table of them. They are shares of elements, in [0, 1];
+    tiny is what is below the smallest normal number, 2**-14 in float16 and 2**-126 in bfloat16:
 
-    * ``overflow/<part>``: of what the part returns in the dtype, what is infinite or NaN, and is finite when the part
-      runs in float32 on the same inputs, parameters and random numbers. So it is where an overflow begins that has it,
-      and what it is a part of, but not what comes after.
-    * ``underflow/<part>``: likewise, what is zero or below the smallest normal number, and is not zero in float32.
-    * ``grad_overflow/<part>``: of the gradient that arrives at what the part returns, scaled as it is, what is infinite
-      or NaN.
-    * ``grad_underflow/<part>``: of that gradient's elements that are not zero, those below the smallest normal number,
-      which Micikevicius et al. scale the loss for (section 3.2); 1 where all are zero.
+    * ``overflow/<part>``: outputs that are infinite or NaN, and finite when the part runs in float32 with the same
+      inputs, parameters and random numbers. So it shows where an overflow begins, and not the parts after it.
+    * ``underflow/<part>``: outputs that are zero or tiny, and not zero in float32.
+    * ``grad_overflow/<part>``: gradients of the outputs, with the loss scale, that are infinite or NaN.
+    * ``grad_underflow/<part>``: of these gradients that are not zero, those that are tiny; 1 where all are zero.
 
-    What is computed stays the same to the bit. Each part runs once more, so that a step takes some times as long. A
-    split-compiled step runs a watched loss uncompiled. A part that is given other things than tensors and numbers (the
-    caches of transformers) is not watched, and those in it are.
+    The results stay the same to the bit. Each part runs once more, so that a step takes several times as long. A
+    split-compiled step runs a watched loss uncompiled. A part with other arguments than tensors and numbers (the caches
+    of transformers) is not watched, but the parts inside it are.
 
     Args:
         dtype: ``"auto"``, ``"bf16"``, ``"fp16"``, ``"tf32"`` or ``"fp8"``, or `torch.bfloat16` or `torch.float16`.
         watch: report what overflows and underflows, part by part.
 
     Raises:
-        OptionError: for another dtype, or a `watch` that is no bool; for `watch` with ``"tf32"``, whose numbers have
-            the range of float32, with ``"fp8"``, whose products are scaled one by one, or with ``"auto"``, which may
-            be float32; for ``"fp8"`` where there is no module with such layers.
+        OptionError: for another dtype; for `watch` with ``"tf32"``, ``"fp8"`` or ``"auto"``; for ``"fp8"`` where there
+            is no module with such layers.
         FtrainError: for ``"fp8"`` without torchao.
         ComposeError: for ``"fp8"`` with adapters; for ``"tf32"`` beside `ftrain.matmul_precision`; from the step, when
-            it is watched and a pure loss has met no function that is marked by `ft.block`.
+            it is watched and a pure loss calls no function marked by `ft.block`.
         LossError: from the step, when it is watched and a part does not run in float32.
-        DeviceError: from `Step.init`, when the device cannot compute in it.
-        StructureError: from `Step.init`, for float16 parameters that are to train, and under ``"fp16"`` for bfloat16
-            ones: their gradients would be as narrow, and vanish when they are scaled back. What is frozen may be.
+        DeviceError: from `Step.init`, when the device cannot compute in the dtype.
+        StructureError: from `Step.init`, for trainable parameters in float16, and under ``"fp16"`` in bfloat16: their
+            gradients would be as narrow, and vanish when they are divided by the scale. Frozen ones may be.
     """
     name = name_of(dtype)
     if name not in CHOICES:
         raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
     if not isinstance(watch, bool):
         raise OptionError(f"with_amp: watch is {watch!r}; needs True or False")
-    options = {"dtype": name, "watch": watch}
-    text = f"with_amp({name}, watch)" if watch else f"with_amp({name})"
+    if not isinstance(watch, bool):
+        raise OptionError(f"with_amp: watch is {watch!r}; needs True or False")
     if watch and name in UNWATCHED:
         raise OptionError(f"with_amp: watch=True with {name}, {UNWATCHED[name]}; watch bf16 or fp16")
+    options = {"dtype": name, "watch": watch}
     if name == "fp8":
         require_torchao()
-        return Wrapper(NAME, text, loss=OnLoss(_with_fp8), require=_require_fp8, options=options)
+        return Wrapper(NAME, "with_amp(fp8)", loss=OnLoss(_with_fp8), require=_require_fp8, options=options)
     if name == "tf32":
-        return Wrapper(NAME, text, loss=OnLoss(_with_tf32), require=_require_tf32, options=options)
-    if name == "auto":
-        return _with_auto(text, options)
+        return Wrapper(NAME, "with_amp(tf32)", loss=OnLoss(_with_tf32), require=_require_tf32, options=options)
+    return _with_auto(options) if name == "auto" else _with_autocast(name, options)
+
+
+def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
+    watch, is_scaled = options["watch"], name == "fp16"
+    text = f"with_amp({name}, watch)" if watch else f"with_amp({name})"
 
     def wrap(loss: Loss) -> Loss:
-        cast = dataclasses.replace(
-            loss, fn=autocast(loss.fn, DTYPES[name]), wrappers=(*loss.wrappers, text), narrow=name
-        )
+        fn, wrappers = autocast(loss.fn, DTYPES[name]), (*loss.wrappers, text)
+        cast = dataclasses.replace(loss, fn=fn, wrappers=wrappers, narrow=name)
         return watched(cast, DTYPES[name]) if watch else cast
 
     def wrap_grad(grad: GradFn) -> GradFn:
-        grad = around_forward(grad, _reporting) if name == "fp16" else grad
+        grad = around_forward(grad, _reporting_scale) if is_scaled else grad
         return watched_gradients(grad) if watch else grad
 
     def require(backend: backends.Backend, params: PyTree) -> None:
         require_dtype(NAME, name, backend)
         _require_wide(name, params)
 
-    grad = slot = None
-    if name == "fp16":
-        grad, slot = OnGrad(wrap_grad, loss_scale=_scale), SlotSpec(_initial_slot, _adapted)
-    elif watch:
-        grad = OnGrad(wrap_grad)
-    return Wrapper(NAME, text, loss=OnLoss(wrap), grad=grad, slot=slot, require=require, options=options)
+    on_grad = OnGrad(wrap_grad, loss_scale=_scale if is_scaled else None) if is_scaled or watch else None
+    slot = SlotSpec(_initial_slot, _next_slot) if is_scaled else None
+    return Wrapper(NAME, text, loss=OnLoss(wrap), grad=on_grad, slot=slot, require=require, options=options)
 
 
 def _require_wide(name: str, params: PyTree) -> None:
@@ -144,20 +138,21 @@ def _require_wide(name: str, params: PyTree) -> None:
             )
 
 
-def _with_auto(text: str, options: Mapping[str, Any]) -> Wrapper:
-    taken: dict[str, str] = {}
+def _with_auto(options: Mapping[str, Any]) -> Wrapper:
+    text = "with_amp(auto)"
+    chosen: dict[str, str] = {}
 
     def require(backend: backends.Backend, params: PyTree) -> None:
         # Noted here, since a compiler that traces the loss cannot trace how a record looks at its device.
-        taken[backend.name] = auto_dtype(backend)
-        if taken[backend.name] == "bf16":
+        chosen[backend.name] = auto_dtype(backend)
+        if chosen[backend.name] == "bf16":
             _require_wide("bf16", params)
 
     def dtype_on(device: torch.device) -> str:
-        # The only device that it has met, if so: anatomy lets tensors of the host stand for those of the device.
-        if len(taken) == 1:
-            return next(iter(taken.values()))
-        return taken[device.type] if device.type in taken else auto_dtype(backends.of(device))
+        # If there was one device, that one: in an anatomy, tensors of the host stand for those of the device.
+        if len(chosen) == 1:
+            return next(iter(chosen.values()))
+        return chosen[device.type] if device.type in chosen else auto_dtype(backends.of(device))
 
     def wrap(loss: Loss) -> Loss:
         narrow = autocast(loss.fn, torch.bfloat16)
@@ -169,21 +164,20 @@ def _with_auto(text: str, options: Mapping[str, Any]) -> Wrapper:
         return dataclasses.replace(loss, fn=fn, wrappers=(*loss.wrappers, text), narrow="auto")
 
     def choice() -> str:
-        return "auto: " + ", ".join(f"{dtype} on {device}" for device, dtype in taken.items()) if taken else ""
+        return "auto: " + ", ".join(f"{dtype} on {device}" for device, dtype in chosen.items()) if chosen else ""
 
     return Wrapper(NAME, text, loss=OnLoss(wrap), require=require, choice=choice, options=options)
 
 
 def _with_fp8(loss: Loss) -> Loss:
-    made = in_float8(loss)
-    fn = autocast(loss.fn, torch.bfloat16)
-    return dataclasses.replace(made, fn=fn, wrappers=(*loss.wrappers, "with_amp(fp8)"), narrow="fp8")
+    fn, wrappers = autocast(loss.fn, torch.bfloat16), (*loss.wrappers, "with_amp(fp8)")
+    return dataclasses.replace(in_float8(loss), fn=fn, wrappers=wrappers, narrow="fp8")
 
 
 def _require_fp8(backend: backends.Backend, params: PyTree) -> None:
     if not backend.float8():
-        able = ", ".join([*(NAMES[choice] for choice in backend.autocast_dtypes()), "float32"])
-        raise DeviceError(f"with_amp: {backend.describe()} has no products in fp8; it has {able}")
+        supported = ", ".join([*(NAMES[dtype] for dtype in backend.autocast_dtypes()), "float32"])
+        raise DeviceError(f"with_amp: {backend.describe()} has no products in fp8; it has {supported}")
     require_dtype(NAME, "bf16", backend)
     _require_wide("bf16", params)
 
@@ -194,7 +188,7 @@ def _with_tf32(loss: Loss) -> Loss:
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    # A scope does not know where the state is. Where there is TF32 and no part of the step, it changes nothing.
+    # The device of the state is not known here. On the others, the setting changes nothing in this step.
     with ExitStack() as stack:
         for name in backends.names():
             backend = backends.of(name)
@@ -208,11 +202,11 @@ def _require_tf32(backend: backends.Backend, params: PyTree) -> None:
         raise DeviceError(f"with_amp: {backend.describe()} has no TF32; use bf16, or leave with_amp out for float32")
 
 
-def _reporting(run: Callable[..., Any]) -> Callable[..., Any]:
-    def reporting(state: TrainState, *more: Any) -> Any:
-        found = run(state, *more)
-        # A copy, for the slot belongs to whoever the state is donated to.
-        return replace(found, metrics=report(found.metrics, NAME, loss_scale=_scale(state).clone()))
+def _reporting_scale(run: Callable[..., Any]) -> Callable[..., Any]:
+    def reporting(state: TrainState, *args: Any) -> Any:
+        result = run(state, *args)
+        # A copy, for the slot may be donated.
+        return replace(result, metrics=report(result.metrics, NAME, loss_scale=_scale(state).clone()))
 
     return reporting
 
@@ -229,7 +223,7 @@ def _scale(state: TrainState) -> Tensor:
     return state.slots[NAME]["scale"]  # type: ignore[no-any-return]
 
 
-def _adapted(slot: PyTree, finite: Tensor) -> PyTree:
+def _next_slot(slot: PyTree, finite: Tensor) -> PyTree:
     good = slot["good"] + 1
     larger = slot["scale"] * GROWTH
     grow = good >= GROWTH_INTERVAL

@@ -15,47 +15,47 @@ from ftrain.backends.transfers import copier_of, is_abstract, on_host
 from ftrain.errors import LossError, TraceError
 
 AHEAD = 4
-"""Storages that are fetched ahead of the one that the backward pass needs."""
+"""Number of storages that are copied ahead of the one that the backward pass needs."""
 
 PLAIN = Tensor, nn.Parameter, _torch.FakeTensor
 """Tensor classes without behaviour of their own; tensors of other subclasses stay on the device."""
 
 
-class _Held(NamedTuple):
+class _Resident(NamedTuple):
     """A tensor that stays on the device, and its version when it was saved."""
 
     tensor: Tensor
     version: int
 
 
-class _Piece:
-    """One storage, on the host."""
+class _HostStorage:
+    """One storage, on the host; `index` is its place in the order in which storages were saved."""
 
-    def __init__(self, flat: Tensor, place: int, device: torch.device) -> None:
-        self.size, self.dtype, self.device, self.place = flat.numel(), flat.dtype, device, place
+    def __init__(self, flat: Tensor, index: int, device: torch.device) -> None:
+        self.size, self.dtype, self.device, self.index = flat.numel(), flat.dtype, device, index
         self.host: Tensor | None = None
-        self._coming: Callable[[], Tensor] | None = None
-        self._flat: Tensor | None = None
+        self._finish_copy: Callable[[], Tensor] | None = None
+        self._on_device: Tensor | None = None
 
-    def fetch(self, back: Callable[[Tensor, torch.device], Callable[[], Tensor]]) -> None:
-        """Start to copy it to the device."""
-        if self._coming is None and self._flat is None and self.host is not None:
-            self._coming = back(self.host, self.device)
+    def start_copy(self, back: Callable[[Tensor, torch.device], Callable[[], Tensor]]) -> None:
+        """Start the copy to the device, unless it has been started."""
+        if self._finish_copy is None and self._on_device is None and self.host is not None:
+            self._finish_copy = back(self.host, self.device)
 
-    def get(self) -> Tensor:
-        """Return it on the device, where it stays as long as a saved tensor needs it."""
-        if self._flat is None:
-            if self._coming is None:
+    def on_device(self) -> Tensor:
+        """Return its elements on the device, where they stay as long as a saved tensor needs them."""
+        if self._on_device is None:
+            if self._finish_copy is None:
                 # Fake tensors have no values to copy.
                 return torch.empty(self.size, dtype=self.dtype, device=self.device)
-            self._flat, self._coming, self.host = self._coming(), None, None
-        return self._flat
+            self._on_device, self._finish_copy, self.host = self._finish_copy(), None, None
+        return self._on_device
 
 
-class _Sent(NamedTuple):
+class _Offloaded(NamedTuple):
     """A tensor whose storage is on the host: its view of the storage, and a tensor that shares its version count."""
 
-    piece: _Piece
+    storage: _HostStorage
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -68,19 +68,19 @@ class ActivationOffloader:
 
     Args:
         device: the device of the step.
-        known: tensors that stay on the device, such as parameters.
-        least: storages of fewer bytes stay on the device.
+        resident: tensors that stay on the device, such as parameters.
+        min_bytes: smaller storages stay on the device.
     """
 
-    def __init__(self, device: torch.device, known: Iterable[Any], least: int) -> None:
-        self._device, self._least = device, max(least, 1)
-        self._known = {_torch.storage_id(leaf) for leaf in known if isinstance(leaf, Tensor)}
+    def __init__(self, device: torch.device, resident: Iterable[Any], min_bytes: int) -> None:
+        self._device, self._min_bytes = device, max(min_bytes, 1)
+        self._resident = {_torch.storage_id(leaf) for leaf in resident if isinstance(leaf, Tensor)}
         self._copier, self._pinned = copier_of(device), backends.of(device).pinned_memory
         # A weak reference to a storage keeps its address from being reused.
-        self._pieces: dict[tuple[int, int, torch.dtype], tuple[StorageWeakRef, weakref.ref[_Piece]]] = {}
-        self._order: list[weakref.ref[_Piece]] = []
+        self._storages: dict[tuple[int, int, torch.dtype], tuple[StorageWeakRef, weakref.ref[_HostStorage]]] = {}
+        self._order: list[weakref.ref[_HostStorage]] = []
 
-    def pack(self, tensor: Tensor) -> _Held | _Sent:
+    def pack(self, tensor: Tensor) -> _Resident | _Offloaded:
         """Save a tensor.
 
         Raises:
@@ -89,55 +89,55 @@ class ActivationOffloader:
         if _torch.is_capturing():
             raise TraceError("offload: activations go to the host between operations, and a whole graph is one")
         memory = tensor.untyped_storage()
-        if not self._goes(tensor, memory):
-            return _Held(tensor.detach(), _torch.version_of(tensor))
+        if not self._is_offloaded(tensor, memory):
+            return _Resident(tensor.detach(), _torch.version_of(tensor))
         shadow = tensor.detach()
         shadow.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        piece, offset = self._piece(tensor, memory), int(tensor.storage_offset())
-        return _Sent(piece, tensor.shape, tensor.stride(), offset, shadow, _torch.version_of(tensor))
+        storage, offset = self._host_storage(tensor, memory), int(tensor.storage_offset())
+        return _Offloaded(storage, tensor.shape, tensor.stride(), offset, shadow, _torch.version_of(tensor))
 
-    def _goes(self, tensor: Tensor, memory: torch.UntypedStorage) -> bool:
+    def _is_offloaded(self, tensor: Tensor, memory: torch.UntypedStorage) -> bool:
         if type(tensor) not in PLAIN or tensor.device != self._device or tensor.layout != torch.strided:
             return False
         size = memory.nbytes()
-        if size < self._least or size % tensor.itemsize or _torch.storage_id(tensor) in self._known:
+        if size < self._min_bytes or size % tensor.itemsize or _torch.storage_id(tensor) in self._resident:
             return False
         return not (tensor.is_conj() or tensor.is_neg())
 
-    def _piece(self, tensor: Tensor, memory: torch.UntypedStorage) -> _Piece:
+    def _host_storage(self, tensor: Tensor, memory: torch.UntypedStorage) -> _HostStorage:
         key = _torch.storage_id(tensor), _torch.version_of(tensor), tensor.dtype
-        found = self._pieces.get(key)
-        piece = found[1]() if found is not None else None
-        if piece is not None:
-            return piece
+        storage = self._storages[key][1]() if key in self._storages else None
+        if storage is not None:
+            return storage
         flat = tensor.detach().as_strided((memory.nbytes() // tensor.itemsize,), (1,), 0)
-        piece = _Piece(flat, len(self._order), tensor.device)
+        storage = _HostStorage(flat, len(self._order), tensor.device)
         if not is_abstract(flat):
-            piece.host = on_host(flat, self._pinned)
-            self._copier.out(flat, piece.host)
-        self._pieces[key] = StorageWeakRef(memory), weakref.ref(piece)  # type: ignore[no-untyped-call]
-        self._order.append(weakref.ref(piece))
-        return piece
+            storage.host = on_host(flat, self._pinned)
+            self._copier.out(flat, storage.host)
+        self._storages[key] = StorageWeakRef(memory), weakref.ref(storage)  # type: ignore[no-untyped-call]
+        self._order.append(weakref.ref(storage))
+        return storage
 
-    def unpack(self, kept: _Held | _Sent) -> Tensor:
+    def unpack(self, saved: _Resident | _Offloaded) -> Tensor:
         """Return a saved tensor.
 
         Raises:
             LossError: when it was written in place after it was saved.
         """
-        if _torch.version_of(kept.tensor if isinstance(kept, _Held) else kept.shadow) != kept.version:
+        if _torch.version_of(saved.tensor if isinstance(saved, _Resident) else saved.shadow) != saved.version:
             raise LossError(
                 "offload: a tensor that a gradient needs was changed in place after it was computed; take the "
                 "operation that is not in place (x = x.add(1) and not x.add_(1))"
             )
-        if isinstance(kept, _Held):
-            return kept.tensor
-        kept.piece.fetch(self._copier.back)
-        flat = kept.piece.get()
+        if isinstance(saved, _Resident):
+            return saved.tensor
+        saved.storage.start_copy(self._copier.back)
+        flat = saved.storage.on_device()
         if self._copier.ahead:
             # The backward pass needs the storages in reverse order.
-            for reference in self._order[max(kept.piece.place - AHEAD, 0) : kept.piece.place][::-1]:
-                piece = reference()
-                if piece is not None:
-                    piece.fetch(self._copier.back)
-        return flat.as_strided(kept.shape, kept.stride, kept.offset)
+            index = saved.storage.index
+            for reference in self._order[max(index - AHEAD, 0) : index][::-1]:
+                storage = reference()
+                if storage is not None:
+                    storage.start_copy(self._copier.back)
+        return flat.as_strided(saved.shape, saved.stride, saved.offset)

@@ -1,4 +1,4 @@
-"""Keep somewhere else what the device has no memory for."""
+"""Keep activations or the optimizer state in host memory, or in files, to save memory of the device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ftrain.transforms.offload.saved_tensors import ActivationOffloader
 from ftrain.types import GradFn, Optimizer, PyTree, TrainState
 
 KINDS = ACTIVATIONS, OPT_STATE = "activations", "opt_state"
-LEAST = 1 << 16
-"""Bytes: what is smaller takes longer to be sent for than to be copied."""
+MIN_BYTES = 1 << 16
+"""For fewer bytes, the overhead of a copy is larger than the copy itself."""
 
 
 @wrapper
@@ -29,41 +29,39 @@ def offload(
     what: Literal["activations", "opt_state"],
     *,
     directory: str | os.PathLike[str] | None = None,
-    min_bytes: int = LEAST,
+    min_bytes: int = MIN_BYTES,
 ) -> Wrapper:
-    """Keep a part of what training needs in host memory, or in files, and bring it to the device when it is needed.
+    """Keep activations or the optimizer state in host memory, or in files, and copy them to the device for use.
 
-    ``"activations"``: what autograd keeps for the backward pass goes to host memory, page-locked where that helps, and
-    comes back shortly before it is needed (Rhu et al. 2016, arXiv:1602.08124); where the device has streams, while it
-    computes. Parameters, buffers and the batch, which are there anyway, stay, and so does what is small; each piece of
-    memory is sent once, however many tensors see it. Gradients are the same to the bit. Beside `remat` it is the inputs
-    of blocks that go. A whole graph cannot leave the device, so that ``compiled(lowering="auto")`` splits the step.
+    ``"activations"``: what autograd saves for the backward pass is copied to host memory, page-locked where that helps,
+    and back shortly before it is needed (Rhu et al. 2016, arXiv:1602.08124); where the device has streams, while it
+    computes. Parameters, buffers, the batch and small tensors stay on the device; each storage is copied once, however
+    many tensors share it. Gradients are the same to the bit. With `remat` the inputs of blocks are offloaded. A graph
+    cannot contain the copies, so that ``compiled(lowering="auto")`` splits the step.
 
-    ``"opt_state"``: the state of the optimizer lives in host memory, page-locked where that helps (Ren et al. 2021,
-    arXiv:2101.06840), or with `directory` in memory-mapped files (Rajbhandari et al. 2021, arXiv:2104.07857), and
-    visits the device some parameters at a time: where the device has streams, the next ones are under way while these
-    are updated. The result is the same to the bit. The leaves of `TrainState.opt_state` are ordinary tensors of the
-    host, which are saved, resumed and copied as any others; a copy (`ftrain.tree.clone`) is in memory until a step has
-    written it to files. Donated, a state is written where it is; otherwise the new one takes its own memory, or files,
-    as long as both are there. Files have no names: they are gone with the state, and nothing is left of them. The host
-    waits for the copies at the end of each update, for anybody may read a tensor of the host.
-
-    On the host itself ``directory=`` is of use as it is: what lies in files is no memory that has to be there.
+    ``"opt_state"``: the optimizer state is in host memory, page-locked where that helps (Ren et al. 2021,
+    arXiv:2101.06840), or with `directory` in memory-mapped files (Rajbhandari et al. 2021, arXiv:2104.07857). An update
+    copies it to the device for some parameters at a time; where the device has streams, the next ones are copied while
+    these are updated. The result is the same to the bit. The leaves of `TrainState.opt_state` are ordinary tensors of
+    the host, which are saved, resumed and copied like others; a copy (`ftrain.tree.clone`) is in memory until a step
+    has written it to files. A donated state is overwritten; otherwise the new one has its own memory, or files. The
+    files have no names, and are freed with the state. The host waits for the copies at the end of each update, since
+    the tensors may then be read. On the host itself, ``directory=`` saves memory too.
 
     Args:
-        what: ``"activations"`` or ``"opt_state"``; of each there can be one.
-        directory: of the files of the state; made if it is not there.
-        min_bytes: what takes less stays on the device.
+        what: ``"activations"`` or ``"opt_state"``; a step can have one of each.
+        directory: of the files of the state; it is made if it does not exist.
+        min_bytes: smaller tensors stay on the device.
 
     Raises:
-        OptionError: for anything else, or a directory that cannot be written.
+        OptionError: for an argument out of its range, or a directory that cannot be written.
         TraceError: from the step, for activations when it must be one graph.
         LossError: from the step, when the loss changes a tensor that its gradient needs in place.
-        ComposeError: for the state beside `compiled`, whose graphs hold all of it, or what may refuse an update, for
-            which old and new state must be there at once (`skip_nonfinite`, fp16); or for an optimizer that cannot
-            update parameters one by one.
-        DeviceError: from `Step.init`, where the state is on the host already and there is no directory, or when a disk
-            has no room.
+        ComposeError: for the state with `compiled`, whose graphs hold all of it, or with a wrapper that may refuse an
+            update (`skip_nonfinite`, fp16), for which the old and the new state must exist at once; or for an optimizer
+            that cannot update parameters one by one.
+        DeviceError: from `Step.init`, when the state is on the host already and there is no directory, or when the
+            disk is full.
     """
     if what not in KINDS:
         raise OptionError(f"offload: what is {what!r}; choices are {', '.join(KINDS)}")
@@ -80,13 +78,13 @@ def offload(
     return _opt_state(name, text, Home(None if directory is None else as_directory(directory), min_bytes))
 
 
-def _activations(least: int) -> Wrapper:
+def _activations(min_bytes: int) -> Wrapper:
     text = f"offload({ACTIVATIONS})"
 
     def offloading(run: Callable[..., Any]) -> Callable[..., Any]:
         def offloaded(state: TrainState, batch: PyTree, *more: Any) -> Any:
-            known = tree.leaves((state.params, state.frozen, state.buffers, batch))
-            offloader = ActivationOffloader(tree.device_of(state.params), known, least)
+            resident = tree.leaves((state.params, state.frozen, state.buffers, batch))
+            offloader = ActivationOffloader(tree.device_of(state.params), resident, min_bytes)
             with saved_tensors_hooks(offloader.pack, offloader.unpack):
                 return run(state, batch, *more)
 
@@ -121,8 +119,8 @@ def _opt_state(name: str, text: str, home: Home) -> Wrapper:
         for other in step.wrappers:
             if other.may_refuse_updates:
                 raise ComposeError(
-                    f"{text}: {other.text} may take an update back, for which the old and the new state must be there "
-                    "at once; leave out one of the two"
+                    f"{text}: {other.text} may take an update back, for which the old and the new state must exist at "
+                    "once; leave out one of the two"
                 )
 
     return Wrapper(name, text, update=OnUpdate(optimizer=optimizer), require=require, validate=validate)
