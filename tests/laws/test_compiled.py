@@ -8,11 +8,17 @@ import torch
 
 import ftrain as ft
 from ftrain.transforms.compile import capture as capturing
+from tests.exhaustive import choose
 from tests.laws.models import make_batch, make_model, token_loss
 from tests.laws.registry import ALONE, STACKS, is_narrow
 from tests.laws.test_pipelines import assert_equal, build, close_trees, train
 
-label = "+".join
+WIDE = ("remat", "accumulate", "clip", "ema", "swa", "skip")
+"""A full stack that computes in float64, so that it is held to more digits than one in 16 bits."""
+
+
+def label(names):
+    return "+".join(names) or "plain"
 
 
 def assert_same_state(found, needed, names, **tolerance):
@@ -20,7 +26,7 @@ def assert_same_state(found, needed, names, **tolerance):
         close_trees(getattr(found, part), getattr(needed, part), names, **tolerance)
 
 
-@pytest.mark.parametrize("names", [*ALONE, STACKS[0]], ids=[label(n) or "plain" for n in [*ALONE, STACKS[0]]])
+@pytest.mark.parametrize("names", [WIDE, *choose([*ALONE, STACKS[0]], [("bf16",)])], ids=label)
 def test_inductor_equals_eager(names):
     _, step = build(names, p=0.0)
     compiled = ft.compiled(lowering="whole", donate=True)(step)
@@ -43,57 +49,58 @@ def assert_close_in_norm(found, needed, rtol):
     assert float(difference) < rtol * float(ft.tree.global_norm(needed))
 
 
-def test_inductor_full_stack_with_stock_dropout_is_pure_and_donation_changes_no_bit():
-    _, step = build(STACKS[0])
+def test_inductor_draws_the_same_dropout_again_and_in_a_rematerialisation():
+    _, step = build(("remat",))
     whole = ft.compiled(lowering="whole")(step)
     state = whole.init()
     random_state = torch.get_rng_state()
     first, second = whole(state, make_batch(0)), whole(state, make_batch(0))
     assert_equal(first, second)
     assert torch.equal(torch.get_rng_state(), random_state)
-    donated, _ = train(ft.compiled(lowering="whole", donate=True)(step))
-    assert_equal(donated, train(whole)[0])
+    found, _ = train(whole)
     other, _ = train(whole, seed=1)
-    assert not torch.equal(other.params["embed.weight"], donated.params["embed.weight"])
+    assert not torch.equal(other.params["embed.weight"], found.params["embed.weight"])
+    plain, _ = train(ft.compiled(lowering="whole", donate=True)(build(())[1]))
+    close_trees(found.params, plain.params, ())
 
 
-def test_inductor_rematerialises_with_the_same_dropout():
-    _, plain = build(())
-    _, rematerialised = build((), ft.remat())
-    whole = ft.compiled(lowering="whole")
-    close_trees(train(whole(rematerialised))[0].params, train(whole(plain))[0].params, ())
+@pytest.mark.exhaustive
+def test_inductor_donation_changes_no_bit():
+    _, step = build(STACKS[0])
+    donated, plain = (train(ft.compiled(lowering="whole", donate=donate)(step))[0] for donate in (True, False))
+    assert_equal(donated, plain)
 
 
 # Dynamo looks at the .grad of every tensor it traces, and torch warns of that.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("names", [*ALONE, *STACKS], ids=[label(n) or "plain" for n in [*ALONE, *STACKS]])
+@pytest.mark.parametrize("names", choose([*ALONE, *STACKS], [(), STACKS[1], STACKS[4]]), ids=label)
 def test_split_equals_eager(names):
     _, step = build(names, p=0.0)
     found, _ = train(ft.compiled(lowering="split", backend="aot_eager", donate=True)(step))
     assert_same_state(found, train(step)[0], names)
 
 
-@pytest.mark.parametrize("names", STACKS, ids=[label(n) for n in STACKS])
+@pytest.mark.parametrize("names", choose(STACKS, [STACKS[1]]), ids=label)
 def test_functionalised_graph_equals_eager(names):
     _, step = build(names, p=0.0)
     found, _ = train(ft.compiled(lowering="whole", backend="aot_eager", donate=True)(step))
     assert_same_state(found, train(step)[0], names)
 
 
-def test_one_graph_over_a_thousand_scheduled_steps(monkeypatch):
+def test_one_graph_over_two_hundred_scheduled_steps(monkeypatch):
     built = []
     capture = capturing.capture
     monkeypatch.setattr(capturing, "capture", lambda *args: built.append(1) or capture(*args))
-    schedule = ft.schedules.warmup_cosine(0.01, 10, 1000)
+    schedule = ft.schedules.warmup_cosine(0.01, 10, 200)
     loss = ft.from_module(make_model(0.0), token_loss)
     step = ft.compiled(backend="eager", donate=True)(ft.train_step(loss, ft.optim.sgd(schedule)))
     state = step.init()
     rates = []
-    for index in range(1000):
+    for index in range(200):
         state, metrics = step(state, make_batch(index % 3))
         rates.append(metrics["lr"])
     assert built == [1]
-    assert rates == [schedule(k) for k in range(1000)]
+    assert rates == [schedule(k) for k in range(200)]
 
 
 def test_a_whole_graph_has_no_random_operation(monkeypatch):

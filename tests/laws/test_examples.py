@@ -96,7 +96,7 @@ def test_compiled_whole_with_remat():
 def test_inductor():
     """Which draws what stock modules ask for by an operation of its own."""
     whole = ft.compiled(lowering="whole")
-    assert_same(factors(revealing(stock), whole, pieces=5), factors(revealing(stock), whole))
+    assert_same(factors(revealing(stock), whole, pieces=2), factors(revealing(stock), whole))
 
 
 @pytest.mark.parametrize("cut", ["accumulate 2", "split 5"])

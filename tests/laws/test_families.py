@@ -80,39 +80,47 @@ def test_modules_whose_kernels_differ_from_what_was_captured(name, backend):
     assert_trains_alike(PLAIN[name](), torch.randn(4, 5, 8), squares, backend=backend)
 
 
-def test_inductor_gives_the_kernel_of_an_lstm_what_it_expects():
-    torch.manual_seed(0)
-    assert_trains_alike(Recurrent(), torch.randn(4, 5, 8), squares)
+def determinants(matrices, x):
+    # Their sum lies in memory as its first part when it runs eagerly, and as its second where Inductor fuses it.
+    first, second = (each[0].mT + each[1] * x.mean() for each in matrices)
+    return (torch.linalg.det(first).sum() + torch.linalg.slogdet(second).logabsdet.sum()) / 100
+
+
+def padded(images, x):
+    moved = [image.movedim(-1, 1) for image in images]
+    wide = [F.pad(image, (1, 1) * (image.ndim - 2), "replicate") for image in moved]
+    weighted = ((image.square() * torch.arange(1.0, image.numel() + 1).view_as(image)).mean() for image in wide)
+    return sum(weighted) * x.mean()
 
 
 @pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning")
-def test_determinants_of_matrices_that_inductor_lays_otherwise_have_their_gradients():
+def test_inductor_gives_kernels_the_memory_layouts_that_they_expect():
+    """An LSTM, determinants, an image resized by a scale that rounds its size, replicate padding of channels-last."""
     torch.manual_seed(0)
-    matrices = nn.ParameterList([torch.randn(2, 3, 4, 4, dtype=torch.float64) for _ in range(2)])
+    parts = {
+        "recurrent": (Recurrent(), squares, torch.randn(4, 5, 8)),
+        "matrices": (
+            nn.ParameterList([torch.randn(2, 3, 4, 4, dtype=torch.float64) for _ in range(2)]),
+            determinants,
+            torch.ones(4),
+        ),
+        "resized": (
+            nn.Sequential(nn.Conv2d(2, 3, 1), nn.Upsample(scale_factor=1.7), nn.Conv2d(3, 1, 3)),
+            squares,
+            torch.randn(4, 2, 5, 6),
+        ),
+        "padded": (
+            nn.ParameterList([torch.randn(2, 5, 6, 3), torch.randn(2, 4, 5, 6, 3), torch.randn(2, 6, 3)]),
+            padded,
+            torch.ones(4),
+        ),
+    }
 
-    def volumes(model, x):
-        # Their sum lies in memory as its first part when it runs eagerly, and as its second where Inductor fuses it.
-        first, second = (each[0].mT + each[1] * x for each in model)
-        return (torch.linalg.det(first).sum() + torch.linalg.slogdet(second).logabsdet.sum()) / 100
+    def total(model, batch):
+        return sum(loss(model[name], batch[name]) for name, (_, loss, _) in parts.items())
 
-    assert_trains_alike(matrices, torch.ones((), dtype=torch.float64), volumes)
-
-
-def test_an_image_that_is_resized_by_a_scale_that_rounds_its_size_has_its_gradient():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Upsample(scale_factor=1.7), nn.Conv2d(3, 1, 3))
-    assert_trains_alike(model, torch.randn(2, 2, 5, 6), squares)
-
-
-def test_replicate_padding_of_an_image_that_is_channels_last_has_its_gradient():
-    model = nn.ParameterList([torch.randn(2, 5, 6, 3), torch.randn(2, 4, 5, 6, 3), torch.randn(2, 6, 3)])
-
-    def padded(images, ones):
-        moved = [image.movedim(-1, 1) for image in images]
-        wide = [F.pad(image, (1, 1) * (image.ndim - 2), "replicate") for image in moved]
-        return sum((image.square() * torch.arange(1.0, image.numel() + 1).view_as(image)).mean() for image in wide)
-
-    assert_trains_alike(model, torch.ones(()), padded)
+    model = nn.ModuleDict({name: part for name, (part, _, _) in parts.items()})
+    assert_trains_alike(model, {name: batch for name, (_, _, batch) in parts.items()}, total)
 
 
 def test_a_view_that_is_written_to_stays_a_view():

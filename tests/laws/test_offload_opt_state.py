@@ -41,9 +41,8 @@ def in_files(state):
 @pytest.mark.parametrize("name", OPTIMIZERS | COMBINED)
 def test_no_bit_changes_with_any_optimizer(name, tmp_path):
     for more in ((), (ft.donated(),)):
-        for dtype in (torch.float64, torch.float32):
-            found = train_optimizer(build_optimizer(name, offloaded(tmp_path), *more), dtype)
-            assert_equal(found, train_optimizer(build_optimizer(name, *more), dtype))
+        found = train_optimizer(build_optimizer(name, offloaded(tmp_path), *more), torch.float32)
+        assert_equal(found, train_optimizer(build_optimizer(name, *more), torch.float32))
     assert all(there or not leaf.numel() for there, leaf in zip(in_files(found), vectors(found), strict=True))
     assert not os.listdir(tmp_path)
 
@@ -71,8 +70,9 @@ def test_no_bit_changes_beside_other_wrappers(names, more, tmp_path):
         assert all(in_files(state))
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("names", [(), ("bf16", "accumulate", "clip", "ema")], ids=["plain", "pipeline"])
+@pytest.mark.parametrize(
+    ("names", "donate"), [((), False), (("bf16", "accumulate", "clip", "ema"), True)], ids=["plain", "donated pipeline"]
+)
 def test_the_loss_alone_is_compiled(names, donate, tmp_path):
     _, plain = build(names, *[ft.donated()] * donate)
     compiled = ft.compiled(backend="eager", donate=donate)

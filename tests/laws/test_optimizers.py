@@ -5,6 +5,7 @@ import torch
 
 import ftrain as ft
 from ftrain import optim, tree
+from tests.exhaustive import choose
 from tests.laws.optimizers import COMBINED, MATRICES_ONLY, OPTIMIZERS
 from tests.laws.test_pipelines import assert_equal
 
@@ -97,11 +98,19 @@ def poisoned(params, batch):
     return ft.Mean(mean.total * batch["poison"], mean.weight)
 
 
-@each
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3e38])
-@pytest.mark.parametrize("wrapper", [lambda: ft.with_amp("fp16"), lambda: ft.skip_nonfinite()], ids=["fp16", "skip"])
+BAD = {"fp16": lambda: ft.with_amp("fp16"), "skip": lambda: ft.skip_nonfinite()}
+
+
+# Each optimizer beside one of the two wrappers, and each value with one optimizer beside both.
+@pytest.mark.parametrize(
+    ("name", "wrapper", "poison"),
+    [
+        *((name, ("fp16", "skip")[index % 2], float("nan")) for index, name in enumerate(OPTIMIZERS | COMBINED)),
+        *(("adamw", wrapper, poison) for wrapper in BAD for poison in (float("inf"), 3e38)),
+    ],
+)
 def test_a_bad_step_changes_nothing(name, wrapper, poison):
-    step = build(name, wrapper(), criterion=poisoned)
+    step = build(name, BAD[wrapper](), criterion=poisoned)
     state = step.init(make_params(torch.float32))
     good, bad = ({**make_batch(0, dtype=torch.float32), "poison": torch.tensor(by)} for by in (1.0, poison))
     state, _ = step(state, good)
@@ -116,16 +125,20 @@ def test_a_bad_step_changes_nothing(name, wrapper, poison):
 
 @each
 def test_compiled_equals_eager(name):
-    found = train(build(name, ft.compiled(lowering="whole", backend="aot_eager")))
+    found = train(build(name, ft.compiled(lowering="whole", backend="eager", donate=True)))
     assert_near(found, train(build(name)))
-    donated = build(name, ft.compiled(lowering="whole", backend="aot_eager", donate=True))
-    assert_equal(train(donated), found)
 
 
-@pytest.mark.parametrize("name", ["amsgrad"])
-def test_inductor_equals_eager(name):
-    found = train(build(name, ft.compiled(lowering="whole")))
+@pytest.mark.parametrize("name", choose([*OPTIMIZERS, *COMBINED], ["amsgrad", "nested"]))
+def test_functionalised_graph_equals_eager(name):
+    found = train(build(name, ft.compiled(lowering="whole", backend="aot_eager", donate=True)))
     assert_near(found, train(build(name)))
+
+
+@pytest.mark.parametrize("name", choose([*OPTIMIZERS, *COMBINED], ["stochastic", "nested"]))
+def test_donation_changes_no_bit_of_a_graph(name):
+    donated, plain = (build(name, ft.compiled(lowering="whole", backend="eager", donate=d)) for d in (True, False))
+    assert_equal(train(donated), train(plain))
 
 
 @alone

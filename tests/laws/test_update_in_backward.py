@@ -13,6 +13,7 @@ from ftrain import optim, tree
 from ftrain.errors import ComposeError, ConsumedError, LossError, TraceError
 from ftrain.optim.partial_update import by_size
 from ftrain.types import Optimizer
+from tests.exhaustive import choose
 from tests.laws.models import make_batch
 from tests.laws.optimizers import COMBINED, OPTIMIZERS
 from tests.laws.registry import ALONE
@@ -53,13 +54,12 @@ def test_no_bit_changes(names, more):
 @pytest.mark.parametrize("name", OPTIMIZERS | COMBINED)
 @pytest.mark.parametrize("more", [(), (ft.donated(),)], ids=["", "donated"])
 def test_no_bit_changes_with_any_optimizer(name, more):
-    for dtype in (torch.float64, torch.float32):
-        found = train_optimizer(build_optimizer(name, ft.update_in_backward(), *more), dtype)
-        assert_equal(found, train_optimizer(build_optimizer(name, *more), dtype))
+    found = train_optimizer(build_optimizer(name, ft.update_in_backward(), *more), torch.float32)
+    assert_equal(found, train_optimizer(build_optimizer(name, *more), torch.float32))
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("donate", choose([False, True], [True]))
+@pytest.mark.parametrize("backend", choose(["eager", "aot_eager"], ["eager"]))
 def test_a_whole_graph_computes_the_same(donate, backend):
     compiled = ft.compiled(lowering="whole", backend=backend, donate=donate)
     for names in ((), ("remat",), ("bf16", "ema")):

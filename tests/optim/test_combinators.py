@@ -140,10 +140,8 @@ def test_noise_follows_its_schedule_the_key_and_a_compiler():
     assert_close(noisy(0)[0], plain)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(noisy(0)), tree.leaves(noisy(0)), strict=True))
     assert not torch.equal(noisy(0)[1]["conv"], noisy(1)[1]["conv"])
-    for lowering in ("whole", "split"):
-        torch.testing.assert_close(
-            noisy(0, ft.compiled(lowering=lowering, backend="aot_eager")), noisy(0), rtol=1e-9, atol=1e-12
-        )
+    captured = noisy(0, ft.compiled(lowering="whole", backend="eager"))
+    torch.testing.assert_close(captured, noisy(0), rtol=1e-9, atol=1e-12)
 
 
 def test_what_cannot_be_chained():

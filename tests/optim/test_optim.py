@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ftrain as ft
@@ -40,6 +40,8 @@ FAMILIES = {
 }
 FAMILIES |= {name: make for name, make in OPTIMIZERS.items() if name not in {*FAMILIES, *MATRICES_ONLY}}
 families = pytest.mark.parametrize("family", FAMILIES)
+# Every family draws the same problems, and what they compute is shared.
+few = settings(max_examples=8)
 
 
 def rates(optimizer, *, tensors=False):
@@ -80,6 +82,7 @@ def problems(draw):
 
 
 @families
+@few
 @given(problems())
 def test_update_is_pure_and_donation_reuses(family, problem):
     params, grads = problem
@@ -99,6 +102,7 @@ def test_update_is_pure_and_donation_reuses(family, problem):
 
 
 @families
+@few
 @given(problems())
 def test_a_rate_that_is_a_tensor_gives_the_same(family, problem):
     params, grads = problem
@@ -224,9 +228,15 @@ def strided(leaf):
     return wide[..., ::2]
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("layout", [turned, strided])
-@pytest.mark.parametrize("part", ["params", "grads", "opt_state"])
+# Each part with each layout, one of them donated.
+@pytest.mark.parametrize(
+    ("part", "layout", "donate"),
+    [
+        (part, layout, layout is (turned if part == "grads" else strided))
+        for part in ("params", "grads", "opt_state")
+        for layout in (turned, strided)
+    ],
+)
 @pytest.mark.parametrize("family", OPTIMIZERS)
 def test_layouts_may_differ(family, part, layout, donate):
     """A state from elsewhere may hold a parameter and its moments in different memory orders."""

@@ -487,13 +487,17 @@ def test_no_float32_copy_of_a_long_leaf(name):
 
 def test_inductor_makes_one_graph_that_equals_eager():
     optimizer = optim.partition(
-        {"rounded": ALL["stochastic"](), "coded": optim.adamw_8bit(0.01, block=64, min_size=1)},
-        {"coded": ["coded"]},
+        {
+            "rounded": ALL["stochastic"](),
+            "coded": optim.adamw_8bit(0.01, block=64, min_size=1),
+            "wide": optim.adamw(0.01, amsgrad=True),
+        },
+        lambda name, leaf: name,
     )
-    params = {"coded": randn((30, 40), 0), "rounded": randn((40, 30), 1, BF16)}
+    params = {"coded": randn((30, 40), 0), "rounded": randn((40, 30), 1, BF16), "wide": randn((40, 30), 2)}
 
     def loss(params, batch):
-        return (params["coded"].t() * batch).sum() + (params["rounded"].float() * batch).sum()
+        return sum((leaf.float().view(40, 30) * batch).sum() for leaf in params.values())
 
     step = ft.train_step(loss, optimizer)
     compiled = ft.compiled(lowering="whole", donate=True)(step)
@@ -507,7 +511,9 @@ def test_inductor_makes_one_graph_that_equals_eager():
     for a, b in zip(tree.leaves(found.opt_state), tree.leaves(needed.opt_state), strict=True):
         if a.dtype in (BF16, torch.uint8):
             assert_rounded(a, b)
-    torch.testing.assert_close(found.params["coded"], needed.params["coded"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.opt_state["wide"], needed.opt_state["wide"], rtol=1e-5, atol=1e-6)
+    for name in ("coded", "wide"):
+        torch.testing.assert_close(found.params[name], needed.params[name], rtol=1e-5, atol=1e-6)
     assert_rounded(found.params["rounded"], needed.params["rounded"])
 
 

@@ -324,7 +324,8 @@ WRAPPERS = {
     "compiled": lambda: (ft.compiled(backend="eager"),),
     "compiled-donated": lambda: (ft.compiled(backend="eager", donate=True),),
 }
-wrapped = pytest.mark.parametrize("way", WRAPPERS)
+# A compiled step is made in half a second, and is held to the eager one by the laws.
+wrapped = pytest.mark.parametrize("way", ["eager", "compiled-donated"])
 
 
 def inner_product(params, batch):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import ftrain as ft
+from tests.exhaustive import choose
 from tests.laws import registry
 from tests.laws.registry import STACKS
 from tests.laws.registry import is_narrow as narrow
@@ -81,7 +82,11 @@ def test_a_step_is_pure_and_donation_changes_no_bit(names):
     assert_equal(train(ft.donated(step))[0], train(step)[0])
 
 
-@pytest.mark.parametrize("names", NAMES[: -len(STACKS) + 1], ids=lambda names: "+".join(names) or "plain")
+@pytest.mark.parametrize(
+    "names",
+    choose(NAMES[: -len(STACKS) + 1], [(), ("remat",), STACKS[0]]),
+    ids=lambda names: "+".join(names) or "plain",
+)
 def test_captured_is_eager(names):
     # Stock dropout draws other bits in a graph; that of the model here is counter-based.
     _, step = build(names, 0, criterion=keyed_loss, dora=len(names) != 1)
@@ -93,7 +98,14 @@ def test_captured_is_eager(names):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize(("lowering", "backend"), [("whole", "inductor"), ("split", "aot_eager")])
+@pytest.mark.parametrize(
+    ("lowering", "backend"),
+    [
+        ("whole", "aot_eager"),
+        ("split", "aot_eager"),
+        pytest.param("whole", "inductor", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_compiled_is_eager(lowering, backend):
     model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)).double()
     step = step_of(model, ft.lora(2, targets=["2"], dora=True), optimizer=ft.optim.sgd(0.5, momentum=0.9))
