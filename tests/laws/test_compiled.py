@@ -13,8 +13,8 @@ from tests.laws.models import make_batch, make_model, token_loss
 from tests.laws.registry import ALONE, STACKS, is_narrow
 from tests.laws.test_pipelines import assert_equal, build, close_trees, train
 
-WIDE = ("remat", "accumulate", "clip", "ema", "swa", "skip")
-"""A full stack that computes in float64, so that it is held to more digits than one in 16 bits."""
+WIDE = ("accumulate", "clip", "ema", "swa", "skip")
+"""A stack that computes in float64, so that it is held to more digits than one in 16 bits."""
 
 
 def label(names):
@@ -205,6 +205,7 @@ def test_a_plain_function_is_captured_whole():
     reason="before 2.13, torch counts the graphs of all functions with one code together",
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_split_steps_with_one_loss_are_all_compiled():
     torch._dynamo.utils.counters.clear()
     most = torch._dynamo.config.recompile_limit

@@ -1,5 +1,6 @@
 """A budget: what is kept lies within it, and no choice of policies within it computes less again."""
 
+import functools
 import itertools
 
 import pytest
@@ -16,6 +17,7 @@ from tests.laws.test_remat import Block, anatomy, build, criterion, make_batch
 LAYERS = {"stages": 12, "blocks": 1}
 
 
+@functools.cache
 def sized(share, **sizes):
     found = anatomy(ft.remat(blocks=[Block], budget=share), **(sizes or LAYERS))
     return found.most["activations"], sum(found.flops.values())

@@ -62,7 +62,7 @@ def test_no_bit_changes_with_any_optimizer(name, more):
 @pytest.mark.parametrize("backend", choose(["eager", "aot_eager"], ["eager"]))
 def test_a_whole_graph_computes_the_same(donate, backend):
     compiled = ft.compiled(lowering="whole", backend=backend, donate=donate)
-    for names in ((), ("remat",), ("bf16", "ema")):
+    for names in (("remat",), ("bf16", "ema")):
         _, plain = build(names, compiled)
         _, step = build(names, ft.update_in_backward(), compiled)
         assert_equal(train(step)[0], train(plain)[0])
