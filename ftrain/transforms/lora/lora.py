@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
-from ftrain.transforms.lora.config import config
+from ftrain.transforms.lora.config import Config
 from ftrain.transforms.lora.modules import ModuleAdapters
 from ftrain.transforms.lora.trees import TreeAdapters
 from ftrain.types import Loss
@@ -29,36 +29,35 @@ def lora(
 
     .. math:: y = W x + \frac{\alpha}{r}\, B A\, \mathrm{dropout}(x), \quad A\ (r, in), \quad B\ (out, r)
 
-    `Step.init` adds A and B of every target to the parameters, drawn from the state's seed, with which the loss is at
-    first that of the base, to the bit. They alone train, and what ``train_step(..., trainable=)`` names beside them:
-    ``state.params`` and the optimizer hold nothing else, ``state.frozen`` holds the base in the dtype that it has.
-    Adapters are float32, of a float64 base float64.
+    `Step.init` adds A and B of every target to the parameters, drawn from the seed of the state; the first loss is that
+    of the base, to the bit. Only they train, and what ``train_step(..., trainable=)`` names: ``state.params`` and the
+    optimizer hold nothing else, and ``state.frozen`` holds the base in its dtype. Adapters are float32, or float64 for
+    a float64 base.
 
     In a module, targets are its `nn.Linear`, `nn.Embedding` and the Conv1D of transformers, and ``W + BA`` is never
-    computed (the norms of DoRA aside, which are those of its rows). Names in the state are those of peft:
+    computed (except for the norms of its rows in DoRA). Names in the state are those of peft:
     ``layers.0.q_proj.lora_A.weight``. In a loss of a tree, targets are matrices, and the loss gets ``W + BA`` in
     their place; the state then has the tree under ``base`` and A and B under ``adapters``. To evaluate, use
-    ``ft.eval_step(step.loss)``. Where the wrapper stands among others makes no difference.
+    ``ft.eval_step(step.loss)``. The place of this wrapper among others makes no difference.
 
     Args:
         rank: r, columns of B and rows of A.
         alpha: the scale of BA, times the rank; default: the rank, which is a scale of one.
         targets: patterns of the names of modules, or of the leaves of a tree: ``["*.q_proj", "*.v_proj"]``.
-        dropout: rate in [0, 1) at which inputs of the adapters (of embeddings none) are dropped in training.
-        dora: give each output a magnitude of its own, which trains (Liu et al. 2024, arXiv:2402.09353).
+        dropout: rate in [0, 1) of the dropout of the adapters' inputs in training; embeddings have none.
+        dora: train a magnitude for each output as well (Liu et al. 2024, arXiv:2402.09353).
         rslora: scale by alpha over the root of the rank (Kalajdzievski 2023, arXiv:2312.03732).
 
     Raises:
         OptionError: for an option out of its range, or a pattern that matches nothing; of a tree, from `Step.init`.
     """
-    options = config(rank, alpha, targets, dropout, dora=dora, rslora=rslora)
+    options = Config(rank, rank if alpha is None else alpha, targets, dropout, dora, rslora)
 
     def model(loss: Loss) -> Loss:
         if loss.module is None:
-            whole = TreeAdapters(options, loss.text)
-            return dataclasses.replace(
-                loss, fn=whole.around(loss), wrappers=(*loss.wrappers, f"{options.text})"), adapters=whole
-            )
+            on_tree = TreeAdapters(options, loss.text)
+            wrappers = (*loss.wrappers, f"{options.text})")
+            return dataclasses.replace(loss, fn=on_tree.around(loss), wrappers=wrappers, adapters=on_tree)
         adapters = ModuleAdapters(options, loss.module)
         wrappers = (*loss.wrappers, f"{options.text}, targets={len(adapters.targets)})")
 

@@ -1,4 +1,4 @@
-"""Adapters folded into the weights that they belong to, and taken out of them again."""
+"""Add adapters to the weights that they belong to, and subtract them again."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SLOT = "lora"
 def merge(step: Step, state: TrainState) -> TrainState:
     """Fold the adapters of a state into its weights, which then compute the same without them.
 
-    The result has all parameters of the base under ``params``, as the loss without `lora` takes them: evaluate it with
+    The result has all parameters of the base under ``params``, as a loss without `lora` needs them: evaluate it with
     ``ft.eval_step(loss_fn)``, or load it with ``ft.to_module(module, merged)``. Sums are in the dtype of the adapters,
-    rounded once, to that of the weight. For `unmerge` it keeps the adapters, and of DoRA the norms, under ``slots``.
+    rounded once, to that of the weight. For `unmerge`, ``slots`` keeps the adapters, and the norms of DoRA.
 
     Args:
         step: a step with `lora`.
@@ -38,16 +38,17 @@ def merge(step: Step, state: TrainState) -> TrainState:
     if SLOT in state.slots:
         raise StructureError("merge: the adapters of this state are in its weights already")
     whole = overlaid(state.params, state.frozen)
-    kept: dict[str, Any] = {"params": state.params}
+    slot: dict[str, Any] = {"params": state.params}
     if isinstance(adapters, TreeAdapters):
-        params = adapters.whole(whole)
+        params = adapters.added_up(whole)
     else:
         params = {name: leaf for name, leaf in whole.items() if name not in adapters.names}
-        kept["norms"] = {}
+        slot["norms"] = {}
         for target in adapters.targets:
             params[target.weight], norm = _merged(target, whole, adapters)
-            kept["norms"] |= {} if norm is None else {target.name: norm}
-    return replace(state, params=params, frozen=None, slots={**state.slots, SLOT: kept})
+            if norm is not None:
+                slot["norms"][target.name] = norm
+    return replace(state, params=params, frozen=None, slots={**state.slots, SLOT: slot})
 
 
 def adapters_of(function: str, step: Step) -> ModuleAdapters | TreeAdapters:
@@ -66,8 +67,8 @@ def _merged(target: Target, whole: dict[str, Tensor], adapters: ModuleAdapters) 
     weight = whole[target.weight]
     if target.tied:
         raise StructureError(
-            f"merge: {target.weight}, the weight of {target.name}, is tied to another module's, which has not this "
-            "adapter; give the module a weight of its own first"
+            f"merge: {target.weight}, the weight of {target.name}, is tied to another module's, which does not "
+            "have this adapter; give the module a weight of its own first"
         )
     matrix, (a, b, *magnitude) = target.matrix(weight), _tensors(target, whole, adapters)
     summed, norm = adapted(matrix, a, b, adapters.config.scale), None
@@ -82,7 +83,7 @@ def _tensors(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters)
 
 
 def unmerge(step: Step, merged: TrainState) -> TrainState:
-    """Take the adapters out of the weights of a state that `merge` made: its inverse, within rounding.
+    """Subtract the adapters from the weights of a state of `merge`: its inverse, within rounding.
 
     Args:
         step: a step with `lora`.
@@ -95,15 +96,15 @@ def unmerge(step: Step, merged: TrainState) -> TrainState:
     adapters = adapters_of("unmerge", step)
     if SLOT not in merged.slots:
         raise StructureError("unmerge: the state is not one of ft.adapters.merge(step, state)")
-    kept = merged.slots[SLOT]
-    params = kept["params"]
+    slot = merged.slots[SLOT]
+    params = slot["params"]
     if isinstance(adapters, TreeAdapters):
         whole = {BASE: merged.params, ADAPTERS: params[ADAPTERS]}
-        whole = {**whole, BASE: adapters.whole(whole, taken_out=True)}
+        whole = {**whole, BASE: adapters.added_up(whole, sign=-1)}
     else:
         whole = {**merged.params, **{name: params[name] for name in adapters.names}}
         for target in adapters.targets:
-            whole[target.weight] = _unmerged(target, whole, adapters, kept["norms"].get(target.name))
+            whole[target.weight] = _unmerged(target, whole, adapters, slot["norms"].get(target.name))
     trained = set(tree.leaf_names(params))
     _, frozen = tree.split(whole, lambda name, leaf: name in trained)
     frozen = frozen if tree.leaves(frozen) else None

@@ -1,4 +1,4 @@
-"""The adapters of a module, which run in the forward of its parts."""
+"""The adapters of a module, which run in the forward of its submodules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModuleAdapters:
         self._slots = {id(target.part): target.slots(dora=config.dora) for target in self.targets}
         self._places = [slot for slots in self._slots.values() for slot in slots]
         self.names = {slot.name for slot in self._places}
-        # Fused layers of torch read the weights of their parts in evaluation, and do not run them.
+        # In evaluation, fused layers of torch read the weights of their submodules, and do not call these.
         fused = nn.TransformerEncoder, nn.TransformerEncoderLayer
         self._may_fuse = any(isinstance(part, fused) for part in module.modules())
 
@@ -44,24 +44,21 @@ class ModuleAdapters:
         return [slot for inner in part.modules() for slot in self._slots.get(id(inner), ())]
 
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
-        """Return the parameters with new adapters among the trainable ones, drawn from a key.
+        """Return the parameters with new adapters, which are trainable, drawn from a key.
 
         Raises:
             StructureError: when a parameter has the name of one of them.
         """
         base = merge(params, frozen)
-        if taken := sorted(self.names & base.keys()):
-            raise StructureError(f"lora: {taken[0]} is a parameter already; start from a base without adapters")
-        made: dict[str, Tensor] = {}
+        if existing := sorted(self.names & base.keys()):
+            raise StructureError(f"lora: {existing[0]} is a parameter already; start from a base without adapters")
+        adapters: dict[str, Tensor] = {}
         for target, each in zip(self.targets, keys_of(key, len(self.targets)), strict=True):
-            made.update(target.initial(base[target.weight], each, self.config))
-        return {**params, **made}, {**frozen, **dict.fromkeys(made)}
+            adapters.update(target.initial(base[target.weight], each, self.config))
+        return {**params, **adapters}, {**frozen, **dict.fromkeys(adapters)}
 
     def around(self, loss: Loss) -> LossFn:
-        """Return a loss of the base as one of base and adapters.
-
-        What it returns raises a LossError for parameters without adapters.
-        """
+        """Return the loss of the base with its adapters; it raises a LossError for parameters without adapters."""
 
         def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             try:
@@ -76,7 +73,7 @@ class ModuleAdapters:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Run the modules that have adapters with these."""
+        """Context in which the modules that have adapters run with them."""
         fuses = self._may_fuse and torch.backends.mha.get_fastpath_enabled()
         with forwarding((target.part, self._forwards[id(target.part)]) for target in self.targets):
             try:

@@ -1,8 +1,9 @@
-"""Which modules get an adapter, and of what its tensors are called, how they begin and where they lie meanwhile."""
+"""The modules that get an adapter, and the names, initial values and slots of its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -28,10 +29,10 @@ class Target:
     Args:
         name: dotted name of the module.
         part: the module.
-        weight: the name of its weight among the parameters, another module's where the two are tied.
-        tied: whether the weight is another module's too.
+        weight: the name of its weight among the parameters, that of another module where the two are tied.
+        tied: whether its weight is also that of another module.
         aliases: further names of the module.
-        held: where its tensors are while the module runs on them.
+        tensors: the tensors of the adapter while the module runs, else None.
     """
 
     name: str
@@ -39,11 +40,11 @@ class Target:
     weight: str
     tied: bool
     aliases: tuple[str, ...] = ()
-    held: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("a", "b", "magnitude")))
+    tensors: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("a", "b", "magnitude")))
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it looks its inputs up."""
+        """Whether it is an `nn.Embedding`."""
         return isinstance(self.part, nn.Embedding)
 
     @property
@@ -56,18 +57,18 @@ class Target:
         return weight.T if self.is_transposed else weight
 
     def names(self, *, dora: bool) -> dict[str, str]:
-        """Return the names of its tensors by what they are: `a`, `b` and with DoRA `magnitude`."""
+        """Return the names of the tensors `a`, `b` and with DoRA `magnitude`."""
         a, b = ("embedding_A", "embedding_B") if self.is_embedding else ("A.weight", "B.weight")
         owner = f"{self.name}." if self.name else ""
-        found = {"a": f"{owner}lora_{a}", "b": f"{owner}lora_{b}"}
-        return {**found, "magnitude": f"{owner}lora_magnitude_vector"} if dora else found
+        names = {"a": f"{owner}lora_{a}", "b": f"{owner}lora_{b}"}
+        return {**names, "magnitude": f"{owner}lora_magnitude_vector"} if dora else names
 
     def slots(self, *, dora: bool) -> list[Slot]:
-        """Return the places of its tensors."""
-        return [Slot(self.held, key, name, False) for key, name in self.names(dora=dora).items()]
+        """Return the slots of its tensors."""
+        return [Slot(self.tensors, key, name, False) for key, name in self.names(dora=dora).items()]
 
     def initial(self, weight: Tensor, key: Tensor, config: Config) -> dict[str, Tensor]:
-        """Return its first tensors, by name, with which the module computes what it did without."""
+        """Return the initial tensors by name, with which the module computes the same as without the adapter."""
         matrix = self.matrix(weight.detach())
         outputs, inputs = matrix.shape
         options: dict[str, Any] = {"dtype": adapter_dtype(weight), "device": weight.device}
@@ -84,60 +85,53 @@ class Target:
 
 
 def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
-    """Return the modules to adapt: those of a kind that can be, whose names match a pattern.
+    """Return the modules to adapt: those of a supported class whose names match a pattern.
 
     Raises:
-        OptionError: for a pattern that matches none; the message has names that are near.
+        OptionError: for a pattern that matches none; the message lists similar names.
     """
     parts = dict(module.named_modules())
-    able = {name: part for name, part in parts.items() if _is_able(part)}
-    for unused in _unused(module):
-        able = {name: part for name, part in able.items() if part is not unused}
+    # Torch's attention reads the weights of its output layer, and never calls it.
+    uncalled = {id(part.out_proj) for part in parts.values() if isinstance(part, nn.MultiheadAttention)}
+    adaptable = {name: part for name, part in parts.items() if _is_adaptable(part) and id(part) not in uncalled}
     for pattern in patterns:
-        if not _matching(pattern, able):
-            raise OptionError(_unmatched(module, pattern, parts, able))
-    chosen = {name for pattern in patterns for name in _matching(pattern, able)}
-    places = slots_of(module)
-    names = {(id(slot.place), slot.key): slot.name for slot in places}
-    uses = [slot.name for slot in places]
+        if not _matching(pattern, adaptable):
+            raise OptionError(_unmatched(module, pattern, parts, adaptable))
+    chosen = {name for pattern in patterns for name in _matching(pattern, adaptable)}
+    slots = slots_of(module)
+    weights = {(id(slot.place), slot.key): slot.name for slot in slots}
+    uses = Counter(slot.name for slot in slots)
     aliases: dict[int, list[str]] = {}
     for name, part in module.named_modules(remove_duplicate=False):
         aliases.setdefault(id(part), []).append(name)
-    found = []
-    for name in (name for name in able if name in chosen):
-        part = able[name]
-        weight = names[id(_torch.parameters_of(part)), "weight"]
-        found.append(Target(name, part, weight, uses.count(weight) > 1, tuple(aliases[id(part)][1:])))
-    return found
+    targets = []
+    for name, part in adaptable.items():
+        if name in chosen:
+            weight = weights[id(_torch.parameters_of(part)), "weight"]
+            targets.append(Target(name, part, weight, uses[weight] > 1, tuple(aliases[id(part)][1:])))
+    return targets
 
 
-def _is_able(part: nn.Module) -> bool:
+def _is_adaptable(part: nn.Module) -> bool:
     weight = _torch.parameters_of(part).get("weight")
     if weight is None or weight.ndim != 2:
         return False
     if isinstance(part, nn.Embedding):
-        # One that scales what it looks up, or writes its own weight, computes something else than rows.
+        # One that scales its rows, or renormalises its weight, computes something else.
         return type(part).forward is nn.Embedding.forward and part.max_norm is None
     return isinstance(part, nn.Linear) or (type(part).__module__, type(part).__name__) == CONV1D
-
-
-def _unused(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules whose forward is never called: torch's attention reads the weights of its output layer."""
-    for part in module.modules():
-        if isinstance(part, nn.MultiheadAttention):
-            yield part.out_proj
 
 
 def _matching(pattern: str, names: Any) -> list[str]:
     return [name for name in names if fnmatchcase(name, pattern)]
 
 
-def _unmatched(module: nn.Module, pattern: str, parts: dict[str, nn.Module], able: dict[str, nn.Module]) -> str:
-    said = f"lora: targets names {pattern!r}, and no module of {type(module).__name__} "
-    if found := _matching(pattern, parts):
-        kinds = sorted({type(parts[name]).__name__ for name in found})
-        return f"{said}that matches can have an adapter ({', '.join(kinds)}); {SUPPORTED} can, by their weights"
-    if not able:
-        return f"{said}can have an adapter; {SUPPORTED} can"
-    hint = f" Did you mean {'*.' + pattern!r}?" if _matching("*." + pattern, able) else ""
-    return f"{said}matches; there are {near(pattern, list(able))}.{hint}"
+def _unmatched(module: nn.Module, pattern: str, parts: dict[str, nn.Module], adaptable: dict[str, nn.Module]) -> str:
+    start = f"lora: targets names {pattern!r}, and no module of {type(module).__name__} "
+    if matches := _matching(pattern, parts):
+        kinds = sorted({type(parts[name]).__name__ for name in matches})
+        return f"{start}that matches can have an adapter ({', '.join(kinds)}); {SUPPORTED} can, by their weights"
+    if not adaptable:
+        return f"{start}can have an adapter; {SUPPORTED} can"
+    hint = f" Did you mean {'*.' + pattern!r}?" if _matching("*." + pattern, adaptable) else ""
+    return f"{start}matches; there are {near(pattern, list(adaptable))}.{hint}"

@@ -1,8 +1,7 @@
-"""The adapters of the matrices of a tree, which are added to these."""
+"""The adapters of the matrices of a tree, which are added to the matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,25 +44,21 @@ class TreeAdapters:
                 )
 
     def slots(self, part: nn.Module) -> list[Slot]:
-        """Return none, for there is no module."""
+        """Return no slots, for there is no module."""
         return []
 
-    def forward(self, part: nn.Module) -> Callable[..., Any]:
-        """Return the forward of a module as it is."""
-        return part.forward
-
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
-        """Return the tree beside new adapters of its matrices, drawn from a key.
+        """Return the tree with new adapters of its matrices, drawn from a key.
 
         Raises:
             OptionError: for a pattern that matches no matrix.
         """
         chosen = self._chosen(merge(params, frozen))
-        made = {}
+        adapters = {}
         for (name, leaf), each in zip(chosen.items(), keys_of(key, len(chosen)), strict=True):
             b = torch.zeros(leaf.shape[0], self.config.rank, dtype=adapter_dtype(leaf), device=leaf.device)
-            made[name] = {"A": kaiming(each, self.config.rank, leaf.shape[1], leaf), "B": b}
-        return {BASE: params, ADAPTERS: made}, {BASE: frozen, ADAPTERS: tree.map(lambda leaf: None, made)}
+            adapters[name] = {"A": kaiming(each, self.config.rank, leaf.shape[1], leaf), "B": b}
+        return {BASE: params, ADAPTERS: adapters}, {BASE: frozen, ADAPTERS: tree.map(lambda leaf: None, adapters)}
 
     def _chosen(self, base: PyTree) -> dict[str, Tensor]:
         named = dict(zip(tree.leaf_names(base), tree.leaves(base), strict=True))
@@ -75,25 +70,22 @@ class TreeAdapters:
         return {name: leaf for name, leaf in matrices.items() if select(name, leaf)}
 
     def around(self, loss: Loss) -> LossFn:
-        """Return a loss of the tree as one of tree and adapters.
-
-        What it returns raises a LossError for parameters without adapters.
-        """
+        """Return the loss of the tree with its adapters; it raises a LossError for parameters without adapters."""
 
         def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             if not isinstance(params, dict) or params.keys() != {BASE, ADAPTERS}:
                 raise LossError(missing(loss.text, ADAPTERS))
-            return loss.fn(self.whole(params), batch, rng=rng, buffers=buffers)
+            return loss.fn(self.added_up(params), batch, rng=rng, buffers=buffers)
 
         return fn
 
-    def whole(self, params: PyTree, *, taken_out: bool = False) -> PyTree:
-        """Return the tree with the adapters added to its matrices, or taken out of them again."""
-        adapters, scale = params[ADAPTERS], -self.config.scale if taken_out else self.config.scale
+    def added_up(self, params: PyTree, *, sign: int = 1) -> PyTree:
+        """Return the tree with the adapters added to its matrices, or subtracted from them with the sign -1."""
+        adapters, scale = params[ADAPTERS], sign * self.config.scale
 
-        def whole(name: str, leaf: Any) -> Any:
+        def add(name: str, leaf: Any) -> Any:
             if name not in adapters:
                 return leaf
             return adapted(leaf, adapters[name]["A"], adapters[name]["B"], scale).to(leaf.dtype)
 
-        return tree.map_named(whole, params[BASE])
+        return tree.map_named(add, params[BASE])

@@ -11,19 +11,19 @@ from ftrain import _torch, random
 
 
 def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of a weight, a quantised one too, in another dtype."""
-    # A quantised one is of a class of its own; of plain tensors `dequantize` would make float32.
-    own: Any = _torch.is_wrapper_subclass(weight)
-    return (weight.dequantize() if own else weight).to(dtype)
+    """Return the values of a weight, which may be quantised, in another dtype."""
+    # Quantised weights are of a wrapper class; a plain tensor would be converted to float32 by `dequantize`.
+    values: Any = weight.dequantize() if _torch.is_wrapper_subclass(weight) else weight
+    return values.to(dtype)  # type: ignore[no-any-return]
 
 
 def adapter_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype of the adapters of a weight: float32, or wider where that is."""
+    """Return the dtype of the adapters of a weight: at least float32."""
     return torch.promote_types(weight.dtype, torch.float32) if weight.is_floating_point() else torch.float32
 
 
 def kaiming(key: Tensor, rank: int, inputs: int, like: Tensor) -> Tensor:
-    """Draw A, of shape (rank, inputs), as `torch.nn.Linear` does: uniform within one over the root of `inputs`."""
+    """Draw A, of shape (rank, inputs), as `torch.nn.Linear` does: uniform within ``1 / sqrt(inputs)``."""
     bound = max(inputs, 1) ** -0.5
     key = random.to_device(key, like.device)
     return random.uniform(key, (rank, inputs), dtype=adapter_dtype(like), low=-bound, high=bound)
@@ -44,9 +44,9 @@ def adapted(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return the norm of each row of ``W + scale * B A``, of shape (outputs,), as a constant.
 
-    Its gradient is left out (Liu et al. 2024, arXiv:2402.09353, section 4.3), and no autocast makes it coarse.
+    It is not differentiated (Liu et al. 2024, arXiv:2402.09353, section 4.3), and not computed under autocast.
     """
     with torch.autocast(a.device.type, enabled=False):
         whole = adapted(weight.detach(), a.detach(), b.detach(), scale)
-        found: Tensor = torch.linalg.vector_norm(whole, dim=1)
-        return found
+        row_norms: Tensor = torch.linalg.vector_norm(whole, dim=1)
+        return row_norms
