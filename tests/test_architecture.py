@@ -39,6 +39,7 @@ SHARED = {
         "partial_update",
         "bias_correction",
         "grouping",
+        "structure_cache",
         "state_dtype",
         "rounding",
         "quantized",

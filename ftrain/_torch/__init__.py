@@ -136,7 +136,11 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return ``(*tensors) -> bool``: whether these have the shapes, strides, dtypes and devices of the first ones."""
+    """Return ``(*tensors) -> bool``: whether these have the shapes, strides, dtypes and devices of the first ones.
+
+    Torch compares in C++, in about 40 ns for each tensor. It takes as many tensors as it was made from. It also returns
+    False in another context (`torch.inference_mode`, say): the caller must then compare the tensors itself.
+    """
     shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
     strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check

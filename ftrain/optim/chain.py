@@ -11,11 +11,9 @@ from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.errors import ComposeError, OptionError
-from ftrain.optim.grouping import columns, require_alike
 from ftrain.optim.nested import require_optimizer
 from ftrain.optim.schedules import as_schedule, describe
-from ftrain.tree.fast_flatten import Flattener
-from ftrain.tree.guards import Guard
+from ftrain.optim.structure_cache import StructureCache, common_spec
 from ftrain.tree.name_patterns import Mask, Select, as_select, everything, matrices, require_matches
 from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
@@ -156,7 +154,7 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
         return optimizer.init(params)
 
     def chained(optimizer: Optimizer, index_of: Mapping[str, int] | None = None) -> Optimizer:
-        apply = _Apply(transforms, index_of)
+        apply = _applied(transforms, index_of)
 
         def update(
             grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
@@ -175,39 +173,36 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
     return replace(chained(optimizer), init=init, apart=apart if optimizer.apart else None)
 
 
-class _Apply:
-    """Apply transformations to gradients; the leaves of each are kept for the next tree of the same structure.
+def _applied(
+    transforms: Sequence[GradientTransform], index_of: Mapping[str, int] | None
+) -> Callable[[PyTree, PyTree, Hyper], PyTree]:
+    """Return the function that applies transformations to gradients, in their order.
 
     Args:
-        transforms: in the order in which they are applied.
+        transforms: the transformations.
         index_of: name of a parameter -> its index among all parameters, when these are only some of them; random
             numbers depend on that index. Default: the index among the parameters of the call.
     """
 
-    def __init__(self, transforms: Sequence[GradientTransform], index_of: Mapping[str, int] | None = None) -> None:
-        self._transforms, self._index_of = transforms, index_of
-        self._flatten = Flattener()
-        self._last: tuple[optree.PyTreeSpec, Guard] | None = None
-        self._places: list[list[int]] = []
-        self._indices: Sequence[int] = ()
+    def select(
+        specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]
+    ) -> tuple[optree.PyTreeSpec, list[list[int]], Sequence[int]]:
+        spec = common_spec(specs)
+        names = tree.leaf_names(tree.unflatten(spec, columns[1]))
+        named = list(zip(names, columns[1], strict=True))
+        places = [[i for i, (name, leaf) in enumerate(named) if each.select(name, leaf)] for each in transforms]
+        return spec, places, range(len(names)) if index_of is None else [index_of[name] for name in names]
 
-    def __call__(self, grads: PyTree, params: PyTree, hyper: Hyper) -> PyTree:
-        """Return the transformed gradients."""
-        (gradients, leaves), spec = columns(self._flatten, grads, params)
-        if self._last is None or self._last[0] is not spec or not self._last[1](leaves):
-            named = list(zip(tree.leaf_names(params), leaves, strict=True))
-            self._places = [
-                [place for place, (name, leaf) in enumerate(named) if transform.select(name, leaf)]
-                for transform in self._transforms
-            ]
-            index_of = self._index_of
-            self._indices = range(len(named)) if index_of is None else [index_of[name] for name, _ in named]
-            self._last = spec, Guard(leaves)
-        gradients = list(gradients)
-        for number, (transform, places) in enumerate(zip(self._transforms, self._places, strict=True)):
+    selected = StructureCache(select)
+
+    def apply(grads: PyTree, params: PyTree, hyper: Hyper) -> PyTree:
+        (spec, places_of, indices), (gradients, leaves) = selected(grads, params)
+        for number, (transform, places) in enumerate(zip(transforms, places_of, strict=True)):
             value = next((hyper[name] for name in transform.schedules), None)
             key = random.fold_in(hyper[RNG], number) if transform.needs_rng else None
             for place in places:
-                leaf_key = random.fold_in(key, self._indices[place]) if key is not None else None
+                leaf_key = random.fold_in(key, indices[place]) if key is not None else None
                 gradients[place] = transform.apply(gradients[place], leaves[place], value, leaf_key)
-        return tree.unflatten(require_alike(spec), gradients)
+        return tree.unflatten(spec, gradients)
+
+    return apply

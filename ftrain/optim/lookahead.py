@@ -7,9 +7,8 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import ComposeError, require_positive, require_range
-from ftrain.optim.grouping import columns, copies, require_alike
 from ftrain.optim.nested import require_optimizer, wrap_apart
-from ftrain.tree.fast_flatten import Flattener
+from ftrain.optim.structure_cache import StructureCache, common_spec
 from ftrain.types import Hyper, Optimizer, PyTree, Schedule
 
 NAME, SLOW, FAST = "lookahead", "slow", "fast"
@@ -40,7 +39,7 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
     require_range(NAME, "alpha", alpha, 0.0, 1.0 + 1e-9)
     if NAME in optimizer.schedules:
         raise ComposeError("lookahead: the optimizer looks ahead already")
-    flatten = Flattener()
+    common = StructureCache(lambda specs, columns: common_spec(specs))
 
     def due(step: int) -> float:
         return float((step + 1) % k == 0)
@@ -54,9 +53,8 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
         params, fast = optimizer.update(grads, opt_state[FAST], params, hyper, donate=donate)
         if not isinstance(hyper[NAME], Tensor) and not hyper[NAME]:
             return params, {SLOW: opt_state[SLOW] if donate else tree.clone(opt_state[SLOW]), FAST: fast}
-        (slow, leaves), spec = columns(flatten, opt_state[SLOW], params)
-        slow, leaves = _called_back(slow if donate else copies(slow), leaves, hyper[NAME], alpha)
-        spec = require_alike(spec)
+        spec, (slow, leaves) = common(opt_state[SLOW], params)
+        slow, leaves = _called_back(slow if donate else [*map(torch.clone, slow)], leaves, hyper[NAME], alpha)
         return tree.unflatten(spec, leaves), {SLOW: tree.unflatten(spec, slow), FAST: fast}
 
     apart = wrap_apart(optimizer, lambda each: lookahead(each, k, alpha))

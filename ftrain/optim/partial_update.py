@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ftrain import _torch, tree
 from ftrain.errors import ComposeError
-from ftrain.tree.fast_flatten import Flattener
-from ftrain.tree.guards import Guard
+from ftrain.optim.structure_cache import StructureCache
 from ftrain.types import Hyper, Optimizer, PyTree
 
 
@@ -112,7 +111,7 @@ class GroupedUpdate:
 
 
 class UpdateSplitter:
-    """Splits updates into groups of parameters; the groups of the last structure are kept for the next step.
+    """Splits updates into groups of parameters; the groups of the last structure are cached.
 
     Args:
         function: name of the caller, for error messages.
@@ -127,22 +126,19 @@ class UpdateSplitter:
         self, function: str, optimizer: Optimizer, group: Callable[[Sequence[Tensor]], Sequence[Sequence[int]]]
     ) -> None:
         require_apart(function, optimizer)
-        self._function, self._optimizer, self._group = function, optimizer, group
-        self._flatten = Flattener()
-        self._last: tuple[optree.PyTreeSpec, Guard] | None = None
-        self._groups: list[ParamGroup] = []
+
+        def split(
+            specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]
+        ) -> tuple[list[ParamGroup], tuple[optree.PyTreeSpec, optree.PyTreeSpec]]:
+            params, opt_state = map(tree.unflatten, specs, columns)
+            return list(param_groups(function, optimizer, params, opt_state, group(columns[0]))), (specs[0], specs[1])
+
+        self._split = StructureCache(split)
 
     def begin(self, params: PyTree, opt_state: PyTree, hyper: Hyper, *, donate: bool) -> GroupedUpdate:
         """Return an update of which no group has been made yet."""
-        leaves, spec = self._flatten((params, opt_state))
-        specs = spec.child(0), spec.child(1)
-        count = specs[0].num_leaves
-        param_leaves, state_leaves = leaves[:count], leaves[count:]
-        if self._last is None or self._last[0] is not spec or not self._last[1](param_leaves):
-            parts = self._group(param_leaves)
-            self._groups = list(param_groups(self._function, self._optimizer, params, opt_state, parts))
-            self._last = spec, Guard(param_leaves)
-        return GroupedUpdate(self._groups, param_leaves, state_leaves, specs, hyper=hyper, donate=donate)
+        (groups, specs), (param_leaves, state_leaves) = self._split(params, opt_state)
+        return GroupedUpdate(groups, param_leaves, state_leaves, specs, hyper=hyper, donate=donate)
 
 
 def require_apart(function: str, optimizer: Optimizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -11,10 +12,8 @@ from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.errors import OptionError
-from ftrain.optim.grouping import columns, require_alike
 from ftrain.optim.nested import require_optimizer
-from ftrain.tree.fast_flatten import Flattener
-from ftrain.tree.guards import Guard
+from ftrain.optim.structure_cache import StructureCache, common_spec
 from ftrain.tree.name_patterns import Mask, as_select, near, require_matches
 from ftrain.types import RNG, Hyper, Optimizer, PyTree
 
@@ -47,7 +46,7 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
     for label, optimizer in optimizers.items():
         require_optimizer("partition", label, optimizer)
     label_of = label_fn if callable(label_fn) else _Masks(label_fn, optimizers)
-    split = _Split(optimizers, label_of)
+    labelled = StructureCache(partial(_labelled, optimizers, label_of))
     schedules = {
         f"{label}{SEPARATOR}{name}": schedule
         for label, optimizer in optimizers.items()
@@ -57,24 +56,23 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
     def init(params: PyTree) -> PyTree:
         if isinstance(label_of, _Masks):
             label_of.require(params)
-        parts = split(params)
-        return {label: optimizers[label].init(parts[label][0]) for label in optimizers}
+        (_, names, parts), (leaves,) = labelled(params)
+        return _init(parts, dict(zip(names, leaves, strict=True)))
 
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
-        moved: dict[str, Tensor] = {}
-        state = {}
-        for index, (label, (leaves, gradients)) in enumerate(split(params, grads).items()):
-            own = _hyper_of(label, index, optimizers[label], hyper)
-            new, state[label] = optimizers[label].update(gradients, opt_state[label], leaves, own, donate=donate)
-            moved.update(new)
-        return split.join(moved), state
+        (spec, names, parts), columns = labelled(params, grads)
+        leaves, gradients = (dict(zip(names, column, strict=True)) for column in columns)
+        new, state = _update(parts, gradients, opt_state, leaves, hyper, donate=donate)
+        return tree.unflatten(spec, [new[name] for name in names]), state
 
-    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
-        leaves = {label: found for label, (found,) in split(params).items()}
-        some = _apart(optimizers, leaves, tree.leaf_names(params), parts)
-        return [dataclasses.replace(whole, init=each.init, update=each.update) for each in some]
+    def apart(params: PyTree, groups: Sequence[Sequence[int]]) -> list[Optimizer]:
+        (_, names, parts), (leaves,) = labelled(params)
+        named = dict(zip(names, leaves, strict=True))
+        split = [part.split(named, [[names[index] for index in group] for group in groups]) for part in parts]
+        chosen = [[each[number] for each in split if number in each] for number in range(len(groups))]
+        return [dataclasses.replace(whole, init=partial(_init, each), update=partial(_update, each)) for each in chosen]
 
     text = ", ".join(f"{label}: {optimizer.text}" for label, optimizer in optimizers.items())
     needs_rng = any(optimizer.needs_rng for optimizer in optimizers.values())
@@ -83,14 +81,8 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
     return dataclasses.replace(whole, apart=apart if able else None)
 
 
-def _hyper_of(label: str, index: int, optimizer: Optimizer, hyper: Hyper) -> dict[str, Any]:
-    """What the optimizer of a label gets, `index` being the place of the label among all."""
-    own = {name: hyper[f"{label}{SEPARATOR}{name}"] for name in optimizer.schedules}
-    return {**own, RNG: random.fold_in(hyper[RNG], index)} if optimizer.needs_rng else own
-
-
-class _Some(NamedTuple):
-    """Of one label, some leaves."""
+class _Part(NamedTuple):
+    """Some leaves of one label, and their optimizer; `rank` is the place of the label among all."""
 
     label: str
     rank: int
@@ -100,46 +92,37 @@ class _Some(NamedTuple):
     def of(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: leaves[name] for name in self.names}
 
+    def hyper(self, hyper: Hyper) -> dict[str, Any]:
+        """Return what the optimizer of the label gets."""
+        values = {name: hyper[f"{self.label}{SEPARATOR}{name}"] for name in self.optimizer.schedules}
+        return {**values, RNG: random.fold_in(hyper[RNG], self.rank)} if self.optimizer.needs_rng else values
 
-class _Labels:
-    """The optimizers of some leaves of some labels."""
-
-    def __init__(self) -> None:
-        self.found: list[_Some] = []
-
-    def init(self, params: PyTree) -> PyTree:
-        return {some.label: some.optimizer.init(some.of(params)) for some in self.found}
-
-    def update(
-        self, grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
-    ) -> tuple[PyTree, PyTree]:
-        moved: dict[str, Tensor] = {}
-        state = {}
-        for some in self.found:
-            own = _hyper_of(some.label, some.rank, some.optimizer, hyper)
-            given = some.of(grads), opt_state[some.label], some.of(params), own
-            new, state[some.label] = some.optimizer.update(*given, donate=donate)
-            moved.update(new)
-        return moved, state
+    def split(self, leaves: Mapping[str, Tensor], groups: list[list[str]]) -> dict[int, _Part]:
+        """Return the part of each group that has leaves of this one, by the number of the group."""
+        leaves = self.of(leaves)
+        place_of = {name: place for place, name in enumerate(tree.leaf_names(leaves))}
+        names = {number: [name for name in group if name in leaves] for number, group in enumerate(groups)}
+        names = {number: group for number, group in names.items() if group}
+        places = [[place_of[name] for name in group] for group in names.values()]
+        optimizers = self.optimizer.apart(leaves, places) if self.optimizer.apart else []
+        split = zip(names.items(), optimizers, strict=True)
+        return {number: _Part(self.label, self.rank, group, optimizer) for (number, group), optimizer in split}
 
 
-def _apart(
-    optimizers: Mapping[str, Optimizer],
-    leaves: Mapping[str, dict[str, Tensor]],
-    names: list[str],
-    parts: Sequence[Sequence[int]],
-) -> list[_Labels]:
-    """Return for each part the optimizers of its leaves, with the names that these have in the whole tree."""
-    made = [_Labels() for _ in parts]
-    for index, (label, own) in enumerate(leaves.items()):
-        places = {name: place for place, name in enumerate(tree.leaf_names(own))}
-        inside = [[names[place] for place in part if names[place] in own] for part in parts]
-        wanted = [number for number, found in enumerate(inside) if found]
-        split = optimizers[label].apart
-        cut = split(own, [[places[name] for name in inside[number]] for number in wanted]) if split else []
-        for number, optimizer in zip(wanted, cut, strict=True):
-            made[number].found.append(_Some(label, index, inside[number], optimizer))
-    return made
+def _init(parts: Sequence[_Part], params: PyTree) -> PyTree:
+    return {part.label: part.optimizer.init(part.of(params)) for part in parts}
+
+
+def _update(
+    parts: Sequence[_Part], grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+) -> tuple[PyTree, PyTree]:
+    new_params: dict[str, Tensor] = {}
+    new_state = {}
+    for part in parts:
+        trees = part.of(grads), opt_state[part.label], part.of(params), part.hyper(hyper)
+        leaves, new_state[part.label] = part.optimizer.update(*trees, donate=donate)
+        new_params.update(leaves)
+    return new_params, new_state
 
 
 class _Masks:
@@ -166,58 +149,38 @@ class _Masks:
 
     def __call__(self, name: str, leaf: Tensor) -> str:
         """Return the label of a parameter."""
-        found = [label for label, select in self._selects.items() if select(name, leaf)]
-        if len(found) > 1:
-            raise OptionError(f"partition: {name} has the labels {' and '.join(found)}; make their patterns disjoint")
-        if not found and self._rest is None:
+        labels = [label for label, select in self._selects.items() if select(name, leaf)]
+        if len(labels) > 1:
+            raise OptionError(f"partition: {name} has the labels {' and '.join(labels)}; make their patterns disjoint")
+        if not labels and self._rest is None:
             raise OptionError(
                 f"partition: {name} has no label; add a pattern, or leave one label out, which then takes the rest"
             )
-        return found[0] if found else str(self._rest)
+        return labels[0] if labels else str(self._rest)
 
 
-class _Split:
-    """Cuts trees into those of each label, and remembers how, since the next tree is most often like the last."""
-
-    def __init__(self, optimizers: Mapping[str, Optimizer], label_of: LabelFn) -> None:
-        self._optimizers, self._label_of = optimizers, label_of
-        self._flatten = Flattener()
-        self._last: tuple[optree.PyTreeSpec, Guard] | None = None
-        self._names: list[str] = []
-        self._places: dict[str, list[int]] = {}
-
-    def __call__(self, params: PyTree, *others: PyTree) -> dict[str, list[dict[str, Any]]]:
-        """Return for each label the leaves of each tree, by the names of the parameters."""
-        parts, spec = columns(self._flatten, params, *others)
-        if self._last is None or self._last[0] is not spec or not self._last[1](parts[0]):
-            self._spec = require_alike(spec)
-            self._names = tree.leaf_names(params)
-            self._places = self._assign(parts[0])
-            self._last = spec, Guard(parts[0])
-        names = self._names
-        return {
-            label: [{names[place]: column[place] for place in places} for column in parts]
-            for label, places in self._places.items()
-        }
-
-    def join(self, leaves: Mapping[str, Tensor]) -> PyTree:
-        """Return the tree like that of the last parameters whose leaves have these names."""
-        return tree.unflatten(self._spec, [leaves[name] for name in self._names])
-
-    def _assign(self, leaves: list[Tensor]) -> dict[str, list[int]]:
-        names = self._names
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise OptionError(f"partition: two parameters are called {twice}; rename one, for labels go by name")
-        places: dict[str, list[int]] = {label: [] for label in self._optimizers}
-        for place, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-            label = self._label_of(name, leaf)
-            if label not in places:
-                known = near(str(label), list(places))
-                raise OptionError(f"partition: label_fn gave {name} the label {label!r}; the optimizers are {known}")
-            places[label].append(place)
-        unused = [label for label, found in places.items() if not found]
-        if unused and names:
-            others = ", ".join(label for label in places if label not in unused)
-            raise OptionError(f"partition: no parameter has the label {', '.join(unused)}; all have {others}")
-        return places
+def _labelled(
+    optimizers: Mapping[str, Optimizer],
+    label_of: LabelFn,
+    specs: Sequence[optree.PyTreeSpec],
+    columns: list[list[Tensor]],
+) -> tuple[optree.PyTreeSpec, list[str], list[_Part]]:
+    """Return the structure of the parameters, the names of their leaves, and the part of each label."""
+    spec, leaves = common_spec(specs), columns[0]
+    names = tree.leaf_names(tree.unflatten(spec, leaves))
+    if len(set(names)) < len(names):
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise OptionError(f"partition: two parameters are called {repeated}; rename one, for labels go by name")
+    names_of: dict[str, list[str]] = {label: [] for label in optimizers}
+    for name, leaf in zip(names, leaves, strict=True):
+        label = label_of(name, leaf)
+        if label not in names_of:
+            known = near(str(label), list(names_of))
+            raise OptionError(f"partition: label_fn gave {name} the label {label!r}; the optimizers are {known}")
+        names_of[label].append(name)
+    unused = [label for label, labelled in names_of.items() if not labelled]
+    if unused and names:
+        others = ", ".join(label for label in names_of if label not in unused)
+        raise OptionError(f"partition: no parameter has the label {', '.join(unused)}; all have {others}")
+    parts = [_Part(label, i, names_of[label], optimizer) for i, (label, optimizer) in enumerate(optimizers.items())]
+    return spec, names, parts

@@ -45,18 +45,20 @@ class Flattener:
     """`ftrain.tree.flatten` for a sequence of trees that mostly have the same structure."""
 
     def __init__(self) -> None:
-        self._spec: optree.PyTreeSpec | None = None
-        self._read: Callable[[PyTree], list[Any] | None] = lambda node: None
+        # One tuple, so that threads never see the reader of one structure with the spec of another.
+        self._last: tuple[Callable[[PyTree], list[Any] | None], optree.PyTreeSpec] | None = None
 
     def __call__(self, node: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
-        """Return the leaves of a tree and its structure."""
-        if self._spec is not None:
-            tensors = self._read(node)
-            if tensors is not None and TENSORS.issuperset(map(type, tensors)):
-                return tensors, self._spec
+        """Return the leaves of a tree and its structure; the same object for trees of the same structure in turn."""
+        last = self._last
+        if last is not None:
+            leaves = last[0](node)
+            if leaves is not None and TENSORS.issuperset(map(type, leaves)):
+                return leaves, last[1]
         leaves, spec = tree.flatten(node)
-        if spec != self._spec:
-            self._spec, self._read = spec, reader(spec)
+        if last is not None and spec == last[1]:
+            return leaves, last[1]
+        self._last = reader(spec), spec
         return leaves, spec
 
 
@@ -66,8 +68,6 @@ def _read(spec: optree.PyTreeSpec) -> Read:
     if spec.type is type(None):
         return _none
     children, entries = spec.children(), spec.entries()
-    if spec.type is dict and len(children) > 1 and all(child.is_leaf() for child in children):
-        return _flat_dict(entries)
     if spec.type in (dict, list, tuple):
         return _container(spec.type, entries, children)
     if spec.type is TrainState:
@@ -84,22 +84,20 @@ def _none(node: Any, leaves: list[Any]) -> bool:
     return node is None
 
 
-def _flat_dict(keys: list[Any]) -> Read:
-    get, count = itemgetter(*keys), len(keys)
-
-    def read(node: Any, leaves: list[Any]) -> bool:
-        if type(node) is not dict or len(node) != count:
-            return False
-        leaves.extend(get(node))
-        return True
-
-    return read
-
-
 def _container(kind: type[Any], entries: list[Any], children: list[optree.PyTreeSpec]) -> Read:
+    count = len(children)
+    if kind is dict and count > 1 and all(child.is_leaf() for child in children):
+        get = itemgetter(*entries)
+
+        def read_flat(node: Any, leaves: list[Any]) -> bool:
+            if type(node) is not dict or len(node) != count:
+                return False
+            leaves += get(node)
+            return True
+
+        return read_flat
     # Leaves are appended without a call: this runs several times a step.
     pairs = [(entry, None if child.is_leaf() else _read(child)) for entry, child in zip(entries, children, strict=True)]
-    count = len(pairs)
 
     def read(node: Any, leaves: list[Any]) -> bool:
         if type(node) is not kind or len(node) != count:

@@ -279,10 +279,9 @@ def test_groups_follow_the_dtypes_of_the_leaves():
         ((F64, torch.float32), [([0], True), ([1], True)]),
     ):
         params = [torch.ones(2, dtype=dtype) for dtype in dtypes]
-        (leaves, grads), spec = planner.columns(params, tree.clone(params))
-        plan = planner.of(spec, leaves, grads)
+        plan, _ = planner.plan(params, tree.clone(params))
         assert (plan.decays, plan.groups) == ([True, True], wanted)
-        assert planner.of(spec, leaves, grads) is plan
+        assert planner.plan(params, tree.clone(params))[0] is plan
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -491,8 +490,7 @@ def test_blocks_hold_every_leaf_once():
     """Formulas take leaves by the block where memory is not cached: small ones together, large ones alone."""
     planner = Planner(matrices)
     params = [torch.ones(size) for size in (3, BLOCK, BLOCK + 1, 5, 0, BLOCK // 2, BLOCK // 2, 1)]
-    (leaves, grads), spec = planner.columns(params, params)
-    plan = planner.of(spec, leaves, grads)
+    plan, _ = planner.plan(params, params)
     assert plan.blocks == [([0], False), ([1], False), ([2], False), ([3, 4, 5], False), ([6, 7], False)]
 
 

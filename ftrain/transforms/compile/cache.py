@@ -15,7 +15,6 @@ from ftrain.errors import BatchError
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.fallback import attempted
 from ftrain.tree.fast_flatten import reader
-from ftrain.tree.guards import Guard
 from ftrain.types import PyTree
 
 Carrying: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
@@ -152,7 +151,7 @@ class Graph:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._others = [(index, leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
         self._places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._read, self._guard = reader(spec), Guard(tensors)
+        self._read, self._is_like = reader(spec), _torch.tensor_guard(tensors)
         flat = self._flat(function, leaves, spec)
         self.captured = capture.capture(flat, tensors, lambda: function(*tree.clone(given)))
         carried = sum(isinstance(leaf, Tensor) for leaf in leaves[: self._size])
@@ -207,7 +206,7 @@ class Graph:
         for index, value in self._others:
             if type(leaves[index]) is not type(value) or leaves[index] != value:
                 return False
-        return self._guard(self._tensors(leaves))
+        return self._is_like(*self._tensors(leaves))
 
     def _tensors(self, leaves: list[Any]) -> list[Tensor]:
         return [leaves[index] for index in self._places] if self._others else leaves

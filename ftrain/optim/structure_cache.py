@@ -1,0 +1,68 @@
+"""Compute a value from trees once, and again when their structure or the shapes of their tensors change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import optree
+from torch import Tensor
+
+from ftrain import _torch
+from ftrain.errors import StructureError
+from ftrain.tree.fast_flatten import Flattener
+from ftrain.types import PyTree
+
+T = TypeVar("T")
+
+
+class _Cached(NamedTuple, Generic[T]):
+    spec: optree.PyTreeSpec
+    is_like: Callable[..., bool]
+    slices: list[slice]
+    value: T
+
+
+class StructureCache(Generic[T]):
+    """Keeps the value of the last trees, since the next ones most often have the same structure.
+
+    Args:
+        compute: ``(specs, columns) -> value``, from the structure and the leaves of each tree. The value may depend on
+            the shapes, strides, dtypes and devices of the leaves, not on their elements.
+    """
+
+    def __init__(self, compute: Callable[[Sequence[optree.PyTreeSpec], list[list[Tensor]]], T]) -> None:
+        self._compute = compute
+        self._flatten = Flattener()
+        self._last: _Cached[T] | None = None
+
+    def __call__(self, *trees: PyTree) -> tuple[T, list[list[Tensor]]]:
+        """Return the value for these trees, and the leaves of each of them."""
+        leaves, spec = self._flatten(trees)
+        last = self._last
+        if last is None or last.spec is not spec or not last.is_like(*leaves):
+            last = self._last = self._computed(spec, leaves)
+        return last.value, [leaves[part] for part in last.slices]
+
+    def _computed(self, spec: optree.PyTreeSpec, leaves: list[Tensor]) -> _Cached[T]:
+        specs, slices, start = spec.children(), list[slice](), 0
+        for each in specs:
+            slices.append(slice(start, start + each.num_leaves))
+            start += each.num_leaves
+        value = self._compute(specs, [leaves[part] for part in slices])
+        return _Cached(spec, _torch.tensor_guard(leaves), slices, value)
+
+
+def common_spec(specs: Sequence[optree.PyTreeSpec]) -> optree.PyTreeSpec:
+    """Return the structure that several trees have in common.
+
+    Raises:
+        StructureError: when they have not all the same.
+    """
+    first, *others = specs
+    if any(other != first for other in others):
+        raise StructureError(
+            "optimizer: the trees of parameters, gradients and moments differ in structure; gradients and "
+            "optimizer state must be like the parameters"
+        )
+    return first
