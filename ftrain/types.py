@@ -7,6 +7,7 @@ A training step is ``(state, batch) -> (state, metrics)``. It is made of four fu
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -100,9 +101,10 @@ def replace(record: T, **changes: Any) -> T:
     It does not call ``__init__`` or ``__post_init__``, which takes a third of the time.
     """
     new = object.__new__(type(record))
-    fields = type(record).__dataclass_fields__  # type: ignore[attr-defined]
+    values = vars(new)
     # Fields only: the mark that `mark_donatable` sets on a state does not apply to a changed one.
-    vars(new).update({name: changes[name] if name in changes else getattr(record, name) for name in fields})
+    for name in type(record).__dataclass_fields__:  # type: ignore[attr-defined]
+        values[name] = changes[name] if name in changes else getattr(record, name)
     return new
 
 
@@ -151,7 +153,7 @@ class Mean:
         return format(float(self), spec)
 
 
-def counted(mean: Mean) -> Mean:
+def zero_if_empty(mean: Mean) -> Mean:
     """Return a mean whose total is 0 if its weight is 0, even if the total was NaN."""
     is_empty = (mean.weight == 0).to(mean.total.device)
     return replace(mean, total=mean.total.masked_fill(is_empty, 0))
@@ -252,6 +254,8 @@ class Loss:
         scope: ``training -> context`` in which the loss is differentiated, outside of any graph; `training` is False
             in an evaluation.
         module: the `torch.nn.Module` that `fn` calls, if any.
+        initial: ``() -> (params, buffers, names of the parameters that train)``, those of the module, which share its
+            memory; no names: the caller chooses.
         needs_rng: whether `fn` draws random numbers, from the key `rng`.
         adapters: the parameters that a wrapper has added, if any.
         narrow: the 16-bit or 8-bit dtype in which a wrapper makes it compute, as `with_amp` names it; "" if none does.
@@ -263,15 +267,16 @@ class Loss:
     name: str
     scope: Callable[[bool], AbstractContextManager[Any]] = lambda training: nullcontext()
     module: nn.Module | None = None
+    initial: Callable[[], tuple[PyTree, PyTree, set[str] | None]] = lambda: ({}, {}, None)
     needs_rng: bool = False
     adapters: Adapters | None = None
     narrow: str = ""
     products: str = ""
     wrappers: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
-        """How it prints, with its wrappers."""
+        """Its text in the description of a step, with its wrappers."""
         return " <- ".join([self.name, *self.wrappers])
 
 

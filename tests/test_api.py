@@ -254,12 +254,12 @@ INNER = {
         "TrainState",
         "UpdateFn",
         "consume",
-        "counted",
         "is_donatable",
         "mark_donatable",
         "replace",
         "tree_class",
         "tree_tag",
+        "zero_if_empty",
     ],
 }
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, require_range
-from ftrain.optim.bias_correction import counted
+from ftrain.optim.bias_correction import exact_count
 from ftrain.optim.elementwise import COUNT, NONE, Number, Part, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
@@ -57,7 +57,7 @@ def adafactor(
     first, second = eps
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = counted(shared[COUNT])
+        count = exact_count(shared[COUNT])
         return count**beta2_decay, torch.clamp(count**-0.5, max=rate) * d, 1 - rate * weight_decay
 
     def rule(part: Part, share: Tensor, rate: Tensor, kept: Number) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.bias_correction import counted
+from ftrain.optim.bias_correction import exact_count
 from ftrain.optim.elementwise import COUNT, NONE, Number, Part, descend_quotient, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
@@ -55,7 +55,7 @@ def adagrad(
     )
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        return (rate / (1 + (counted(shared[COUNT]) - 1) * lr_decay) if lr_decay else rate,)
+        return (rate / (1 + (exact_count(shared[COUNT]) - 1) * lr_decay) if lr_decay else rate,)
 
     def rule(part: Part, rate: Number) -> None:
         g = part.descent(maximize=maximize, l2=weight_decay)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import require_positive
-from ftrain.optim.bias_correction import counted, debias
+from ftrain.optim.bias_correction import debias, exact_count
 from ftrain.optim.elementwise import (
     COUNT,
     NONE,
@@ -190,7 +190,7 @@ def _adam(
     require_ranges(name, weight_decay=weight_decay)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = counted(shared[COUNT])
+        count = exact_count(shared[COUNT])
         return rate / debias(b1, count), debias(b2, count).sqrt(), 1 - rate * weight_decay
 
     def rule(part: Part, size: Number, root: Number, kept: Number) -> None:

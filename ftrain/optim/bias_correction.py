@@ -1,4 +1,4 @@
-"""What formulas make of the number of updates: powers of the decay rates, as exactly as the device can."""
+"""Powers of decay rates by the number of updates, as exactly as the device can."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ftrain import backends
 
 
-def counted(count: Tensor) -> Tensor:
+def exact_count(count: Tensor) -> Tensor:
     """Return the number of updates for arithmetic in float64, as on the host, so that only the leaves' dtype rounds.
 
     On a device without float64 it is float32, and `power` and `debias` keep to a few units in its last place.

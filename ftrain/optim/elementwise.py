@@ -200,12 +200,11 @@ class _Family:
         if not isinstance(opt_state, Mapping) or opt_state.keys() != {*self.shared, *self.names}:
             raise _wrong_state(self.name, opt_state, [*self.shared, *self.names])
         plan, (leaves, gradients, *moments) = planner.plan(params, grads, *map(opt_state.__getitem__, self.names))
-        scalars = {key: opt_state[key] for key in self.shared}
         if donate and plan.writable:
-            self._write(plan, leaves, gradients, moments, scalars, hyper)
+            self._write(plan, leaves, gradients, moments, opt_state, hyper)
             return params, opt_state
         leaves, *moments = [[*map(torch.clone, column)] for column in (leaves, *moments)]
-        scalars = {key: value.clone() for key, value in scalars.items()}
+        scalars = {key: opt_state[key].clone() for key in self.shared}
         self._write(plan, leaves, gradients, moments, scalars, hyper)
         trees = map(plan.spec.unflatten, moments)
         return plan.spec.unflatten(leaves), {**scalars, **dict(zip(self.names, trees, strict=True))}

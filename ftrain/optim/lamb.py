@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.bias_correction import counted, debias
+from ftrain.optim.bias_correction import debias, exact_count
 from ftrain.optim.elementwise import (
     COUNT,
     NONE,
@@ -62,7 +62,7 @@ def lamb(
     require_ranges("lamb", weight_decay=weight_decay)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = counted(shared[COUNT])
+        count = exact_count(shared[COUNT])
         return rate, 1 / debias(b1, count), debias(b2, count).sqrt()
 
     def rule(part: Part, rate: Number, correction: Number, root: Number) -> None:

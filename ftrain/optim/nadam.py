@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.bias_correction import counted, debias, power
+from ftrain.optim.bias_correction import debias, exact_count, power
 from ftrain.optim.elementwise import (
     COUNT,
     NONE,
@@ -69,9 +69,9 @@ def nadam(
     coupled = 0.0 if decoupled_weight_decay else weight_decay
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = counted(shared[COUNT])
+        count = exact_count(shared[COUNT])
         now, following = (b1 * (1 - 0.5 * power(0.96, t * momentum_decay)) for t in (count, count + 1))
-        product = counted(shared["product"].mul_(now.float()))
+        product = exact_count(shared["product"].mul_(now.float()))
         # Divide both terms of u by the factor of the gradient, and multiply the rate by it: one tensor less to scale.
         factor = (1 - now) / (1 - product)
         share, root = following / (1 - product * following) / factor, debias(b2, count).sqrt()

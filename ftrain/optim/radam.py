@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.bias_correction import counted, debias, power
+from ftrain.optim.bias_correction import debias, exact_count, power
 from ftrain.optim.elementwise import (
     COUNT,
     NONE,
@@ -69,7 +69,7 @@ def radam(
     limit = 2 / (1 - b2) - 1
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        count = counted(shared[COUNT])
+        count = exact_count(shared[COUNT])
         first, second = debias(b1, count), debias(b2, count)
         length = limit - 2 * count * power(b2, count) / second
         rectifier = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)

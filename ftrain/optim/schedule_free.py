@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import StructureError, require_range
-from ftrain.optim.bias_correction import counted, debias
+from ftrain.optim.bias_correction import debias, exact_count
 from ftrain.optim.elementwise import (
     COUNT,
     NONE,
@@ -76,7 +76,7 @@ def schedule_free_adamw(
         shared["b1"].fill_(b1)
         share = torch.where(weights > 0, weight / weights, 0.0)
         # The correction of the second moment goes to the rates, so that the denominator is sqrt(nu) + constant.
-        root = debias(b2, counted(shared[COUNT])).sqrt()
+        root = debias(b2, exact_count(shared[COUNT])).sqrt()
         size = rate * root
         return size, size * (1 - b1 * (1 - share)), share, eps * root, -weight_decay / root
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError
-from ftrain.optim.bias_correction import counted
+from ftrain.optim.bias_correction import exact_count
 from ftrain.optim.elementwise import COUNT, NONE, Number, Part, descend, leafwise, require_ranges
 from ftrain.optim.state_dtype import low_precision
 from ftrain.tree.name_patterns import Mask, everything
@@ -58,7 +58,7 @@ def sgd(
     damped = bool(momentum and dampening)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
-        return rate, 1 - dampening * counted(shared[COUNT] > 1)
+        return rate, 1 - dampening * exact_count(shared[COUNT] > 1)
 
     def rule(part: Part, rate: Number, share: Number = 1.0) -> None:
         g = part.descent(maximize=maximize, l2=weight_decay)

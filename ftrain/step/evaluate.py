@@ -20,7 +20,7 @@ from ftrain.step.microbatch import RAISE, most_pieces, require_on_oom, split_bat
 from ftrain.step.purity import as_tree
 from ftrain.step.value_and_grad import adapt, detach
 from ftrain.step.wrapper import Wrapper
-from ftrain.types import Loss, Mean, PyTree, TrainState, counted, replace
+from ftrain.types import Loss, Mean, PyTree, TrainState, replace, zero_if_empty
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tu
 
 def _mean(metric: Any, length: int) -> Mean:
     if isinstance(metric, Mean) and not metric.plain:
-        return counted(Mean(_widened(metric.total), _widened(metric.weight)))
+        return zero_if_empty(Mean(_widened(metric.total), _widened(metric.weight)))
     value = _widened(torch.as_tensor(metric.value if isinstance(metric, Mean) else metric))
     # The mean of no examples is NaN, and they count for nothing.
     return Mean(value * length if length else torch.zeros_like(value), torch.full_like(value, length))

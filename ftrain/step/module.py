@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,7 +18,7 @@ from ftrain.errors import LossError, StructureError
 from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
 from ftrain.step.purity import merge
 from ftrain.step.shared_memory import overlaps
-from ftrain.step.swap_params import BorrowedTensors, Slot, fill, named_tensors, preserve_dicts, put, slots_of
+from ftrain.step.swap_params import BorrowedModule, Slot, fill, named_tensors, preserve_dicts, put, slots_of
 from ftrain.step.value_and_grad import normalise
 from ftrain.tree import MAX_LISTED
 from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
@@ -57,35 +56,31 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     _require_module(module, criterion)
     # What torch.compile wraps is the module itself: its names have no prefix, and the step is compiled as a whole.
     module = _torch.original(module)
-    slots = slots_of(module)
-    places = [place for part in module.modules() for place in (_torch.parameters_of(part), _torch.buffers_of(part))]
-    borrowed, mode = BorrowedTensors(places), train_mode(module)
-    known = {slot.name for slot in slots if not slot.is_buffer}
+    slots, borrowed = slots_of(module), BorrowedModule(module)
+    buffer_slots = [slot for slot in slots if slot.is_buffer]
+    param_names = {slot.name for slot in slots if not slot.is_buffer}
     shared = overlaps(dict(module.named_buffers()))
     text = _criterion_name(criterion, module)
     run: Criterion = criterion or partial(hf_loss, weigh=_weigher(module))
     needs_rng = "rng" in inspect.signature(run).parameters
 
     def loss(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-        if len(params) > len(known):
-            raise LossError(_surplus(text, [name for name in params if name not in known]))
-        values = _values(slots, params, {name: buffer.clone() for name, buffer in (buffers or {}).items()}, text)
+        if len(params) > len(param_names):
+            raise LossError(_surplus(text, [name for name in params if name not in param_names]))
+        copies = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else {}
+        values = _values(slots, {**copies, **params}, text)
         # Dynamo would capture in its graph that the tensors stay in the module after the run.
-        with preserve_dicts(places) if is_dynamo_compiling() else borrowed:
+        with preserve_dicts(borrowed.places) if is_dynamo_compiling() else borrowed:
             put(slots, values)
             returned = run(module, batch, rng=rng) if needs_rng else run(module, batch)
-            after = {slot.name: slot.place[slot.key] for slot in slots if slot.is_buffer}
+            new_buffers = {slot.name: slot.place[slot.key] for slot in buffer_slots}
             if shared and not is_dynamo_compiling():
-                _require_unwritten(shared, slots, values, after, text)
+                _require_unwritten(shared, slots, values, new_buffers, text)
         mean, metrics, _ = normalise(returned, None, text)
-        return mean, metrics, after
+        return mean, metrics, new_buffers
 
-    @contextmanager
-    def scope(training: bool) -> Iterator[None]:
-        with mode(training), borrowed.until_step_ends():
-            yield
-
-    return Loss(loss, text, scope=scope, module=module, needs_rng=needs_rng)
+    initial = partial(module_state, module)
+    return Loss(loss, text, scope=borrowed.during_step, module=module, initial=initial, needs_rng=needs_rng)
 
 
 def _require_module(module: Any, criterion: Any) -> None:
@@ -116,14 +111,14 @@ def _require_module(module: Any, criterion: Any) -> None:
 
 
 def _require_unwritten(
-    shared: list[tuple[str, str]], slots: list[Slot], values: list[Tensor], after: Mapping[str, Tensor], text: str
+    shared: list[tuple[str, str]], slots: list[Slot], values: list[Tensor], new_buffers: Mapping[str, Tensor], text: str
 ) -> None:
     """Check that no buffer that shares memory with another one was changed in place: in a state each has its own."""
     # Each buffer was a new copy, with a version of 0.
     written = {
         slot.name
         for slot, value in zip(slots, values, strict=True)
-        if after.get(slot.name) is value and not value.is_inference() and _torch.version_of(value)
+        if new_buffers.get(slot.name) is value and not value.is_inference() and _torch.version_of(value)
     }
     for pair in shared:
         if name := next((name for name in pair if name in written), None):
@@ -241,9 +236,9 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
     return params, buffers, trainable
 
 
-def _values(slots: list[Slot], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], text: str) -> list[Tensor]:
+def _values(slots: list[Slot], tensors: Mapping[str, Tensor], text: str) -> list[Tensor]:
     try:
-        return [params[name] if name in params else buffers[name] for _, _, name, _ in slots]
+        return [tensors[name] for _, _, name, _ in slots]
     except KeyError as error:
         raise LossError(
             f"{text}: the module has {error.args[0]!r}, which is neither in params nor in buffers; make the "
@@ -259,29 +254,6 @@ def _surplus(text: str, names: list[str]) -> str:
         f"{text}: params has {listed}, which the module does not have; with adapters (ft.lora) evaluate the "
         "step's own loss, ft.eval_step(step.loss), or merge them into the weights, ft.adapters.merge(step, state)"
     )
-
-
-def train_mode(module: nn.Module) -> Callable[[bool], AbstractContextManager[None]]:
-    """Return ``training -> context``, in which a module and its children are in training or evaluation mode."""
-    parts = list(module.modules())
-    overrides_train = any(type(part).train is not nn.Module.train for part in parts)
-
-    @contextmanager
-    def mode(training: bool) -> Iterator[None]:
-        modes = [part.training for part in parts]
-        try:
-            if overrides_train:
-                module.train(training)
-            else:
-                # Not by nn.Module.__setattr__, which looks for parameters and takes ten times as long.
-                for part in parts:
-                    part.__dict__["training"] = training
-            yield
-        finally:
-            for part, flag in zip(parts, modes, strict=True):
-                part.__dict__["training"] = flag
-
-    return mode
 
 
 def _criterion_name(criterion: Criterion | None, module: nn.Module) -> str:

@@ -37,8 +37,8 @@ def call(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: T
         StructureError: when the buffers it returns are not like those it got.
     """
     # New containers, which the loss may change.
-    params, frozen, batch, buffers = tree.unflatten(spec, leaves)
-    before = versions(leaves)
+    params, frozen, batch, buffers = spec.unflatten(leaves)
+    old_versions = versions(leaves)
     try:
         output = loss(merge(params, frozen), batch, rng=rng, buffers=buffers)
     except Exception as error:
@@ -46,9 +46,9 @@ def call(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: T
             raise _changed(name, _written(loss, leaves, spec, rng), spec) from error
         explain(error, name, (params, frozen), batch)
         raise
-    after = versions(leaves)
-    if after != before:
-        changed = [a != b for a, b in zip(after, before, strict=True)]
+    new_versions = versions(leaves)
+    if new_versions != old_versions:
+        changed = [new != old for new, old in zip(new_versions, old_versions, strict=True)]
         raise _changed(name, changed.index(True), spec)
     if not (tree.is_blank(output[2]) and tree.is_blank(buffers)):
         _require_like(output[2], tree.unflatten(spec, leaves)[3], name)
@@ -83,11 +83,11 @@ def _version_or_none(leaf: Any) -> int | None:
 def _written(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, rng: Tensor | None) -> int:
     """Find the leaf that a loss writes in place, by running it on copies that it may write to."""
     copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    before = versions(copies)
+    old_versions = versions(copies)
     params, frozen, batch, buffers = tree.unflatten(spec, copies)
     with torch.enable_grad():
         loss(merge(params, frozen), batch, rng=rng, buffers=buffers)
-    changed = [a != b for a, b in zip(versions(copies), before, strict=True)]
+    changed = [new != old for new, old in zip(versions(copies), old_versions, strict=True)]
     return changed.index(True) if any(changed) else 0
 
 

@@ -15,7 +15,7 @@ from ftrain import tree
 REMEDY = "use_reentrant=False (of transformers: gradient_checkpointing_kwargs={'use_reentrant': False}), or ft.remat()"
 
 
-class Within(TorchFunctionMode):
+class CheckpointInputs(TorchFunctionMode):
     """Records the ids of the tensors that are inputs of operations within a re-entrant checkpoint."""
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class Within(TorchFunctionMode):
     ) -> Any:
         """Record the input tensors and run the operation."""
         # A re-entrant checkpoint runs without gradients first, and with them in the backward pass.
-        if not torch.is_grad_enabled() and _is_within():
+        if not torch.is_grad_enabled() and _is_in_checkpoint():
             self.ids.update(id(leaf) for leaf in tree.leaves((list(args), kwargs or {})) if tree.is_tensor(leaf))
         return func(*args, **(kwargs or {}))
 
 
-def _is_within() -> bool:
+def _is_in_checkpoint() -> bool:
     code = CheckpointFunction.forward.__code__
     return any(frame.f_code is code for frame, _ in traceback.walk_stack(None))

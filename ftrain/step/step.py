@@ -7,7 +7,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from ftrain import _torch, backends, random, tree
 from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.step.eager import Eager
 from ftrain.step.lowered import Lowered
-from ftrain.step.module import module_state
 from ftrain.step.purity import as_tree
 from ftrain.step.swap_params import to_meta_
 from ftrain.step.trainable_params import chooser, require_params
@@ -146,13 +144,14 @@ class Step:
 
         def core(state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None) -> tuple[TrainState, Metrics]:
             gradients = grad(state, batch, rng)
-            metrics = {name: _value(metric) for name, metric in gradients.metrics.items()}
+            metrics = {name: m.value if isinstance(m, Mean) else m for name, m in gradients.metrics.items()}
             if gradients.finite is not None:
                 metrics = report(metrics, self.base.text, skipped=~gradients.finite)
             # A metric may be a parameter itself, which a donated update overwrites.
             if donate:
                 metrics = {name: m.clone() if isinstance(m, Tensor) else m for name, m in metrics.items()}
-                gradients = replace(gradients, buffers=_apart(gradients.buffers, state.params))
+                if not tree.is_blank(gradients.buffers):
+                    gradients = replace(gradients, buffers=_copy_shared(gradients.buffers, state.params))
             new = update(state, gradients, hyper, donate=donate)
             if gradients.slots:
                 new = replace(new, slots={**new.slots, **gradients.slots})
@@ -216,7 +215,7 @@ class Step:
         module = self.base.module
         if module is None and params is None:
             raise StructureError(f"Step.init: {self.base.text} is no module; pass the parameters: step.init(params)")
-        own_params, own_buffers, names = module_state(module) if module is not None else ({}, {}, None)
+        initial_params, initial_buffers, names = self.base.initial()
         adapters, trainable = self.loss.adapters, self.trainable
         if adapters is not None and trainable is None:
             trainable = []
@@ -225,10 +224,10 @@ class Step:
                 f"Step.init: there is no parameter to train: none of {type(module).__name__} requires a gradient; set "
                 "requires_grad, or say which train with trainable="
             )
-        params = own_params if params is None else params
+        params = initial_params if params is None else params
         if names is not None:
-            names |= set(tree.leaf_names(params)) - own_params.keys()
-        buffers = own_buffers if buffers is None else buffers
+            names |= set(tree.leaf_names(params)) - initial_params.keys()
+        buffers = initial_buffers if buffers is None else buffers
         chosen = chooser(trainable, names, params)
         params, buffers = (tree.take if donate else tree.clone)((params, buffers))
         params, frozen = tree.split(params, chosen)
@@ -265,7 +264,7 @@ class Step:
             StructureError: when the state is not of this step's structure.
             ConsumedError: when the state was donated before.
         """
-        given = state
+        argument = state
         if getattr(state, "_origin", None) is not self._origin:
             self.require(state)
         if self.donate and not is_donatable(state):
@@ -278,7 +277,7 @@ class Step:
         vars(new)["_origin"] = self._origin
         if self.donate:
             mark_donatable(new)
-            consume(given)
+            consume(argument)
         for on_step_end in self._on_step_end:
             on_step_end(backends.of(tree.device_of(new.params)), int(count) + 1)
         return new, report(metrics, self.base.text, **hyper)
@@ -300,11 +299,10 @@ class Step:
     def _known_to_the_host(self, state: TrainState) -> tuple[dict[str, float], tuple[int, int]]:
         """The scheduled values of a step, and the words of its key."""
         count = int(state.step)
-        hyper = {name: float(schedule(count)) for name, schedule in self.optimizer.schedules.items()}
-        if self.optimizer.factors is not None:
-            for name, factor in self.optimizer.factors(state.opt_state).items():
-                hyper[name] *= float(factor)
-        for name, value in hyper.items():
+        factors = self.optimizer.factors(state.opt_state) if self.optimizer.factors else {}
+        hyper = {}
+        for name, schedule in self.optimizer.schedules.items():
+            value = hyper[name] = float(schedule(count)) * float(factors.get(name, 1.0))
             if not math.isfinite(value):
                 raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs a finite number")
         return hyper, random.fold_in_words(random.key_data(state.rng), count)
@@ -367,8 +365,8 @@ class Step:
     @property
     def _ran(self) -> Step:
         """What shows how this step is compiled: the step that `fit` made of it, if it did."""
-        made: Step = vars(self).get("donating", self)
-        return made if self.is_compiled else self
+        donating: Step = vars(self).get("donating", self)
+        return donating if self.is_compiled else self
 
     def __repr__(self) -> str:
         texts = {arrow: [w.text for w in self.wrappers if w.arrow == arrow] for arrow in ARROWS}
@@ -384,13 +382,7 @@ class Step:
         return "\n".join(f"{arrow:<7} {line}" for arrow, line in lines.items())
 
 
-def _apart(buffers: PyTree, params: PyTree) -> PyTree:
+def _copy_shared(buffers: PyTree, params: PyTree) -> PyTree:
     """Copy the buffers that share memory with parameters, which a donated update overwrites."""
-    if tree.is_blank(buffers):
-        return buffers
-    held = {_torch.storage_id(leaf) for leaf in tree.leaves(params)}
-    return tree.map(lambda leaf: leaf.clone() if _torch.storage_id(leaf) in held else leaf, buffers)
-
-
-def _value(metric: Any) -> Any:
-    return metric.value if isinstance(metric, Mean) else metric
+    storages = {_torch.storage_id(leaf) for leaf in tree.leaves(params)}
+    return tree.map(lambda leaf: leaf.clone() if _torch.storage_id(leaf) in storages else leaf, buffers)

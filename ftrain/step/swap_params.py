@@ -47,11 +47,11 @@ class bound:  # noqa: N801
         self._slots, self._values = slots, values
 
     def __enter__(self) -> None:
-        self._before = [place[key] for place, key, _, _ in self._slots]
+        self._old_values = [place[key] for place, key, _, _ in self._slots]
         put(self._slots, self._values)
 
     def __exit__(self, *error: object) -> None:
-        put(self._slots, self._before)
+        put(self._slots, self._old_values)
 
 
 def put(slots: Sequence[Slot], values: Sequence[Any]) -> None:
@@ -67,10 +67,10 @@ class preserve_dicts:  # noqa: N801
         self._places = places
 
     def __enter__(self) -> None:
-        self._before = [*map(dict.copy, self._places)]
+        self._copies = [*map(dict.copy, self._places)]
 
     def __exit__(self, *error: object) -> None:
-        refill(self._places, self._before)
+        refill(self._places, self._copies)
 
 
 def refill(places: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> None:
@@ -80,49 +80,63 @@ def refill(places: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> 
     deque(map(dict.update, places, held), maxlen=0)
 
 
-class BorrowedTensors:
-    """Context in which the parameter and buffer dicts of a module may hold other tensors.
+class BorrowedModule:
+    """Context of a run in which the parameter and buffer dicts of a module may hold other tensors.
 
-    A run within a step (`until_step_ends`) keeps its tensors there until the step is over or the next run begins: in
+    A run within a step (`during_step`) keeps its tensors there until the step is over or the next run begins: in
     the backward pass, models that use `torch.utils.checkpoint` run parts of themselves again.
     """
 
-    def __init__(self, places: Sequence[dict[str, Any]]) -> None:
-        self._places = places
-        self._before: list[dict[str, Any]] | None = None
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._parts = module, list(module.modules())
+        self.places: list[dict[str, Any]] = [
+            place for part in self._parts for place in (_torch.parameters_of(part), _torch.buffers_of(part))
+        ]
+        self._overrides_train = any(type(part).train is not nn.Module.train for part in self._parts)
+        # The items of the dicts outside of all runs, while they hold others.
+        self._original: list[dict[str, Any]] | None = None
         self._steps = 0
         # One entry for each active run: the dicts at its beginning if it is nested, else None.
         self._runs: list[list[dict[str, Any]] | None] = []
 
     def __enter__(self) -> None:
-        self._runs.append([*map(dict.copy, self._places)] if self._runs else None)
-        if self._before is None:
-            self._before = [*map(dict.copy, self._places)]
+        self._runs.append([*map(dict.copy, self.places)] if self._runs else None)
+        if self._original is None:
+            self._original = [*map(dict.copy, self.places)]
         else:
-            refill(self._places, self._before)
+            refill(self.places, self._original)
 
     def __exit__(self, *error: object) -> None:
         outer = self._runs.pop()
         if outer is not None:
-            refill(self._places, outer)
+            refill(self.places, outer)
         elif self._steps == 0:
             self._give_back()
 
     @contextmanager
-    def until_step_ends(self) -> Iterator[None]:
-        """Return the context of a step."""
+    def during_step(self, training: bool) -> Iterator[None]:
+        """Return the context of a step, in which the module and its children are in training or evaluation mode."""
+        modes = [part.training for part in self._parts]
         self._steps += 1
         try:
+            if self._overrides_train:
+                self._module.train(training)
+            else:
+                # Not by nn.Module.__setattr__, which looks for parameters and takes ten times as long.
+                for part in self._parts:
+                    part.__dict__["training"] = training
             yield
         finally:
             self._steps -= 1
             if self._steps == 0:
                 self._give_back()
+            for part, mode in zip(self._parts, modes, strict=True):
+                part.__dict__["training"] = mode
 
     def _give_back(self) -> None:
-        if self._before is not None:
-            refill(self._places, self._before)
-            self._before = None
+        if self._original is not None:
+            refill(self.places, self._original)
+            self._original = None
 
 
 @contextmanager
@@ -131,18 +145,18 @@ def preserve_attributes(module: nn.Module | None) -> Iterator[None]:
 
     Models cache masks and tables from one run to the next; those of a run on fake tensors must not stay.
     """
-    own = [] if module is None else [vars(part) for part in module.modules()]
-    places = [*own, *(each for place in own for each in place.values() if type(each) in (dict, list))]
-    held = [place.copy() for place in places]
+    attributes = [] if module is None else [vars(part) for part in module.modules()]
+    containers = [*attributes, *(each for place in attributes for each in place.values() if type(each) in (dict, list))]
+    copies = [container.copy() for container in containers]
     try:
         yield
     finally:
-        for place, before in zip(places, held, strict=True):
-            if isinstance(place, list):
-                place[:] = before
+        for container, copy in zip(containers, copies, strict=True):
+            container.clear()
+            if isinstance(container, list):
+                container.extend(copy)
             else:
-                place.clear()
-                place.update(before)
+                container.update(copy)
 
 
 def to_meta_(module: nn.Module) -> None:
@@ -163,11 +177,11 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _replace(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    made = {
+    new = {
         name: nn.Parameter(tensors[name], old.requires_grad) if isinstance(old, nn.Parameter) else tensors[name]
         for name, old in named_tensors(module)
         if name in tensors
     }
     for place, key, name, _ in slots_of(module):
-        if name in made:
-            place[key] = made[name]
+        if name in new:
+            place[key] = new[name]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ftrain import _torch, backends, tree
 from ftrain.errors import LossError
 from ftrain.step import purity
-from ftrain.step.reentrant_checkpoint import REMEDY, Within
+from ftrain.step.reentrant_checkpoint import REMEDY, CheckpointInputs
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import (
     GradFn,
@@ -29,8 +29,8 @@ from ftrain.types import (
     Metrics,
     PyTree,
     TrainState,
-    counted,
     replace,
+    zero_if_empty,
 )
 
 Around: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -56,8 +56,10 @@ def adapt(loss_fn: Callable[..., Any] | Loss, function: str = "train_step") -> L
     accepted = _accepted(loss_fn, name, function)
 
     def full(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-        offered = {"rng": rng, "buffers": buffers}
-        return normalise(loss_fn(params, batch, **{key: offered[key] for key in accepted}), buffers, name)
+        offered: dict[str, Any] = {"rng": rng, "buffers": buffers}
+        return normalise(
+            loss_fn(params, batch, **dict(zip(accepted, map(offered.get, accepted), strict=True))), buffers, name
+        )
 
     return Loss(full, name, needs_rng="rng" in accepted)
 
@@ -198,8 +200,8 @@ class _Forward:
         leaves, spec = self._flatten((state.params, state.frozen, batch, state.buffers))
         params_spec = spec.child(0)
         # While a graph is captured, unused leaves cannot be looked for in a second run (`_hidden`), so watch this one.
-        within = Within() if _torch.is_capturing() else None
-        with torch.enable_grad(), within or nullcontext():
+        inputs = CheckpointInputs() if _torch.is_capturing() else None
+        with torch.enable_grad(), inputs or nullcontext():
             if params is None:
                 params = [leaf.detach().requires_grad_() for leaf in leaves[: params_spec.num_leaves]]
             leaves[: len(params)] = params
@@ -209,21 +211,23 @@ class _Forward:
         loss = Mean(mean.total.detach(), mean.weight, mean.plain)
         if not mean.plain:
             weight = mean.weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
-            loss = counted(replace(loss, weight=weight))
-        hidden = partial(self._hidden, (state, batch, rng, params), within)
-        metrics = {name: counted(each) if isinstance(each, Mean) else each for name, each in detach(metrics).items()}
+            loss = zero_if_empty(replace(loss, weight=weight))
+        hidden = partial(self._hidden, (state, batch, rng, params), inputs)
+        if metrics:
+            metrics = {name: zero_if_empty(m) if isinstance(m, Mean) else m for name, m in detach(metrics).items()}
         return ForwardResult(params, params_spec, mean.total, loss, metrics, detach(buffers), hidden=hidden)
 
-    def _hidden(self, inputs: Any, within: Within | None, unused: list[int]) -> list[int]:
+    def _hidden(self, arguments: Any, inputs: CheckpointInputs | None, unused: list[int]) -> list[int]:
         """Return the unused leaves that a re-entrant checkpoint uses; runs the loss once more for each new set."""
-        is_abstract = within is None and _torch.is_fake(inputs[-1][0])
+        params = arguments[-1]
+        is_abstract = inputs is None and _torch.is_fake(params[0])
         if is_abstract or tuple(unused) in self._unused:
             return []
-        if within is None:
-            with warnings.catch_warnings(), backends.of(inputs[-1][0].device).seeded(0), Within() as within:
+        if inputs is None:
+            with warnings.catch_warnings(), backends.of(params[0].device).seeded(0), CheckpointInputs() as inputs:
                 warnings.simplefilter("ignore")
-                self(*inputs)
-        hidden = [index for index in unused if id(inputs[-1][index]) in within.ids]
+                self(*arguments)
+        hidden = [index for index in unused if id(params[index]) in inputs.ids]
         if not hidden:
             self._unused.add(tuple(unused))
         return hidden
@@ -250,14 +254,13 @@ class ValueAndGrad:
     def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
         """Return the gradient of the loss of a batch."""
         result = self.forward(state, batch, rng)
-        factor = self.factor(state, result)
+        factor = self.factor(state, result) if self.scale else None
         grads = self.backward(state, result, result.cotangent(factor))
         finite = _finite(result.loss.total, grads) if self.watch else None
         if factor is not None:
             grads = tree.scale_leaves(grads, 1.0 / factor)
-        return Gradients(
-            tree.unflatten(result.spec, grads), result.loss, result.later(result.metrics), result.buffers, finite
-        )
+        metrics = result.later(result.metrics)
+        return Gradients(result.spec.unflatten(grads), result.loss, metrics, result.buffers, finite)
 
     def factor(self, state: TrainState, result: ForwardResult) -> Tensor | None:
         """Return the factor of the loss during the backward pass, or None."""
@@ -307,7 +310,7 @@ def _late(forward: _Forward, name: str, allow_unused: bool) -> GradFn:
 
 def detach(values: PyTree) -> PyTree:
     """Detach every tensor of a tree from its graph."""
-    if tree.is_blank(values):
+    if values is None or values == {}:
         return values
     return tree.map(lambda leaf: leaf.detach() if tree.is_tensor(leaf) else leaf, values)
 
@@ -361,12 +364,12 @@ def _filled(
     grads: tuple[Tensor | None, ...], result: ForwardResult, params: PyTree, name: str, allow_unused: bool
 ) -> list[Tensor]:
     """Return the gradients with zeros for unused parameters, if these are allowed."""
-    used = [grad for grad in grads if grad is not None]
-    if any(grad.is_sparse for grad in used):
-        raise _sparse(params, next(i for i, grad in enumerate(grads) if grad is not None and grad.is_sparse), name)
-    if len(used) == len(grads):
-        return used
-    unused = [index for index, grad in enumerate(grads) if grad is None]
+    irregular = [index for index, grad in enumerate(grads) if grad is None or grad.is_sparse]
+    if not irregular:
+        return list(grads)  # type: ignore[arg-type]
+    unused = [index for index in irregular if grads[index] is None]
+    if len(unused) < len(irregular):
+        raise _sparse(params, next(index for index in irregular if index not in unused), name)
     if hidden := result.hidden(unused):
         raise LossError(
             f"{name}: {len(hidden)} parameters are used only within torch.utils.checkpoint(use_reentrant=True), which "

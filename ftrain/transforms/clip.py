@@ -39,13 +39,12 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
         flatten = Flattener()
 
         def clipping(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-            found = grad(state, batch, rng)
-            leaves, spec = flatten(found.grads)
+            gradients = grad(state, batch, rng)
+            leaves, spec = flatten(gradients.grads)
             norm = tree.norm_of(leaves)
             clipped = _by_value(leaves, limit) if value is not None else _by_norm(leaves, norm, limit)
-            return replace(
-                found, grads=tree.unflatten(spec, clipped), metrics=report(found.metrics, "clip", grad_norm=norm)
-            )
+            metrics = report(gradients.metrics, "clip", grad_norm=norm)
+            return replace(gradients, grads=spec.unflatten(clipped), metrics=metrics)
 
         return clipping
 

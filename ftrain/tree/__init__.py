@@ -172,7 +172,7 @@ def scale_leaves(tensors: list[Tensor], factor: Tensor | float) -> list[Tensor]:
     """`scale` for a list of tensors."""
     if not tensors:
         return []
-    if isinstance(factor, Tensor) and any(tensor.dtype != factor.dtype for tensor in tensors):
+    if isinstance(factor, Tensor) and {tensor.dtype for tensor in tensors} != {factor.dtype}:
         return [tensor * factor.to(tensor.dtype) for tensor in tensors]
     return list(torch._foreach_mul(tensors, factor))
 

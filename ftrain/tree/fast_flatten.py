@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -35,7 +35,7 @@ def reader(spec: optree.PyTreeSpec) -> Callable[[PyTree], list[Any] | None]:
         leaves: list[Any] = []
         try:
             return leaves if read(node, leaves) else None
-        except (KeyError, AttributeError):
+        except KeyError:
             return None
 
     return read_leaves
@@ -46,20 +46,21 @@ class Flattener:
 
     def __init__(self) -> None:
         # One tuple, so that threads never see the reader of one structure with the spec of another.
-        self._last: tuple[Callable[[PyTree], list[Any] | None], optree.PyTreeSpec] | None = None
+        self._last: tuple[Read, optree.PyTreeSpec] | None = None
 
     def __call__(self, node: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
         """Return the leaves of a tree and its structure; the same object for trees of the same structure in turn."""
-        last = self._last
-        if last is not None:
-            leaves = last[0](node)
-            if leaves is not None and TENSORS.issuperset(map(type, leaves)):
-                return leaves, last[1]
-        leaves, spec = tree.flatten(node)
-        if last is not None and spec == last[1]:
-            return leaves, last[1]
-        self._last = reader(spec), spec
-        return leaves, spec
+        if self._last is not None:
+            (read, spec), leaves = self._last, list[Any]()
+            try:
+                if read(node, leaves) and TENSORS.issuperset(map(type, leaves)):
+                    return leaves, spec
+            except KeyError:
+                pass
+        leaves, new_spec = tree.flatten(node)
+        if self._last is None or self._last[1] != new_spec:
+            self._last = _read(new_spec), new_spec
+        return leaves, self._last[1]
 
 
 def _read(spec: optree.PyTreeSpec) -> Read:
@@ -67,11 +68,10 @@ def _read(spec: optree.PyTreeSpec) -> Read:
         return _leaf
     if spec.type is type(None):
         return _none
-    children, entries = spec.children(), spec.entries()
     if spec.type in (dict, list, tuple):
-        return _container(spec.type, entries, children)
+        return _container(spec)
     if spec.type is TrainState:
-        return _state(entries, children)
+        return _state(spec.entries(), spec.children())
     return _any(spec)
 
 
@@ -84,28 +84,38 @@ def _none(node: Any, leaves: list[Any]) -> bool:
     return node is None
 
 
-def _container(kind: type[Any], entries: list[Any], children: list[optree.PyTreeSpec]) -> Read:
-    count = len(children)
-    if kind is dict and count > 1 and all(child.is_leaf() for child in children):
-        get = itemgetter(*entries)
+def _flat_dict(spec: optree.PyTreeSpec) -> Callable[[Any], Iterable[Any]] | None:
+    """Return a function that lists the leaves of a dict of at least two leaves; None for another structure."""
+    is_flat = spec.type is dict and spec.num_leaves > 1 and spec.num_nodes == 1 + spec.num_leaves
+    return itemgetter(*spec.entries()) if is_flat else None
 
-        def read_flat(node: Any, leaves: list[Any]) -> bool:
-            if type(node) is not dict or len(node) != count:
-                return False
-            leaves += get(node)
-            return True
 
-        return read_flat
-    # Leaves are appended without a call: this runs several times a step.
-    pairs = [(entry, None if child.is_leaf() else _read(child)) for entry, child in zip(entries, children, strict=True)]
+def _container(spec: optree.PyTreeSpec) -> Read:
+    kind: Any = spec.type
+    count = spec.num_children
+    # Leaves and dicts of leaves are read without a call: this runs several times a step.
+    children = [
+        (entry, child.num_leaves, _flat_dict(child), None if child.is_leaf() else _read(child))
+        for entry, child in zip(spec.entries(), spec.children(), strict=True)
+    ]
+
+    get_leaves = _flat_dict(spec)
 
     def read(node: Any, leaves: list[Any]) -> bool:
         if type(node) is not kind or len(node) != count:
             return False
-        for entry, child in pairs:
-            if child is None:
-                leaves.append(node[entry])
-            elif not child(node[entry], leaves):
+        if get_leaves is not None:
+            leaves += get_leaves(node)
+            return True
+        for entry, size, get, read_child in children:
+            child = node[entry]
+            if get is not None:
+                if type(child) is not dict or len(child) != size:
+                    return False
+                leaves += get(child)
+            elif read_child is None:
+                leaves.append(child)
+            elif not read_child(child, leaves):
                 return False
         return True
 

@@ -1,0 +1,53 @@
+"""How many functions of the package one eager step calls: what each call costs is most of a small model's step."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+
+PACKAGE = str(Path(ft.__file__).parent)
+MOST_PURE, MOST_MODULE = 80, 88
+
+
+def calls(step, state, batch):
+    """The names of the package's functions that a step calls, after two steps to warm up."""
+    for _ in range(2):
+        state, _ = step(state, batch)
+    names = []
+
+    def note(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            names.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        step(state, batch)
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def of_pure_function(leaves):
+    def loss_fn(params, batch):
+        return sum((batch * leaf).square().mean() for leaf in params.values())
+
+    step = ft.compose(ft.train_step(loss_fn, ft.optim.adamw(1e-3)), ft.clip(1.0))
+    return step, step.init({f"w{index}": torch.ones(3) for index in range(leaves)}), torch.ones(3)
+
+
+def of_module(layers):
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+    loss_fn = ft.from_module(model, lambda model, batch: model(batch).square().mean())
+    step = ft.compose(ft.train_step(loss_fn, ft.optim.adamw(1e-3)), ft.clip(1.0), ft.donated())
+    return step, step.init(seed=0), torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(("make", "most"), [(of_pure_function, MOST_PURE), (of_module, MOST_MODULE)])
+def test_an_eager_step_calls_few_functions_however_many_leaves_there_are(make, most):
+    few, many = calls(*make(2)), calls(*make(20))
+    assert few == many
+    assert len(few) <= most, "\n".join(few)
