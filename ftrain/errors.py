@@ -113,6 +113,16 @@ def require_range(function: str, name: str, value: float, low: float, high: floa
         raise OptionError(f"{function}: {name} is {value!r}, needs a number in [{low:g}, {high:g})")
 
 
+def require_positive_number(function: str, name: str, value: Any) -> None:
+    """Check that an argument is a finite number above 0.
+
+    Raises:
+        OptionError: naming the function, the argument and its value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise OptionError(f"{function}: {name} is {value!r}, needs a positive number")
+
+
 def require_order(function: str, step: Any, state: Any, needed: str) -> None:
     """Check that a step and a state are not swapped, and that the step is not a class.
 

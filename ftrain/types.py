@@ -343,7 +343,7 @@ class Optimizer:
         needs_rng: whether `update` draws random numbers, from the key ``hyper["rng"]``.
         factors: ``opt_state -> {name: 0-d tensor on the CPU}``: factors by which the scheduled values of these names
             are multiplied on the host.
-        apart: ``(params, parts) -> optimizers``: an optimizer for each part, which is a list of indices of leaves. It
+        split: ``(params, parts) -> optimizers``: an optimizer for each part, which is a list of indices of leaves. It
             takes these leaves as a dict by name, updates them to the same bits as this optimizer does among all
             leaves, and names the leaves of its state as this one does. None if a leaf cannot be updated without the
             others.
@@ -358,7 +358,7 @@ class Optimizer:
     text: str
     needs_rng: bool = False
     factors: Callable[[PyTree], Mapping[str, Tensor]] | None = None
-    apart: Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]] | None = None
+    split: Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]] | None = None
     offloaded: bool = False
     name: str = ""
 

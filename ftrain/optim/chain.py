@@ -164,13 +164,13 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
 
         return Optimizer(optimizer.init, update, schedules, f"chain({text})", needs_rng=draws)
 
-    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
+    def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         index_of = {name: index for index, name in enumerate(tree.leaf_names(params))}
-        return [chained(each, index_of) for each in optimizer.apart(params, parts)] if optimizer.apart else []
+        return [chained(each, index_of) for each in optimizer.split(params, parts)] if optimizer.split else []
 
     text = ", ".join([*(transform.text for transform in transforms), optimizer.text])
     draws = optimizer.needs_rng or any(transform.needs_rng for transform in transforms)
-    return replace(chained(optimizer), init=init, apart=apart if optimizer.apart else None)
+    return replace(chained(optimizer), init=init, split=split if optimizer.split else None)
 
 
 def _applied(

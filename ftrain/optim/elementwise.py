@@ -153,7 +153,7 @@ def leafwise(
         require_matches(decays, params)
         return family.init(params)
 
-    def apart(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
+    def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         planners = planner.of_parts(params, len(parts))
         return [replace(whole, init=family.init, update=partial(family.update, each)) for each in planners]
 
@@ -162,7 +162,7 @@ def leafwise(
     text = f"{name}({', '.join([repr(schedule), *texts, *(storage.shown if storage else ())])})"
     draws = storage is not None and storage.stochastic
     update = partial(family.update, planner)
-    whole = Optimizer(init, update, {"lr": schedule}, text, needs_rng=draws, apart=apart, name=name)
+    whole = Optimizer(init, update, {"lr": schedule}, text, needs_rng=draws, split=split, name=name)
     return whole
 
 

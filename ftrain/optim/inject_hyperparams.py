@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, StructureError
-from ftrain.optim.nested import require_optimizer, wrap_apart
+from ftrain.optim.nested import require_optimizer, wrap_split
 from ftrain.tree.name_patterns import near
 from ftrain.types import Hyper, Optimizer, PyTree, TrainState, replace
 
@@ -56,7 +56,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
         text=f"adjustable({optimizer.text})",
         name="",
         # Without the factors, which are the host's and belong to no parameter.
-        apart=wrap_apart(optimizer, _within),
+        split=wrap_split(optimizer, _within),
     )
 
 
@@ -78,8 +78,8 @@ def _within(optimizer: Optimizer) -> Optimizer:
 def _factors(opt_state: PyTree) -> Mapping[str, Tensor]:
     if not isinstance(opt_state, Mapping) or FACTORS not in opt_state:
         raise StructureError("adjust: the optimizer of the state is not adjustable; make it with optim.adjustable(...)")
-    found: Mapping[str, Tensor] = opt_state[FACTORS]
-    return found
+    factors: Mapping[str, Tensor] = opt_state[FACTORS]
+    return factors
 
 
 def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
@@ -93,8 +93,8 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
         StructureError: when the optimizer is not adjustable.
         OptionError: for a name that no scheduled value has, or a factor that is negative or not finite.
     """
-    found = _factors(state.opt_state)
-    changed = dict(found)
+    old = _factors(state.opt_state)
+    changed = dict(old)
     for pattern, factor in factors.items():
         names = [name for name in changed if fnmatchcase(name, pattern)]
         if not names:
@@ -105,6 +105,6 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
             raise OptionError(f"adjust: the factor of {pattern} is {factor!r}; needs a finite number of at least 0")
         new = torch.tensor(float(factor), dtype=torch.float64)
         changed.update((name, new.clone()) for name in names if float(changed[name]) != factor)
-    if all(changed[name] is factor for name, factor in found.items()):
+    if all(changed[name] is factor for name, factor in old.items()):
         return state
     return replace(state, opt_state={**state.opt_state, FACTORS: changed})

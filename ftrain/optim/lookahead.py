@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import ComposeError, require_positive, require_range
-from ftrain.optim.nested import require_optimizer, wrap_apart
+from ftrain.optim.nested import require_optimizer, wrap_split
 from ftrain.optim.structure_cache import StructureCache, common_spec
 from ftrain.types import Hyper, Optimizer, PyTree, Schedule
 
@@ -57,10 +57,10 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
         slow, leaves = _called_back(slow if donate else [*map(torch.clone, slow)], leaves, hyper[NAME], alpha)
         return tree.unflatten(spec, leaves), {SLOW: tree.unflatten(spec, slow), FAST: fast}
 
-    apart = wrap_apart(optimizer, lambda each: lookahead(each, k, alpha))
+    split = wrap_split(optimizer, lambda each: lookahead(each, k, alpha))
     schedules: dict[str, Schedule] = {**optimizer.schedules, NAME: due}
     text = f"lookahead({optimizer.text}, {k}, {alpha:g})"
-    return Optimizer(init, update, schedules, text, needs_rng=optimizer.needs_rng, apart=apart)
+    return Optimizer(init, update, schedules, text, needs_rng=optimizer.needs_rng, split=split)
 
 
 def _called_back(

@@ -22,11 +22,11 @@ def require_optimizer(function: str, name: str, optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def wrap_apart(
+def wrap_split(
     optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer]
 ) -> Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]] | None:
-    """Return the `Optimizer.apart` of a wrapper that treats every group of parameters alike; None if there is none."""
-    split = optimizer.apart
+    """Return the `Optimizer.split` of a wrapper that treats every group of parameters alike; None if there is none."""
+    split = optimizer.split
     if split is None:
         return None
     return lambda params, parts: [wrap(each) for each in split(params, parts)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.backends import Copier
 from ftrain.backends.transfers import copier_of, in_file, is_abstract, is_in_file, on_host
-from ftrain.optim.nested import wrap_apart
+from ftrain.optim.nested import wrap_split
 from ftrain.optim.partial_update import UpdateSplitter, by_size, param_groups
 from ftrain.types import Hyper, Optimizer, PyTree
 
@@ -59,11 +59,11 @@ def offload_state(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
 
     Args:
         function: name of the caller, for error messages.
-        optimizer: one that has an `apart`.
+        optimizer: one that has a `split`.
         home: where the state is stored.
 
     Raises:
-        ComposeError: the optimizer has no `apart`.
+        ComposeError: the optimizer has no `split`.
     """
     splitter = UpdateSplitter(function, optimizer, _groups)
 
@@ -102,8 +102,8 @@ def offload_state(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
         copier.wait()
         return grouped.finish()
 
-    apart = wrap_apart(optimizer, lambda each: _at_once(each, home))
-    return dataclasses.replace(optimizer, init=init, update=update, apart=apart, offloaded=True)
+    split = wrap_split(optimizer, lambda each: _at_once(each, home))
+    return dataclasses.replace(optimizer, init=init, update=update, split=split, offloaded=True)
 
 
 def _at_once(optimizer: Optimizer, home: Home) -> Optimizer:

@@ -115,17 +115,17 @@ class UpdateSplitter:
 
     Args:
         function: name of the caller, for error messages.
-        optimizer: one that has an `apart`.
+        optimizer: one that has a `split`.
         group: leaves of the parameters -> groups, each a sequence of indices of leaves.
 
     Raises:
-        ComposeError: the optimizer has no `apart`.
+        ComposeError: the optimizer has no `split`.
     """
 
     def __init__(
         self, function: str, optimizer: Optimizer, group: Callable[[Sequence[Tensor]], Sequence[Sequence[int]]]
     ) -> None:
-        require_apart(function, optimizer)
+        require_splittable(function, optimizer)
 
         def split(
             specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]
@@ -141,16 +141,16 @@ class UpdateSplitter:
         return GroupedUpdate(groups, param_leaves, state_leaves, specs, hyper=hyper, donate=donate)
 
 
-def require_apart(function: str, optimizer: Optimizer) -> None:
+def require_splittable(function: str, optimizer: Optimizer) -> None:
     """Check that an optimizer can update some parameters without the others.
 
     Raises:
         ComposeError: it cannot.
     """
-    if optimizer.apart is None:
+    if optimizer.split is None:
         raise ComposeError(
-            f"{function}: {optimizer.text} cannot update some parameters without the others (its Optimizer.apart is "
-            "None); take one that can, as those of ftrain.optim do, or give your own an `apart`"
+            f"{function}: {optimizer.text} cannot update some parameters without the others (its Optimizer.split is "
+            "None); take one that can, as those of ftrain.optim do, or give your own a `split`"
         )
 
 
@@ -161,22 +161,22 @@ def param_groups(
 
     Args:
         function: name of the caller, for error messages.
-        optimizer: one that has an `apart`.
+        optimizer: one that has a `split`.
         params: the parameters.
         opt_state: the optimizer state of these.
         parts: for each group, indices of the leaves of `params`.
 
     Raises:
-        ComposeError: the optimizer has no `apart`, two leaves have the same name, or the state of a group has leaves
+        ComposeError: the optimizer has no `split`, two leaves have the same name, or the state of a group has leaves
             that the whole state does not have.
     """
-    require_apart(function, optimizer)
+    require_splittable(function, optimizer)
     param_names, param_leaves = tree.leaf_names(params), tree.leaves(params)
     state_names = tree.leaf_names(opt_state)
     _require_unique(function, "parameters", param_names)
     _require_unique(function, "leaves of the optimizer's state", state_names)
     place_of = {name: place for place, name in enumerate(state_names)}
-    optimizers = optimizer.apart(params, parts) if optimizer.apart is not None else []
+    optimizers = optimizer.split(params, parts) if optimizer.split is not None else []
     for part, group_optimizer in zip(parts, optimizers, strict=True):
         leaves = {param_names[place]: param_leaves[place] for place in part}
         # Only the names of the state are needed, so nothing of this may be captured or counted by an active mode.
@@ -187,7 +187,7 @@ def param_groups(
             other = next(name for name in names if name not in place_of)
             raise ComposeError(
                 f"{function}: {group_optimizer.text} of {', '.join(leaves)} alone keeps {other}, and the state of all "
-                f"has no leaf of that name; its Optimizer.apart must name leaves as {optimizer.text} does"
+                f"has no leaf of that name; its Optimizer.split must name leaves as {optimizer.text} does"
             )
         _, spec = tree.flatten(state)
         yield ParamGroup(group_optimizer, list(leaves), list(part), [place_of[name] for name in names], spec)

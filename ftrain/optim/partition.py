@@ -67,7 +67,7 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
         new, state = _update(parts, gradients, opt_state, leaves, hyper, donate=donate)
         return tree.unflatten(spec, [new[name] for name in names]), state
 
-    def apart(params: PyTree, groups: Sequence[Sequence[int]]) -> list[Optimizer]:
+    def split(params: PyTree, groups: Sequence[Sequence[int]]) -> list[Optimizer]:
         (_, names, parts), (leaves,) = labelled(params)
         named = dict(zip(names, leaves, strict=True))
         split = [part.split(named, [[names[index] for index in group] for group in groups]) for part in parts]
@@ -77,8 +77,8 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
     text = ", ".join(f"{label}: {optimizer.text}" for label, optimizer in optimizers.items())
     needs_rng = any(optimizer.needs_rng for optimizer in optimizers.values())
     whole = Optimizer(init, update, schedules, f"partition({text})", needs_rng)
-    able = all(optimizer.apart is not None for optimizer in optimizers.values())
-    return dataclasses.replace(whole, apart=apart if able else None)
+    able = all(optimizer.split is not None for optimizer in optimizers.values())
+    return dataclasses.replace(whole, split=split if able else None)
 
 
 class _Part(NamedTuple):
@@ -104,7 +104,7 @@ class _Part(NamedTuple):
         names = {number: [name for name in group if name in leaves] for number, group in enumerate(groups)}
         names = {number: group for number, group in names.items() if group}
         places = [[place_of[name] for name in group] for group in names.values()]
-        optimizers = self.optimizer.apart(leaves, places) if self.optimizer.apart else []
+        optimizers = self.optimizer.split(leaves, places) if self.optimizer.split else []
         split = zip(names.items(), optimizers, strict=True)
         return {number: _Part(self.label, self.rank, group, optimizer) for (number, group), optimizer in split}
 

@@ -56,8 +56,8 @@ class Codes:
 
     def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
         """Return the values, of shape (elements,), in the dtype to compute in."""
-        found = [self._read(join(codes), join(scale), dtype) for codes, scale in self._runs(windows)]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        values = [self._read(join(codes), join(scale), dtype) for codes, scale in self._runs(windows)]
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     def _read(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         if codes.dtype != torch.uint8:

@@ -187,7 +187,7 @@ class Storage:
             }
             leaf = plain.read(windows, dtype)
             grad = plain.read([plain.window((grads[index],), *cut) for index, *cut in stretch.windows], dtype)
-            values = {name: self.formats[name].read(found, dtype) for name, found in moments.items()}
+            values = {name: self.formats[name].read(cuts, dtype) for name, cuts in moments.items()}
             sizes = [stop - start for _, start, stop in stretch.windows]
             yield Lifted(leaf, grad, values, sizes, stretch.decay)
             plain.write(windows, leaf, self._rounding(key, stretch, 0, eager))
@@ -199,8 +199,8 @@ class Storage:
             return None
 
         def rounding(values: Tensor) -> Tensor:
-            here = random.to_device(key, values.device)
-            return rounded(values, noise(here, stretch.place + offset, len(values), eager=eager), eager=eager)
+            device_key = random.to_device(key, values.device)
+            return rounded(values, noise(device_key, stretch.place + offset, len(values), eager=eager), eager=eager)
 
         return rounding
 
@@ -222,5 +222,5 @@ def low_precision(
         return None
     shown = {"state_dtype": state_dtype, "stochastic_rounding": stochastic_rounding}
     form = Floats(DTYPES[state_dtype] if state_dtype else None)
-    told = tuple(f"{name}={value}" for name, value in shown.items() if value is not None)
-    return Storage(dict.fromkeys(moments, form), stochastic, told)
+    texts = tuple(f"{name}={value}" for name, value in shown.items() if value is not None)
+    return Storage(dict.fromkeys(moments, form), stochastic, texts)

@@ -14,10 +14,7 @@ from ftrain.errors import DeviceError
 from ftrain.types import LossFn, LossOutput, PyTree
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
 
 log = logging.getLogger("ftrain")
 
@@ -28,9 +25,9 @@ def name_of(dtype: Any) -> str:
     >>> name_of(torch.float16), name_of("float16"), name_of("fp8")
     ('fp16', 'fp16', 'fp8')
     """
-    names = {str(known).removeprefix("torch."): name for known, name in NAMES.items()}
-    told = str(dtype).removeprefix("torch.")
-    return names.get(told, told)
+    names = {str(known).removeprefix("torch."): short for known, short in NAMES.items()}
+    name = str(dtype).removeprefix("torch.")
+    return names.get(name, name)
 
 
 def require_dtype(function: str, name: str, backend: backends.Backend) -> None:

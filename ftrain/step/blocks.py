@@ -74,11 +74,11 @@ def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iter
             place["forward"] = forward
         yield
     finally:
-        for place, before, _ in places:
-            if before is None:
+        for place, replaced, _ in places:
+            if replaced is None:
                 del place["forward"]
             else:
-                place["forward"] = before
+                place["forward"] = replaced
 
 
 @contextmanager
@@ -98,25 +98,22 @@ class Blocks:
         self._blocks = []
         for part, choice in parts.items():
             slots = slots_of(part) if adapters is None else [*slots_of(part), *adapters.slots(part)]
-            made = functools.partial(_through_region, part.forward, slots, choice)
-            self._blocks.append((part, part.__dict__, made))
+            self._blocks.append((part, functools.partial(_through_region, part.forward, slots, choice)))
 
     @contextmanager
     def through(self, region: Region) -> Iterator[None]:
         """Run the forward of every block, and every function marked by `block`, through `region`."""
         token = _region.set(region)
         try:
-            with forwarding(
-                [(part, _instead(made, part) if "forward" in own else made) for part, own, made in self._blocks]
-            ):
+            with forwarding([(part, _current(run, part)) for part, run in self._blocks]):
                 yield
         finally:
             _region.reset(token)
 
 
-def _instead(made: functools.partial[Any], part: nn.Module) -> Callable[..., Any]:
-    """Return `made` for the current `forward` of a module, which an adapter or an observer may have replaced."""
-    return functools.partial(made.func, part.forward, *made.args[1:])
+def _current(run: functools.partial[Any], part: nn.Module) -> functools.partial[Any]:
+    """Return `run` for the current `forward` of a module, which an adapter or an observer may have replaced."""
+    return functools.partial(run.func, part.forward, *run.args[1:]) if "forward" in part.__dict__ else run
 
 
 def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any]:
@@ -130,25 +127,25 @@ def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any
     """
     named = dict(module.named_modules())
     if wanted is None:
-        found = dict.fromkeys(_repeated_children(module))
+        blocks = dict.fromkeys(_repeated_children(module))
     elif isinstance(wanted, Sequence | Mapping):
         choices = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
         _require_blocks(module, named, choices)
         types = [each for each in choices if isinstance(each, type)]
         keys = {part: [name, *(each for each in types if isinstance(part, each))] for name, part in named.items()}
         matched = {part: next((key for key in known if key in choices), None) for part, known in keys.items()}
-        found = {part: choices[key] for part, key in matched.items() if key is not None}
+        blocks = {part: choices[key] for part, key in matched.items() if key is not None}
     else:
         chosen = {part: wanted(name, part) for name, part in named.items()}
-        found = {part: choice for part, choice in chosen.items() if choice is not None}
-    if not found:
+        blocks = {part: choice for part, choice in chosen.items() if choice is not None}
+    if not blocks:
         lists = [name for name, part in named.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
         none = "has no repeated children in a ModuleList or Sequential" if wanted is None else "has none of the blocks"
         raise OptionError(
             f"remat: {type(module).__name__} {none} (lists in it: "
             f"{', '.join(lists) or 'none'}); name the blocks with blocks=[...], types or dotted names"
         )
-    return found
+    return blocks
 
 
 def _require_blocks(module: nn.Module, named: Mapping[str, nn.Module], wanted: Mapping[Any, Any]) -> None:

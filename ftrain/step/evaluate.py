@@ -112,12 +112,11 @@ def evaluate(
         step, state = _narrowed(step, state, "bf16" if dtype == "auto" else dtype)
     sums = _Sums()
     pieces = 1
-    for given in data:
-        batch = tree.to(as_tree(given), device)
-        found = None
-        while found is None:
+    for drawn in data:
+        batch, means = tree.to(as_tree(drawn), device), list[dict[str, Mean]]()
+        while not means:
             try:
-                found = _in_pieces(step, state, batch, pieces)
+                means = [step(state, piece) for piece in split_batch(batch, pieces)]
             except Exception as error:
                 if on_oom == RAISE or not is_out_of_memory(error):
                     raise
@@ -125,7 +124,8 @@ def evaluate(
                     raise _too_large(step, state, batch) from error
                 release(error, device)
                 pieces *= 2
-        sums.add(found)
+        for each in means:
+            sums.add(each)
     if not sums.totals:
         raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
     return sums.read()
@@ -157,17 +157,17 @@ class _Sums:
         self.totals: dict[str, Mean] = {}
         self._rest: dict[str, Mean] = {}
 
-    def add(self, found: dict[str, Mean]) -> None:
-        for name, mean in found.items():
+    def add(self, means: dict[str, Mean]) -> None:
+        for name, mean in means.items():
             if name not in self.totals:
                 self.totals[name] = mean
             elif mean.total.dtype == torch.float64:
                 self.totals[name] = self.totals[name] + mean
             else:
-                before, zero = self.totals[name], torch.zeros_like(mean.total)
+                old, zero = self.totals[name], torch.zeros_like(mean.total)
                 rest = self._rest.get(name, Mean(zero, zero))
-                total = _exact_sum(before.total, rest.total, mean.total)
-                weight = _exact_sum(before.weight, rest.weight, mean.weight)
+                total = _exact_sum(old.total, rest.total, mean.total)
+                weight = _exact_sum(old.weight, rest.weight, mean.weight)
                 self.totals[name], self._rest[name] = Mean(total[0], weight[0]), Mean(total[1], weight[1])
 
     def read(self) -> dict[str, float]:
@@ -190,18 +190,6 @@ def _exact_sum(high: Tensor, low: Tensor, more: Tensor) -> tuple[Tensor, Tensor]
     low = low + (high - (total - rest)) + (more - rest)
     high = total + low
     return high, torch.where(high.isfinite(), low - (high - total), 0.0)
-
-
-def _in_pieces(step: EvalStep, state: TrainState, batch: PyTree, pieces: int) -> dict[str, Mean]:
-    totals: dict[str, Mean] = {}
-    for piece in split_batch(batch, pieces):
-        _add(totals, step(state, piece))
-    return totals
-
-
-def _add(totals: dict[str, Mean], found: dict[str, Mean]) -> None:
-    for name, mean in found.items():
-        totals[name] = totals[name] + mean if name in totals else mean
 
 
 def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tuple[EvalStep, TrainState]:

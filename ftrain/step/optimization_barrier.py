@@ -40,17 +40,17 @@ def after(gradient: Tensor, values: PyTree) -> PyTree:
         gradient: any tensor.
         values: a tree of tensors and other leaves.
     """
-    found = [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
-    computed = any(not leaf.is_leaf for leaf in found)
+    tensors = [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
+    computed = any(not leaf.is_leaf for leaf in tensors)
     # A tensor that occurs twice stays one tensor.
-    made: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
 
     def delayed(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (leaf.is_leaf if computed else leaf.requires_grad):
             return leaf
-        if id(leaf) not in made:
-            made[id(leaf)] = _Delayed.apply(leaf, gradient)  # type: ignore[no-untyped-call]
-        return made[id(leaf)]
+        if id(leaf) not in copies:
+            copies[id(leaf)] = _Delayed.apply(leaf, gradient)  # type: ignore[no-untyped-call]
+        return copies[id(leaf)]
 
     return tree.map(delayed, values)
 

@@ -29,10 +29,10 @@ def require_params(params: PyTree) -> None:
     Raises:
         StructureError: naming the first leaf that is not.
     """
-    found = tree.leaves(params)
-    if not found:
+    leaves = tree.leaves(params)
+    if not leaves:
         raise StructureError("Step.init: there is no parameter to train; needs a tree with at least one tensor")
-    for name, leaf in zip(tree.leaf_names(params), found, strict=True):
+    for name, leaf in zip(tree.leaf_names(params), leaves, strict=True):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             raise StructureError(
                 f"Step.init: {tree.path('params', name)} is {tree.describe(leaf)}; needs a floating-point tensor "

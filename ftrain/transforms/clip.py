@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.errors import OptionError
+from ftrain.errors import OptionError, require_positive_number
 from ftrain.step.value_and_grad import report
 from ftrain.step.wrapper import OnGrad, Wrapper, wrapper
 from ftrain.tree.fast_flatten import Flattener
@@ -32,8 +32,7 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
     if max_norm is not None and value is not None:
         raise OptionError(f"clip: found max_norm={max_norm!r} and value={value!r}; needs one of them")
     limit = value if value is not None else 1.0 if max_norm is None else max_norm
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < float("inf"):
-        raise OptionError(f"clip: the limit is {limit!r}, needs a positive number")
+    require_positive_number("clip", "the limit", limit)
 
     def wrap(grad: GradFn) -> GradFn:
         flatten = Flattener()

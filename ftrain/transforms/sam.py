@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.backends.transfers import is_abstract
-from ftrain.errors import OptionError
+from ftrain.errors import require_positive_number
 from ftrain.random import torch_ops
 from ftrain.step.wrapper import OnGrad, Wrapper, wrapper
 from ftrain.tree.fast_flatten import Flattener
@@ -38,8 +38,7 @@ def sam(rho: float = 0.05) -> Wrapper:
     Raises:
         OptionError: when `rho` is not a positive number.
     """
-    if isinstance(rho, bool) or not isinstance(rho, int | float) or not 0 < rho < float("inf"):
-        raise OptionError(f"sam: rho is {rho!r}, needs a positive number")
+    require_positive_number(NAME, "rho", rho)
 
     def wrap(grad: GradFn) -> GradFn:
         flatten = Flattener()

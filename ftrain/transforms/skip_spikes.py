@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.errors import ComposeError, OptionError, require_positive
+from ftrain.errors import ComposeError, OptionError, require_positive, require_positive_number
 from ftrain.step.value_and_grad import report
 from ftrain.step.wrapper import OnGrad, SlotSpec, Wrapper, wrapper
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
@@ -52,7 +52,9 @@ def skip_spikes(
         OptionError: for an argument out of its range.
         ComposeError: with `accumulate` around it: microbatches cannot be left out one by one.
     """
-    _require_numbers(factor, quantile)
+    require_positive_number(NAME, "factor", factor)
+    if isinstance(quantile, bool) or not isinstance(quantile, int | float) or not 0 <= quantile <= 1:
+        raise OptionError(f"skip_spikes: quantile is {quantile!r}, needs a number in [0, 1]")
     require_positive(NAME, "window", window)
     require_positive(NAME, "warmup", warmup)
     if action not in ACTIONS:
@@ -86,17 +88,6 @@ def skip_spikes(
     text = f"skip_spikes({factor:g}, quantile={quantile:g}, window={window}, {action})"
     on_grad = OnGrad(wrap, may_refuse_updates=action == "skip")
     return Wrapper(NAME, text, grad=on_grad, slot=SlotSpec(init), validate=_require_whole_batches)
-
-
-def _require_numbers(factor: Any, quantile: Any) -> None:
-    if not _is_number(factor) or not 0 < factor < float("inf"):
-        raise OptionError(f"skip_spikes: factor is {factor!r}, needs a positive number")
-    if not _is_number(quantile) or not 0 <= quantile <= 1:
-        raise OptionError(f"skip_spikes: quantile is {quantile!r}, needs a number in [0, 1]")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require_whole_batches(step: Any) -> None:

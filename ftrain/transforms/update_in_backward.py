@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from ftrain import tree
 from ftrain.errors import ComposeError
-from ftrain.optim.partial_update import UpdateSplitter, by_size, require_apart
+from ftrain.optim.partial_update import UpdateSplitter, by_size, require_splittable
 from ftrain.step.wrapper import OnUpdate, Wrapper, wrapper
 from ftrain.types import Gradients, Hyper, Optimizer, TrainState, UpdateFn, consume, replace
 
@@ -34,13 +34,13 @@ def update_in_backward() -> Wrapper:
 
     Raises:
         ComposeError: beside what needs all gradients, or for an optimizer that cannot update parameters one by one
-            (its `apart` is None).
+            (its `split` is None).
     """
     return Wrapper(NAME, f"{NAME}()", update=OnUpdate(make_update=_make_update), validate=_require_alone)
 
 
 def _require_alone(step: Any) -> None:
-    require_apart(NAME, step.optimizer)
+    require_splittable(NAME, step.optimizer)
     for other in step.wrappers:
         scaled = other.grad is not None and other.grad.loss_scale is not None
         if other.reads_gradients or other.may_refuse_updates or scaled:

@@ -9,7 +9,7 @@ import torch
 import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import ComposeError
-from ftrain.optim.partial_update import UpdateSplitter, by_size, require_apart
+from ftrain.optim.partial_update import UpdateSplitter, by_size, require_splittable
 from ftrain.types import RNG, Optimizer
 from tests.exhaustive import choose
 from tests.laws.optimizers import COMBINED, OPTIMIZERS
@@ -171,9 +171,9 @@ def own():
     ids=["alone", "lookahead", "chain", "adjustable", "partition"],
 )
 def test_an_optimizer_that_cannot_be_taken_apart(optimizer):
-    assert optimizer.apart is None
+    assert optimizer.split is None
     with pytest.raises(ComposeError, match=r"test: .*homemade.* cannot update some parameters without the others"):
-        require_apart("test", optimizer)
+        require_splittable("test", optimizer)
 
 
 def test_two_leaves_of_the_state_of_one_name():
@@ -194,7 +194,7 @@ def test_an_apart_that_names_leaves_in_its_own_way():
         return [dataclasses.replace(optim.adamw(0.1), init=lambda params: {"own": torch.zeros(1)}) for _ in parts]
 
     params = {"w": torch.ones(1)}
-    optimizer = dataclasses.replace(optim.adamw(0.1), apart=other)
+    optimizer = dataclasses.replace(optim.adamw(0.1), split=other)
     with pytest.raises(ComposeError, match=r"test: adamw.* of w alone keeps own, and the state of all has no leaf"):
         UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {}, donate=False)
 

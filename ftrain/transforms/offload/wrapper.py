@@ -13,7 +13,7 @@ from ftrain.backends import Backend
 from ftrain.backends.transfers import as_directory
 from ftrain.errors import ComposeError, DeviceError, OptionError
 from ftrain.optim.offloaded import Home, offload_state
-from ftrain.optim.partial_update import require_apart
+from ftrain.optim.partial_update import require_splittable
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnUpdate, Wrapper, wrapper
 from ftrain.transforms.offload.saved_tensors import ActivationOffloader
@@ -105,7 +105,7 @@ def _activations(min_bytes: int) -> Wrapper:
 
 def _opt_state(name: str, text: str, home: Home) -> Wrapper:
     def optimizer(inner: Optimizer) -> Optimizer:
-        require_apart(text, inner)
+        require_splittable(text, inner)
         return offload_state(text, inner, home)
 
     def require(backend: Backend, params: PyTree) -> None:
