@@ -265,7 +265,7 @@ class Loss:
 
     fn: LossFn
     name: str
-    scope: Callable[[bool], AbstractContextManager[Any]] = lambda training: nullcontext()
+    scope: Callable[[bool], AbstractContextManager[Any]] = nullcontext
     module: nn.Module | None = None
     initial: Callable[[], tuple[PyTree, PyTree, set[str] | None]] = lambda: ({}, {}, None)
     needs_rng: bool = False

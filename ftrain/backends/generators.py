@@ -40,10 +40,12 @@ def save_generators(*devices: Generator) -> Callable[[], None]:
 @contextmanager
 def seeded(seed: int, *devices: Generator) -> Iterator[None]:
     """Context in which the generators of the host and of a device are seeded; it restores them when it ends."""
-    restore = save_generators(*devices)
-    for generator in (HOST, *devices):
+    generators = HOST, *devices
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
         generator.manual_seed(seed)
     try:
         yield
     finally:
-        restore()
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
