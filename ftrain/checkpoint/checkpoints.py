@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from ftrain import backends
 from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.reading import load_parts, read_manifest
-from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, put
-from ftrain.checkpoint.saving import Notes, clear, device_of
+from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, write_or_replace
+from ftrain.checkpoint.saving import Notes, device_of, remove_abandoned
 from ftrain.checkpoint.staging import Staging
 from ftrain.checkpoint.treedef import FlatTree, flatten
 from ftrain.errors import CheckpointError, OptionError, require_positive
@@ -32,14 +31,7 @@ MODES = {"min": 1.0, "max": -1.0}
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint that was loaded.
-
-    Args:
-        step: step of the run.
-        path: directory of the checkpoint.
-        parts: the saved trees by name.
-        environment: versions, threads, device and flags when it was saved.
-    """
+    """A checkpoint that was loaded: its trees by name, and versions, threads, device and flags when it was saved."""
 
     step: int
     path: Path
@@ -137,7 +129,7 @@ class Checkpoints:
                     )
                 # A killed process may have renamed checkpoints without syncing the directory.
                 files.sync_directory(self.directory)
-                clear(self.directory)
+                remove_abandoned(self.directory)
                 for step in self.steps():
                     finish_replacement(self._step_path(step), step)
                 self._read_metrics()
@@ -146,12 +138,10 @@ class Checkpoints:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the save in the background, and release the lock."""
         try:
-            if error is None:
+            if kind is None:
                 self.wait()
         finally:
             if self._pool is not None:
@@ -258,20 +248,12 @@ class Checkpoints:
         raise CheckpointError(f"Checkpoints.{function}: {self.directory}: {why}")
 
     def check(self) -> None:
-        """Raise the error of a save in the background that has failed, without waiting.
-
-        Raises:
-            CheckpointError: when it failed.
-        """
+        """Raise the CheckpointError of a save in the background that has failed, without waiting."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save in the background.
-
-        Raises:
-            CheckpointError: when it failed.
-        """
+        """Wait for the save in the background; raises its CheckpointError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -332,7 +314,7 @@ class Checkpoints:
             first()
         path = self._step_path(step)
         with _error_names(self.directory):
-            put(path, step, flat, notes)
+            write_or_replace(path, step, flat, notes)
         self._note_metric(step)
         try:
             self._rotate(step)

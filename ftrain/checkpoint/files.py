@@ -144,12 +144,12 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
     Raises:
         OSError: when the system writes no more.
     """
-    left = memoryview(data).cast("B")
-    while left:
-        count = os.write(descriptor, left)
+    remaining = memoryview(data).cast("B")
+    while remaining:
+        count = os.write(descriptor, remaining)
         if not count:
             raise OSError(errno.EIO, "nothing was written")
-        left = left[count:]
+        remaining = remaining[count:]
 
 
 def sync_directory(path: Path) -> None:
@@ -277,17 +277,17 @@ def remove(path: Path) -> None:
     if not is_directory(path):
         os.unlink(path)
         return
-    left = [path]
-    while left:
+    stack = [path]
+    while stack:
         folders = []
-        for entry in [left[-1] / name for name in names(left[-1])]:
+        for entry in [stack[-1] / name for name in names(stack[-1])]:
             if is_directory(entry):
                 folders.append(entry)
             else:
                 os.unlink(entry)
         if not folders:
-            os.rmdir(left.pop())
-        left += folders
+            os.rmdir(stack.pop())
+        stack += folders
 
 
 def free(path: Path) -> int:

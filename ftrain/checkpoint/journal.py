@@ -43,11 +43,7 @@ def parse_mark(saved: Any) -> Mark | None:
 
 
 class Journal:
-    """Appends to the history of a run.
-
-    Args:
-        directory: the directory of the run.
-    """
+    """Appends to the history of the run in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME
@@ -56,8 +52,7 @@ class Journal:
     def continue_after(self, mark: Mark | None) -> None:
         """Append after a mark from now on, or start anew with None; the next append removes what follows the mark.
 
-        Raises:
-            CheckpointError: as `check` does.
+        Raises as `check` does.
         """
         self._digest = hashlib.sha256() if mark is None else check(self._path.parent, mark)
         self._mark = mark or Mark(0, 0, "")

@@ -69,9 +69,7 @@ def load(
 def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False) -> tuple[Manifest, dict[str, PyTree]]:
     """Load a dict of trees: each like the tree of its key in `like`, or as it was saved where `like` has no such key.
 
-    Raises:
-        CheckpointError: as `load` does.
-        StructureError: as `load` does.
+    Raises as `load` does.
     """
     with _error_names(path):
         manifest = _read_manifest(path)
@@ -87,11 +85,7 @@ def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False)
 
 
 def load_items(path: Path) -> dict[tuple[Any, ...], Any]:
-    """Return the `Container`, tensor or other leaf at each path of a checkpoint.
-
-    Raises:
-        CheckpointError: as `load` does.
-    """
+    """Return the `Container`, tensor or other leaf at each path of a checkpoint; raises as `load` does."""
     with _error_names(path):
         manifest = _read_manifest(path)
         return items_by_path(manifest.tree, read_tensors(path, manifest, manifest.tensors))
@@ -153,11 +147,7 @@ def _error_names(path: Path) -> Iterator[None]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and check that it lists the files in the directory.
-
-    Raises:
-        CheckpointError: when it does not list them, or is malformed.
-    """
+    """Read the manifest of a checkpoint; raises a CheckpointError unless it lists the files in the directory."""
     with _error_names(path):
         return _read_manifest(path)
 
@@ -188,12 +178,12 @@ def _first_names(names: Sequence[str]) -> str:
 
 def _files_below(path: Path) -> Iterator[str]:
     """Yield the files below a directory, at any depth."""
-    left = [""]
-    while left:
-        below = left.pop()
+    folders = [""]
+    while folders:
+        below = folders.pop()
         for name in files.names(path / below):
             if files.is_directory(path / below / name):
-                left.append(f"{below}{name}/")
+                folders.append(f"{below}{name}/")
             else:
                 yield f"{below}{name}"
 
@@ -234,28 +224,19 @@ def _concurrently(function: Callable[[StoredTensor], Any], items: Sequence[Store
 
 def _read(item: StoredTensor, place: FileOffset) -> Tensor:
     tensor = torch.empty(item.shape, dtype=item.info.dtype)
-    target, digest = as_bytes(tensor), hashlib.sha256()
-    for start in range(0, len(target), CHUNK):
-        part = target[start : start + CHUNK]
-        files.read_into(place.descriptor, part, place.offset + start)
-        digest.update(part)
-    _require_digest(item, digest.hexdigest())
+    _check(item, place, as_bytes(tensor))
     if item.stride is None:
         return tensor
     return torch.empty_strided(item.shape, item.stride, dtype=tensor.dtype).copy_(tensor)
 
 
-def _check(item: StoredTensor, place: FileOffset) -> None:
-    left, offset, digest = item.info.bytes, place.offset, hashlib.sha256()
-    buffer = memoryview(bytearray(min(left, CHUNK)))
-    while left:
-        part = buffer[: min(left, CHUNK)]
-        files.read_into(place.descriptor, part, offset)
+def _check(item: StoredTensor, place: FileOffset, target: memoryview | None = None) -> None:
+    """Check the bytes of a tensor, and read them into `target`, if given."""
+    size, digest = item.info.bytes, hashlib.sha256()
+    buffer = memoryview(bytearray(min(size, CHUNK) if target is None else 0))
+    for start in range(0, size, CHUNK):
+        part = buffer[: size - start] if target is None else target[start : start + CHUNK]
+        files.read_into(place.descriptor, part, place.offset + start)
         digest.update(part)
-        left, offset = left - len(part), offset + len(part)
-    _require_digest(item, digest.hexdigest())
-
-
-def _require_digest(item: StoredTensor, digest: str) -> None:
-    if digest != item.sha256:
+    if digest.hexdigest() != item.sha256:
         raise CheckpointError(f"{item.file}: {printable(item.path)}: the bytes are not those that were saved")

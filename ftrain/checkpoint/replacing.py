@@ -23,7 +23,7 @@ def current_path(path: Path) -> Path:
     return new if files.exists(new) and not files.exists(path) else path
 
 
-def put(path: Path, step: int, flat: FlatTree, notes: Notes) -> None:
+def write_or_replace(path: Path, step: int, flat: FlatTree, notes: Notes) -> None:
     """Write the checkpoint of a step, and verify it.
 
     An existing one that is damaged or of another step is renamed. One of the same run is replaced, unless its content
@@ -57,11 +57,7 @@ def put(path: Path, step: int, flat: FlatTree, notes: Notes) -> None:
 
 
 def finish_replacement(path: Path, step: int) -> None:
-    """Replace a checkpoint by the complete one beside it, if there is one.
-
-    Raises:
-        OSError: when a directory cannot be renamed.
-    """
+    """Replace a checkpoint by the complete one beside it, if there is one."""
     new = _replacement_path(path)
     if not files.exists(new):
         return
@@ -81,11 +77,7 @@ def finish_replacement(path: Path, step: int) -> None:
 
 
 def discard(path: Path) -> None:
-    """Rename a checkpoint, then remove it, so that no part of it is ever read as a checkpoint.
-
-    Raises:
-        OSError: when it cannot be removed.
-    """
+    """Rename a checkpoint, then remove it, so that no part of it is ever read as a checkpoint."""
     doomed = _doomed_path(path)
     files.rename(path, doomed)
     files.remove(doomed)

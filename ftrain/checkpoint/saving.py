@@ -38,6 +38,11 @@ class Placement(NamedTuple):
     file: str
     key: str
 
+    @property
+    def info(self) -> TensorInfo:
+        """Its name, dtype and shape in the file."""
+        return TensorInfo(self.key, self.leaf.value.dtype, tuple(self.leaf.value.shape))
+
 
 def save(
     path: str | Path, tree: PyTree, *, step: int | None = None, run: str = "", texts: Mapping[str, str] | None = None
@@ -83,12 +88,7 @@ def device_of(leaves: Sequence[Leaf]) -> torch.device:
 
 
 def write(path: Path, flat: FlatTree, notes: Notes) -> None:
-    """Write a flattened tree, as `save` does.
-
-    Raises:
-        CheckpointError: as `save` does.
-        OptionError: as `save` does.
-    """
+    """Write a flattened tree; raises as `save` does."""
     placements = _place_leaves(flat, notes.texts)
     with new_directory(path, [leaf.value for leaf in flat.leaves]) as temporary:
         _write_files(temporary, flat, placements, notes)
@@ -147,7 +147,7 @@ def _make_room(path: Path, tensors: Iterable[Tensor]) -> None:
     files.make_directories(path.parent)
     if files.exists(path):
         raise CheckpointError(f"save: {path} exists already; choose another name, or remove it")
-    clear(path.parent)
+    remove_abandoned(path.parent)
     needed = sum(tensor.nbytes + MANIFEST_ROOM for tensor in tensors) + MANIFEST_ROOM
     room = files.free(path.parent)
     if room < needed:
@@ -156,7 +156,7 @@ def _make_room(path: Path, tensors: Iterable[Tensor]) -> None:
         )
 
 
-def clear(directory: Path) -> None:
+def remove_abandoned(directory: Path) -> None:
     """Remove the temporary directories of saves that were killed, but not of those that are running."""
     for name in files.names(directory):
         if TEMPORARY.fullmatch(name) and files.is_abandoned(directory / name):
@@ -197,7 +197,7 @@ def _write_files(directory: Path, flat: FlatTree, placements: Sequence[Placement
         files.make_directory(folder)
     digests: dict[tuple[str, str], str] = {}
     for file in sorted({item.file for item in placements}):
-        entries = [(_tensor_info(item), item.leaf.value) for item in placements if item.file == file]
+        entries = [(item.info, item.leaf.value) for item in placements if item.file == file]
         digests.update({(file, key): value for key, value in write_tensors(directory / file, entries).items()})
     for name, text in texts.items():
         with files.created(directory / name) as descriptor:
@@ -227,10 +227,6 @@ def _commit(temporary: Path, path: Path) -> None:
         if not files.exists(temporary):
             files.rename(path, temporary)
         raise
-
-
-def _tensor_info(item: Placement) -> TensorInfo:
-    return TensorInfo(item.key, item.leaf.value.dtype, tuple(item.leaf.value.shape))
 
 
 def _stored_tensor(item: Placement, digest: str) -> StoredTensor:

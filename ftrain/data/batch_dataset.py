@@ -31,7 +31,7 @@ class BatchDataset(Dataset[FetchedBatch]):
 
     Args:
         dataset: the map-style dataset of samples.
-        collate: the function that makes a batch of a list of samples.
+        collate: makes a batch of a list of samples.
         seed: seed of the random numbers that samples draw.
         skip_errors: leave out samples that raise.
         refill: repeat good samples of the batch in the place of those left out, so that the batch keeps its size.
@@ -47,7 +47,6 @@ class BatchDataset(Dataset[FetchedBatch]):
         # None: not known yet.
         self._draws = None if draws is None else bool(draws)
         self._collate_draws = collate is not default_collate and getattr(collate, "draws", True)
-        self._read_any = False
 
     def __getitem__(self, request: BatchRequest) -> FetchedBatch:
         if self._rows is not None:
@@ -83,26 +82,12 @@ class BatchDataset(Dataset[FetchedBatch]):
 
     def _read_seeding_if_needed(self, request: BatchRequest, preserved: rng_streams.PreservedState) -> _Samples:
         if self._draws is None:
-            samples = self._read_unless_drawn(request, rng_streams.DrawDetector(preserved))
-            if samples is not None:
+            detector = rng_streams.DrawDetector(preserved)
+            samples = self._read(request, request.indices, seeded=False)
+            if not detector.has_drawn():
                 return samples
             self._draws = True
         return self._read(request, request.indices, seeded=self._draws)
-
-    def _read_unless_drawn(self, request: BatchRequest, detector: rng_streams.DrawDetector) -> _Samples | None:
-        """Read a batch without seeding; None if a sample draws."""
-        if self._read_any:
-            samples = self._read(request, request.indices, seeded=False)
-            return None if detector.has_drawn() else samples
-        self._read_any = True
-        # The first sample of all is read alone: most datasets that draw do so for every sample.
-        first, first_errors = self._read(request, request.indices[:1], seeded=False)
-        if detector.has_drawn():
-            return None
-        if first_errors and not self._skip_errors:
-            return first, first_errors
-        rest, rest_errors = self._read(request, request.indices[1:], seeded=False)
-        return None if detector.has_drawn() else (first + rest, first_errors + rest_errors)
 
     def _read(self, request: BatchRequest, indices: list[int], *, seeded: bool) -> _Samples:
         if self._getitems is not None and not seeded and indices:

@@ -71,11 +71,12 @@ class DevicePrefetcher:
         return self._batches()
 
     def _batches(self) -> Iterator[PyTree]:
-        batches, copy = iter(self._data), _CopyToDevice(self._device)
+        batches = iter(self._data)
+        stream = torch.Stream(self._device) if backends.of(self._device).pinned_memory else None
         queue: deque[_Prefetched] = deque()
         while True:
             while len(queue) <= self._depth and not (queue and queue[-1].is_end):
-                queue.append(self._read(batches, copy))
+                queue.append(self._read(batches, stream))
             first = queue.popleft()
             if first.error is not None:
                 raise first.error
@@ -85,7 +86,7 @@ class DevicePrefetcher:
             yield first.wait()
         self._epoch_start = self._position = None
 
-    def _read(self, batches: Iterator[PyTree], copy: _CopyToDevice) -> _Prefetched:
+    def _read(self, batches: Iterator[PyTree], stream: torch.Stream | None) -> _Prefetched:
         try:
             batch = next(batches)
         except StopIteration:
@@ -93,7 +94,7 @@ class DevicePrefetcher:
         except Exception as error:
             # Raised when it is its turn: the batches before it are good.
             return _Prefetched(is_end=True, error=error)
-        return _Prefetched(*copy(as_tree(batch)), position=position(self._data))
+        return _Prefetched(*_copy(as_tree(batch), self._device, stream), position=position(self._data))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the position of `data` after the batches that were yielded; None if it has no position."""
@@ -129,21 +130,14 @@ class _Prefetched:
         return self.batch
 
 
-class _CopyToDevice:
-    """Copies trees to a device, on a separate stream if it reads pinned memory faster."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.Stream(device) if backends.of(device).pinned_memory else None
-
-    def __call__(self, batch: PyTree) -> tuple[PyTree, Any]:
-        """Return the tree on the device, and the event of the copy if it is on a separate stream."""
-        if self._stream is None:
-            return tree.to(batch, self._device), None
-        pinned = tree.map(_pin, batch)
-        with self._stream:
-            copy = tree.to(pinned, self._device)
-        return copy, self._stream.record_event()
+def _copy(batch: PyTree, device: torch.device, stream: torch.Stream | None) -> tuple[PyTree, torch.Event | None]:
+    """Return a tree on a device, and the event of the copy if it is on a separate stream."""
+    if stream is None:
+        return tree.to(batch, device), None
+    pinned = tree.map(_pin, batch)
+    with stream:
+        copy = tree.to(pinned, device)
+    return copy, stream.record_event()
 
 
 def _pin(leaf: Any) -> Any:

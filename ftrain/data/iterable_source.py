@@ -26,14 +26,7 @@ that its own position is no longer one in this epoch."""
 class IterableBatchDataset(IterableDataset[FetchedBatch]):
     """The batches of one epoch of an iterable dataset, from a position on; read in this process or by a worker.
 
-    Args:
-        dataset: the iterable dataset of samples.
-        batch_size: the number of samples in a batch.
-        collate: the function that makes a batch of a list of samples.
-        seed: seed of the random numbers that samples draw.
-        drop_last: leave out a last batch of fewer samples.
-        epoch: the number of the epoch.
-        position: where to start; None for the start of the epoch.
+    The other arguments are those of `ftrain.data.loader`.
     """
 
     dataset: Any

@@ -201,11 +201,10 @@ def loader(
 
     The global generators of torch, Python and numpy are seeded from ``(seed, epoch, index)`` for each sample, so that
     random augmentation too does not depend on the number of workers, or on resuming. Seeding takes longer than reading
-    a small sample, so it starts only when a sample has drawn random numbers: the batch is then read again (the first
-    sample of all is read alone). To avoid this detection, give the dataset the attribute ``draws = False`` or
-    ``draws = True``. The detection misses a sample that draws and then restores the state of the generator
-    (``torch.random.fork_rng``), or that seeds its own generator from ``torch.initial_seed()``: these need
-    ``draws = True``.
+    a small sample, so it starts only when a sample has drawn random numbers: the batch is then read again. To avoid
+    this detection, give the dataset the attribute ``draws = False`` or ``draws = True``. The detection misses a sample
+    that draws and then restores the state of the generator (``torch.random.fork_rng``), or that seeds its own generator
+    from ``torch.initial_seed()``: these need ``draws = True``.
 
     With `lengths`, batches are formed within windows of the shuffled order: of `batch_size` samples of similar
     lengths; or, with `max_tokens`, of as many as fit; or, with `pack`, of `batch_size` rows of that length, filled with

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -84,24 +84,9 @@ def pack(
     return batch
 
 
-@dataclass(frozen=True)
-class Packed:
-    """The collate function that `packed` returns."""
-
-    draws: ClassVar[bool] = False
-
-    length: int
-    rows: int | None
-    pad: int
-    field: str
-    cut: bool
-
-    def __call__(self, documents: list[Any]) -> dict[str, Tensor]:
-        """Return the packed documents, as `pack` does."""
-        return pack(documents, self.length, rows=self.rows, pad=self.pad, field=self.field, cut=self.cut)
-
-
-def packed(length: int, *, rows: int | None = None, pad: int = 0, field: str = "tokens", cut: bool = False) -> Packed:
+def packed(
+    length: int, *, rows: int | None = None, pad: int = 0, field: str = "tokens", cut: bool = False
+) -> functools.partial[dict[str, Tensor]]:
     """Return `pack` with these options as a collate function.
 
     Raises:
@@ -110,7 +95,9 @@ def packed(length: int, *, rows: int | None = None, pad: int = 0, field: str = "
     require_positive("packed", "length", length)
     if rows is not None:
         require_positive("packed", "rows", rows)
-    return Packed(length, rows, pad, field, cut)
+    collate = functools.partial(pack, length=length, rows=rows, pad=pad, field=field, cut=cut)
+    collate.draws = False  # type: ignore[attr-defined]
+    return collate
 
 
 def block_mask(documents: Tensor) -> Tensor:

@@ -82,19 +82,16 @@ class DrawDetector:
         preserved: the active context; the generator of torch must still be in the state that it had on entry.
     """
 
-    __slots__ = ("_checks", "_torch")
+    __slots__ = ("_torch",)
 
     def __init__(self, preserved: PreservedState) -> None:
         python_random.seed(_KNOWN_SEED)
         np.random.seed(_KNOWN_SEED)
         self._torch = preserved.torch
-        self._checks = 0
 
     def has_drawn(self) -> bool:
-        """Return whether a generator has been used; can be called twice."""
-        expected = _KNOWN_NUMBERS[self._checks]
-        self._checks += 1
-        if _next_numbers(python_random, mtrand.get_bit_generator()) != expected:
+        """Return whether a generator has been used; can be called once."""
+        if _next_numbers(python_random, mtrand.get_bit_generator()) != _KNOWN_NUMBERS:
             return True
         return not torch.equal(torch.default_generator.get_state(), self._torch)
 
@@ -103,11 +100,10 @@ def _next_numbers(python: Any, numpy: Any) -> tuple[int, int, int]:
     return python.getrandbits(64), numpy.random_raw(), numpy.random_raw()
 
 
-def _known_numbers() -> list[tuple[int, int, int]]:
-    """Return the numbers that are expected at the first and the second check."""
+def _known_numbers() -> tuple[int, int, int]:
     python, numpy = python_random.Random(_KNOWN_SEED), np.random.MT19937()
     np.random.RandomState(numpy).seed(_KNOWN_SEED)
-    return [_next_numbers(python, numpy) for _ in range(2)]
+    return _next_numbers(python, numpy)
 
 
 # A number that datasets are unlikely to seed with.

@@ -10,7 +10,6 @@ import os
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -100,9 +99,7 @@ class TokenWriter:
     def __enter__(self) -> TokenWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
             self.close()
             return
@@ -113,17 +110,7 @@ class TokenWriter:
 def write_tokens(
     path: str | Path, documents: Iterable[Sequence[int] | Tensor | Tokens], dtype: npt.DTypeLike = np.uint16
 ) -> None:
-    """Write documents to a token file.
-
-    Args:
-        path: the file; its name ends in ``.npy``.
-        documents: the tokens of each document, integers of shape (length,).
-        dtype: the integer dtype of the tokens in the file.
-
-    Raises:
-        OptionError: if the name does not end in ``.npy``, or the dtype is not an integer dtype.
-        DataError: if a document has another shape or is not of integers, or a token does not fit the dtype.
-    """
+    """Write documents, integers of shape (length,), to a token file, as `TokenWriter` does; raises as it does."""
     with TokenWriter(path, dtype) as writer:
         for tokens in documents:
             writer.add(tokens)

@@ -22,13 +22,8 @@ Adapt: TypeAlias = Callable[[Any, History], Any]
 def column(function: str, name: str, history: History) -> list[Any]:
     """Return the values of a metric, one for each record that has it.
 
-    Args:
-        function: to be named in the error.
-        name: of the metric.
-        history: the records.
-
     Raises:
-        OptionError: when there are records, and none has it; the message lists the names that exist.
+        OptionError: when there are records, and none has it; the message names `function` and lists the metrics.
     """
     values: list[Any] = history[name]
     if not values and len(history):

@@ -20,13 +20,8 @@ def warn_of_pieces(function: str, loss: Loss, state: TrainState, batch: PyTree) 
 
     The loss of the two together is compared with the combined losses of each alone, evaluated without dropout or a
     gradient. They differ if the loss is a sum, a plain mean over tokens whose number differs between examples, or if it
-    compares examples. There is no warning for a loss that cannot be evaluated so. Waits for the device.
-
-    Args:
-        function: what splits the batch, for the message.
-        loss: of the step.
-        state: has the parameters to evaluate with.
-        batch: has the two examples.
+    compares examples. There is no warning for a loss that cannot be evaluated so. Waits for the device. The message
+    begins with `function`, that which splits the batch.
     """
     if most_pieces(batch) < 2:
         return

@@ -20,13 +20,7 @@ EVALUATION = "eval_"
 
 
 class StepMetrics(NamedTuple):
-    """The metrics of a step, whose tensors are still on the device.
-
-    Args:
-        step: steps done, this one included.
-        seconds: since the run began.
-        metrics: of the step, as it returned them.
-    """
+    """The metrics of a step, as it returned them: on the device; and the seconds since the run began."""
 
     step: int
     seconds: float

@@ -160,7 +160,7 @@ def split_step(step: Step, pieces: int, writes: _StateWrites | None = None) -> S
     Args:
         step: the step.
         pieces: the number of pieces; a batch with fewer examples is split into single examples.
-        writes: is told when the step begins to overwrite its state.
+        writes: notes when the step begins to overwrite its state.
     """
     wrappers = step.wrappers
     if pieces > 1:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 from ftrain.transforms.amp.overflow_counts import is_share
@@ -26,7 +25,7 @@ class Status:
         step: steps done.
         total: steps in all; None when it is not known.
         seconds: since the start.
-        left: seconds that remain; None when it is not known.
+        seconds_left: None when it is not known.
         rates: items per second, by name.
         memory: peak memory of the device so far, in bytes.
         metrics: the newest values.
@@ -35,7 +34,7 @@ class Status:
     step: int
     total: int | None
     seconds: float
-    left: float | None
+    seconds_left: float | None
     rates: Mapping[str, float]
     memory: int
     metrics: Mapping[str, Any]
@@ -55,9 +54,7 @@ class Display:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def due(self, step: int, total: int | None, seconds: float) -> bool:
@@ -106,9 +103,7 @@ class Bar(Display):
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def due(self, step: int, total: int | None, seconds: float) -> bool:
@@ -135,7 +130,7 @@ def describe(status: Status) -> str:
     shown = {name: value for name, value in metrics.items() if isinstance(value, float)}
     parts = [f"{name} {value:.4f}" for name, value in list(shown.items())[:MOST_SHOWN]]
     parts += [f"{rate:,.0f} {name}/s" for name, rate in status.rates.items()]
-    parts += [f"{timedelta(seconds=round(status.left))} left"] if status.left is not None else []
+    parts += [f"{timedelta(seconds=round(status.seconds_left))} left"] if status.seconds_left is not None else []
     return "  ".join([*parts, f"{status.memory / GIB:.1f} GiB"])
 
 

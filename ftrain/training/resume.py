@@ -177,11 +177,7 @@ class RunCheckpoints:
         )
 
     def check(self) -> None:
-        """Raise the error of an earlier save in the background.
-
-        Raises:
-            CheckpointError: when it could not be written.
-        """
+        """Raise the CheckpointError of an earlier save in the background that has failed."""
         if self._checkpoints is not None:
             self._checkpoints.check()
 

@@ -228,7 +228,7 @@ SYNCS = {
     "directory_of_the_run": ("run", "make_directories < __enter__", None),
     "directory_of_a_save": ("save", "make_directories < _make_room", None),
     "renamed_before_a_kill": ("kill", "__enter__", None),
-    "replaced": ("replaced", "finish_replacement < put", None),
+    "replaced": ("replaced", "finish_replacement < write_or_replace", None),
     "pin": ("run", "touch < pin", None),
     "history": ("history", "append < append", NAME),
     "name_of_the_history": ("history", "append < append", "a"),
