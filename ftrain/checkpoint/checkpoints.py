@@ -281,7 +281,7 @@ class Checkpoints:
             OptionError: for ``best=True`` without ``Checkpoints(best=)``.
             StructureError: when the checkpoint differs from `like`.
         """
-        refused: list[str] = []
+        errors: list[str] = []
         steps = [self._best()] if best else [step for step in self.steps() if before is None or step <= before]
         for step in reversed(steps):
             try:
@@ -292,20 +292,20 @@ class Checkpoints:
                 if accept is not None:
                     accept(loaded)
             except CheckpointError as error:
-                refused.append(str(error))
+                errors.append(str(error))
                 continue
-            if refused:
+            if errors:
                 warnings.warn(
                     f"Checkpoints: going back to step {step}, since newer checkpoints are damaged:\n  "
-                    + "\n  ".join(refused),
+                    + "\n  ".join(errors),
                     stacklevel=2,
                 )
             self._run = manifest.run
             return loaded
-        if refused:
+        if errors:
             raise CheckpointError(
                 f"Checkpoints: {self.directory} holds a run, and no checkpoint of it can be read; restore one, or use "
-                "another directory to start anew:\n  " + "\n  ".join(refused)
+                "another directory to start anew:\n  " + "\n  ".join(errors)
             )
         return None
 
@@ -355,12 +355,12 @@ class Checkpoints:
         """Remove old checkpoints, after that of this step was verified."""
         # The run resumed from an older checkpoint, so later ones are damaged and do not count.
         steps = [step for step in self.steps() if step <= verified]
-        kept = {*steps[-self.keep :]}
+        steps_to_keep = {*steps[-self.keep :]}
         self._values = {step: value for step, value in self._values.items() if step in steps}
         if self._values:
-            kept.add(self._best())
+            steps_to_keep.add(self._best())
         for step in steps:
-            if step not in kept and not files.exists(self._pin_path(step)):
+            if step not in steps_to_keep and not files.exists(self._pin_path(step)):
                 discard(self.path(step))
 
     def _pin_path(self, step: int) -> Path:

@@ -119,7 +119,7 @@ def _sha256(data: bytes) -> str:
 def fingerprint(tensor: Tensor) -> str:
     """Return the dtype of a tensor and a digest of its shape and of evenly spaced elements."""
     flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // SAMPLES)].cpu().contiguous()
+    sample = flat[:: max(1, flat.numel() // SAMPLES)].cpu().contiguous()
     digest = hashlib.sha256(repr(tuple(tensor.shape)).encode())
-    digest.update(as_bytes(some))
+    digest.update(as_bytes(sample))
     return f"{CODES[tensor.dtype]}:{digest.hexdigest()[:16]}"

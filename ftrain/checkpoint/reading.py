@@ -112,7 +112,9 @@ def _load_like(
     items = match_leaves(saved, flatten(like).items_by_path, str(path), partial=partial)
     needed = {id(item): item for item in items.values() if isinstance(item, StoredTensor)}
     tensors = dict(zip(needed, read_tensors(path, manifest, [*needed.values()]), strict=True))
-    return fill_like(like, {at: tensors.get(id(item), item) for at, item in items.items()}, on_host=on_host)
+    return fill_like(
+        like, {tree_path: tensors.get(id(item), item) for tree_path, item in items.items()}, on_host=on_host
+    )
 
 
 def verify(path: str | Path) -> Manifest:

@@ -65,12 +65,12 @@ def finish_replacement(path: Path, step: int) -> None:
         if _intact_manifest(new, step) is None:
             discard(new)
             return
-        doomed = _doomed_path(path)
-        files.rename(path, doomed)
+        trash = _trash_path(path)
+        files.rename(path, trash)
         files.rename(new, path)
         # Otherwise a power failure could leave the old one with its name, but without some of its files.
         files.sync_directory(path.parent)
-        files.remove(doomed)
+        files.remove(trash)
     else:
         files.rename(new, path)
         files.sync_directory(path.parent)
@@ -78,16 +78,16 @@ def finish_replacement(path: Path, step: int) -> None:
 
 def discard(path: Path) -> None:
     """Rename a checkpoint, then remove it, so that no part of it is ever read as a checkpoint."""
-    doomed = _doomed_path(path)
-    files.rename(path, doomed)
-    files.remove(doomed)
+    trash = _trash_path(path)
+    files.rename(path, trash)
+    files.remove(trash)
 
 
 def _replacement_path(path: Path) -> Path:
     return path.with_name(f"{path.name}{NEW}")
 
 
-def _doomed_path(path: Path) -> Path:
+def _trash_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 

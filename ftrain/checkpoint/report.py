@@ -43,12 +43,14 @@ def inspection(path: Path) -> Iterator[str]:
     if manifest.metrics:
         yield "  " + ", ".join(f"{name} {value}" for name, value in manifest.metrics.items())
     items = items_by_path(manifest.tree, manifest.tensors)
-    width = max((len(dotted(at)) for at, item in items.items() if not isinstance(item, Container)), default=0)
-    for at, item in items.items():
+    width = max(
+        (len(dotted(tree_path)) for tree_path, item in items.items() if not isinstance(item, Container)), default=0
+    )
+    for tree_path, item in items.items():
         if isinstance(item, StoredTensor):
-            yield f"  {dotted(at):<{width}}  {item.dtype}{list(item.shape)}  {format_bytes(item.info.bytes)}"
+            yield f"  {dotted(tree_path):<{width}}  {item.dtype}{list(item.shape)}  {format_bytes(item.info.bytes)}"
         elif not isinstance(item, Container):
-            yield f"  {dotted(at):<{width}}  {item!r:.60}"
+            yield f"  {dotted(tree_path):<{width}}  {item!r:.60}"
     total = sum(item.info.bytes for item in manifest.tensors)
     names = ", ".join(sorted({item.file for item in manifest.tensors}))
     yield f"  {len(manifest.tensors)} tensors, {format_bytes(total)}, in {names}"
@@ -73,13 +75,13 @@ def differences(one: Path, other: Path) -> Iterator[str]:
         CheckpointError: when one of them is damaged.
     """
     left, right = load_items(one), load_items(other)
-    for at in [*left, *(at for at in right if at not in left)]:
-        if at not in right:
-            yield f"{dotted(at)}: only in {one}"
-        elif at not in left:
-            yield f"{dotted(at)}: only in {other}"
-        elif difference := _difference(left[at], right[at]):
-            yield f"{dotted(at)}: {difference}"
+    for tree_path in [*left, *(path for path in right if path not in left)]:
+        if tree_path not in right:
+            yield f"{dotted(tree_path)}: only in {one}"
+        elif tree_path not in left:
+            yield f"{dotted(tree_path)}: only in {other}"
+        elif difference := _difference(left[tree_path], right[tree_path]):
+            yield f"{dotted(tree_path)}: {difference}"
 
 
 def _difference(one: Any, other: Any) -> str:

@@ -191,9 +191,11 @@ def _file_and_key(leaf: Leaf) -> tuple[str, str]:
 
 def _write_files(directory: Path, flat: FlatTree, placements: Sequence[Placement], notes: Notes) -> None:
     texts = notes.texts
-    named = *texts, *(item.file for item in placements)
-    inside = sorted({above for name in named for above in (directory / name).parents if directory in above.parents})
-    for folder in inside:
+    file_names = *texts, *(item.file for item in placements)
+    folders = sorted(
+        {parent for name in file_names for parent in (directory / name).parents if directory in parent.parents}
+    )
+    for folder in folders:
         files.make_directory(folder)
     digests: dict[tuple[str, str], str] = {}
     for file in sorted({item.file for item in placements}):
@@ -214,7 +216,7 @@ def _write_files(directory: Path, flat: FlatTree, placements: Sequence[Placement
         )
     with files.created(directory / NAME) as descriptor:
         files.write(descriptor, data)
-    for folder in (*inside, directory):
+    for folder in (*folders, directory):
         files.sync_directory(folder)
 
 
@@ -242,7 +244,7 @@ def write_tensors(
     """Write a safetensors file, and return the sha256 of each tensor, computed while its bytes are written."""
     plan = layout([info for info, _ in entries], metadata)
     digests = {}
-    with files.created(path) as descriptor, ThreadPoolExecutor(1) as other:
+    with files.created(path) as descriptor, ThreadPoolExecutor(1) as pool:
         files.write(descriptor, plan.header)
         for info, tensor in sorted(entries, key=lambda entry: plan.offsets[entry[0].key]):
             digest = hashlib.sha256()
@@ -251,8 +253,8 @@ def write_tensors(
                     digest.update(chunk)
                     files.write(descriptor, chunk)
                 else:
-                    hashed = other.submit(digest.update, chunk)
+                    hashing = pool.submit(digest.update, chunk)
                     files.write(descriptor, chunk)
-                    hashed.result()
+                    hashing.result()
             digests[info.key] = digest.hexdigest()
     return digests

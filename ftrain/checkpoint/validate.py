@@ -23,17 +23,17 @@ def rename_paths(saved: dict[tuple[Any, ...], Any], rename: Mapping[str, str]) -
     """
     if not rename:
         return saved
-    moved, used = {}, set()
-    for at, item in saved.items():
-        name = dotted(at)
-        olds = [old for old in rename if name == old or name.startswith(f"{old}.")]
-        longest = max(olds, key=len, default="")
-        used.update(olds)
-        moved[rename[longest] + name[len(longest) :] if olds else name] = item
+    renamed, used = {}, set()
+    for path, item in saved.items():
+        name = dotted(path)
+        old_names = [old for old in rename if name == old or name.startswith(f"{old}.")]
+        longest = max(old_names, key=len, default="")
+        used.update(old_names)
+        renamed[rename[longest] + name[len(longest) :] if old_names else name] = item
     if unused := [old for old in rename if old not in used]:
         known = ", ".join(map(dotted, saved))
         raise OptionError(f"load: rename has {', '.join(map(repr, unused))}, and nothing is called so: {known:.300}")
-    return moved
+    return renamed
 
 
 def match_leaves(
@@ -48,17 +48,17 @@ def match_leaves(
     # Containers may differ when only some leaves are loaded, or when leaves are matched by name.
     loose = partial or by_name
     chosen, problems, used = {}, [], set()
-    for at, need in wanted.items():
-        key = dotted(at) if by_name else at
+    for path, need in wanted.items():
+        key = dotted(path) if by_name else path
         item = saved.get(key, need)
         used.add(key)
         if key not in saved:
             if not partial:
-                problems.append(f"{dotted(at)}: missing, needs {_description(need)}")
+                problems.append(f"{dotted(path)}: missing, needs {_description(need)}")
         elif not _agree(item, need) and not (loose and isinstance(need, Container)):
-            problems.append(f"{dotted(at)}: found {_description(item)}, needs {_description(need)}")
+            problems.append(f"{dotted(path)}: found {_description(item)}, needs {_description(need)}")
         elif not isinstance(need, Container):
-            chosen[at] = item
+            chosen[path] = item
     for key, item in saved.items():
         if key not in used and not partial and not (loose and isinstance(item, Container)):
             problems.append(f"{key if by_name else dotted(key)}: unexpected {_description(item)}")
@@ -92,7 +92,7 @@ def fill_like(like: PyTree, values: Mapping[tuple[Any, ...], Any], *, on_host: b
     accessors, leaves, spec = optree.tree_flatten_with_accessor(like, namespace=NAMESPACE)
     paths = [tuple(entry.entry for entry in accessor) for accessor in accessors]
     return trees.unflatten(
-        spec, [_to_device_of(values.get(at, leaf), leaf, on_host) for at, leaf in zip(paths, leaves, strict=True)]
+        spec, [_to_device_of(values.get(path, leaf), leaf, on_host) for path, leaf in zip(paths, leaves, strict=True)]
     )
 
 

@@ -42,7 +42,7 @@ def in_order(batch_size: int, rank: int, num_ranks: int) -> BatchSampler:
     return BatchSampler(lambda indices: [indices[rank::num_ranks]], num_ranks, size, size, fixed_size=True)
 
 
-def by_length(batch_size: int, rank: int, num_ranks: int, lengths: Lengths, window_size: int) -> BatchSampler:
+def by_length(batch_size: int, rank: int, num_ranks: int, *, lengths: Lengths, window_size: int) -> BatchSampler:
     """Return batches of a fixed size, of samples of similar lengths. The window is rounded up to whole batches."""
     size = batch_size * num_ranks
 
@@ -54,11 +54,12 @@ def by_length(batch_size: int, rank: int, num_ranks: int, lengths: Lengths, wind
 
 
 def by_tokens(
-    max_tokens: int, max_rows: int | None, rank: int, num_ranks: int, lengths: Lengths, window_size: int
+    max_tokens: int, max_rows: int | None, rank: int, num_ranks: int, *, lengths: Lengths, window_size: int
 ) -> BatchSampler:
     """Return batches of samples of similar lengths, of at most `max_tokens` (rows times the longest row) on each rank.
 
-    `BatchSampler.divide` raises a DataError if one sample alone has more.
+    Raises:
+        DataError: from `BatchSampler.divide`, if one sample alone has more.
     """
 
     def divide(indices: Indices) -> list[Indices]:
@@ -90,11 +91,12 @@ def _batch_starts(rising_lengths: list[int], max_tokens: int, max_rows: int | No
 
 
 def by_packing(
-    num_rows: int, row_length: int, rank: int, num_ranks: int, lengths: Lengths, window_size: int
+    num_rows: int, row_length: int, rank: int, num_ranks: int, *, lengths: Lengths, window_size: int
 ) -> BatchSampler:
     """Return batches of `num_rows` rows, each filled with whole documents; the last of a window may have empty rows.
 
-    `BatchSampler.divide` raises a DataError if a document is longer than a row.
+    Raises:
+        DataError: from `BatchSampler.divide`, if a document is longer than a row.
     """
 
     def divide(indices: Indices) -> list[Indices]:

@@ -303,10 +303,10 @@ def _batch_sampler(
     lengths_of = lengths_function(lengths, num_samples)
     window_size = window or max(MIN_WINDOW, MIN_WINDOW_BATCHES * size * num_ranks)
     if max_tokens is not None:
-        return by_tokens(max_tokens, batch_size, rank, num_ranks, lengths_of, window_size)
+        return by_tokens(max_tokens, batch_size, rank, num_ranks, lengths=lengths_of, window_size=window_size)
     if pack is not None:
-        return by_packing(size, pack, rank, num_ranks, lengths_of, window_size)
-    return by_length(size, rank, num_ranks, lengths_of, window_size)
+        return by_packing(size, pack, rank, num_ranks, lengths=lengths_of, window_size=window_size)
+    return by_length(size, rank, num_ranks, lengths=lengths_of, window_size=window_size)
 
 
 def _is_map_style(dataset: Any) -> bool:

@@ -91,8 +91,8 @@ def iterate(
     resumed, empty_passes, flatten = position is not None, 0, Flattener()
     while (steps is None or count < steps) and (last_epoch is None or epoch < last_epoch):
         count_before_pass = count
-        for drawn in batches:
-            batch = _to_device(as_tree(drawn), device, flatten)
+        for host_batch in batches:
+            batch = _to_device(as_tree(host_batch), device, flatten)
             state, metrics = step(state, batch)
             count, index = count + 1, index + 1
             try:

@@ -75,12 +75,12 @@ def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         The same with numbers, or nested lists of numbers, in place of tensors.
     """
     read = [{name: m.value if isinstance(m, Mean) else m for name, m in row.items()} for row in rows]
-    alike: dict[tuple[Any, ...], list[tuple[int, str, Tensor]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[int, str, Tensor]]] = {}
     for index, row in enumerate(read):
         for name, value in row.items():
             if isinstance(value, Tensor):
-                alike.setdefault((value.dtype, value.device, value.shape), []).append((index, name, value))
-    for tensors in alike.values():
+                groups.setdefault((value.dtype, value.device, value.shape), []).append((index, name, value))
+    for tensors in groups.values():
         values = torch.stack([tensor for _, _, tensor in tensors]).tolist()
         for (index, name, _), value in zip(tensors, values, strict=True):
             read[index][name] = float(value) if isinstance(value, bool) else value
