@@ -97,7 +97,7 @@ class Checkpoints:
             raise OptionError(f"Checkpoints: mode is {mode!r}; choices are {', '.join(MODES)}")
         self.directory, self.every, self.keep = Path(directory), every, keep
         self.best, self.mode, self.async_, self.texts = best, mode, async_, dict(texts or {})
-        self.begun = False
+        self.was_used = False
         """Whether a run used the directory before this context, even if it saved nothing."""
         self._lock: files.Lock | None = None
         self._run = ""
@@ -119,7 +119,7 @@ class Checkpoints:
         try:
             with _error_names(self.directory):
                 files.make_directories(self.directory)
-                self.begun = files.exists(self.directory / LOCK)
+                self.was_used = files.exists(self.directory / LOCK)
                 self._lock = files.lock(self.directory / LOCK, holder)
                 if not self._lock.excludes:
                     warnings.warn(

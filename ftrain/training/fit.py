@@ -109,9 +109,7 @@ def fit(
         Exception: whatever a step, the data or a logger raises. Every error has what was trained until then, as `fit`
             returns it, in its ``result``, unless it has another ``result``. With checkpoints, the newest state is
             saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised. After an error in a step or
-            in the data it is not, because the state may be overwritten in part, or the position in the data lost. An
-            error that is a frozen dataclass and raised by a loss is the ``__context__`` of a FrozenInstanceError,
-            because `contextlib` sets the traceback of errors that pass through it.
+            in the data it is not, because the state may be overwritten in part, or the position in the data lost.
     """
     _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
     _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)

@@ -124,12 +124,12 @@ class RunCheckpoints:
         refill = donate and isinstance(state, TrainState) and is_donatable(state)
         checkpoint = self._checkpoints.latest({"state": state}, on_host=refill, accept=_require_history)
         if checkpoint is not None:
-            warn_of_environment(checkpoint, device_of(state))
+            _warn_of_environment(checkpoint, device_of(state))
             return self._resume_point(checkpoint, state, refill=refill)
         if self._resume == "must":
             raise CheckpointError(f"fit: there is no checkpoint in {directory}, and resume='must'")
         # A run that was killed before its first save may have logged steps, which are made again.
-        return begin._replace(logged=(step + 1, 0)) if self._checkpoints.begun else begin
+        return begin._replace(logged=(step + 1, 0)) if self._checkpoints.was_used else begin
 
     def reload(self, state: TrainState, step: int) -> ResumePoint:
         """Return where to go on after a step has failed that had begun to overwrite its state.
@@ -257,7 +257,7 @@ def _copy_into(leaf: Any, value: Any) -> Any:
     return leaf.copy_(value) if leaf.stride() == value.stride() else value.to(leaf.device)
 
 
-def warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> None:
+def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> None:
     """Warn when a checkpoint was written with other versions, threads or hardware, which may change the last bits."""
     differences = [
         f"{name}: {checkpoint.environment.get(name)}, now {value}"
