@@ -448,7 +448,8 @@ def test_a_history_prints_as_a_short_table():
     assert lines[2].split()[0] == "1"
     assert lines[-1].split() == ["3", "0.5"]
     assert len(lines) == 6
-    many = type(history)({"step": i, "loss": 1 / (i + 1), "each": [0.1] * 1000} for i in range(100_000))
+    each = [0.1] * 1000
+    many = type(history)({"step": i, "loss": 1 / (i + 1), "each": each} for i in range(100_000))
     text = repr(many)
     assert text.startswith("History of 100,000 records\n step")
     assert "\n...\n" in text

@@ -155,20 +155,33 @@ def operations(step, index, **options):
     return mode.seen
 
 
-ACCUMULATED = (ft.accumulate(3),)
-FULL = ft.accumulate(2), ft.clip(1.0), ft.ema(0.9)
+STRIDE = 5
+"""One of so many operations is tried, and the last; another one in each case, so that all are tried in some case."""
+
+strides = pytest.mark.parametrize("stride", [STRIDE, pytest.param(1, marks=pytest.mark.exhaustive)])
 
 
-@pytest.mark.parametrize(
-    ("stack", "after"),
-    [((), False), ((), True), ((ft.skip_nonfinite(3),), True), (ACCUMULATED, False), (FULL, True)],
-    ids=["before", "after", "guarded", "accumulate", "full"],
-)
-def test_out_of_memory_at_every_operation(stack, after):
+def every(count, stride, offset=0):
+    return sorted({*range(offset % stride, count, stride), count - 1})
+
+
+STACKS = {
+    "before": ((), False),
+    "after": ((), True),
+    "guarded": ((ft.skip_nonfinite(3),), True),
+    "accumulate": ((ft.accumulate(3),), False),
+    "full": ((ft.accumulate(2), ft.clip(1.0), ft.ema(0.9)), True),
+}
+
+
+@strides
+@pytest.mark.parametrize("name", STACKS)
+def test_out_of_memory_at_every_operation(name, stride):
+    stack, after = STACKS[name]
     # Draws are many operations, which were seen where they are by themselves.
-    step, data = make(*stack, loss=still if stack in (ACCUMULATED, FULL) else loss), batches(2)
+    step, data = make(*stack, loss=still if name in ("accumulate", "full") else loss), batches(2)
     needed = by_hand(step, data, 1)
-    for at in range(operations(step, 1, donate=False)):
+    for at in every(operations(step, 1, donate=False), stride, list(STACKS).index(name)):
         with scarce(1, at, after=after) as mode:
             state, history = fit(step, data, donate=False)
         assert mode.left == 0
@@ -177,12 +190,13 @@ def test_out_of_memory_at_every_operation(stack, after):
         assert history["step"] == [1, 2]
 
 
+@strides
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_donated_state_is_kept_or_taken_from_the_checkpoint(after, tmp_path):
+def test_a_donated_state_is_kept_or_taken_from_the_checkpoint(after, stride, tmp_path):
     step, data = make(ft.clip(1.0)), batches(2)
     needed = by_hand(step, data, 1)
     spoilt = []
-    for at in range(operations(step, 1)):
+    for at in every(operations(step, 1), stride, 2 * after):
         with scarce(1, at, after=after):
             try:
                 assert_bitwise(fit(step, data).state, needed)
@@ -208,7 +222,7 @@ def test_a_step_that_may_be_refused_overwrites_nothing(more):
     step, data = make(ft.skip_nonfinite(3), *more, loss=still), batches(2)
     needed = by_hand(step, data, 1)
     # The last one of them: what the update makes is there, and the counters are not.
-    for at in range(operations(step, 1))[-25:]:
+    for at in range(operations(step, 1))[-25::2]:
         with scarce(1, at, after=True) as mode:
             assert_bitwise(fit(step, data).state, needed)
         assert mode.left == 0
@@ -221,17 +235,19 @@ def test_without_the_checkpoint_it_would_go_on_wrong(monkeypatch):
     )
     step, data = make(), batches(2)
     needed, wrong = by_hand(step, data, 1), 0
-    for at in range(operations(step, 1)):
+    # The last ones, which write.
+    for at in range(operations(step, 1))[-10:]:
         with scarce(1, at, after=True):
             state, _ = fit(step, data)
         wrong += any(not torch.equal(a, b) for a, b in zip(*map(ft.tree.leaves, (state, needed)), strict=True))
     assert wrong
 
 
+@strides
 @pytest.mark.parametrize(
     ("donate", "after"), [(False, False), (False, True), (True, True)], ids=["before", "after", "donated"]
 )
-def test_out_of_memory_at_every_operation_of_a_compiled_step(donate, after, tmp_path, monkeypatch):
+def test_out_of_memory_at_every_operation_of_a_compiled_step(donate, after, stride, tmp_path, monkeypatch):
     """Run operation by operation, so that it can run out between them; captured once in so many pieces."""
     step, data = make(ft.compiled(lowering="whole", backend="eager"), loss=still), batches(2)
     # The phase is of no use in a graph, and a new one would be a new step.
@@ -242,7 +258,7 @@ def test_out_of_memory_at_every_operation_of_a_compiled_step(donate, after, tmp_
     needed = [by_hand(step, data, 0), by_hand(step, data, 1)]
     count = operations(step, 1, donate=donate)
     # The first one leaves a copy of a state that it may have begun to write over, and the second one does not.
-    for index, at in itertools.product((0, 1), range(count)):
+    for index, at in [(index, at) for index in (0, 1) for at in every(count, stride, 3 * index + after + donate)]:
         there = ft.Checkpoints(tmp_path / f"{index}-{at}", every=1, async_=False) if donate and index else None
         with scarce(index, at, after=after) as mode:
             state, history = fit(step, data, donate=donate, checkpoints=there)
