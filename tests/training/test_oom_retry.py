@@ -1,7 +1,6 @@
 """Running out of memory: at whatever operation, the update is that of the same batch in pieces."""
 
 import errno
-import itertools
 import math
 import re
 import types
@@ -125,8 +124,8 @@ def fit(step, data, **options):
     return ft.fit(step, options.pop("state", None) or step.init(params()), data, **options)
 
 
-def by_hand(step, data, split_at, pieces=2):
-    state, split = step.init(params()), split_step(step, pieces)
+def by_hand(step, data, split_at, split=None):
+    state, split = step.init(params()), split or split_step(step, 2)
     for index, batch in enumerate(data):
         state, _ = (split if index >= split_at else step)(state, batch)
     return state
@@ -243,6 +242,16 @@ def test_without_the_checkpoint_it_would_go_on_wrong(monkeypatch):
     assert wrong
 
 
+def compiled_once(step, monkeypatch):
+    """Return a step in two pieces, which all runs of a test take where they split in two."""
+    # The phase is of no use in a graph, and a new one would be a new step.
+    split = split_step(step, 2)
+    monkeypatch.setattr(
+        "ftrain.training.oom_retry.split_step", lambda whole, pieces, writes: split if pieces == 2 else whole
+    )
+    return split
+
+
 @strides
 @pytest.mark.parametrize(
     ("donate", "after"), [(False, False), (False, True), (True, True)], ids=["before", "after", "donated"]
@@ -250,12 +259,8 @@ def test_without_the_checkpoint_it_would_go_on_wrong(monkeypatch):
 def test_out_of_memory_at_every_operation_of_a_compiled_step(donate, after, stride, tmp_path, monkeypatch):
     """Run operation by operation, so that it can run out between them; captured once in so many pieces."""
     step, data = make(ft.compiled(lowering="whole", backend="eager"), loss=still), batches(2)
-    # The phase is of no use in a graph, and a new one would be a new step.
-    split = split_step(step.donating if donate else step, 2)
-    monkeypatch.setattr(
-        "ftrain.training.oom_retry.split_step", lambda whole, pieces, writes: split if pieces == 2 else whole
-    )
-    needed = [by_hand(step, data, 0), by_hand(step, data, 1)]
+    split = compiled_once(step.donating if donate else step, monkeypatch)
+    needed = [by_hand(step, data, index, None if donate else split) for index in (0, 1)]
     count = operations(step, 1, donate=donate)
     # The first one leaves a copy of a state that it may have begun to write over, and the second one does not.
     for index, at in [(index, at) for index in (0, 1) for at in every(count, stride, 3 * index + after + donate)]:
@@ -267,12 +272,12 @@ def test_out_of_memory_at_every_operation_of_a_compiled_step(donate, after, stri
         assert splits(history) == {index + 1: 2}
 
 
-@pytest.mark.parametrize("lowering", ["whole", "split"])
-def test_compiled(lowering, tmp_path):
-    step, data = make(ft.compiled(backend="aot_eager", lowering=lowering)), batches(2)
-    first, second = by_hand(step, data, 0), by_hand(step, data, 1)
-    # To compile for every operation would take minutes: the last one of a first step, when its state is written, and
-    # one in the middle of a second, of which there is no copy any more.
+def test_out_of_memory_in_a_step_of_which_gradient_and_update_are_compiled_apart(tmp_path, monkeypatch):
+    step, data = make(ft.compiled(backend="eager", lowering="split"), loss=still), batches(2)
+    split = compiled_once(step, monkeypatch)
+    first, second = by_hand(step, data, 0, split), by_hand(step, data, 1, split)
+    # The last operation of a first step, when its state is written, and one in the middle of a second, of which there
+    # is no copy any more.
     count = operations(step, 0)
     with scarce(0, count - 1, after=True) as mode:
         state, history = fit(step, data)
@@ -321,16 +326,20 @@ def captures():
 
 
 @pytest.mark.parametrize(
-    ("backend", "criterion", "lengths"),
-    [("eager", weighted, (12, 5, 1)), ("eager", unweighted, (12, 5)), ("inductor", weighted, (5,))],
+    ("backend", "criterion", "cuts"),
+    [
+        ("eager", weighted, [(12, 2), (12, 4), (5, 4), (1, 2)]),
+        ("eager", unweighted, [(5, 4)]),
+        ("inductor", weighted, [(5, 2)]),
+    ],
 )
-def test_pieces_of_a_compiled_step_are_one_graph_in_a_loop(backend, criterion, lengths):
+def test_pieces_of_a_compiled_step_are_one_graph_in_a_loop(backend, criterion, cuts):
     torch.manual_seed(0)
     loss = ft.from_module(Dropping().double(), criterion)
     wrappers = ft.clip(0.1), ft.ema(0.9), ft.compiled(lowering="whole", backend=backend)
     step = ft.compose(ft.train_step(loss, ft.optim.adamw(0.1)), *wrappers)
     sizes = {}
-    for length, pieces in itertools.product(lengths, (2, 4) if backend == "eager" else (2,)):
+    for length, pieces in cuts:
         state, (batch,) = step.init(seed=1), batches(1, length)
         needed, metrics = step(state, batch)
         with captures() as sizes[length, pieces]:
