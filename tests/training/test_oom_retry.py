@@ -263,7 +263,8 @@ def test_out_of_memory_at_every_operation_of_a_compiled_step(donate, after, stri
     needed = [by_hand(step, data, index, None if donate else split) for index in (0, 1)]
     count = operations(step, 1, donate=donate)
     # The first one leaves a copy of a state that it may have begun to write over, and the second one does not.
-    for index, at in [(index, at) for index in (0, 1) for at in every(count, stride, 3 * index + after + donate)]:
+    chosen = {index: every(count, stride, 3 * index + after + donate) for index in (0, 1)}
+    for index, at in [(index, at) for index, numbers in chosen.items() for at in numbers]:
         there = ft.Checkpoints(tmp_path / f"{index}-{at}", every=1, async_=False) if donate and index else None
         with scarce(index, at, after=after) as mode:
             state, history = fit(step, data, donate=donate, checkpoints=there)
