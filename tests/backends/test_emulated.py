@@ -95,7 +95,7 @@ def test_a_record_that_says_nothing_emulates_nothing():
 # with_amp("auto")
 
 
-@pytest.mark.parametrize("more", [(), (ft.compiled(backend="aot_eager", lowering="whole"),)], ids=["", "whole"])
+@pytest.mark.parametrize("more", [(), (ft.compiled(backend="eager", lowering="whole"),)], ids=["", "whole"])
 @pytest.mark.parametrize(("emulated", "same"), [((BF16, FP16), ()), ((FP16,), ("bf16",)), ((BF16,), ())], ids=str)
 def test_auto_is_bf16_where_that_is_native_and_else_nothing(emulated, same, more, emulating):
     """Never fp16: the structure of the state does not depend on the device."""
@@ -129,7 +129,7 @@ def test_a_split_step_is_compiled_with_what_auto_took(emulating):
     for emulated, same in ((BF16,), []), ((), [ft.with_amp("bf16")]):
         record, ends = emulating(*emulated), []
         for wrappers in ([ft.with_amp("auto")], same):
-            step = make(squares, *wrappers, ft.compiled(backend="aot_eager", lowering="split"))
+            step = make(squares, *wrappers, ft.compiled(backend="eager", lowering="split"))
             state = step.init(params())
             vars(state)["_origin"] = step._origin  # checked already, so that nothing but the loss is run
             ft.backends.register(dataclasses.replace(record, emulated_dtypes=lambda: 1 / 0))

@@ -334,7 +334,7 @@ def without_float64_compiled_steps_get_their_rates(name, module):
         }
         optimizer = ft.optim.partition(rates, lambda path, leaf: path.split(".")[0])
         step = ft.train_step(ft.from_module(Net(), criterion), optimizer)
-        step = ft.compose(step, ft.clip(1.0), ft.skip_nonfinite(), ft.ema(0.9), ft.compiled(donate=True, **options))
+        step = ft.compose(step, ft.compiled(donate=True, **options))
         state, history = ft.fit(step, step.init(device=device), batches(), progress=False)
         assert "whole" in repr(step), repr(step)
         return state, history
@@ -352,13 +352,15 @@ def without_float64_compiled_steps_get_their_rates(name, module):
 
 @check
 def without_float64_a_split_step_and_mixed_precision_train(name, module):
-    for wrappers in (
-        (ft.compiled(lowering="split"),),
-        (ft.with_amp("fp16", watch=True), ft.accumulate(2)),
-        (ft.with_amp("bf16"), ft.remat(blocks=["up"])),
+    torch.manual_seed(0)
+    # As few wrappers as there can be, for compiling them takes long.
+    bare = ft.train_step(ft.from_module(Net(), criterion), ft.optim.adamw(ft.schedules.warmup_cosine(1e-2, 3, 30)))
+    for step in (
+        ft.compose(bare, ft.compiled(lowering="split")),
+        make(ft.with_amp("fp16", watch=True), ft.accumulate(2)),
+        make(ft.with_amp("bf16"), ft.remat(blocks=["up"])),
     ):
         with without_float64(name, module):
-            step = make(*wrappers)
             state, history = ft.fit(step, step.init(device=name), batches(), progress=False)
         near(history["loss"], plain("cpu")[1], rtol=0.3, atol=0.1)
         assert away(state) == {name}
@@ -373,7 +375,7 @@ def without_float64_an_evaluation_is_as_exact(name, module):
     def loss(params, batch):
         return ft.Mean((params["w"] * batch["x"]).sum(), batch["n"]), {"plain": batch["x"].mean()}
 
-    data = [{"x": torch.full((3,), value), "n": torch.tensor(3.0)} for value in (2.0**24, *[0.3] * 400, 1e-3, -7.7)]
+    data = [{"x": torch.full((3,), value), "n": torch.tensor(3.0)} for value in (2.0**24, *[0.3] * 40, 1e-3, -0.77)]
     found = {}
     for device in ("cpu", name):
         state = ft.train_step(loss, ft.optim.sgd(0.1)).init({"w": torch.ones(3)}, device=device)
@@ -383,7 +385,7 @@ def without_float64_an_evaluation_is_as_exact(name, module):
             if device == name:
                 narrow = ft.evaluate(ft.eval_step(loss), state, data[1:], dtype="bf16", on_oom="split")
     exact = float(torch.stack([each["x"][0] for each in data]).double().mean())
-    assert abs(narrow["loss"] - 0.28) < 0.01, narrow
+    assert abs(narrow["loss"] - 0.27) < 0.01, narrow
     for label in ("loss", "plain"):
         assert abs(found[name][label] - found["cpu"][label]) <= 1e-12 * abs(found["cpu"][label]), found
     return abs(found[name]["loss"] - exact) <= 1e-12 * exact

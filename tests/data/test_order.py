@@ -75,7 +75,9 @@ def deviations(counts, each):
     return (((counts - each) ** 2 / each).sum() - degrees) / (2 * degrees) ** 0.5
 
 
-@pytest.mark.parametrize(("size", "each"), [(2, 120), (3, 120), (4, 60), (5, 100), (6, 8), (7, 1)])
+@pytest.mark.parametrize(
+    ("size", "each"), [(2, 120), (3, 120), (4, 40), (5, 20), pytest.param(6, 8, marks=pytest.mark.exhaustive)]
+)
 def test_all_permutations_are_equally_likely(size, each):
     orders = list(itertools.permutations(range(size)))
     counts = Counter(

@@ -72,8 +72,7 @@ def test_whole_names_the_line_that_asks_for_a_value(loss):
     assert_bitwise(state, kept)
 
 
-@asking
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(("loss", "donate"), [(by_item, True), *((loss, False) for loss in ASKING)])
 def test_auto_falls_back_with_one_line_and_the_right_numbers(loss, donate, caplog):
     step = make(loss, ft.compiled(backend="eager", donate=donate))
     eager = make(loss)
