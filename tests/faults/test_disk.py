@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import resource
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -126,9 +127,10 @@ def check(directory, told, mode):
 def fails(tries, fast, mode, error, numbers, **how):
     """Let calls fail, each in a run of its own; return how many did, and in how many runs there was an error."""
     failed = named = 0
+    template = prepared(fast / "template")
     for number in numbers:
         with tries.one(number):
-            directory = prepared(fast / f"{mode}-{number}")
+            directory = shutil.copytree(template, fast / f"{mode}-{number}")
             before, told = descriptors(), Refused()
             proxy = Failing(number, error, **how)
             run(directory, proxy, mode, told)

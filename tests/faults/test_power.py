@@ -30,7 +30,7 @@ from tests.faults.saves import (
 
 __all__ = ["fast"]
 
-MOST = times(512, 12)
+MOST = times(512, 4)
 PINNED = 2
 
 
