@@ -78,7 +78,7 @@ def losses_and_gradients(
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             # Infinite or NaN values of an ignored row must not reach the sums over rows: 0 x NaN is NaN.
-            part = hidden[rows].to(dtype).masked_fill(~targets.kept[rows, None], 0)
+            part = hidden[rows].to(dtype).masked_fill(~targets.not_ignored[rows, None], 0)
             logits = _logits(part, narrow, bias, memory[: len(part)])
             total += _turn_into_gradient(logits, targets[rows])
             _add_products(grads, rows, logits, part, narrow)
@@ -121,7 +121,7 @@ class _Targets:
     """The coefficients of each row: its gradient is ``slope p - peak onehot(label) - floor spread``."""
 
     labels: Tensor
-    kept: Tensor
+    not_ignored: Tensor
     slope: Tensor
     peak: Tensor
     floor: Tensor
@@ -132,16 +132,16 @@ class _Targets:
         cls, labels: Tensor, weight: Tensor | None, ignored: int, smoothing: float, *, classes: int, dtype: torch.dtype
     ) -> _Targets:
         """Compute them from labels and class weights; `spread` is None without smoothing."""
-        kept = labels != ignored
-        labels = labels.masked_fill(~kept, 0)
+        not_ignored = labels != ignored
+        labels = labels.masked_fill(~not_ignored, 0)
         weight = labels.new_ones(classes, dtype=dtype) if weight is None else weight.to(dtype)
-        peak = torch.where(kept, (1.0 - smoothing) * weight[labels], 0.0)
-        floor = kept.to(dtype) * (smoothing / classes)
-        return cls(labels, kept, peak + floor * weight.sum(), peak, floor, weight if smoothing else None)
+        peak = torch.where(not_ignored, (1.0 - smoothing) * weight[labels], 0.0)
+        floor = not_ignored.to(dtype) * (smoothing / classes)
+        return cls(labels, not_ignored, peak + floor * weight.sum(), peak, floor, weight if smoothing else None)
 
     def __getitem__(self, rows: slice) -> _Targets:
         return _Targets(
-            self.labels[rows], self.kept[rows], self.slope[rows], self.peak[rows], self.floor[rows], self.spread
+            self.labels[rows], self.not_ignored[rows], self.slope[rows], self.peak[rows], self.floor[rows], self.spread
         )
 
 
@@ -163,7 +163,7 @@ def _turn_into_gradient(logits: Tensor, targets: _Targets) -> Tensor:
     losses = targets.slope * odds.log() - targets.peak * at_label
     if mean is not None:
         losses -= targets.floor * mean
-    total = torch.where(targets.kept, losses, 0.0).sum()
+    total = torch.where(targets.not_ignored, losses, 0.0).sum()
     logits *= (targets.slope / odds)[:, None]
     if targets.spread is not None:
         logits.addr_(targets.floor, targets.spread, alpha=-1)

@@ -22,7 +22,7 @@ def weight_of_labels(labels: Tensor, ignore_index: int, weight: Tensor | None, d
 
 
 def require_classes(function: str, logits: Tensor, labels: Tensor) -> None:
-    """Check logits, floating point (..., classes), and labels, integers (...); raises a LossError for others."""
+    """Check logits, floating point (..., classes), and labels, integers (...). Raises a LossError for others."""
     require_floating(function, "logits", logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise LossError(
@@ -38,7 +38,7 @@ def require_classes(function: str, logits: Tensor, labels: Tensor) -> None:
 
 
 def require_indices(function: str, labels: Tensor) -> None:
-    """Check that labels are integers; raises a LossError if not."""
+    """Check that labels are integers. Raises a LossError if not."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise LossError(
             f"{function}: labels are {kind(labels)}; they must be integer class indices. "
@@ -47,19 +47,19 @@ def require_indices(function: str, labels: Tensor) -> None:
 
 
 def require_floating(function: str, name: str, value: Tensor) -> None:
-    """Check that a tensor has a floating-point dtype; raises a LossError if not."""
+    """Check that a tensor has a floating-point dtype. Raises a LossError if not."""
     if not value.is_floating_point():
         raise LossError(f"{function}: {name} are {kind(value)}; they must be floating point.")
 
 
 def require_smoothing(function: str, label_smoothing: float) -> None:
-    """Check that the label smoothing is in [0, 1]; raises a LossError if not."""
+    """Check that the label smoothing is in [0, 1]. Raises a LossError if not."""
     if not 0.0 <= label_smoothing <= 1.0:
         raise LossError(f"{function}: label_smoothing is {label_smoothing}; it must be in [0, 1].")
 
 
 def require_class_weight(function: str, name: str, weight: Tensor, classes: int) -> None:
-    """Check that class weights are floating point of shape (classes,); raises a LossError if not."""
+    """Check that class weights are floating point of shape (classes,). Raises a LossError if not."""
     if not weight.is_floating_point() or weight.shape != (classes,):
         raise LossError(
             f"{function}: {name} is {kind(weight)}; it must be floating point, one for each class, "

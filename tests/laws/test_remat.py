@@ -231,7 +231,7 @@ def test_a_block_that_writes_over_what_it_is_given_is_no_silent_error(how):
     plain = ft.train_step(ft.from_module(Writing(), loss), ft.optim.sgd(0.1))
     step, batch = ft.remat(blocks=[Writing])(plain), torch.ones(2, WIDTH)
     plain(plain.init(), batch)
-    with pytest.raises(LossError, match="remat: a tensor that a block was given was changed in place"):
+    with pytest.raises(LossError, match="remat: a tensor among the arguments of a block was changed in place"):
         step(step.init(), batch)
 
 

@@ -16,14 +16,14 @@ from ftrain.optim.schedules.call import Check, describe
 
 
 def number(function: str, argument: str, value: object, needed: str = "a finite number") -> float:
-    """Return a finite number as a float; raises for anything else, tensors and booleans included."""
+    """Return a finite number as a float. Raises for anything else, tensors and booleans included."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise OptionError(f"{function}: {argument} is {value!r}; it must be {needed}.")
     return float(value)
 
 
 def positive(function: str, argument: str, value: object, most: float = math.inf) -> float:
-    """Return a number in (0, `most`] as a float; raises for anything else."""
+    """Return a number in (0, `most`] as a float. Raises for anything else."""
     checked = number(function, argument, value)
     if not 0 < checked <= most:
         needed = "greater than 0" if checked <= 0 else f"at most {describe(most)}"
@@ -32,7 +32,7 @@ def positive(function: str, argument: str, value: object, most: float = math.inf
 
 
 def count(function: str, argument: str, value: object, least: int = 0) -> int:
-    """Return an integer of at least `least` as an int; raises for anything else."""
+    """Return an integer of at least `least` as an int. Raises for anything else."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise OptionError(f"{function}: {argument} is {value!r}; it must be an integer of at least {least}.")
     return int(value)
@@ -42,14 +42,14 @@ count_from_1 = partial(count, least=1)
 
 
 def flag(function: str, argument: str, value: object) -> bool:
-    """Return a bool; raises for anything else."""
+    """Return a bool. Raises for anything else."""
     if not isinstance(value, bool):
         raise OptionError(f"{function}: {argument} is {value!r}; it must be True or False.")
     return value
 
 
 def one_of(choices: Collection[str]) -> Check:
-    """Return a check for one of these names, which raises for anything else."""
+    """Return a check for one of these names. Raises, when it is called, for anything else."""
 
     def check(function: str, argument: str, value: object) -> str:
         if not isinstance(value, str) or value not in choices:
@@ -65,6 +65,6 @@ def optional(check: Check) -> Check:
 
 
 def require_sorted(function: str, argument: str, steps: Sequence[int]) -> None:
-    """Check that steps do not decrease; raises when they do."""
+    """Check that steps do not decrease. Raises when they do."""
     if any(later < earlier for earlier, later in pairwise(steps)):
         raise OptionError(f"{function}: {argument} is {list(steps)}; it must be sorted, smallest first.")

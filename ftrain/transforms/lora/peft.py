@@ -280,17 +280,17 @@ def _named(directory: Path, content: TensorsAndConfig) -> tuple[dict[str, Tensor
     return named, bases
 
 
-def _differences(found: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> list[str]:
-    missing = [f"{name}: missing, needs {tree.describe(needed[name])}" for name in needed if name not in found]
+def _differences(named: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> list[str]:
+    missing = [f"{name}: missing, needs {tree.describe(needed[name])}" for name in needed if name not in named]
     hint = "; it trained beside the adapters: name it in trainable="
     extra = [
-        f"{name}: unexpected {tree.describe(found[name])}{'' if '.lora_' in name else hint}"
-        for name in sorted(found.keys() - needed.keys())
+        f"{name}: unexpected {tree.describe(named[name])}{'' if '.lora_' in name else hint}"
+        for name in sorted(named.keys() - needed.keys())
     ]
     shapes = [
-        f"{name}: found {list(found[name].shape)}, needs {list(needed[name].shape)}"
+        f"{name}: found {list(named[name].shape)}, needs {list(needed[name].shape)}"
         for name in needed
-        if name in found and found[name].shape != needed[name].shape
+        if name in named and named[name].shape != needed[name].shape
     ]
     return missing + extra + shapes
 

@@ -137,7 +137,7 @@ class _Recomputed:
         except RuntimeError as error:
             if WRITTEN not in str(error):
                 raise
-            raise LossError(f"remat: a tensor that a block was given {CHANGED}") from error
+            raise LossError(f"remat: a tensor among the arguments of a block {CHANGED}") from error
         leaves = [tensors[leaf.name] if isinstance(leaf, _Argument) else leaf for leaf in self._leaves]
         return tree.unflatten(self._spec, leaves)
 

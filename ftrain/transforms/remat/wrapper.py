@@ -33,36 +33,35 @@ Context: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 @wrapper
 def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float | None = None) -> Wrapper:
-    """Keep only the inputs of each block for the backward pass, and compute its inside again there.
+    """Keep only the inputs of each block for the backward pass, and recompute its activations there.
 
-    Gradients are the same to the bit, dropout included, and buffers advance once (Chen et al. 2016,
-    arXiv:1604.06174). Blocks are the given ones, else the repeated children of the module's
-    `ModuleList` and `Sequential`; in a pure function, those marked by `ft.block`. Blocks within a block are
-    recomputed one by one while it is: less memory at once, and one more forward pass for them. Models of
-    transformers that fill a cache of keys and values (``config.use_cache``) run without it, which one log line says.
+    Gradients are the same to the bit, dropout included, and buffers advance once (Chen et al. 2016, arXiv:1604.06174).
+    By default blocks are the repeated children of the module's `ModuleList` and `Sequential`; in a pure function, those
+    marked by `ft.block`. Blocks inside a block are recomputed one by one when it is: this takes less memory at once,
+    and one more forward pass of them. Models of transformers that fill a cache of keys and values
+    (``config.use_cache``) run without it, which the log says once.
 
     Args:
-        policy: what to keep of the inside. ``"full"`` recomputes everything, ``"dots"`` keeps matrix products,
-            convolutions and attention, ``"attention"`` keeps attention where it is one operation (a fused
-            kernel of `scaled_dot_product_attention`), ``"none"`` recomputes nothing. A function
-            ``(op, *args, **kwargs) -> bool`` decides for each call of an operation of aten, such as
-            ``torch.ops.aten.mm.default``, whether to keep what it returns; views, casts, random numbers and what
-            writes in place are made again whatever it says.
+        policy: what to keep of the activations. ``"full"`` recomputes everything, ``"dots"`` keeps matrix products,
+            convolutions and attention, ``"attention"`` keeps attention where it is one operation (a fused kernel of
+            `scaled_dot_product_attention`), ``"none"`` recomputes nothing. A function ``(op, *args, **kwargs) -> bool``
+            decides for each call of an operation, such as ``torch.ops.aten.mm.default``, whether to keep its result;
+            views, casts, random numbers and in-place operations are always recomputed.
         blocks: types of modules or their dotted names, or a mapping from these to policies, or a function
-            ``(name, module)`` that returns a policy, and for what is no block None.
-        budget: a share in [0, 1] of what the blocks keep beside their inputs without this wrapper: each block gets
-            the policy ``"full"``, ``"dots"`` or ``"none"``, so that what is kept lies within the share and the
-            least is done again, by an estimate of products, of memory moved, and of what policies cost the host. Blocks
-            are sized when the loss first meets a batch of a shape, on tensors without memory; blocks within a block
-            belong to it. Split-compiled steps keep to the same choice: the partitioner of `torch.compile` with a budget
-            of its own draws dropout anew.
+            ``(name, module)`` that returns a policy, or None for what is not a block.
+        budget: a share in [0, 1] of what the blocks would keep, beside their inputs, without this wrapper. Each block
+            gets the policy ``"full"``, ``"dots"`` or ``"none"``, so that what is kept is within the share and the least
+            is recomputed, by an estimate of products, of memory moved, and of what policies cost the host. Blocks are
+            measured on fake tensors when the loss first gets a batch of a shape; blocks inside a block are part of it.
+            Split-compiled steps use the same choice: the partitioner of `torch.compile`, which has a budget too, would
+            draw dropout again.
 
     Raises:
         OptionError: for an unknown policy, a budget outside of [0, 1] or beside policies, or when there is no
             such block.
-        ComposeError: when a pure loss ran without meeting a function marked by `ft.block`.
-        LossError: from the step, when what a block was given or keeps was overwritten before the block was computed
-            again, or when the block did not do the same then.
+        ComposeError: when a pure loss ran without calling a function marked by `ft.block`.
+        LossError: from the step, when an argument of a block or a tensor that it keeps was overwritten before the block
+            was recomputed, or when the block did not do the same then.
         TraceError: from the step, when with a budget the loss asks for the value of a tensor, or takes a gradient.
     """
     if isinstance(policy, list | tuple | Mapping | type):

@@ -249,7 +249,7 @@ def test_arguments_that_were_written_over_are_an_error():
     x = leaf() * 1
     value = twice(catching)(x, leaf())
     x.add_(1)
-    with pytest.raises(LossError, match="a tensor that a block was given was changed in place"):
+    with pytest.raises(LossError, match="a tensor among the arguments of a block was changed in place"):
         value.sum().backward()
 
 
