@@ -94,9 +94,10 @@ def test_compiled_whole_with_remat():
 
 
 def test_inductor():
-    """Which draws what stock modules ask for by an operation of its own."""
+    """Which draws what stock modules ask for by an operation of its own, in a rematerialisation too."""
     whole = ft.compiled(lowering="whole")
-    assert_same(factors(revealing(stock), whole, pieces=2), factors(revealing(stock), whole))
+    pieces = factors(revealing(stock, block=ft.block), ft.remat(), whole, pieces=2)
+    assert_same(pieces, factors(revealing(stock), whole))
 
 
 @pytest.mark.parametrize("cut", ["accumulate 2", "split 5"])
