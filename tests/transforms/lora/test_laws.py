@@ -27,7 +27,10 @@ RANK, ALPHA = 3, 7.0
 KINDS = {"lora": {}, "dora": {"dora": True, "rslora": True, "dropout": 0.2}}
 PAIRS = [(name,) for name in registry.NAMES]
 NAMES = [(), *PAIRS, *STACKS]
-stacks = pytest.mark.parametrize("names", NAMES, ids=lambda names: "+".join(names) or "plain")
+
+
+def label(names):
+    return "+".join(names) or "plain"
 
 
 def lora(**options):
@@ -71,7 +74,7 @@ def test_where_it_stands_makes_no_difference(names):
         assert_equal(train(build(names, place, **KINDS["dora"])[1]), first)
 
 
-@stacks
+@pytest.mark.parametrize("names", choose(NAMES, [(), ("remat",), ("sam",), *STACKS[:2]]), ids=label)
 def test_a_step_is_pure_and_donation_changes_no_bit(names):
     _, step = build(names, len(names), **KINDS["dora"])
     state, _ = train(step, 1)
@@ -85,7 +88,7 @@ def test_a_step_is_pure_and_donation_changes_no_bit(names):
 @pytest.mark.parametrize(
     "names",
     choose(NAMES[: -len(STACKS) + 1], [(), ("remat",), STACKS[0]]),
-    ids=lambda names: "+".join(names) or "plain",
+    ids=label,
 )
 def test_captured_is_eager(names):
     # Stock dropout draws other bits in a graph; that of the model here is counter-based.
