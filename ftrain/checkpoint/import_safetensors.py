@@ -18,7 +18,7 @@ from ftrain.checkpoint.saving import new_directory, write_tensors
 from ftrain.checkpoint.treedef import printable
 from ftrain.errors import CheckpointError
 
-LARGEST_TEXT, LARGEST_TENSORS = 2**24, 2**37
+MAX_TEXT_BYTES, MAX_TENSOR_BYTES = 2**24, 2**37
 """The most bytes of a file that is read."""
 DIGESTS = "ftrain_digests.json"
 """The file of digests, which other libraries ignore."""
@@ -72,7 +72,7 @@ def read_safetensors(path: Path, names: tuple[str, str]) -> TensorsAndConfig:
         if name not in present:
             raise CheckpointError(f"{path}: there is no {name}, but {printable(', '.join(present)) or 'nothing'}")
     try:
-        data, text = files.read(path / names[0], LARGEST_TENSORS), files.read(path / names[1], LARGEST_TEXT)
+        data, text = files.read(path / names[0], MAX_TENSOR_BYTES), files.read(path / names[1], MAX_TEXT_BYTES)
         if DIGESTS in present:
             _require_digests(path, names, data, text)
         tensors = load(data)
@@ -86,7 +86,7 @@ def read_safetensors(path: Path, names: tuple[str, str]) -> TensorsAndConfig:
 
 
 def _require_digests(path: Path, names: tuple[str, str], data: bytes, text: bytes) -> None:
-    saved = files.read(path / DIGESTS, LARGEST_TEXT)
+    saved = files.read(path / DIGESTS, MAX_TEXT_BYTES)
     if saved != signed(saved[: -len(signed(b""))]):
         raise CheckpointError(f"{path / DIGESTS}: its own digest does not match; it was changed after it was written")
     digests, start = json.loads(saved), 8 + int.from_bytes(data[:8], "little")

@@ -21,7 +21,7 @@ NAME = "ftrain-history.jsonl"
 CHUNK = 2**22
 """Bytes to read at once."""
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
-EXACT = str, int, float, type(None)
+EXACT_TYPES = str, int, float, type(None)
 """Types that JSON restores exactly."""
 
 
@@ -137,7 +137,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _is_exact(value: Any) -> bool:
-    return isinstance(value, EXACT) or (type(value) is list and all(map(_is_exact, value)))
+    return isinstance(value, EXACT_TYPES) or (type(value) is list and all(map(_is_exact, value)))
 
 
 def _encode(name: str, value: Any) -> Any:

@@ -21,8 +21,8 @@ NAME = "MANIFEST.json"
 FORMAT, VERSION = "ftrain checkpoint", 2
 READABLE = 1, VERSION
 """Versions that are read. Version 2 names classes by tags, where version 1 had their modules."""
-MOST_BYTES = 64 * 2**20
-MOST_AXES = 64
+MAX_BYTES = 64 * 2**20
+MAX_AXES = 64
 FILE_NAME = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]*/)*[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -183,7 +183,7 @@ def _stored_tensor(item: Any) -> StoredTensor:
 def _is_shape(value: Any) -> bool:
     return (
         isinstance(value, list)
-        and len(value) <= MOST_AXES
+        and len(value) <= MAX_AXES
         and all(type(length) is int and 0 <= length < 2**62 for length in value)
     )
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from ftrain.backends.oom import is_out_of_memory
 from ftrain.checkpoint import files
 from ftrain.checkpoint.layout import CHUNK, as_bytes, layout
-from ftrain.checkpoint.manifest import MOST_BYTES, NAME, Manifest, StoredTensor, parse
+from ftrain.checkpoint.manifest import MAX_BYTES, NAME, Manifest, StoredTensor, parse
 from ftrain.checkpoint.treedef import Json, children, flatten, items_by_path, printable, unflatten
 from ftrain.checkpoint.validate import fill_like, match_leaves, rename_paths
 from ftrain.errors import CheckpointError, DeviceError, StructureError
 from ftrain.types import PyTree
 
-READERS = 2
+NUM_READERS = 2
 """Threads that read and hash, both of which release the GIL."""
-MOST_NAMED = 20
+MAX_NAMES = 20
 """The most names of files in an error."""
 
 
@@ -157,7 +157,7 @@ def read_manifest(path: Path) -> Manifest:
 def _read_manifest(path: Path) -> Manifest:
     if not files.is_directory(path):
         raise CheckpointError("is no directory" if files.exists(path) else "there is no such checkpoint")
-    manifest = parse(files.read(path / NAME, MOST_BYTES))
+    manifest = parse(files.read(path / NAME, MAX_BYTES))
     listed = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
     present = set(_files_below(path))
     problems = []
@@ -168,14 +168,14 @@ def _read_manifest(path: Path) -> Manifest:
     if problems:
         raise CheckpointError("; ".join(problems))
     for name, digest in manifest.files.items():
-        if hashlib.sha256(files.read(path / name, MOST_BYTES)).hexdigest() != digest:
+        if hashlib.sha256(files.read(path / name, MAX_BYTES)).hexdigest() != digest:
             raise CheckpointError(f"{name}: the bytes are not those that were saved")
     return manifest
 
 
 def _first_names(names: Sequence[str]) -> str:
-    text = ", ".join(f"{printable(name):.200}" for name in names[:MOST_NAMED])
-    return f"{text} and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else text
+    text = ", ".join(f"{printable(name):.200}" for name in names[:MAX_NAMES])
+    return f"{text} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else text
 
 
 def _files_below(path: Path) -> Iterator[str]:
@@ -220,7 +220,7 @@ def read_tensors(path: Path, manifest: Manifest, items: Sequence[StoredTensor]) 
 
 
 def _concurrently(function: Callable[[StoredTensor], Any], items: Sequence[StoredTensor]) -> list[Any]:
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(NUM_READERS) as pool:
         return list(pool.map(function, items))
 
 

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from ftrain.checkpoint import files
 from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
-from ftrain.checkpoint.manifest import FILE_NAME, MOST_BYTES, NAME, Manifest, StoredTensor, dump, environment
+from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, StoredTensor, dump, environment
 from ftrain.checkpoint.treedef import FlatTree, Leaf, dotted, flatten
 from ftrain.errors import CheckpointError, OptionError
 from ftrain.tree import HOST
 from ftrain.types import PyTree
 
 STATE = "state.safetensors"
-MODEL = "params", "frozen", "buffers"
+MODEL_FIELDS = "params", "frozen", "buffers"
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
-SMALL = 2**16
+MIN_BYTES_FOR_THREAD = 2**16
 """Bytes below which hashing in another thread takes longer than hashing at once."""
 MANIFEST_ROOM = 4096
 """Bytes reserved in a manifest for each tensor."""
@@ -182,7 +182,7 @@ def name_files(leaves: Sequence[Leaf]) -> list[Placement]:
 def _file_and_key(leaf: Leaf) -> tuple[str, str]:
     state_path = leaf.state_path
     within = leaf.path[len(state_path) :] if state_path is not None else ()
-    if state_path is None or len(within) < 2 or within[0] not in MODEL:
+    if state_path is None or len(within) < 2 or within[0] not in MODEL_FIELDS:
         return STATE, dotted(leaf.path)
     name = ".".join(str(part) for part in (state_path[1:] if state_path[:1] == ("state",) else state_path)) or "model"
     file = f"params/{name}.safetensors"
@@ -209,9 +209,9 @@ def _write_files(directory: Path, flat: FlatTree, placements: Sequence[Placement
     step, run, metrics, surroundings, _ = notes
     manifest = Manifest(step, run, metrics, surroundings, flat.treedef, tensors, hashes)
     data = dump(manifest)
-    if len(data) > MOST_BYTES:
+    if len(data) > MAX_BYTES:
         raise CheckpointError(
-            f"save: the manifest of {len(tensors):,} tensors takes {len(data):,} bytes, and {MOST_BYTES:,} are read; "
+            f"save: the manifest of {len(tensors):,} tensors takes {len(data):,} bytes, and {MAX_BYTES:,} are read; "
             "save fewer tensors, or put numbers of a kind into one"
         )
     with files.created(directory / NAME) as descriptor:
@@ -249,7 +249,7 @@ def write_tensors(
         for info, tensor in sorted(entries, key=lambda entry: plan.offsets[entry[0].key]):
             digest = hashlib.sha256()
             for chunk in chunks(tensor):
-                if len(chunk) < SMALL:
+                if len(chunk) < MIN_BYTES_FOR_THREAD:
                     digest.update(chunk)
                     files.write(descriptor, chunk)
                 else:

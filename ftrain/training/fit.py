@@ -19,7 +19,7 @@ from ftrain.training.nonfinite_loss import NonFiniteLossCheck
 from ftrain.training.progress import Lines, show
 from ftrain.training.resume import RunCheckpoints
 from ftrain.training.run import FitResult, Options, Run, S
-from ftrain.training.signals import EXIT, interruptible
+from ftrain.training.signals import EXIT_CODE_BASE, interruptible
 from ftrain.training.throughput import Count
 from ftrain.transforms.compile.status import is_compiling
 from ftrain.types import PyTree
@@ -161,7 +161,7 @@ def _interrupted(number: signal.Signals, checkpoints: Checkpoints, result: FitRe
     steps = checkpoints.steps()
     where = f"saved in {checkpoints.path(steps[-1])}; the same call goes on from there" if steps else "before any step"
     Lines().say(f"fit: ended by {number.name}, {where}")
-    error = Interrupted(EXIT + number)
+    error = Interrupted(EXIT_CODE_BASE + number)
     error.result = result
     return error
 

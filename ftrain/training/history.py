@@ -8,9 +8,9 @@ import torch
 
 from ftrain.types import PyTree
 
-SHOWN, COLUMNS = 8, 8
+MAX_RECORDS, MAX_COLUMNS = 8, 8
 """The largest number of records and columns that are printed."""
-WIDEST = 16
+MAX_CELL_WIDTH = 16
 """The largest number of characters of a value that are printed."""
 
 
@@ -26,17 +26,17 @@ class History(list[dict[str, Any]]):
 
     def __repr__(self) -> str:
         """Return a table of the first and the last records, short however many there are."""
-        count = len(self)
-        shown = [*self[: SHOWN // 2], *self[-(SHOWN - SHOWN // 2) :]] if count > SHOWN else [*self]
+        count, half = len(self), MAX_RECORDS // 2
+        shown = [*self[:half], *self[-half:]] if count > MAX_RECORDS else [*self]
         names = list(dict.fromkeys(name for record in shown for name in record))
-        rows = [names[:COLUMNS], *([_text(record.get(name, "")) for name in names[:COLUMNS]] for record in shown)]
+        columns, more = names[:MAX_COLUMNS], names[MAX_COLUMNS:]
+        rows = [columns, *([_text(record.get(name, "")) for name in columns] for record in shown)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        if count > SHOWN:
-            lines.insert(1 + SHOWN // 2, "...")
-        if len(names) > COLUMNS:
-            more = ", ..." if len(names) > COLUMNS + SHOWN else ""
-            lines.append(f"and {', '.join(names[COLUMNS:][:SHOWN])}{more}")
+        if count > MAX_RECORDS:
+            lines.insert(1 + half, "...")
+        if more:
+            lines.append(f"and {', '.join(more[:MAX_COLUMNS])}{', ...' if len(more) > MAX_COLUMNS else ''}")
         title = f"History of {count:,} {'record' if count == 1 else 'records'}"
         if self.stopped:
             title += f", ended by {self.stopped}"
@@ -82,4 +82,4 @@ def _values(column: Any) -> list[Any]:
 def _text(value: Any) -> str:
     """A value as a cell of a table."""
     text = f"{value:.5g}" if isinstance(value, float) else str(value).replace("\n", " ")
-    return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."
+    return text if len(text) <= MAX_CELL_WIDTH else f"{text[: MAX_CELL_WIDTH - 3]}..."

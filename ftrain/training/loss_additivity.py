@@ -10,7 +10,7 @@ from ftrain.step.evaluate import EvalStep
 from ftrain.step.microbatch import most_pieces, split_batch
 from ftrain.types import Loss, PyTree, TrainState
 
-SAME, SAME_NARROW = 1e-3, 2e-2
+TOLERANCE, NARROW_TOLERANCE = 1e-3, 2e-2
 """Relative differences up to which two losses count as the same: in 32 bits or more, and with parameters or products in
 16 bits."""
 
@@ -34,7 +34,7 @@ def warn_of_pieces(function: str, loss: Loss, state: TrainState, batch: PyTree) 
     combined = functools.reduce(lambda a, b: a + b, means[1:])
     narrow = loss.narrow or any(leaf.itemsize < 4 for leaf in tree.leaves(state.params))
     together, separate, *single = (float(mean) for mean in (means[0], combined, *means[1:]))
-    if abs(together - separate) > (SAME_NARROW if narrow else SAME) * max(map(abs, (together, *single))):
+    if abs(together - separate) > (NARROW_TOLERANCE if narrow else TOLERANCE) * max(map(abs, (together, *single))):
         warnings.warn(
             f"{function}: the loss of two examples is {together:.4g}, and over each alone {separate:.4g}, so that the "
             "update depends on how a batch is cut. Return ft.Mean(total, weight): of a sum over examples with their "

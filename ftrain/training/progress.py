@@ -11,9 +11,9 @@ from typing import Any
 
 from ftrain.transforms.amp.overflow_counts import is_share
 
-HIDDEN = frozenset({"step", "seconds", "lr", "skipped", "grad_norm", "loss_scale"})
-MOST_SHOWN = 3
-LINE_SECONDS, BAR_SECONDS = 30.0, 0.1
+HIDDEN_METRICS = frozenset({"step", "seconds", "lr", "skipped", "grad_norm", "loss_scale"})
+MAX_METRICS = 3
+SECONDS_BETWEEN_LINES, SECONDS_BETWEEN_BARS = 30.0, 0.1
 GIB = 2**30
 
 
@@ -77,7 +77,9 @@ class Lines(Display):
     def due(self, step: int, total: int | None, seconds: float) -> bool:
         """Return whether the last line is old, or this is the last step."""
         every = max(1, (total or sys.maxsize) // 10)
-        return step - self._shown_step >= every or seconds - self._shown_seconds >= LINE_SECONDS or step == total
+        return (
+            step - self._shown_step >= every or seconds - self._shown_seconds >= SECONDS_BETWEEN_LINES or step == total
+        )
 
     def update(self, status: Status) -> None:
         """Print the status."""
@@ -97,7 +99,7 @@ class Bar(Display):
 
         self._progress = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
         self._task = self._progress.add_task("", total=None, status="starting")
-        self._shown_seconds = -BAR_SECONDS
+        self._shown_seconds = -SECONDS_BETWEEN_BARS
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -108,7 +110,7 @@ class Bar(Display):
 
     def due(self, step: int, total: int | None, seconds: float) -> bool:
         """Return whether a tenth of a second has passed, or this is the last step."""
-        return seconds - self._shown_seconds >= BAR_SECONDS or step == total
+        return seconds - self._shown_seconds >= SECONDS_BETWEEN_BARS or step == total
 
     def update(self, status: Status) -> None:
         """Move the bar."""
@@ -126,9 +128,9 @@ def describe(status: Status) -> str:
     >>> describe(Status(5, 10, 2.0, 2.0, {"tokens": 1234.5}, 2**30, {"loss": 0.5, "lr": 1e-3}))
     'loss 0.5000  1,234 tokens/s  0:00:02 left  1.0 GiB'
     """
-    metrics = {name: value for name, value in status.metrics.items() if not (name in HIDDEN or is_share(name))}
+    metrics = {name: value for name, value in status.metrics.items() if not (name in HIDDEN_METRICS or is_share(name))}
     shown = {name: value for name, value in metrics.items() if isinstance(value, float)}
-    parts = [f"{name} {value:.4f}" for name, value in list(shown.items())[:MOST_SHOWN]]
+    parts = [f"{name} {value:.4f}" for name, value in list(shown.items())[:MAX_METRICS]]
     parts += [f"{rate:,.0f} {name}/s" for name, rate in status.rates.items()]
     parts += [f"{timedelta(seconds=round(status.seconds_left))} left"] if status.seconds_left is not None else []
     return "  ".join([*parts, f"{status.memory / GIB:.1f} GiB"])

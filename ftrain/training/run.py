@@ -100,7 +100,7 @@ class Run:
         self._throughput = Throughput(time.perf_counter(), options.throughput)
         self._best = checkpoints.best
         self._accumulates = isinstance(step, Step) and step.microbatches > 1
-        self._notes_position = checkpoints.enabled and is_compiled(step)
+        self._tracks_position = checkpoints.enabled and is_compiled(step)
         self._between_steps = False
         self.stopped = ""
         """Why `stop` has ended the run; "" while it has not."""
@@ -172,7 +172,7 @@ class Run:
         if self._accumulates and record.step % self._options.log_every == 0:
             self._accumulates = False
             warn_of_pieces("accumulate", self._step.loss, self._newest.state, record.batch)
-        if self._notes_position:
+        if self._tracks_position:
             # The compilation of a later step may be abandoned, when its batch was already taken from the data.
             self._position = position_of(record, self._data)
 

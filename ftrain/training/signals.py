@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-EXIT = 128
+EXIT_CODE_BASE = 128
 """A shell's exit code for a process that a signal has ended is this plus the number of the signal."""
 
 

@@ -276,7 +276,7 @@ def test_leaves_that_cannot_be_saved_are_named_all_at_once(tmp_path):
 
 
 def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "MOST_BYTES", 1000)
+    monkeypatch.setattr(saving, "MAX_BYTES", 1000)
     with pytest.raises(CheckpointError, match=r"the manifest of 9 tensors takes .* and 1,000 are read"):
         checkpoint.save(tmp_path / "a", {str(index): torch.ones(1) for index in range(9)})
     assert not list(tmp_path.iterdir())
