@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftrain.profiling.anatomy.timeline import BACKWARD, FORWARD, UPDATE, Allocation, AllocationLog
+from ftrain.profiling.anatomy.timeline import BACKWARD, FORWARD, UPDATE, Allocation, AllocationRecorder
 
 KINDS = (
     "parameters",
@@ -19,14 +19,14 @@ KINDS = (
 PARAMETERS, FROZEN, COPIES, OPTIMIZER, GRADIENTS, ACTIVATIONS, REST, BATCH, NEXT, TEMPORARIES = KINDS
 
 
-def classify(log: AllocationLog) -> None:
+def classify(recorder: AllocationRecorder) -> None:
     """Set the kind of the allocations that have none yet."""
-    timeline = log.timeline
+    timeline = recorder.timeline
     backward = [index for index, operation in enumerate(timeline.operations) if operation.phase == BACKWARD]
     # A step with microbatches has several backward passes.
     starts = [index for index, previous in zip(backward, [-2, *backward], strict=False) if index != previous + 1]
     ends = [index for index, following in zip(backward, [*backward[1:], -1], strict=True) if index + 1 != following]
-    first_end = min(ends, default=log.update_start)
+    first_end = min(ends, default=recorder.update_start)
 
     def outlives(allocation: Allocation, indices: list[int]) -> bool:
         return any(allocation.start <= index < timeline.end(allocation) - 1 for index in indices)
@@ -35,7 +35,7 @@ def classify(log: AllocationLog) -> None:
         # What a backward pass leaves, and what is computed from it before the update: sums, clipped gradients.
         if allocation.phase == BACKWARD:
             return outlives(allocation, ends)
-        return allocation.phase == UPDATE and first_end < allocation.start < log.update_start
+        return allocation.phase == UPDATE and first_end < allocation.start < recorder.update_start
 
     for allocation in timeline.allocations:
         if allocation.kind:

@@ -14,7 +14,7 @@ from ftrain._torch import NEEDS_VALUES, FakeTensorMode, fake_like
 from ftrain.backends.transfers import is_abstract, is_in_file
 from ftrain.errors import TraceError
 from ftrain.profiling.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, classify
-from ftrain.profiling.anatomy.timeline import AllocationLog, AllocationMode, Timeline
+from ftrain.profiling.anatomy.timeline import AllocationRecorder, Timeline
 from ftrain.step.eager import Eager
 from ftrain.step.step import Step
 from ftrain.step.swap_params import bound, preserve_attributes, slots_of
@@ -80,27 +80,25 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
         REST: _tensors((state.buffers, state.slots)),
         BATCH: _tensors(batch),
     }
-    recording = AllocationMode(tensors_by_kind, step.base.module)
-    log = recording.log
-    offloaded = [leaf for leaf, is_away in zip(_tensors(state.opt_state), is_offloaded, strict=True) if is_away]
-    log.leave_out(offloaded)
-    run = Eager(step, around_update=lambda update: _marking_gradients(update, log))
-    with fake_run("anatomy", step, mode), recording, recording.running.followed():
+    recorder = AllocationRecorder(tensors_by_kind, step.base.module)
+    recorder.leave_out(
+        [leaf for leaf, is_outside in zip(_tensors(state.opt_state), is_offloaded, strict=True) if is_outside]
+    )
+
+    def marking(update: UpdateFn) -> UpdateFn:
+        def marked(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+            recorder.mark(_tensors(gradients.grads), GRADIENTS)
+            recorder.update_start = len(recorder.timeline.operations)
+            return update(state, gradients, hyper, donate=donate)
+
+        return marked
+
+    run = Eager(step, around_update=marking)
+    with fake_run("anatomy", step, mode), recorder, recorder.running.followed():
         new_state, _ = run(state, batch, hyper, (0, 0))
-        log.mark(_tensors(new_state), NEXT)
-    classify(log)
-    return log.timeline
-
-
-def _marking_gradients(update: UpdateFn, log: AllocationLog) -> UpdateFn:
-    """Return an update that records what its gradients are, and where it starts."""
-
-    def marked(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-        log.mark(_tensors(gradients.grads), GRADIENTS)
-        log.update_start = len(log.timeline.operations)
-        return update(state, gradients, hyper, donate=donate)
-
-    return marked
+        recorder.mark(_tensors(new_state), NEXT)
+    classify(recorder)
+    return recorder.timeline
 
 
 def _is_offloaded(state: TrainState) -> list[bool]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ftrain.profiling.anatomy.drawing import draw
 from ftrain.profiling.anatomy.kinds import ACTIVATIONS, COPIES, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
-from ftrain.profiling.anatomy.timeline import Timeline
+from ftrain.profiling.anatomy.timeline import Allocation, Timeline
 from ftrain.step.flops import GROUPS
 
 if TYPE_CHECKING:
@@ -29,28 +30,59 @@ class Anatomy:
     """Where the memory and the work of a step go; `print` shows it.
 
     Args:
-        peak: bytes at the peak, predicted; of a compiled step, those of the eager one.
-        at_peak: the bytes at the peak, by what they are for.
-        activations: the bytes at the peak that are kept for the backward pass, by the module that computed them.
-        most: the most bytes of each kind, whenever that is.
+        timeline: every allocation and operation, as predicted; of a compiled step, those of the eager one.
         params: number of trained parameters.
-        flops: floating-point operations by group.
+        compiled: whether the step is compiled, so that `peak`, that of the eager step, is usually too high.
         measured: bytes at the peak, measured; None where nothing was measured.
         seconds: time by group, measured; None where nothing was measured.
-        timeline: every allocation and operation.
-        compiled: whether the step is compiled, so that `peak`, that of the eager step, is usually too high.
     """
 
-    peak: int
-    at_peak: Mapping[str, int]
-    activations: Mapping[str, int]
-    most: Mapping[str, int]
-    params: int
-    flops: Mapping[str, int]
-    measured: int | None
-    seconds: Mapping[str, float] | None
     timeline: Timeline = field(repr=False)
+    params: int
     compiled: bool = False
+    measured: int | None = None
+    seconds: Mapping[str, float] | None = None
+
+    @cached_property
+    def peak(self) -> int:
+        """Bytes at the peak, predicted; of a compiled step, those of the eager one."""
+        return max(self.timeline.curve(), default=0)
+
+    @cached_property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes at the peak, by what they are for."""
+        sizes = Counter[str]()
+        for allocation in self._alive_at_peak:
+            sizes[allocation.kind] += allocation.size
+        return {kind: sizes[kind] for kind in KINDS if sizes[kind]}
+
+    @cached_property
+    def activations(self) -> dict[str, int]:
+        """Bytes at the peak that are kept for the backward pass, by the module that computed them."""
+        sizes = Counter[str]()
+        for allocation in self._alive_at_peak:
+            if allocation.kind == ACTIVATIONS:
+                sizes[_block(allocation.module)] += allocation.size
+        return dict(sizes)
+
+    @property
+    def _alive_at_peak(self) -> list[Allocation]:
+        curve, timeline = self.timeline.curve(), self.timeline
+        peak = curve.index(self.peak) if curve else 0
+        return [each for each in timeline.allocations if each.start <= peak < timeline.end(each)]
+
+    @cached_property
+    def most(self) -> dict[str, int]:
+        """The most bytes of each kind, whenever that is."""
+        return {kind: max(self.timeline.curve(kind), default=0) for kind in KINDS}
+
+    @cached_property
+    def flops(self) -> dict[str, int]:
+        """Floating-point operations by group."""
+        counts = Counter[str]()
+        for operation in self.timeline.operations:
+            counts[operation.group] += operation.flops
+        return dict(counts)
 
     @property
     def at_rest(self) -> Counter[str]:
@@ -148,40 +180,6 @@ def _unit(value: int, base: int, names: Sequence[str]) -> tuple[int, str]:
     """Return the largest unit that is at most the value, and its name."""
     power = max((n for n in range(len(names)) if value >= base**n), default=0)
     return base**power, names[power]
-
-
-def summarise(timeline: Timeline, params: int, *, compiled: bool) -> Anatomy:
-    """Return the anatomy of a predicted step, without measurements.
-
-    Args:
-        timeline: what the step allocates and computes.
-        params: number of trained parameters.
-        compiled: whether the step is compiled.
-    """
-    curves = {kind: timeline.curve(kind) for kind in KINDS}
-    total = timeline.curve()
-    peak = max(total, default=0)
-    moment = total.index(peak) if total else 0
-    at_peak, modules, flops = Counter[str](), Counter[str](), Counter[str]()
-    for allocation in timeline.allocations:
-        if allocation.start <= moment < timeline.end(allocation):
-            at_peak[allocation.kind] += allocation.size
-            if allocation.kind == ACTIVATIONS:
-                modules[_block(allocation.module)] += allocation.size
-    for operation in timeline.operations:
-        flops[operation.group] += operation.flops
-    return Anatomy(
-        peak=peak,
-        at_peak={kind: at_peak[kind] for kind in KINDS if at_peak[kind]},
-        activations=dict(modules),
-        most={kind: max(curve, default=0) for kind, curve in curves.items()},
-        params=params,
-        flops=dict(flops),
-        measured=None,
-        seconds=None,
-        timeline=timeline,
-        compiled=compiled,
-    )
 
 
 def _block(name: str) -> str:

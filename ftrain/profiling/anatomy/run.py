@@ -6,9 +6,9 @@ import dataclasses
 
 from ftrain import tree
 from ftrain.errors import ComposeError, StructureError, require_order
-from ftrain.profiling.anatomy.measured import measure as measured_of
+from ftrain.profiling.anatomy.measured import measure as run_measured
 from ftrain.profiling.anatomy.predicted import abstract_state, predict
-from ftrain.profiling.anatomy.record import Anatomy, summarise
+from ftrain.profiling.anatomy.record import Anatomy
 from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
@@ -18,13 +18,14 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
     """Return where the memory and the work of a step go: predicted, and measured.
 
     The prediction runs the step operation by operation on fake tensors, so that a model may be larger than this
-    machine. It counts the tensors; what kernels allocate for their own use is measured alone: on a CPU, that of
-    convolutions and of `nn.LSTM` can be as large as the activations. The groups of operations are those of Ivanov et
-    al. 2021 (arXiv:2007.00072).
+    machine. It counts the state, the batch and every tensor that the step allocates. It does not count constants that
+    the loss holds, nor what is only measured: what kernels allocate for their own use (on a CPU, that of convolutions
+    and of `nn.LSTM` can be as large as the activations), and the saved state of torch's generator (5 KB on a CPU). The
+    groups of operations are those of Ivanov et al. 2021 (arXiv:2007.00072).
 
-    A compiled step is predicted as if it ran eagerly, which is usually an upper bound, since Inductor fuses operations
-    and so stores fewer results: GPT and BERT took 66% to 98% of it on a CPU, and a convolutional net 100% and 104%, for
-    Inductor changes the memory layout of convolutions. Where a step is measured, this ratio is shown.
+    A compiled step is predicted as if it ran eagerly. It usually takes less, since Inductor fuses operations and so
+    stores fewer results, but may take more where Inductor copies the inputs of convolutions into the channels-last
+    layout and keeps the copies for the backward pass. Where a step is measured, the ratio is shown.
 
     Args:
         step: the step.
@@ -41,15 +42,14 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
     require_order("anatomy", step, state, "anatomy(step, state, batch)")
     if not isinstance(step, Step):
         raise ComposeError(f"anatomy: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
-    is_measured, batch = measure and state is not None, as_tree(batch)
+    can_measure, batch = measure and state is not None, as_tree(batch)
     state = _state_of(step, state)
-    timeline = predict(step, state, batch)
     params = sum(leaf.numel() for leaf in tree.leaves(state.params))
-    predicted = summarise(timeline, params, compiled=step.is_compiled)
-    if not is_measured or any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch)):
+    predicted = Anatomy(predict(step, state, batch), params, step.is_compiled)
+    if not can_measure or any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch)):
         return predicted
     # Only a step that donates writes to its state.
-    measured = measured_of(step, tree.clone(state) if step.donate else state, batch)
+    measured = run_measured(step, tree.clone(state) if step.donate else state, batch)
     at_peak = predicted.at_rest.total() + measured.beyond_start
     return dataclasses.replace(predicted, measured=at_peak, seconds=measured.seconds)
 

@@ -64,11 +64,7 @@ class Timeline:
         return len(self.operations) if allocation.end is None else allocation.end
 
     def curve(self, *kinds: str) -> list[int]:
-        """Return the allocated bytes at each operation.
-
-        Args:
-            kinds: what is counted. Default: everything.
-        """
+        """Return the allocated bytes of these kinds at each operation. Default: of all kinds."""
         changes = [0] * (len(self.operations) + 1)
         for allocation in self.allocations:
             if not kinds or allocation.kind in kinds:
@@ -77,44 +73,39 @@ class Timeline:
         return list(itertools.accumulate(changes))[: len(self.operations)]
 
 
-class AllocationLog:
-    """Records allocations in a `Timeline`, and when they are freed.
+class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the allocations and operations that run in this context.
+
+    Args:
+        tensors_by_kind: kind -> tensors with which the step begins.
+        module: whose submodules name the allocations; None for a loss without a module.
 
     Attributes:
         timeline: what was recorded.
         update_start: index of the first operation of the update.
+        running: the submodule that is running.
     """
 
-    def __init__(self) -> None:
-        self.timeline = Timeline()
-        self.update_start = 0
+    def __init__(self, tensors_by_kind: Mapping[str, Sequence[Tensor]], module: nn.Module | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.timeline, self.update_start, self.running = Timeline(), 0, Running(module)
         self._live: dict[int, Allocation] = {}
+        for kind, tensors in tensors_by_kind.items():
+            for tensor in tensors:
+                self._add(tensor, kind=kind)
 
-    def add(
-        self, tensor: Tensor, kind: str = "", phase: str = "", module: str = "", cast_of: Tensor | None = None
-    ) -> None:
-        """Record the memory of a tensor, unless it is recorded already.
-
-        Args:
-            tensor: the tensor.
-            kind: what it is for.
-            phase: the phase of the step.
-            module: dotted name of the module that is running.
-            cast_of: the tensor that it is a copy of, in another dtype.
-        """
-        storage = tensor.untyped_storage()
-        key = storage_id(tensor)
+    def _add(self, tensor: Tensor, phase: str = "", kind: str = "", cast_of: Allocation | None = None) -> None:
+        """Record the memory of a tensor, unless it is recorded already."""
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
         if key in self._live:
             return
-        source = None if cast_of is None else self.allocation_of(cast_of)
-        allocation = Allocation(storage.nbytes(), len(self.timeline.operations), phase, module, kind, source)
-        self._live[key] = allocation
-        self.timeline.allocations.append(allocation)
+        start = len(self.timeline.operations)
+        self._live[key] = Allocation(storage.nbytes(), start, phase, self.running.name, kind, cast_of)
+        self.timeline.allocations.append(self._live[key])
         weakref.finalize(storage, self._free, key)
 
-    def allocation_of(self, tensor: Tensor) -> Allocation | None:
-        """Return the allocation that a tensor lives in; None for one that was not recorded."""
-        return self._live.get(storage_id(tensor))
+    def _free(self, key: int) -> None:
+        self._live.pop(key).end = len(self.timeline.operations)
 
     def leave_out(self, tensors: Sequence[Tensor]) -> None:
         """Count no bytes for tensors that are kept outside of the device's memory."""
@@ -124,30 +115,9 @@ class AllocationLog:
     def mark(self, tensors: Sequence[Tensor], kind: str) -> None:
         """Set what the memory of tensors is for, where that is not known yet."""
         for tensor in tensors:
-            allocation = self.allocation_of(tensor)
+            allocation = self._live.get(storage_id(tensor))
             if allocation is not None and not allocation.kind:
                 allocation.kind = kind
-
-    def _free(self, key: int) -> None:
-        allocation = self._live.pop(key, None)
-        if allocation is not None:
-            allocation.end = len(self.timeline.operations)
-
-
-class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the allocations and operations that run in this context.
-
-    Args:
-        tensors_by_kind: kind -> tensors with which the step begins.
-        module: whose submodules name the allocations; None for a loss without a module.
-    """
-
-    def __init__(self, tensors_by_kind: Mapping[str, Sequence[Tensor]], module: nn.Module | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.log, self.running = AllocationLog(), Running(module)
-        for kind, tensors in tensors_by_kind.items():
-            for tensor in tensors:
-                self.log.add(tensor, kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record it."""
@@ -160,12 +130,12 @@ class AllocationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A view allocates nothing; one of a constant that the loss holds is not recorded as memory of the step.
         if is_view(func):
             return returned
+        cast_of = self._live.get(storage_id(args[0])) if name == "_to_copy" else None
         for leaf in tree.leaves(returned):
             if isinstance(leaf, Tensor):
-                cast_of = args[0] if name == "_to_copy" else None
-                self.log.add(leaf, phase=phase, module=self.running.name, cast_of=cast_of)
+                self._add(leaf, phase, cast_of=cast_of)
         count = flops(func, name, args, kwargs, returned)
-        self.log.timeline.operations.append(Operation(group_of(name), phase, count))
+        self.timeline.operations.append(Operation(group_of(name), phase, count))
         return returned
 
 
