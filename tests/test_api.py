@@ -351,7 +351,7 @@ SIGNATURES = {
     "with_amp": "(dtype='auto', *, watch=False)",
     "remat": "(policy='full', blocks=None, *, budget=None)",
     "matmul_precision": "(precision)",
-    "precision_report": "(found)",
+    "precision_report": "(metrics)",
     "accumulate": "(n)",
     # The norm is 1.0 where nothing is given; None tells `clip(value=...)` from both at once, which is refused.
     "clip": "(max_norm=None, *, value=None)",

@@ -40,7 +40,7 @@ class DeviceModule:
                 from `torch.cuda`.
 
         Raises:
-            OptionError: for missing fields, and for a field of the wrong type.
+            OptionError: for a field of the wrong type.
         """
         defaults: dict[str, Any] = {
             "name": self._name,

@@ -58,10 +58,6 @@ class Memory:
     peak: int
 
 
-_NEEDED: Any = object()
-"""Marks a missing field, so that the error can name all missing ones."""
-
-
 @dataclass(frozen=True)
 class Backend:
     """What a device platform offers; the only place where platforms differ.
@@ -101,18 +97,18 @@ class Backend:
         install: how to get that package, for messages.
 
     Raises:
-        OptionError: for missing fields, and for a field of the wrong type.
+        OptionError: for a field of the wrong type.
     """
 
-    name: str = _NEEDED
-    available: Callable[[], bool] = _NEEDED
-    describe: Callable[[], str] = _NEEDED
-    autocast_dtypes: Callable[[], tuple[torch.dtype, ...]] = _NEEDED
-    seeded: Callable[[int], AbstractContextManager[None]] = _NEEDED
-    generators: Callable[[], Callable[[], None]] = _NEEDED
-    synchronize: Callable[[], None] = _NEEDED
-    memory: Callable[[], Memory] = _NEEDED
-    distributed: str = _NEEDED
+    name: str
+    available: Callable[[], bool]
+    describe: Callable[[], str]
+    autocast_dtypes: Callable[[], tuple[torch.dtype, ...]]
+    seeded: Callable[[int], AbstractContextManager[None]]
+    generators: Callable[[], Callable[[], None]]
+    synchronize: Callable[[], None]
+    memory: Callable[[], Memory]
+    distributed: str
     emulated_dtypes: Callable[[], tuple[torch.dtype, ...]] = tuple
     free: Callable[[], int | None] = lambda: None
     multiple: Callable[[torch.dtype], int] = lambda dtype: 1
@@ -132,17 +128,13 @@ class Backend:
     install: str = ""
 
     def __post_init__(self) -> None:
-        name = self.name if isinstance(self.name, str) else "of no name"
-        lacks = [field.name for field in fields(self) if getattr(self, field.name) is _NEEDED]
-        if lacks:
-            raise OptionError(f"Backend {name}: lacks {', '.join(lacks)}; a record needs them")
         for field in fields(self):
             value, is_text = getattr(self, field.name), field.name in TEXTS
             if field.name in FLAGS or (field.name in OPTIONAL and value is None):
                 continue
             if not (isinstance(value, str) if is_text else callable(value)):
                 kind = "a string" if is_text else "a function, or None" if field.name in OPTIONAL else "a function"
-                raise OptionError(f"Backend {name}: {field.name} is {value!r}; needs {kind}")
+                raise OptionError(f"Backend {self.name}: {field.name} is {value!r}; needs {kind}")
         if self.caches_memory is None:
             object.__setattr__(self, "caches_memory", self.empty_cache is not None)
 

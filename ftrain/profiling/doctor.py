@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -22,8 +21,8 @@ from ftrain.backends.registry import CHOICE
 from ftrain.profiling import rates
 
 COPY_BYTES = 1 << 26
-EXTRAS = "progress", "plot"
-"""What ftrain itself can use; the others are for tests and examples."""
+PACKAGES = "torch", "optree", "safetensors", "numpy", "rich", "matplotlib"
+"""What ftrain needs, or uses where it is installed."""
 
 WIDTH = 14
 
@@ -52,16 +51,12 @@ def report(names: Sequence[str] = ()) -> Iterator[str]:
 
 
 def _versions() -> Iterator[str]:
-    """The versions of what ftrain needs, and of what it can use."""
-    versions: dict[str, str] = {}
-    with suppress(importlib.metadata.PackageNotFoundError):
-        for requirement in importlib.metadata.requires("ftrain") or []:
-            name, extra = re.split(r"[^\w-]", requirement)[0], re.search(r"extra == \W(\w+)", requirement)
-            if extra is None or extra[1] in EXTRAS:
-                with suppress(importlib.metadata.PackageNotFoundError):
-                    versions[name] = f"{name} {importlib.metadata.version(name)}"
+    versions = []
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
     yield f"ftrain {__version__}, Python {platform.python_version()}, {platform.platform()}"
-    yield ", ".join(versions.values()) or f"torch {torch.__version__}"
+    yield ", ".join(versions)
     if os.environ.get(CHOICE):
         yield f"{CHOICE}={os.environ[CHOICE]}"
 
@@ -86,8 +81,8 @@ def _try(describe: Callable[[Backend], str], record: Backend) -> str:
         return f"fails: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]:.100}"
 
 
-def _yes(true: object) -> str:
-    return "yes" if true else "no"
+def _yes_or_no(condition: object) -> str:
+    return "yes" if condition else "no"
 
 
 def _memory(record: Backend) -> str:
@@ -150,13 +145,13 @@ def _copies(record: Backend) -> str:
 _FACTS: dict[str, Callable[[Backend], str]] = {
     "device": lambda record: record.describe(),
     "autocast": _dtypes,
-    "TF32": lambda record: _yes(record.tf32() is not None),
-    "float64": lambda record: _yes(record.float64),
-    "float8": lambda record: _yes(record.float8()),
+    "TF32": lambda record: _yes_or_no(record.tf32() is not None),
+    "float64": lambda record: _yes_or_no(record.float64),
+    "float8": lambda record: _yes_or_no(record.float8()),
     "compiler": lambda record: record.compile_backend,
-    "graphs": lambda record: _yes(record.recorder),
-    "fused updates": lambda record: _yes(record.fused_optimizers),
-    "pinned memory": lambda record: _yes(record.pinned_memory),
+    "graphs": lambda record: _yes_or_no(record.recorder),
+    "fused updates": lambda record: _yes_or_no(record.fused_optimizers),
+    "pinned memory": lambda record: _yes_or_no(record.pinned_memory),
     "collectives": lambda record: record.distributed,
     "memory": _memory,
     "attention": _attention,

@@ -58,9 +58,9 @@ class PrecisionReport:
             line = f"{row.part:<{width}}  {shares}  {_percent(row.grad_underflow):>14}  {first:>10}"
             lines.append(line.rstrip())
         others, fine = len(bad) - len(shown), len(self.rows) - len(bad)
-        lines += [f"and {others} more, which lose less"] * bool(others)
-        lines += [f"{fine} of {len(self.rows)} parts lose nothing"]
-        return "\n".join(lines)
+        if others:
+            lines.append(f"and {others} more, which lose less")
+        return "\n".join([*lines, f"{fine} of {len(self.rows)} parts lose nothing"])
 
 
 def _percent(share: float) -> str:
@@ -70,13 +70,13 @@ def _percent(share: float) -> str:
     return f"{share:.2%}" if share >= 5e-5 else "<0.01%"
 
 
-def precision_report(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> PrecisionReport:
+def precision_report(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> PrecisionReport:
     """Say which parts of a model a narrow dtype breaks, from steps under ``with_amp(..., watch=True)``.
 
     Reads the metrics, and so waits for the device if they are there still.
 
     Args:
-        found: the metrics of one step, or the history of `ftrain.fit` (or any list of its records): shares are then
+        metrics: those of one step, or the history of `ftrain.fit` (or any list of its records): shares are then
             means over the steps.
 
     Raises:
@@ -88,7 +88,7 @@ def precision_report(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> 
     blocks.1         -     50.00%              -               -
     0 of 2 parts lose nothing
     """
-    records = list(found) if isinstance(found, Sequence) else [found]
+    records = list(metrics) if isinstance(metrics, Sequence) else [metrics]
     if wrong := [record for record in records if not isinstance(record, Mapping)]:
         raise OptionError(
             f"precision_report: found {type(wrong[0]).__name__}; needs the metrics of a step, or the history of ft.fit"
@@ -105,7 +105,9 @@ def precision_report(found: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> 
             "precision_report: found no metric such as 'overflow/<part>'; watch the steps with ft.with_amp(dtype, "
             "watch=True), and pass their metrics or the history of ft.fit"
         )
-    means = {part: {kind: sum(seen) / len(seen) for kind, seen in kinds.items()} for part, kinds in shares.items()}
+    means = {
+        part: {kind: sum(values) / len(values) for kind, values in kinds.items()} for part, kinds in shares.items()
+    }
     rows = [PrecisionRow(part, **kinds, first=first.get(part)) for part, kinds in means.items()]
     broken = [row.part for row in rows if row.overflow]
     return PrecisionReport(tuple(sorted(rows, key=lambda row: _urgency(row, broken))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 
@@ -115,45 +114,42 @@ def smaller_optimizers(step: Step) -> dict[str, Step]:
     return {name: dataclasses.replace(step, optimizer=optimizer) for name, optimizer in smaller.items()}
 
 
-def state_for(step: Step, given: Step, state: TrainState) -> TrainState:
-    """Return a copy of a state of one step as a state of another; what only the other keeps starts anew.
+def state_for(variant: Step, original: Step, state: TrainState) -> TrainState:
+    """Return a copy of a state as one of a variant; parts that only the variant has start anew.
 
     Args:
-        step: the other step.
-        given: the step that the state is of.
+        variant: the step that the new state is for.
+        original: the step that the state is of.
         state: the state.
 
     Raises:
         DeviceError: when the device cannot do what a wrapper needs.
     """
-    rest = tree.clone(replace(state, opt_state=None, slots={}))
-    adopted = _adopted(step, given, state, rest, rest.params, tree.clone)
-    step.require(adopted)
-    return mark_donatable(adopted)
+    if variant.optimizer is not original.optimizer:
+        state = replace(state, opt_state=None)
+    copied = tree.clone(state)
+    return mark_donatable(_adopt(variant, original, copied, copied.params))
 
 
-def outline(step: Step, given: Step, state: TrainState) -> TrainState:
+def outline(variant: Step, original: Step, state: TrainState) -> TrainState:
     """Return what `state_for` does without taking memory: tensors are those of the state, and new ones on ``meta``.
 
     Raises:
         DeviceError: when the device cannot do what a wrapper needs.
     """
     params = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), state.params)
-    adopted = _adopted(step, given, state, state, params, lambda kept: kept)
-    step.require(adopted)
+    return _adopt(variant, original, state, params)
+
+
+def _adopt(variant: Step, original: Step, state: TrainState, params: PyTree) -> TrainState:
+    """Return a state with new parts for the parameters where the variant differs."""
+    is_same = variant.optimizer is original.optimizer
+    slots = {
+        wrapper.name: state.slots[wrapper.name] if wrapper.name in state.slots else wrapper.slot.init(params)
+        for wrapper in variant.wrappers
+        if wrapper.slot
+    }
+    opt_state = state.opt_state if is_same else variant.optimizer.init(params)
+    adopted = replace(state, opt_state=opt_state, slots=slots)
+    variant.require(adopted)
     return adopted
-
-
-def _adopted(
-    step: Step, given: Step, state: TrainState, rest: TrainState, params: PyTree, copy: Callable[[PyTree], PyTree]
-) -> TrainState:
-    same = step.optimizer is given.optimizer
-    return replace(
-        rest,
-        opt_state=copy(state.opt_state) if same else step.optimizer.init(params),
-        slots={
-            each.name: copy(state.slots[each.name]) if each.name in state.slots else each.slot.init(params)
-            for each in step.wrappers
-            if each.slot
-        },
-    )

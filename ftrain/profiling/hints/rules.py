@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
-from ftrain.profiling.hints.facts import Facts
+from ftrain.profiling.hints.facts import Facts, Product
 
-SHARE = 0.01
+WORTHWHILE_SHARE = 0.01
 """The smallest share of the work of all products for which there is a hint."""
 
-MANY = 0.5
-GAIN = 1.5
-"""How many times as fast narrow products must be, to be worth their rounding."""
+MOSTLY = 0.5
+"""The smallest share of the products in float32 for a hint at another dtype."""
+
+FASTER_PRODUCTS, FASTER_STEP = 1.5, 1.1
+"""How many times as fast products, or a step, must become to be worth a change."""
 
 LAUNCHING = 0.2
 """The smallest share of the time of a step that launches must take for a hint."""
 
-MORE = 1.1
-IDLE = 0.05
+WAITING = 0.05
+"""The smallest share of the time that the device waits for data for a hint."""
+
 MOST_LISTED = 3
 ADVICE = {
     "attn_mask": "Leave out the mask: is_causal=True takes the place of a causal one",
@@ -54,30 +58,31 @@ def run_rules(facts: Facts) -> list[Hint]:
 
 
 def _dimensions(facts: Facts) -> Iterator[Hint]:
-    total = sum(each.flops for each in facts.products)
-    shares: dict[str, float] = {}
-    for each in facts.products:
-        multiple = 1 if each.exact else facts.multiple(each.dtype)
-        for axis, length in (("rows", each.rows), ("inputs", each.inner), ("outputs", each.columns)):
-            if length % multiple and each.flops >= SHARE * total:
+    total = sum(product.flops for product in facts.products)
+    shares = Counter[str]()
+    for product in facts.products:
+        if product.exact or product.flops < WORTHWHILE_SHARE * total:
+            continue
+        multiple = facts.multiple(product.dtype)
+        for axis, length in (("rows", product.rows), ("inputs", product.inner), ("outputs", product.columns)):
+            if length % multiple:
                 padded = -(-length // multiple) * multiple
-                more = f"{padded:,} would be, {padded / length - 1:+.1%}"
-                text = f"{length:,} {axis} of {each.module or 'a product'} ({more})"
-                shares[text] = shares.get(text, 0.0) + each.flops / total
+                advice = f"{padded:,} would be, {padded / length - 1:+.1%}"
+                shares[f"{length:,} {axis} of {product.module or 'a product'} ({advice})"] += product.flops
     if shares:
-        dtype = next(each.dtype for each in facts.products if not each.exact)
-        listed = sorted(shares, key=lambda text: -shares[text])
-        more = f", and {len(listed) - MOST_LISTED} more" if len(listed) > MOST_LISTED else ""
+        dtype = next(product.dtype for product in facts.products if not product.exact)
+        listed = ", ".join(text for text, _ in shares.most_common(MOST_LISTED))
+        more = f", and {len(shares) - MOST_LISTED} more" if len(shares) > MOST_LISTED else ""
         yield Hint(
             "dimensions",
-            f"no multiples of {facts.multiple(dtype)}: {', '.join(listed[:MOST_LISTED])}{more}",
+            f"no multiples of {facts.multiple(dtype)}: {listed}{more}",
             "Pad the vocabulary, widths and batches; tensor cores work on whole tiles",
         )
 
 
 def _tf32(facts: Facts) -> Iterator[Hint]:
-    share = _exact(facts)
-    if facts.tf32 and share >= MANY:
+    share = _share(facts, lambda product: product.exact)
+    if facts.tf32 and share >= MOSTLY:
         yield Hint(
             "TF32 off",
             f"{share:.0%} of the products are in float32, and the device has TF32",
@@ -86,12 +91,12 @@ def _tf32(facts: Facts) -> Iterator[Hint]:
 
 
 def _narrow(facts: Facts) -> Iterator[Hint]:
-    share = _exact(facts)
+    share = _share(facts, lambda product: product.exact)
     if (
         not facts.mixed
-        and share >= MANY
-        and facts.gain >= GAIN
-        and _speedup(facts) >= MORE
+        and share >= MOSTLY
+        and facts.gain >= FASTER_PRODUCTS
+        and _speedup(facts) >= FASTER_STEP
         and not _does_not_help(facts, 'with_amp("bf16")')
     ):
         yield Hint(
@@ -102,15 +107,13 @@ def _narrow(facts: Facts) -> Iterator[Hint]:
 
 
 def _emulated(facts: Facts) -> Iterator[Hint]:
-    """Hint at products in a narrow dtype that the device converts to float32 and back."""
-    total = sum(each.flops for each in facts.products)
     for dtype in facts.emulated:
-        share = sum(each.flops for each in facts.products if each.dtype == dtype) / max(total, 1)
-        if share >= SHARE:
-            name = str(dtype).removeprefix("torch.")
+        share = _share(facts, lambda product: product.dtype == dtype)  # noqa: B023
+        if share >= WORTHWHILE_SHARE:
             yield Hint(
                 "emulated dtype",
-                f"{share:.0%} of the products are in {name}, which this device emulates: slower than float32",
+                f"{share:.0%} of the products are in {str(dtype).removeprefix('torch.')}, which this device emulates: "
+                "slower than float32",
                 'Use ft.with_amp("auto"), or compute in float32',
             )
 
@@ -126,16 +129,16 @@ def _does_not_help(facts: Facts, technique: str) -> bool:
     return technique in facts.tried and facts.tried[technique].low <= 1
 
 
-def _exact(facts: Facts) -> float:
-    """Return the share of the products that is computed in float32."""
-    total = sum(each.flops for each in facts.products)
-    return sum(each.flops for each in facts.products if each.exact) / max(total, 1)
+def _share(facts: Facts, condition: Callable[[Product], bool]) -> float:
+    """Return the share of the work of all products that is in those of a condition."""
+    total = sum(product.flops for product in facts.products)
+    return sum(product.flops for product in facts.products if condition(product)) / max(total, 1)
 
 
 def _attention(facts: Facts) -> Iterator[Hint]:
-    slow = [each for each in facts.attentions if each.causes]
+    slow = [call for call in facts.attentions if call.causes]
     if slow:
-        causes = ", ".join(f"{name}={what}" for name, what in slow[0].causes.items())
+        causes = ", ".join(f"{name}={value}" for name, value in slow[0].causes.items())
         kernel = "a slower kernel" if slow[0].rank else "no fused kernel"
         yield Hint(
             "attention",
@@ -157,7 +160,7 @@ def _launches(facts: Facts) -> Iterator[Hint]:
 
 
 def _batch(facts: Facts) -> Iterator[Hint]:
-    if facts.doubled is not None and facts.doubled.low > MORE:
+    if facts.doubled is not None and facts.doubled.low > FASTER_STEP:
         yield Hint(
             "small batch",
             f"twice the batch makes {facts.doubled.median:.2f} times the examples a second",
@@ -167,7 +170,7 @@ def _batch(facts: Facts) -> Iterator[Hint]:
 
 def _loader(facts: Facts) -> Iterator[Hint]:
     loading = facts.loading
-    if loading is not None and loading.waiting > IDLE:
+    if loading is not None and loading.waiting > WAITING:
         yield Hint(
             "loader",
             f"a batch takes {loading.alone * 1e3:.1f} ms to load and {loading.ready * 1e3:.1f} ms to train on; the "
