@@ -22,9 +22,9 @@ CPU = {f"C{number}": f"bench.cases.c{number}" for number in range(11)}
 GPU = {f"G{number}": f"bench.gpu.g{number}" for number in range(6)}
 
 
-def main(given: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the bench; the exit status is 1 when the maths of a case differs or one of ftrain's entrants fails."""
-    options = _parser().parse_args(given)
+    options = _parser().parse_args(arguments)
     # What is not measured must not wait for threads of others who use the machine, either.
     if threads := options.threads or (1 if options.smoke else None):
         torch.set_num_threads(threads)

@@ -32,7 +32,7 @@ class Verdict:
 
     claim: Claim
     worst: Row | None
-    found: int
+    count: int
 
     @property
     def word(self) -> str:
@@ -48,17 +48,17 @@ def judge(rows: Sequence[Row], claims: Sequence[Claim] | None = None) -> list[Ve
     """Hold claims against rows; the machine a row is from does not matter, and is shown."""
     verdicts = []
     for claim in CLAIMS if claims is None else claims:
-        found = [row for row in claim.find(rows) if not math.isnan(row.median)]
-        verdicts.append(Verdict(claim, max(found, key=lambda row: row.median, default=None), len(found)))
+        measured = [row for row in claim.find(rows) if not math.isnan(row.median)]
+        verdicts.append(Verdict(claim, max(measured, key=lambda row: row.median, default=None), len(measured)))
     return verdicts
 
 
-def ratios(own: str, others: Iterable[str], questions: Iterable[str], before: str = "") -> Find:
+def ratios(variant: str, others: Iterable[str], questions: Iterable[str], prefix: str = "") -> Find:
     """Find the ratios of one variant to others, in questions whose names begin in one of these ways."""
-    metrics, starts = {f"{before}{RATIO}{other}" for other in others}, tuple(f"{name} " for name in questions)
+    metrics, starts = {f"{prefix}{RATIO}{other}" for other in others}, tuple(f"{name} " for name in questions)
 
     def find(rows: Sequence[Row]) -> Iterator[Row]:
-        return (r for r in rows if r.variant == own and r.metric in metrics and r.question.startswith(starts))
+        return (r for r in rows if r.variant == variant and r.metric in metrics and r.question.startswith(starts))
 
     return find
 
@@ -85,11 +85,11 @@ def _remat(rows: Sequence[Row]) -> list[Row]:
     return sorted(times, key=lambda row: row.median)[:1]
 
 
-def _by_hand(before: str = "") -> Find:
+def _by_hand(prefix: str = "") -> Find:
     """The ratios of techniques to the same by hand."""
     pairs = [(name, hand.name, ours.name) for name, (_, hand, ours) in c9.PAIRS.items()]
     pairs += [(name, hand.name, ours.name) for name, _, hand, ours in (c9.ON_DEVICE, c9.COMPILED)]
-    wanted = {(name, own, f"{before}{RATIO}{other}") for name, other, own in pairs}
+    wanted = {(name, own, f"{prefix}{RATIO}{other}") for name, other, own in pairs}
 
     def find(rows: Sequence[Row]) -> Iterator[Row]:
         return (row for row in rows if (row.question, row.variant, row.metric) in wanted)

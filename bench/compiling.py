@@ -8,7 +8,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from bench.apart import Apart
+from bench.child_process import ChildProcess
 from bench.rows import Row, said
 from bench.tasks import Entrant, Task
 
@@ -25,11 +25,11 @@ class Cost(NamedTuple):
 
 def cost(entrant: Entrant, task: Task, cache: str, patience: float) -> Cost:
     """Take the first step in a new process, with the compiler's cache in the given folder."""
-    apart = Apart(_measure, entrant, task, environment={"TORCHINDUCTOR_CACHE_DIR": cache})
+    child = ChildProcess(_measure, entrant, task, environment={"TORCHINDUCTOR_CACHE_DIR": cache})
     try:
-        return Cost(*apart.receive(patience))
+        return Cost(*child.receive(patience))
     finally:
-        apart.close()
+        child.close()
 
 
 def compile_rows(question: str, entrant: Entrant, task: Task) -> list[Row]:

@@ -9,7 +9,7 @@ HAND_EAGER = Entrant("loop, eager", "hand eager", "bench.loops:eager")
 HAND_COMPILED = Entrant("loop, torch.compile(model)", "hand compile", "bench.loops:compiled")
 HAND_BEST = Entrant("loop, torch.compile(loss)", "hand compile", "bench.loops:compiled", best=True)
 HAND_UPDATE = Entrant("loop, torch.compile(loss, update)", "hand compile", "bench.loops:compiled_update", best=True)
-HAND_APART = Entrant("loop, eager, in a process of its own", "control", "bench.loops:eager", apart=True)
+HAND_OWN_PROCESS = Entrant("loop, eager, in a process of its own", "control", "bench.loops:eager", in_own_process=True)
 HAND_GRAPH = Entrant("loop, CUDA graph", "hand graph", "bench.loops:graphed")
 HAND_GRAPH_BEST = Entrant("loop, CUDA graph of torch.compile(loss)", "hand graph", "bench.loops:graphed", best=True)
 
@@ -28,13 +28,27 @@ _TRAINERS = {
 }
 TRAINERS = tuple(
     Entrant(
-        f"{name}, {'best' if best else 'default'}", "trainer", code, best=best, apart=owns, owns_loop=owns, needs=needs
+        f"{name}, {'best' if best else 'default'}",
+        "trainer",
+        code,
+        best=best,
+        in_own_process=owns,
+        owns_loop=owns,
+        needs=needs,
     )
     for name, (code, owns, needs) in _TRAINERS.items()
     for best in (False, True)
 )
 JAX = tuple(
-    Entrant(name, "jax", "bench.peers.jax_step:drive", best=best, apart=True, owns_loop=True, needs=("jax", "optax"))
+    Entrant(
+        name,
+        "jax",
+        "bench.peers.jax_step:drive",
+        best=best,
+        in_own_process=True,
+        owns_loop=True,
+        needs=("jax", "optax"),
+    )
     for name, best in (("JAX jit", False), ("JAX jit, donated", True))
 )
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench.apart import Apart
+from bench.child_process import ChildProcess
 from bench.tasks import Entrant, MissingError, Task
 
 # Large blocks go back to the system as they are freed, so that what is resident is what is alive.
@@ -37,11 +37,11 @@ def peak(entrant: Entrant, task: Task) -> Peak:
     Raises:
         MissingError: where the system does not tell, or the entrant lacks what it needs.
     """
-    apart = Apart(_measure, entrant, task, environment=MALLOC)
+    child = ChildProcess(_measure, entrant, task, environment=MALLOC)
     try:
-        return Peak(*apart.receive(600.0))
+        return Peak(*child.receive(600.0))
     finally:
-        apart.close()
+        child.close()
 
 
 def _measure(pipe: Connection, entrant: Entrant, task: Task) -> None:
@@ -50,18 +50,18 @@ def _measure(pipe: Connection, entrant: Entrant, task: Task) -> None:
     run = entrant.load()(entrant.task(task))
     for _ in range(STEPS):
         run()
-    most, between = [], []
+    peaks, at_rest = [], []
     for _ in range(STEPS):
         _release()
         _forget_peak()
-        between.append(_status("VmRSS"))
+        at_rest.append(_status("VmRSS"))
         run()
-        most.append(_status("VmHWM"))
+        peaks.append(_status("VmHWM"))
     del run
     torch.compiler.reset()
     _release()
-    highest = statistics.median(most)
-    pipe.send(("peak", (highest - _status("VmRSS"), highest - statistics.median(between))))
+    highest = statistics.median(peaks)
+    pipe.send(("peak", (highest - _status("VmRSS"), highest - statistics.median(at_rest))))
 
 
 def most_within(function: Callable[[], object]) -> float:
@@ -72,9 +72,9 @@ def most_within(function: Callable[[], object]) -> float:
     """
     _release()
     _forget_peak()
-    before = _status("VmRSS")
+    at_start = _status("VmRSS")
     function()
-    return float(_status("VmHWM") - before)
+    return float(_status("VmHWM") - at_start)
 
 
 def _release() -> None:

@@ -80,8 +80,8 @@ def lora() -> Any:
 def trainable(task: Task) -> float:
     """The share of the parameters that trains with these adapters, themselves among all, in percent."""
     state = _composed(task, lora()).init(device=task.device)
-    own, others = (sum(leaf.numel() for leaf in ft.tree.leaves(part)) for part in (state.params, state.frozen))
-    return 100 * own / (own + others)
+    trained, frozen = (sum(leaf.numel() for leaf in ft.tree.leaves(part)) for part in (state.params, state.frozen))
+    return 100 * trained / (trained + frozen)
 
 
 def compiling(task: Task, *, donate: bool = False, graphs: bool | None = None) -> Any:
@@ -108,12 +108,12 @@ def called(task: Task) -> Run:
 
 
 def _once(graph: Any, inputs: Any) -> Callable[..., Any]:
-    kept: list[Any] = []
+    outputs: list[Any] = []
 
-    def run(*given: Any) -> Any:
-        if not kept:
-            kept.append(graph(*given))
-        return kept[0]
+    def run(*inputs: Any) -> Any:
+        if not outputs:
+            outputs.append(graph(*inputs))
+        return outputs[0]
 
     return run
 
@@ -143,7 +143,7 @@ def stateful(step: ft.Step, task: Task) -> Run:
     def run() -> Tensor:
         nonlocal state
         state, metrics = step(state, batch)
-        found: Tensor = metrics["loss"]
-        return found
+        loss: Tensor = metrics["loss"]
+        return loss
 
     return run

@@ -30,7 +30,7 @@ def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
     matplotlib.rcParams.update({"svg.hashsalt": "bench", "font.size": 9, "figure.constrained_layout.use": True})
     from matplotlib import pyplot
 
-    made = []
+    files = []
     for question in dict.fromkeys(row.question for row in rows):
         bars = times(rows, question)
         if len(bars) < 3 or question.startswith(UNDRAWN):
@@ -43,8 +43,8 @@ def plot(rows: Sequence[Row], folder: Path) -> list[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
-        made.append(path)
-    return made
+        files.append(path)
+    return files
 
 
 def _times(axis: Any, bars: Sequence[Row]) -> None:
@@ -57,12 +57,12 @@ def _times(axis: Any, bars: Sequence[Row]) -> None:
 
 
 def _ratios(axis: Any, rows: Sequence[Row]) -> None:
-    found = sorted((r for r in rows if r.metric.startswith(RATIO)), key=lambda row: row.median)
-    places = range(len(found))
-    axis.hlines(places, [row.low for row in found], [row.high for row in found], color=OURS)
-    axis.plot([row.median for row in found], places, "o", color=OURS, markersize=4)
+    ratios = sorted((r for r in rows if r.metric.startswith(RATIO)), key=lambda row: row.median)
+    places = range(len(ratios))
+    axis.hlines(places, [row.low for row in ratios], [row.high for row in ratios], color=OURS)
+    axis.plot([row.median for row in ratios], places, "o", color=OURS, markersize=4)
     axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.set_yticks(places, [row.metric.removeprefix(RATIO) for row in found])
+    axis.set_yticks(places, [row.metric.removeprefix(RATIO) for row in ratios])
     axis.set_xlabel("compiled ftrain / other, 95% interval")
 
 

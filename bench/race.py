@@ -58,12 +58,12 @@ class Race:
         if not self._racers:
             return {}
         try:
-            apart = require_same(self._losses, self._tolerance)
+            difference = require_same(self._losses, self._tolerance)
         except MathsError as error:
             self.rows.append(said(self.question, "all", FAILED, str(error)))
             self.close()
             return {}
-        self.rows.append(measured(self.question, "all", "largest difference of losses", "", [apart]))
+        self.rows.append(measured(self.question, "all", "largest difference of losses", "", [difference]))
         try:
             times = interleaved(self._racers, rounds=rounds, seconds=self.settings.seconds, steps=steps)
         except Exception as error:
@@ -93,8 +93,8 @@ class Race:
             torch.cuda.empty_cache()
 
     def _prepare(self, entrant: Entrant) -> None:
-        on_gpu = self.settings.place.type == "cuda" and not entrant.apart
-        before = torch.cuda.memory_allocated() if on_gpu else 0
+        on_gpu = self.settings.place.type == "cuda" and not entrant.in_own_process
+        at_start = torch.cuda.memory_allocated() if on_gpu else 0
         start = time.perf_counter()
         one = racer(entrant, self.task)
         try:
@@ -104,7 +104,7 @@ class Race:
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
                 one.turn(2)
-                used = (torch.cuda.max_memory_allocated() - before) / 1e6
+                used = (torch.cuda.max_memory_allocated() - at_start) / 1e6
                 self.rows.append(measured(self.question, entrant.name, MEMORY, "MB", [used]))
         except BaseException:
             one.close()
@@ -121,14 +121,14 @@ class Race:
         """Ftrain's time over that of every other, and a control's over the first one's."""
         first = next(iter(times))
         pairs = [
-            (own, other)
-            for own in times
+            (name, other)
+            for name in times
             for other in times
-            if own != other and (self._kinds[own] == "ours" or (self._kinds[own] == "control" and other == first))
+            if name != other and (self._kinds[name] == "ours" or (self._kinds[name] == "control" and other == first))
         ]
         return [
-            measured(self.question, own, f"{RATIO}{other}", "", pairwise(times[own], times[other]), sure=True)
-            for own, other in pairs
+            measured(self.question, name, f"{RATIO}{other}", "", pairwise(times[name], times[other]), sure=True)
+            for name, other in pairs
         ]
 
     def _rates(self, name: str, values: Sequence[float]) -> list[Row]:
@@ -147,7 +147,7 @@ class Race:
 
 def memory_rows(question: str, task: Task, entrants: Sequence[Entrant], settings: Settings) -> list[Row]:
     """Rows of peak memory of entrants, each in a process of its own, and of their ratios to the first one."""
-    found: dict[str, Peak] = {}
+    peaks: dict[str, Peak] = {}
     rows = []
     base = entrants[0].name
     for entrant in entrants:
@@ -155,18 +155,18 @@ def memory_rows(question: str, task: Task, entrants: Sequence[Entrant], settings
             rows.append(said(question, entrant.name, SKIPPED, f"{MEMORY}: the time of the run was used up"))
             continue
         try:
-            found[entrant.name] = peak(entrant, task)
+            peaks[entrant.name] = peak(entrant, task)
         except Exception as error:
             what = MISSING if absent(error) else FAILED
             rows.append(said(question, entrant.name, what, f"{MEMORY}: {str(error)[-200:]}"))
             continue
-        rows.append(measured(question, entrant.name, MEMORY, "MB", [found[entrant.name].most / 1e6]))
-        rows.append(measured(question, entrant.name, WITHIN, "MB", [found[entrant.name].within / 1e6]))
-    for name in found.keys() - {base} if base in found else ():
-        for metric, own, other in zip((MEMORY, WITHIN), found[name], found[base], strict=True):
+        rows.append(measured(question, entrant.name, MEMORY, "MB", [peaks[entrant.name].most / 1e6]))
+        rows.append(measured(question, entrant.name, WITHIN, "MB", [peaks[entrant.name].within / 1e6]))
+    for name in peaks.keys() - {base} if base in peaks else ():
+        for metric, bytes_held, base_bytes in zip((MEMORY, WITHIN), peaks[name], peaks[base], strict=True):
             # What is tiny may hold less than a page.
-            if own > 0 and other > 0:
-                rows.append(measured(question, name, f"{metric}, {RATIO}{base}", "", [own / other]))
+            if bytes_held > 0 and base_bytes > 0:
+                rows.append(measured(question, name, f"{metric}, {RATIO}{base}", "", [bytes_held / base_bytes]))
     return rows
 
 

@@ -52,11 +52,11 @@ def number(value: float) -> str:
 
 
 def _machines(rows: Sequence[Row]) -> str:
-    found: dict[tuple[str, str, str], list[str]] = {}
+    cases_of_machine: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
-        cases = found.setdefault((row.device, row.torch, row.commit), [])
+        cases = cases_of_machine.setdefault((row.device, row.torch, row.commit), [])
         cases += [row.question.split()[0]] * (row.question.split()[0] not in cases)
-    lines = [(*where, ", ".join(cases)) for where, cases in found.items()]
+    lines = [(*where, ", ".join(cases)) for where, cases in cases_of_machine.items()]
     return table(("machine", "torch", "commit", "cases"), lines)
 
 
@@ -74,7 +74,15 @@ def _verdict(verdict: Verdict) -> tuple[str, ...]:
     if worst is None:
         return claim.text, *bounds, "", "", verdict.word, "0", ""
     where = f"{worst.question}: {worst.variant}, {worst.metric}; {worst.device}"
-    return claim.text, *bounds, number(worst.median), _interval(worst), verdict.word, str(verdict.found), where
+    return (
+        claim.text,
+        *bounds,
+        number(worst.median),
+        _interval(worst),
+        verdict.word,
+        str(verdict.count),
+        where,
+    )
 
 
 def _interval(row: Row) -> str:
@@ -82,25 +90,25 @@ def _interval(row: Row) -> str:
 
 
 def _question(rows: Sequence[Row], question: str) -> str:
-    own = [row for row in rows if row.question == question]
-    ordered = times(own, question)
-    text = f"## {question}\n\n{own[0].device}, torch {own[0].torch}, commit {own[0].commit}\n\n"
+    of_question = [row for row in rows if row.question == question]
+    ordered = times(of_question, question)
+    text = f"## {question}\n\n{of_question[0].device}, torch {of_question[0].torch}, commit {of_question[0].commit}\n\n"
     if ordered:
         lines = [(row.variant, *(number(v) for v in (row.p20, row.median, row.p80))) for row in ordered]
         text += table(("us a step", "20%", "median", "80%"), lines) + "\n"
-    compared = [row for row in own if row.metric.startswith(RATIO) and row.variant.startswith("ft")]
+    compared = [row for row in of_question if row.metric.startswith(RATIO) and row.variant.startswith("ft")]
     text += _ratios(compared) if compared else ""
-    others = [row for row in own if row.metric not in (TIME, *NOTES) and row not in compared]
+    others = [row for row in of_question if row.metric not in (TIME, *NOTES) and row not in compared]
     if others:
         lines = [(r.variant, r.metric, f"{number(r.median)} {r.unit}".strip(), _interval(r), r.note) for r in others]
         text += table(("variant", "metric", "median", "95%", "note"), lines) + "\n"
-    return text + "".join(f"* {row.variant}: {row.metric}. {row.note}\n" for row in own if row.metric in NOTES)
+    return text + "".join(f"* {row.variant}: {row.metric}. {row.note}\n" for row in of_question if row.metric in NOTES)
 
 
 def _ratios(rows: Sequence[Row]) -> str:
     """Each of ftrain's variants in a column, each of the others in a line."""
-    own = list(dict.fromkeys(row.variant for row in rows))
+    variants = list(dict.fromkeys(row.variant for row in rows))
     cells = {(row.metric, row.variant): f"{number(row.median)} ({_interval(row)})" for row in rows}
     metrics = dict.fromkeys(row.metric for row in rows)
-    lines = [(name.removeprefix(RATIO), *(cells.get((name, variant), "") for variant in own)) for name in metrics]
-    return table((RATIO.strip(), *own), lines) + "\n"
+    lines = [(name.removeprefix(RATIO), *(cells.get((name, variant), "") for variant in variants)) for name in metrics]
+    return table((RATIO.strip(), *variants), lines) + "\n"

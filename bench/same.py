@@ -21,18 +21,18 @@ def require_same(losses: Mapping[str, Sequence[float]], precision: str) -> float
     """
     reference, needed = next(iter(losses.items()))
     tolerance, worst = TOLERANCE[precision], 0.0
-    for name, found in losses.items():
-        if len(found) != len(needed) or not needed:
-            raise MathsError(f"{name} gave {len(found)} losses where {reference} gave {len(needed)}")
-        differences = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(found, needed, strict=True)]
+    for name, losses_of_entrant in losses.items():
+        if len(losses_of_entrant) != len(needed) or not needed:
+            raise MathsError(f"{name} gave {len(losses_of_entrant)} losses where {reference} gave {len(needed)}")
+        differences = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses_of_entrant, needed, strict=True)]
         # `max` passes over a NaN that is not its first argument.
-        apart = max(differences) if all(map(math.isfinite, differences)) else math.nan
-        if not apart <= tolerance:
+        difference = max(differences) if all(map(math.isfinite, differences)) else math.nan
+        if not difference <= tolerance:
             raise MathsError(
-                f"{name} computes {_shown(found)} where {reference} computes {_shown(needed)} "
-                f"({precision}: {apart:.1e} apart, at most {tolerance:.0e})"
+                f"{name} computes {_shown(losses_of_entrant)} where {reference} computes {_shown(needed)} "
+                f"({precision}: {difference:.1e} apart, at most {tolerance:.0e})"
             )
-        worst = max(worst, apart)
+        worst = max(worst, difference)
     return worst
 
 

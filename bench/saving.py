@@ -48,11 +48,11 @@ def _distributed(state: State, path: Path) -> None:
 
 
 def _from_distributed(path: Path, like: State) -> State:
-    found = {name: torch.empty_like(leaf) for name, leaf in like.items()}
+    state = {name: torch.empty_like(leaf) for name, leaf in like.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(found, checkpoint_id=path, no_dist=True)
-    return found
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state
 
 
 OURS, UNSYNCED = "checkpoint.save", "checkpoint.save, no fsync"

@@ -31,8 +31,8 @@ def spread(values: Sequence[float]) -> Spread:
     >>> spread([3.0, 1.0, 2.0])
     Spread(p20=1.4, median=2.0, p80=2.6)
     """
-    found = torch.tensor(values, dtype=torch.float64)
-    return Spread(*found.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist())
+    samples = torch.tensor(values, dtype=torch.float64)
+    return Spread(*samples.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist())
 
 
 def pairwise(own: Sequence[float], other: Sequence[float]) -> list[float]:
@@ -64,7 +64,7 @@ def bootstrap(values: Sequence[float], *, seed: int = 0) -> Interval:
     >>> bootstrap([1.0, 1.0, 1.0])
     Interval(low=1.0, high=1.0)
     """
-    found = torch.tensor(values, dtype=torch.float64)
+    samples = torch.tensor(values, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    medians = found[torch.randint(len(found), (RESAMPLES, len(found)), generator=generator)].quantile(0.5, dim=1)
+    medians = samples[torch.randint(len(samples), (RESAMPLES, len(samples)), generator=generator)].quantile(0.5, dim=1)
     return Interval(*medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist())

@@ -100,16 +100,16 @@ class Entrant:
         kind: ``ours``, ``hand eager``, ``hand compile``, ``hand graph``, ``trainer``, ``jax`` or ``control``.
         code: ``module:function``, which makes of a `Task` a `Run`, or with `owns_loop` runs ``(task, batches)``.
         best: whether its options are turned for speed.
-        apart: runs in a process of its own, since it owns the loop or a runtime with threads.
+        in_own_process: runs in a process of its own, since it owns the loop or a runtime with threads.
         needs: the libraries it imports, so that a missing one is known before a process is started.
-        patience: seconds after which an entrant that runs apart is given up, while it gets ready.
+        patience: seconds after which an entrant with its own process is given up, while it gets ready.
     """
 
     name: str
     kind: str
     code: str
     best: bool = False
-    apart: bool = False
+    in_own_process: bool = False
     owns_loop: bool = False
     needs: tuple[str, ...] = ()
     patience: float = 300.0

@@ -60,9 +60,9 @@ def step_of(task: Task) -> ft.Step:
 @functools.cache
 def _folder() -> Path:
     """Where files go, on the disk of this checkout: gone with the process."""
-    made = tempfile.TemporaryDirectory(prefix="bench-", dir=".")
-    _held.append(made)
-    return Path(made.name)
+    folder = tempfile.TemporaryDirectory(prefix="bench-", dir=".")
+    _held.append(folder)
+    return Path(folder.name)
 
 
 _held: list[Any] = []
@@ -132,12 +132,12 @@ def in_backward(task: Task) -> Run:
     model, batch = task.model(), task.batch()
     optimizers = _Optimizers({param: task.adamw([param], fused=True) for param in model.parameters()})
     # A hook that held them would keep parameters alive that nobody else has, for no collector sees into hooks.
-    mine = weakref.ref(optimizers)
+    reference = weakref.ref(optimizers)
 
     def step(param: Tensor) -> None:
-        own: Any = mine()
-        own[param].step()
-        own[param].zero_grad()
+        by_parameter: Any = reference()
+        by_parameter[param].step()
+        by_parameter[param].zero_grad()
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
@@ -183,13 +183,13 @@ def _loop(
 
     def run() -> Tensor:
         if around is None:
-            found = loss_fn(model, batch)
+            result = loss_fn(model, batch)
         else:
             with around():
-                found = loss_fn(model, batch)
-        found.backward()  # type: ignore[no-untyped-call]
+                result = loss_fn(model, batch)
+        result.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        return found.detach()
+        return result.detach()
 
     return run

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bench.apart import Apart, train
+from bench.child_process import ChildProcess, train
 from bench.tasks import Entrant, Run, Task
 
 SETTLE = 0.02
@@ -29,7 +29,7 @@ class Racer(Protocol):
         """Free what it holds."""
 
 
-class Here:
+class LocalRacer:
     """A racer in this process."""
 
     def __init__(self, run: Run, device: str) -> None:
@@ -52,35 +52,35 @@ class Here:
         del self._run
 
 
-class There:
+class ProcessRacer:
     """A racer in a process of its own."""
 
     def __init__(self, entrant: Entrant, task: Task) -> None:
-        self._apart, self._patience = Apart(train, entrant, task), entrant.patience
+        self._child, self._patience = ChildProcess(train, entrant, task), entrant.patience
 
     def losses(self, steps: int) -> list[float]:
         # One more, for a loop that fetches a batch ahead has not finished the last one.
-        self._apart.ask("run", steps + 1, patience=self._patience)
-        found: list[float] = self._apart.ask("losses", patience=self._patience)
-        return found[:steps]
+        self._child.ask("run", steps + 1, patience=self._patience)
+        losses: list[float] = self._child.ask("losses", patience=self._patience)
+        return losses[:steps]
 
     def turn(self, steps: int) -> float:
         time.sleep(SETTLE)
-        seconds: float = self._apart.ask("run", steps)
+        seconds: float = self._child.ask("run", steps)
         time.sleep(SETTLE)
         return seconds
 
     def close(self) -> None:
-        self._apart.close()
+        self._child.close()
 
 
 def racer(entrant: Entrant, task: Task) -> Racer:
     """Make an entrant ready to race."""
     entrant.require()
-    if entrant.apart:
-        return There(entrant, task)
-    made = entrant.load()(entrant.task(task))
-    return Here(made, task.device) if callable(made) else made
+    if entrant.in_own_process:
+        return ProcessRacer(entrant, task)
+    runner = entrant.load()(entrant.task(task))
+    return LocalRacer(runner, task.device) if callable(runner) else runner
 
 
 def interleaved(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench.ours import compiling
 from bench.tasks import Task
-from bench.timing import Here
+from bench.timing import LocalRacer
 from ftrain import optim, tree
 from ftrain.types import Optimizer, PyTree
 
@@ -58,10 +58,10 @@ class Kind:
 
     def make(self) -> Optimizer:
         """Ours, decaying every parameter as the others do."""
-        made: Optimizer = getattr(optim, self.ours)(
+        optimizer: Optimizer = getattr(optim, self.ours)(
             RATE, weight_decay=DECAY, decay_mask=lambda name, leaf: True, **self.options
         )
-        return made
+        return optimizer
 
     def find(self) -> Any:
         """The class of its peer, or of torch."""
@@ -87,7 +87,7 @@ KINDS = {
 }
 
 
-class Updating(Here):
+class Updating(LocalRacer):
     """A racer of which a step is an update. What it says of a step, where others tell a loss, is how far it has moved.
 
     That is the distance from the start, in rates, and the part of it along a direction drawn at random: losses are slow
@@ -100,21 +100,21 @@ class Updating(Here):
 
     @torch.no_grad()
     def losses(self, steps: int) -> list[float]:
-        start, given = [leaf.double() for leaf in self._leaves], [grad.clone() for grad in self._grads]
-        ways, found = drawn(self._leaves, seed=2), []
+        start, grads = [leaf.double() for leaf in self._leaves], [grad.clone() for grad in self._grads]
+        directions, progress = drawn(self._leaves, seed=2), []
         for _ in range(steps):
             self._run()
             moved = [leaf - old for leaf, old in zip(self._leaves, start, strict=True)]
             length = sum(float(part.square().sum()) for part in moved) ** 0.5
-            along = sum(float((part * way).sum()) for part, way in zip(moved, ways, strict=True))
-            found += [length / RATE, along / length]
+            along = sum(float((part * direction).sum()) for part, direction in zip(moved, directions, strict=True))
+            progress += [length / RATE, along / length]
             # From a copy, for some write into their gradients.
-            given = [grad.flatten().roll(1).view_as(grad).mul(FADING) for grad in given]
-            for grad, value in zip(self._grads, given, strict=True):
+            grads = [grad.flatten().roll(1).view_as(grad).mul(FADING) for grad in grads]
+            for grad, value in zip(self._grads, grads, strict=True):
                 grad.copy_(value)
         for grad in self._grads:
             grad.mul_(LARGE)
-        return found
+        return progress
 
     def close(self) -> None:
         super().close()
@@ -163,8 +163,8 @@ def ours_compiled(task: Task) -> Updating:
     leaves, carry = [*params.values()], (params, optimizer.init(params))
 
     @compiling(task, donate=True)  # type: ignore[untyped-decorator]
-    def function(carry: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
-        return optimizer.update(given[0], carry[1], carry[0], {"lr": given[1]}), {}
+    def function(carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
+        return optimizer.update(inputs[0], carry[1], carry[0], {"lr": inputs[1]}), {}
 
     def update() -> None:
         nonlocal carry
@@ -178,8 +178,8 @@ def theirs(task: Task) -> Updating:
 
     With the option `way` as told; ``best`` compiles it, as torch's recipe does.
     """
-    own = kind(task)
-    optimizer, leaves, grads = _theirs(task, **_way(own, task.option("way", "many")))
+    chosen = kind(task)
+    optimizer, leaves, grads = _theirs(task, **_way(chosen, task.option("way", "many")))
     step = torch.compile(optimizer.step, backend=task.backend) if task.best else optimizer.step
     return Updating(step, leaves, grads, task.device)
 
@@ -192,22 +192,22 @@ def peers(task: Task) -> Updating:
     return Updating(optimizer.step, leaves, grads, task.device)
 
 
-def _way(own: Kind, way: str) -> dict[str, Any]:
-    if own.matrices or way == "default":
+def _way(chosen: Kind, way: str) -> dict[str, Any]:
+    if chosen.matrices or way == "default":
         return {}
-    return {"capturable": True} if way == "capturable" else {"fused": True} if own.fused else {"foreach": True}
+    return {"capturable": True} if way == "capturable" else {"fused": True} if chosen.fused else {"foreach": True}
 
 
 def _theirs(task: Task, **way: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    own = kind(task)
+    chosen = kind(task)
     params, grads = parameters(task)
     leaves = [torch.nn.Parameter(leaf) for leaf in params.values()]
     for leaf, grad in zip(leaves, grads, strict=True):
         leaf.grad = grad
-    options = dict(own.options)
+    options = dict(chosen.options)
     if "b1" in options:
         options["betas"] = options.pop("b1"), options.pop("b2")
-    return own.find()(leaves, lr=RATE, weight_decay=DECAY, **options, **way), leaves, grads
+    return chosen.find()(leaves, lr=RATE, weight_decay=DECAY, **options, **way), leaves, grads
 
 
 def state_bytes(task: Task) -> float:

@@ -131,7 +131,7 @@ def test_a_case_whose_maths_differs_fails_and_is_not_timed():
 
 def test_an_entrant_that_is_missing_or_broken_is_a_row_without_a_number():
     others = [
-        Entrant(name, "trainer", f"{__name__}:{name}", apart=apart)
+        Entrant(name, "trainer", f"{__name__}:{name}", in_own_process=apart)
         for name, apart in (("broken", False), ("without_its_library", False))
     ]
     found = raced(HAND_EAGER, *others)
@@ -223,7 +223,7 @@ def test_the_worst_row_decides_a_claim_and_what_is_missing_does_not_count():
     ]
     verdicts = {verdict.claim.text: verdict for verdict in claims.judge(found)}
     jax = verdicts["compiled step / JAX jit"]
-    assert (jax.worst.median, jax.found, jax.word) == (1.02, 2, "must")
+    assert (jax.worst.median, jax.count, jax.word) == (1.02, 2, "must")
     others = {verdict.word for text, verdict in verdicts.items() if text != "compiled step / JAX jit"}
     assert others == {"not measured"}
 

@@ -24,13 +24,13 @@ MOST_CALLED = 1_000
 
 def run(settings: Settings) -> list[Row]:
     """Race on the null model, then sweep the number of leaves."""
-    entrants = (*field.everyone(settings, smoke=False), field.OURS_KEEPING, field.HAND_APART)
+    entrants = (*field.everyone(settings, smoke=False), field.OURS_KEEPING, field.HAND_OWN_PROCESS)
     rows = race(NULL, settings.task("null"), entrants, settings, part=0.7)
     if settings.full or settings.smoke:
         rows += compile_rows(NULL, field.OURS_COMPILED, settings.task("null"))
     swept = {count: _sweep(count, settings) for count in COUNTS}
     called = {count: _calls(count, settings) for count in COUNTS if count <= MOST_CALLED}
-    rows += [row for found in (*swept.values(), *called.values()) for row in found]
+    rows += [row for rows_of_count in (*swept.values(), *called.values()) for row in rows_of_count]
     return rows + _slopes(swept, SWEPT) + _slopes(called, (field.OURS_CALLS,))
 
 
@@ -46,8 +46,8 @@ def _sweep(count: int, settings: Settings) -> list[Row]:
         if entrant.name in COMPILED and count > most:
             left_out.append(said(question, entrant.name, SKIPPED, f"compiling {count:,} leaves takes minutes"))
         elif entrant.name in COMPILED and count > MOST_COMPILED[False] and not settings.tiny:
-            # Apart, so that one that compiles for too long can be given up.
-            entrants.append(dataclasses.replace(entrant, apart=True, patience=PATIENCE))
+            # In a process of its own, so that one that compiles for too long can be given up.
+            entrants.append(dataclasses.replace(entrant, in_own_process=True, patience=PATIENCE))
         else:
             entrants.append(entrant)
     part = 0.4 if count <= 100 else 0.2
@@ -71,8 +71,8 @@ def _slopes(swept: dict[int, list[Row]], entrants: Sequence[Entrant]) -> list[Ro
     for entrant in entrants:
         times = {
             count: row.median
-            for count, found in swept.items()
-            for row in found
+            for count, rows_of_count in swept.items()
+            for row in rows_of_count
             if row.variant == entrant.name and row.metric == TIME
         }
         if len(times) > 1:

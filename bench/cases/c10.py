@@ -18,7 +18,7 @@ import ftrain as ft
 from bench.rows import FAILED, RATIO, TIME, Row, measured, said
 from bench.settings import Settings
 from bench.stats import pairwise
-from bench.timing import Here, interleaved
+from bench.timing import LocalRacer, interleaved
 
 LENGTH, BATCH = 128, 32
 TORCHS, OURS, SAID, FILE = "DataLoader", "ftrain loader", "ftrain loader, draws = False", "ftrain loader, TokenFile"
@@ -67,11 +67,13 @@ def _race(path: Path, workers: int, settings: Settings) -> list[Row]:
     if different:
         return [said(question, name, FAILED, f"other samples than {TORCHS}") for name in different]
     # Each turn goes on where the last one of the same loader stopped: workers are not started anew.
-    racers = {name: Here(_endless(loader).__next__, "cpu") for name, loader in loaders.items()}
+    racers = {name: LocalRacer(_endless(loader).__next__, "cpu") for name, loader in loaders.items()}
     times = interleaved(racers, rounds=settings.rounds, seconds=settings.seconds)
     rows = [measured(question, name, TIME, "us", values) for name, values in times.items()]
     ratios = {name: pairwise(times[name], times[TORCHS]) for name in (OURS, SAID, FILE)}
-    return rows + [measured(question, name, f"{RATIO}{TORCHS}", "", found, sure=True) for name, found in ratios.items()]
+    return rows + [
+        measured(question, name, f"{RATIO}{TORCHS}", "", values, sure=True) for name, values in ratios.items()
+    ]
 
 
 def _samples(loader: Any) -> torch.Tensor:

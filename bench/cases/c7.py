@@ -68,8 +68,10 @@ def _asynchronous(state: State, size: int, folder: Path, rounds: int) -> list[Ro
             blocked.append(time.perf_counter() - begun)
             checkpoints.wait()
             whole.append(time.perf_counter() - begun)
-    found = {"the call": blocked, "until it is on the disk and verified": whole, "a copy by clone()": copied}
-    rows = [measured(ASYNC, name, TIME, "us", [1e6 * value for value in values[1:]]) for name, values in found.items()]
+    durations = {"the call": blocked, "until it is on the disk and verified": whole, "a copy by clone()": copied}
+    rows = [
+        measured(ASYNC, name, TIME, "us", [1e6 * value for value in values[1:]]) for name, values in durations.items()
+    ]
     ratio = pairwise(blocked[1:], copied[1:])
     return [*rows, measured(ASYNC, "the call", f"{RATIO}a copy by clone()", "", ratio, sure=True)]
 

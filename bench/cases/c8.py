@@ -93,7 +93,7 @@ def _scale(settings: Settings) -> list[Row]:
     rows = [measured(question, name, TIME, "us", values) for name, values in times.items()]
     base, *others = times
     ratios = {name: pairwise(times[name], times[base]) for name in others}
-    return rows + [measured(question, name, f"{RATIO}{base}", "", found, sure=True) for name, found in ratios.items()]
+    return rows + [measured(question, name, f"{RATIO}{base}", "", values, sure=True) for name, values in ratios.items()]
 
 
 def _states(settings: Settings) -> list[Row]:

@@ -90,7 +90,7 @@ def run(settings: Settings) -> list[Row]:
 def _left(task: Task) -> list[Row]:
     """What rematerialisation leaves of the activations."""
     every = _activations(task, KEEPING_ALL)
-    return [measured(FULL, own.name, SAVED, "", [_activations(task, own) / every]) for own in (REMAT, BUDGETED)]
+    return [measured(FULL, ours.name, SAVED, "", [_activations(task, ours) / every]) for ours in (REMAT, BUDGETED)]
 
 
 def _race(question: str, task: Task, entrants: list[Entrant], settings: Settings) -> list[Row]:
@@ -111,14 +111,14 @@ def _race(question: str, task: Task, entrants: list[Entrant], settings: Settings
 def _saved(question: str, rows: list[Row]) -> list[Row]:
     """What is held within a step, of what is held by the loop that keeps everything."""
     held = {row.variant: row.median for row in rows if row.metric == WITHIN}
-    every, owns = held.get(KEEPING_ALL.name), [own.name for own in (REMAT, BUDGETED) if own.name in held]
+    every, names = held.get(KEEPING_ALL.name), [ours.name for ours in (REMAT, BUDGETED) if ours.name in held]
     metric = f"{WITHIN}, {RATIO}{KEEPING_ALL.name}"
-    return [measured(question, own, metric, "", [held[own] / every]) for own in owns] if every else []
+    return [measured(question, name, metric, "", [held[name] / every]) for name in names] if every else []
 
 
 def _activations(task: Task, entrant: Entrant) -> int:
     """Bytes of activations, as `ftrain.anatomy` predicts them."""
     step = techniques.step_of(entrant.task(task))
     state = step.init(device=task.device)
-    found: int = ft.anatomy(step, state, task.batch(), measure=False).most.get("activations", 0)
-    return found
+    size: int = ft.anatomy(step, state, task.batch(), measure=False).most.get("activations", 0)
+    return size

@@ -19,8 +19,8 @@ def run(settings: Settings) -> list[Row]:
     size = 64 if settings.tiny else 8192
     rows = []
     for precision in DTYPES:
-        found = _rates(settings, precision, size)
-        rows.append(measured(QUESTION, f"{precision}, {size:,} cubed", "matmul", "TFLOP/s", found))
+        values = _rates(settings, precision, size)
+        rows.append(measured(QUESTION, f"{precision}, {size:,} cubed", "matmul", "TFLOP/s", values))
         settings.ceilings[precision] = rows[-1].median
     return rows
 
@@ -34,7 +34,7 @@ def ensure(settings: Settings) -> None:
 def _rates(settings: Settings, precision: str, size: int) -> list[float]:
     # Random numbers, since zeros draw less power and run faster than any training would.
     a, b = (torch.randn(size, size, device=settings.device, dtype=DTYPES[precision]) for _ in range(2))
-    before = torch.get_float32_matmul_precision()
+    previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     wait = torch.cuda.synchronize if settings.place.type == "cuda" else lambda: None
     try:
@@ -47,5 +47,5 @@ def _rates(settings: Settings, precision: str, size: int) -> list[float]:
             wait()
             rates.append(2 * size**3 * CALLS / (time.perf_counter() - start) / 1e12)
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous)
     return rates[1:]

@@ -18,5 +18,5 @@ ENTRANTS = (field.HAND_EAGER, field.HAND_BEST, field.OURS_EAGER, field.OURS_COMP
 def run(settings: Settings) -> list[Row]:
     """Race in bf16; trainers at their best take part where they are installed."""
     g0.ensure(settings)
-    peers = [one for one in field.TRAINERS if one.best and not one.apart] if settings.peers else []
+    peers = [one for one in field.TRAINERS if one.best and not one.in_own_process] if settings.peers else []
     return race(QUESTION, settings.task("gpt2 b64", "bf16"), (*ENTRANTS, *peers), settings, part=0.4)

@@ -41,8 +41,8 @@ def drive(task: Task, gate: Gate) -> None:
     from transformers import Trainer, TrainingArguments
 
     class Recording(Trainer):
-        def training_step(self, *given: Any, **named: Any) -> Tensor:
-            loss = super().training_step(*given, **named)
+        def training_step(self, *args: Any, **options: Any) -> Tensor:
+            loss = super().training_step(*args, **options)
             gate.record(loss)
             return loss
 

@@ -28,14 +28,14 @@ def drive(task: Task, gate: Gate) -> None:
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(task.rate, weight_decay=0.0))
 
     def step(params: Any, moments: Any, batch: Any) -> Any:
-        found, grads = jax.value_and_grad(lambda p: jax_models.loss(forward, p, batch, **options))(params)
+        loss, grads = jax.value_and_grad(lambda p: jax_models.loss(forward, p, batch, **options))(params)
         updates, moments = optimizer.update(grads, moments, params)
-        return optax.apply_updates(params, updates), moments, found
+        return optax.apply_updates(params, updates), moments, loss
 
     jitted = jax.jit(step, donate_argnums=(0, 1) if task.best else ())
-    moments, found = optimizer.init(params), None
+    moments, loss = optimizer.init(params), None
     # Dispatch does not wait for the result, so the end of a turn must.
     gate.wait_with(lambda: jax.block_until_ready((params, moments)))
     for _ in gate:
-        params, moments, found = jitted(params, moments, batch)
-        gate.record(found)
+        params, moments, loss = jitted(params, moments, batch)
+        gate.record(loss)

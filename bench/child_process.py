@@ -30,27 +30,27 @@ QUIET = {
 }
 
 
-class Apart:
+class ChildProcess:
     """A function in a process of its own, and the pipe to it."""
 
-    def __init__(self, target: Callable[..., None], *given: Any, environment: dict[str, str] | None = None) -> None:
-        here, there = multiprocessing.Pipe()
+    def __init__(self, target: Callable[..., None], *arguments: Any, environment: dict[str, str] | None = None) -> None:
+        parent_end, child_end = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         log = str(Path(self._folder.name) / "log")
         settings = {**QUIET, **(environment or {})}
         # Set here as well, since the child's imports may read them before its first line of ours.
-        before = {name: os.environ.get(name) for name in settings}
+        previous = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)
         try:
-            arguments = (target, there, log, torch.get_num_threads(), given)
-            self._process = context.Process(target=_entered, args=arguments, daemon=True)
+            all_arguments = target, child_end, log, torch.get_num_threads(), arguments
+            self._process = context.Process(target=_entered, args=all_arguments, daemon=True)
             self._process.start()
         finally:
-            for name, value in before.items():
+            for name, value in previous.items():
                 os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
-        there.close()
-        self._pipe = here
+        child_end.close()
+        self._pipe = parent_end
 
     def receive(self, patience: float) -> Any:
         """Wait for an answer.
@@ -88,7 +88,7 @@ class Apart:
         self._folder.cleanup()
 
 
-def _entered(target: Callable[..., None], pipe: Connection, log: str, threads: int, given: tuple[Any, ...]) -> None:
+def _entered(target: Callable[..., None], pipe: Connection, log: str, threads: int, arguments: tuple[Any, ...]) -> None:
     """Run in the child: its output goes to a file, and its errors to the parent."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -99,7 +99,7 @@ def _entered(target: Callable[..., None], pipe: Connection, log: str, threads: i
         # JAX takes a thread for each core it may use; torch has been told.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     try:
-        target(pipe, *given)
+        target(pipe, *arguments)
     except ClosedError:
         pass
     except BaseException as error:
@@ -111,12 +111,12 @@ def _entered(target: Callable[..., None], pipe: Connection, log: str, threads: i
 
 def train(pipe: Connection, entrant: Entrant, task: Task) -> None:
     """Run in the child: train in turns, as the parent commands."""
-    own = entrant.task(task)
+    task = entrant.task(task)
     wait = torch.cuda.synchronize if task.device.startswith("cuda") else lambda: None
-    gate = Gate(pipe, own.batch(), wait)
+    gate = Gate(pipe, task.batch(), wait)
     if entrant.owns_loop:
-        entrant.load()(own, gate)
+        entrant.load()(task, gate)
         return
-    run = entrant.load()(own)
+    run = entrant.load()(task)
     for _ in gate:
         gate.record(run())
