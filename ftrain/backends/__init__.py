@@ -22,7 +22,7 @@ from ftrain.backends.registry import require_current as require_current
 from ftrain.backends.registry import resolve as resolve
 from ftrain.backends.registry import widest as widest
 
-# One name for two makers: a build of torch is for one of them.
+# The name "cuda" serves NVIDIA and AMD: a build of torch supports one of them.
 for _module in (cpu, rocm if _torch.version.hip else cuda, xpu, mps, hpu, npu, mlu, musa, xla):
     register(_module.BACKEND)
 

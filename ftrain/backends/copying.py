@@ -41,9 +41,9 @@ class Streams:
         self._in_flight.append((source, done))
         self._release_sources(DEPTH)
 
-    def _release_sources(self, most: int) -> None:
+    def _release_sources(self, limit: int) -> None:
         """Free the sources of all but the newest copies, after making the current stream wait for these copies."""
-        while len(self._in_flight) > most:
+        while len(self._in_flight) > limit:
             _, done = self._in_flight.popleft()
             self._module.current_stream().wait_event(done)
 

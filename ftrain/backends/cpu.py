@@ -1,9 +1,9 @@
-"""The CPU: always there, computes in bfloat16 and float16 autocast, has fused optimizer kernels.
+"""The CPU: always available, with autocast to bfloat16 and float16, and fused optimizer kernels.
 
-Products in a narrow dtype are native on x86 where the CPU has AVX512_BF16 (AVX512_FP16 for float16), as all with AMX
-have. Without these instructions kernels convert to float32 and back: on two cores with AVX2 a GPT trained 17 times
+Products in a narrow dtype are native on x86 where the CPU has AVX512_BF16 (AVX512_FP16 for float16), as all CPUs
+with AMX have. Without these instructions kernels convert to float32 and back: on two cores with AVX2 a GPT trained 17 times
 slower in bfloat16 than in float32. On ARM they are native where oneDNN says that it computes in the dtype (Graviton 3
-and later; not measured), and nowhere if torch is built without oneDNN. What ``ONEDNN_MAX_CPU_ISA`` hides is not used.
+and later; not measured), and nowhere if torch is built without oneDNN. Instructions that ``ONEDNN_MAX_CPU_ISA`` disables do not count.
 Source: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html.
 """
 
@@ -25,11 +25,11 @@ NARROW = torch.bfloat16, torch.float16
 INSTRUCTIONS = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}
 """Names in `torch.cpu.get_capabilities` of the x86 instructions that multiply in a dtype."""
 
-WITHOUT_BF16 = "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"
-WITHOUT = {torch.bfloat16: WITHOUT_BF16, torch.float16: (*WITHOUT_BF16, "AVX512_CORE_BF16")}
+_BELOW_BF16 = "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"
+ISA_LIMITS_WITHOUT = {torch.bfloat16: _BELOW_BF16, torch.float16: (*_BELOW_BF16, "AVX512_CORE_BF16")}
 """The values of ``ONEDNN_MAX_CPU_ISA`` under which oneDNN does not use those instructions."""
 
-LIMIT, USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+CGROUP_LIMIT, CGROUP_USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 
 
 def _free() -> int | None:
@@ -38,8 +38,8 @@ def _free() -> int | None:
         return None
     lines = (line.split() for line in MEMINFO.read_text().splitlines())
     free = next((int(kib) * 1024 for name, kib, *_ in lines if name == "MemAvailable:"), None)
-    if free is not None and LIMIT.exists() and (limit := LIMIT.read_text().strip()).isdigit():
-        free = max(0, min(free, int(limit) - int(USED.read_text())))
+    if free is not None and CGROUP_LIMIT.exists() and (limit := CGROUP_LIMIT.read_text().strip()).isdigit():
+        free = max(0, min(free, int(limit) - int(CGROUP_USED.read_text())))
     return free
 
 
@@ -54,8 +54,8 @@ def _is_native(dtype: torch.dtype) -> bool:
     if not str(capabilities["architecture"]).startswith("x86"):
         return True
     # With AVX-512 alone oneDNN computes in bfloat16 too, by converting.
-    most = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", ""))
-    return bool(capabilities.get(INSTRUCTIONS[dtype])) and most.upper() not in WITHOUT[dtype]
+    isa_limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", ""))
+    return bool(capabilities.get(INSTRUCTIONS[dtype])) and isa_limit.upper() not in ISA_LIMITS_WITHOUT[dtype]
 
 
 def _onednn_computes_in(dtype: torch.dtype) -> bool:

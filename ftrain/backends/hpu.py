@@ -1,9 +1,9 @@
 """Intel Gaudi, by `habana_frameworks.torch`, which puts `torch.hpu` there.
 
 From its support matrix (https://docs.habana.ai/en/latest/PyTorch/Reference/PyTorch_Support_Matrix.html): no float64;
-``hpu_backend`` compiles, Inductor does not; its graphs are for lazy mode only. On the first Gaudi nothing but bfloat16
-is relied on. Torch lists it among the devices of its fused kernels (https://github.com/pytorch/pytorch/pull/148666).
-There is no empty_cache; memory is from a pool all the same (`PT_HPU_POOL_STRATEGY`, `PT_HPU_POOL_MEM_ACQUIRE_PERC`,
+``hpu_backend`` compiles, Inductor does not; its graphs are for lazy mode only. On the first Gaudi the record has
+bfloat16 alone. Torch lists it among the devices of its fused kernels (https://github.com/pytorch/pytorch/pull/148666).
+There is no empty_cache, although memory is pooled (`PT_HPU_POOL_STRATEGY`, `PT_HPU_POOL_MEM_ACQUIRE_PERC`,
 https://github.com/HabanaAI/gaudi-pytorch-bridge).
 
 In lazy mode (``PT_HPU_LAZY_MODE=1``; no longer the default, see
@@ -26,7 +26,7 @@ import torch
 from ftrain.backends.device_module import NARROW, DeviceModule
 from ftrain.backends.generators import Generator
 
-FIRST = "GAUDI"
+FIRST_GENERATION = "GAUDI"
 
 
 class _Gaudi(DeviceModule):
@@ -44,7 +44,7 @@ class _Gaudi(DeviceModule):
                 _mark_step()
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        return (torch.bfloat16,) if self.describe() == FIRST else NARROW
+        return (torch.bfloat16,) if self.describe() == FIRST_GENERATION else NARROW
 
 
 def _mark_step() -> None:

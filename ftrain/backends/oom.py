@@ -46,7 +46,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
-    return any(each in text for each in TEXTS) or (AMBIGUOUS in text and not _has_headroom())
+    return any(part in text for part in TEXTS) or (AMBIGUOUS in text and not _has_headroom())
 
 
 def _has_headroom() -> bool:

@@ -1,7 +1,8 @@
 """AMD GPUs: torch serves them as device type ``cuda`` and `torch.cuda`, and says so in `torch.version.hip`.
 
-A record of its own, for a build of torch is for the one or the other. All of AMD's that ROCm supports compute in
-bfloat16. There is no TF32: `allow_tf32` is for NVIDIA's. The `torch.distributed` backend ``nccl`` is RCCL.
+A build of torch supports NVIDIA or AMD, not both, so AMD has a record of its own. All AMD GPUs that ROCm supports
+compute in bfloat16. There is no TF32: `allow_tf32` affects NVIDIA GPUs only. The `torch.distributed` backend ``nccl``
+is RCCL.
 
 Source: https://docs.pytorch.org/docs/stable/notes/hip.html. Not run on hardware.
 """

@@ -1,10 +1,10 @@
-"""TPUs, and what else PyTorch/XLA drives, by `torch_xla`.
+"""TPUs, and the other devices that PyTorch/XLA supports, by `torch_xla`.
 
 Operations are collected, and `torch_xla.sync` compiles and launches them
 (https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html): here at the end of every step. Autocast is to bfloat16
 (https://docs.pytorch.org/xla/master/perf/amp.html). The state of the generator is its seed, an integer. There is no
-cache to empty (XLA keeps what it has taken and uses it again, https://docs.jax.dev/en/latest/gpu_memory_allocation.html),
-no graphs to record (each step is one) and no TF32; ``openxla`` is what compiles.
+cache to empty (XLA keeps freed memory and reuses it, https://docs.jax.dev/en/latest/gpu_memory_allocation.html), no
+graphs to record (each step is one) and no TF32; the compiler is ``openxla``.
 
 Source: https://docs.pytorch.org/xla/release/r2.8/learn/api-guide.html. Not run on hardware.
 """
@@ -46,7 +46,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def _memory() -> Memory:
     info = _model().get_memory_info()
-    # Not all versions count the peak.
+    # Not all versions report the peak.
     return Memory(current=info["bytes_used"], peak=info.get("peak_bytes_used", info["bytes_used"]))
 
 

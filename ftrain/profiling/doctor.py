@@ -77,7 +77,7 @@ def _try(describe: Callable[[Backend], str], record: Backend) -> str:
     try:
         return describe(record)
     except Exception as error:
-        # What does not work is what one asks a doctor about.
+        # The report shows what does not work, and goes on.
         return f"fails: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]:.100}"
 
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
 from ftrain import optim, tree
-from ftrain.errors import BatchError, ComposeError
+from ftrain.errors import BatchError, ComposeError, require_order
 from ftrain.step.microbatch import most_pieces
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.transforms.accumulate import NAME as ACCUMULATE
 from ftrain.transforms.accumulate import accumulate
 from ftrain.types import PyTree, TrainState, mark_donatable, replace
+
+
+def require_step(function: str, step: Any, state: Any) -> None:
+    """Check that the first arguments of a function are a step and a state.
+
+    Raises:
+        ComposeError: naming the function and what was found.
+    """
+    require_order(function, step, state, f"{function}(step, state, batch)")
+    if not isinstance(step, Step):
+        raise ComposeError(
+            f"{function}: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns"
+        )
 
 
 def add_wrapper(step: Step, wrapper: Wrapper) -> Step:
@@ -40,7 +54,7 @@ def replaces_optimizer(wrapper: Wrapper) -> bool:
 
 def remove_wrapper(step: Step, name: str) -> Step:
     """Return a step without the wrapper of a name, if it has it."""
-    return dataclasses.replace(step, wrappers=tuple(each for each in step.wrappers if each.name != name))
+    return dataclasses.replace(step, wrappers=tuple(wrapper for wrapper in step.wrappers if wrapper.name != name))
 
 
 def microbatches_of(step: Step) -> int:
@@ -49,7 +63,7 @@ def microbatches_of(step: Step) -> int:
     Raises:
         ComposeError: when something other than the gradient itself is in pieces.
     """
-    readers = [(each.text, each.grad) for each in step.wrappers if each.grad and each.grad.reads_gradients]
+    readers = [(w.text, w.grad) for w in step.wrappers if w.grad and w.grad.reads_gradients]
     for text, grad in readers:
         if grad.microbatches is not None and grad is not readers[0][1]:
             raise ComposeError(f"{readers[0][0]} is done to every piece of {text}; other pieces change it")

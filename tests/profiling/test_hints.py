@@ -341,11 +341,15 @@ def test_free_memory_of_the_host():
 def test_free_memory_of_a_container(monkeypatch, tmp_path):
     from ftrain.backends import cpu
 
-    for name, text in {"MEMINFO": "MemTotal: 8 kB\nMemAvailable: 5 kB\n", "LIMIT": "4096\n", "USED": "1024\n"}.items():
+    for name, text in {
+        "MEMINFO": "MemTotal: 8 kB\nMemAvailable: 5 kB\n",
+        "CGROUP_LIMIT": "4096\n",
+        "CGROUP_USED": "1024\n",
+    }.items():
         (tmp_path / name).write_text(text)
         monkeypatch.setattr(cpu, name, tmp_path / name)
     assert cpu.BACKEND.free() == 3072
-    (tmp_path / "LIMIT").write_text("max\n")
+    (tmp_path / "CGROUP_LIMIT").write_text("max\n")
     assert cpu.BACKEND.free() == 5120
     (tmp_path / "MEMINFO").unlink()
     assert cpu.BACKEND.free() is None

@@ -6,11 +6,10 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from ftrain import backends, tree
 from ftrain.step.flops import MOVEMENT, group_of
@@ -20,11 +19,10 @@ from ftrain.types import PyTree, TrainState
 MEMORY = "[memory]"
 """The name of the profiler's events that allocate or free memory."""
 
-QUIET = "KINETO_LOG_LEVEL", "6"
+LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """What was measured of a step.
 
     Args:
@@ -47,39 +45,34 @@ def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
     """
     device = tree.device_of(state.params)
     state, _ = step(state, batch)
-    with _quiet(), profile(activities=_activities(device), profile_memory=True, acc_events=True) as profiler:
+    with _quiet(), profile(profile_memory=True, acc_events=True) as profiler:
         step(state, batch)
         backends.of(device).synchronize()
-    return Measured(_highest(profiler, device), _seconds(profiler))
+    return Measured(_peak(profiler, device), _seconds(profiler))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the log of the profiler, unless the environment sets its level."""
-    name, level = QUIET
-    is_set = name in os.environ
-    os.environ.setdefault(name, level)
+    if LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[LOG_LEVEL] = "6"
     try:
         yield
     finally:
-        if not is_set:
-            del os.environ[name]
+        del os.environ[LOG_LEVEL]
 
 
-def _activities(device: torch.device) -> list[ProfilerActivity]:
-    activity = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
-    return list(dict.fromkeys([ProfilerActivity.CPU, activity]))
-
-
-def _highest(profiler: Any, device: torch.device) -> int:
+def _peak(profiler: Any, device: torch.device) -> int:
     """Return the most bytes that were allocated on a device at one time while the profiler ran."""
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == MEMORY]
     events = [event for event in events if event.device_type().name.lower() == device.type]
-    allocated = highest = 0
+    allocated = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         allocated += event.nbytes()
-        highest = max(highest, allocated)
-    return highest
+        peak = max(peak, allocated)
+    return peak
 
 
 def _seconds(profiler: Any) -> dict[str, float]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from ftrain import tree
-from ftrain.errors import ComposeError, StructureError, require_order
+from ftrain.errors import StructureError
 from ftrain.profiling.anatomy.measured import measure as run_measured
 from ftrain.profiling.anatomy.predicted import abstract_state, predict
 from ftrain.profiling.anatomy.record import Anatomy
+from ftrain.profiling.step_variants import require_step
 from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
@@ -39,9 +40,7 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
         StructureError: for the state of another step, or no state where the loss is no module.
         TraceError: when the step asks for the value of a tensor.
     """
-    require_order("anatomy", step, state, "anatomy(step, state, batch)")
-    if not isinstance(step, Step):
-        raise ComposeError(f"anatomy: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
+    require_step("anatomy", step, state)
     can_measure, batch = measure and state is not None, as_tree(batch)
     state = _state_of(step, state)
     params = sum(leaf.numel() for leaf in tree.leaves(state.params))

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ftrain import backends, tree
-from ftrain.errors import BatchError, ComposeError, require_order
+from ftrain.errors import BatchError
 from ftrain.profiling import rates
 from ftrain.profiling.anatomy import Anatomy, anatomy
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints.calls import record_calls
 from ftrain.profiling.hints.facts import Facts, Product
 from ftrain.profiling.hints.rules import Hint, run_rules
-from ftrain.profiling.step_variants import double_batch
-from ftrain.profiling.timing import Interval, Loading, interval, loading, race
+from ftrain.profiling.step_variants import double_batch, require_step
+from ftrain.profiling.timing import interval, loading, race
 from ftrain.step.flops import CONTRACTION
 from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
@@ -51,9 +51,7 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
         DataError: when the data cannot be iterated several times.
         TraceError: when the step asks for the value of a tensor.
     """
-    require_order("hints", step, state, "hints(step, state, batch)")
-    if not isinstance(step, Step):
-        raise ComposeError(f"hints: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
+    require_step("hints", step, state)
     step.require(state)
     original = Original(step, state)
     batch = tree.to(as_tree(batch), original.device)
@@ -76,11 +74,8 @@ def facts_of(
     state: TrainState,
     batch: PyTree,
     parts: Anatomy,
-    step_seconds: float,
-    *,
-    doubled: Interval | None = None,
-    loading: Loading | None = None,
-    tried: Mapping[str, Interval] | None = None,
+    seconds: float,
+    **measured: Any,
 ) -> Facts:
     """Return the facts that the rules read; measures the rates of the device.
 
@@ -89,10 +84,8 @@ def facts_of(
         state: a state of it.
         batch: a batch.
         parts: their anatomy.
-        step_seconds: seconds of a step.
-        doubled: examples a second of twice the batch, relative to the batch.
-        loading: seconds of the data.
-        tried: examples a second with a technique, relative to the step.
+        seconds: of a step.
+        measured: the fields `doubled`, `loading` and `tried` of `Facts`, as far as they were measured.
     """
     device = tree.device_of(state.params)
     record = backends.of(device)
@@ -113,11 +106,9 @@ def facts_of(
         },
         gain=_gain(device, products) if torch.bfloat16 in record.native_dtypes else 1.0,
         launch=rates.launch_seconds(device),
-        seconds=step_seconds,
-        doubled=doubled,
-        loading=loading,
-        tried=tried or {},
+        seconds=seconds,
         emulated=record.emulated_dtypes(),
+        **measured,
     )
 
 

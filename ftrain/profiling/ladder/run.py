@@ -10,12 +10,13 @@ from typing import TypeAlias
 from ftrain import backends, tree
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory
-from ftrain.errors import ComposeError, FtrainError, OptionError, TraceError, require_order, require_positive
+from ftrain.errors import FtrainError, OptionError, TraceError, require_positive
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints import Hint, facts_of, run_rules
 from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
 from ftrain.profiling.ladder.techniques import TECHNIQUES, Case, Technique, replaced_wrappers
+from ftrain.profiling.step_variants import require_step
 from ftrain.profiling.timing import Loading, interval, loading, race
 from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
@@ -68,9 +69,7 @@ def ladder(
         DataError: when the data cannot be iterated several times.
         Exception: what the step as given raises, except running out of memory, which is a result.
     """
-    require_order("ladder", step, state, "ladder(step, state, batch)")
-    if not isinstance(step, Step):
-        raise ComposeError(f"ladder: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
+    require_step("ladder", step, state)
     require_positive("ladder", "rounds", rounds)
     chosen = _choose(techniques)
     step.require(state)

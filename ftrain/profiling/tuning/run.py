@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from ftrain import tree
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
-from ftrain.errors import ComposeError, DeviceError, require_order, require_positive
+from ftrain.errors import DeviceError, require_positive
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints import Hint, facts_of, run_rules
+from ftrain.profiling.step_variants import require_step
 from ftrain.profiling.timing import interval, race
 from ftrain.profiling.tuning.record import Trial, Trials
 from ftrain.profiling.tuning.search import Search
@@ -67,21 +68,12 @@ def tune(
 def trials(
     step: Step, state: TrainState | None, batch: PyTree, *, memory: int | str | None = None, rounds: int = ROUNDS
 ) -> Trials:
-    """Do what `tune` does, and return all that was tried with the step that was chosen.
-
-    Args:
-        step: the step, as for `tune`.
-        state: a state of it, or None.
-        batch: a batch.
-        memory: bytes, or an amount such as ``"8GB"``; by default what is free.
-        rounds: how often each is timed.
+    """Do what `tune` does, with the same arguments, and return all that was tried with the step that was chosen.
 
     Raises:
         FtrainError: as `tune` does.
     """
-    require_order("tune", step, state, "tune(step, state, batch)")
-    if not isinstance(step, Step):
-        raise ComposeError(f"tune: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns")
+    require_step("tune", step, state)
     require_positive("tune", "rounds", rounds)
     if state is not None:
         step.require(state)
