@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -79,15 +80,11 @@ def skip_spikes(
 
         return watching
 
-    def init(params: PyTree) -> PyTree:
-        device, wide = tree.device_of(params), any(leaf.dtype == torch.float64 for leaf in tree.leaves(params))
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        norms = torch.zeros(window, dtype=torch.float64 if wide else torch.float32, device=device)
-        return {"norms": norms, "count": zero, "spikes": zero.clone()}
-
     text = f"skip_spikes({factor:g}, quantile={quantile:g}, window={window}, {action})"
     on_grad = OnGrad(wrap, may_refuse_updates=action == "skip")
-    return Wrapper(NAME, text, grad=on_grad, slot=SlotSpec(init), validate=_require_whole_batches)
+    return Wrapper(
+        NAME, text, grad=on_grad, slot=SlotSpec(partial(_initial_slot, window)), validate=_require_whole_batches
+    )
 
 
 def _require_whole_batches(step: Any) -> None:
@@ -98,6 +95,13 @@ def _require_whole_batches(step: Any) -> None:
                 f"skip_spikes: {other.text} stands around it, and microbatches cannot be left out one by one; put "
                 "skip_spikes after it"
             )
+
+
+def _initial_slot(window: int, params: PyTree) -> PyTree:
+    device, wide = tree.device_of(params), any(leaf.dtype == torch.float64 for leaf in tree.leaves(params))
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    norms = torch.zeros(window, dtype=torch.float64 if wide else torch.float32, device=device)
+    return {"norms": norms, "count": zero, "spikes": zero.clone()}
 
 
 def _quantile(norms: Tensor, count: Tensor, quantile: float) -> Tensor:
