@@ -8,8 +8,8 @@ is the standard library of the interpreter that runs it.
     python examples/train_lm.py --help
 
 Writes ``metrics.jsonl`` (a record a step), ``model.safetensors`` (the averaged weights) and checkpoints into ``--out``.
-Stop it with Ctrl-C or with kill -9: the same command resumes the run. It ends with the same bits where a
-step has the same bits each time: with --no-compile, or with one thread (OMP_NUM_THREADS=1).
+Stop it with Ctrl-C or with kill -9: the same command resumes the run, which ends with the same bits (as long as the
+number of threads stays the same).
 """
 
 from __future__ import annotations

@@ -81,6 +81,8 @@ with private_names():
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
     _ = Tensor._version, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
+    # The public function also imports Inductor, and turns off the choice of kernels by their speed.
+    _set_deterministic = torch._C._set_deterministic_algorithms
     _has_kernel = torch._C._dispatch_has_kernel
     _has_kernel_for = torch._C._dispatch_has_kernel_for_dispatch_key
     _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -220,6 +222,27 @@ def active_modes() -> list[TorchDispatchMode]:
 def is_capturing() -> bool:
     """Whether `make_fx` captures what runs as a graph."""
     return get_proxy_mode() is not None
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Context in which operations take their deterministic kernel, where they have one; it takes 3 us.
+
+    As `torch.use_deterministic_algorithms(True, warn_only=True)`, but uninitialized memory is not filled. Where that is
+    on already, nothing changes. It is a setting of the process, so it holds in all threads.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    _set_deterministic(True, warn_only=True)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = fills
+        _set_deterministic(False)
 
 
 # Autograd

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ftrain._torch import deterministic
 from ftrain.backends.generators import save_generators, seeded
 from ftrain.backends.registry import Backend
 from ftrain.backends.resident import resident
@@ -77,6 +78,7 @@ BACKEND = Backend(
     emulated_dtypes=_emulated_dtypes,
     seeded=seeded,
     generators=save_generators,
+    deterministic=deterministic,
     synchronize=lambda: None,
     memory=resident,
     free=_free,

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeAlias
 
@@ -89,6 +89,8 @@ class Backend:
         fused_optimizers: whether torch's fused optimizer kernels support the device.
         recorder: returns a `Recorder` of device graphs; None where there are none.
         copier: returns a `Copier` that copies while the device computes; None where there is none.
+        deterministic: context in which kernels that would add up in the order in which threads arrive add in a fixed
+            order, and give the same bits each time. Every step runs in it.
         float64: whether the device computes in float64.
         float8: whether this machine's device multiplies in float8 (e4m3, e5m2), as `torch._scaled_mm` does.
         immediate: whether the device has done its work when a call returns, so that reading a value never waits.
@@ -120,6 +122,7 @@ class Backend:
     fused_optimizers: bool = False
     recorder: Callable[[], Recorder] | None = None
     copier: Callable[[], Copier] | None = None
+    deterministic: Callable[[], AbstractContextManager[None]] = nullcontext
     float64: bool = True
     float8: Callable[[], bool] = lambda: False
     immediate: bool = False

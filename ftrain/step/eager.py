@@ -38,5 +38,6 @@ class Eager:
         rng = random.to_device(random.from_words(words), device) if self._needs_rng else None
         if self._draws:
             hyper = {**hyper, RNG: random.to_device(random.from_words(random.update_words(words)), device)}
-        with torch.no_grad(), backends.of(device).seeded(random.seed_of(words)):
+        backend = backends.of(device)
+        with torch.no_grad(), backend.seeded(random.seed_of(words)), backend.deterministic():
             return self._core(state, batch, hyper, rng)

@@ -63,13 +63,15 @@ def _shown(leaf: Any) -> str:
 
 
 def cache_key(trees: PyTree) -> Hashable:
-    """Return what a graph depends on: the structure, of each tensor its metadata, of another leaf its value.
+    """Return what a graph depends on: the structure, of each tensor its metadata, of another leaf its value; threads.
+
+    Inductor's code for a CPU has as many partial sums as there are threads when it is compiled.
 
     Raises:
         BatchError: for a leaf that is neither a tensor nor hashable.
     """
     leaves, spec = tree.flatten(trees)
-    return spec, tuple(_static(leaf) for leaf in leaves)
+    return spec, tuple(_static(leaf) for leaf in leaves), torch.get_num_threads()
 
 
 def _static(leaf: Any) -> Hashable:
@@ -146,7 +148,7 @@ class Graph:
     def __init__(
         self, function: Carrying, given: tuple[PyTree, ...], kind: Hashable, compiler: Compile, *, donate: bool
     ) -> None:
-        self.kind, self._donate = kind, donate
+        self.kind, self._donate, self._threads = kind, donate, torch.get_num_threads()
         leaves, spec = tree.flatten(given)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._others = [(index, leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
@@ -203,6 +205,8 @@ class Graph:
         return leaves
 
     def _fits(self, leaves: list[Any]) -> bool:
+        if torch.get_num_threads() != self._threads:
+            return False
         for index, value in self._others:
             if type(leaves[index]) is not type(value) or leaves[index] != value:
                 return False

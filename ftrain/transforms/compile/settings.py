@@ -49,9 +49,17 @@ class Compiler:
     max_graphs: int
 
     def compile(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int) -> capture.Flat:
-        """Compile a captured graph for the device of its inputs."""
-        with self.cache(), backends.of(inputs[0].device).seeded(0):
-            return capture.compile_graph(captured, inputs, self.backend_for(inputs[0].device), self.options)
+        """Compile a captured graph for the device of its inputs, so that it gives the same bits each time."""
+        backend, name = backends.of(inputs[0].device), self.backend_for(inputs[0].device)
+        with self.cache(), backend.seeded(0), backend.deterministic():
+            run = capture.compile_graph(captured, inputs, name, self.options)
+
+        # Some kernels read the setting when they run.
+        def run_deterministic(*tensors: Tensor) -> Sequence[Tensor]:
+            with backend.deterministic():
+                return run(*tensors)
+
+        return run_deterministic
 
     def replaying(self) -> Compile:
         """Return `compile` for the graphs of one step, which the device records and replays if it can.

@@ -236,8 +236,9 @@ class _Compiled:
         """Run the step split, or eagerly."""
         if self._lowering == "eager":
             return self._eager(state, batch, hyper, words)
+        backend = backends.of(tree.device_of(state.params))
         try:
-            with torch.no_grad(), backends.of(tree.device_of(state.params)).seeded(random.seed_of(words)):
+            with torch.no_grad(), backend.seeded(random.seed_of(words)), backend.deterministic():
                 return self._core(*inputs)  # type: ignore[no-any-return]
         except FAILED as error:
             why = self._reason(error)
