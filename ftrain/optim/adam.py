@@ -50,21 +50,8 @@ def adam(
         v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
         p &\leftarrow p - \eta \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-    The state is that of `adamw`. Prefer `adamw` for weight decay.
-
-    Args:
-        lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: :math:`\beta_1`, decay rate of the first moment, in [0, 1).
-        b2: :math:`\beta_2`, decay rate of the second moment, in [0, 1).
-        eps: :math:`\epsilon`, added to the denominator.
-        weight_decay: :math:`\lambda`, at least 0.
-        amsgrad: divide by the largest :math:`v` so far (Reddi et al. 2018, arXiv:1904.09237).
-        maximize: maximize the loss instead of minimizing it.
-        state_dtype: dtype of the moments, ``"bf16"`` or ``"fp32"``; the update is then computed in float32. Default:
-            the dtype of each parameter.
-        stochastic_rounding: round moments and parameters that are stored in bfloat16 up or down at random. Default: if
-            `state_dtype` is ``"bf16"``.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
+    Arguments and state are those of `adamw`, but for the default of `decay_mask`: all parameters decay. Prefer `adamw`
+    for weight decay.
 
     Raises:
         OptionError: an argument is out of its range.
@@ -193,14 +180,14 @@ def _adam(
         count = exact_count(shared[COUNT])
         return rate / debias(b1, count), debias(b2, count).sqrt(), 1 - rate * weight_decay
 
-    def rule(part: Part, size: Number, root: Number, kept: Number) -> None:
+    def rule(part: Part, size: Number, root: Number, decay_factor: Number) -> None:
         p, mu, nu = part.leaf, part.state["mu"], part.state["nu"]
         g = part.descent(maximize=maximize, l2=0.0 if decoupled else weight_decay)
         average(mu, g, b1)
         average_squares(nu, g, b2)
         largest = part.state["nu_max"].clamp_min_(nu) if amsgrad else nu
         if decoupled and weight_decay and part.decay:
-            p.mul_(kept)
+            p.mul_(decay_factor)
         descend_quotient(p, mu, largest.sqrt().div_(root).add_(eps), size)
 
     return leafwise(

@@ -1,8 +1,7 @@
-"""Make an optimizer from the formula of its family: in place in eager mode, many leaves at a time, and in graphs.
+"""Make an optimizer from a formula, which is written once, with the in-place methods of a tensor.
 
-A formula is written once, with the methods of a tensor. Eagerly it gets a `Column`, which passes each operation on
-to torch's kernels for many tensors; inside a graph it gets one leaf after another, and the compiler fuses them. What
-it writes is always its own: the old state where that was donated, else a copy.
+In eager mode the formula gets a `Column`, which calls torch's kernels for many tensors; in a graph it gets one leaf
+after another, and the compiler fuses them. It writes to the old state if that was donated, else to a copy.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from ftrain.tree.name_patterns import Mask, as_select, everything, require_match
 from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
 Number: TypeAlias = Tensor | float
-"""A float in eager mode; a 0-d tensor where it comes from the state, or inside a graph."""
+"""A float in eager mode; a 0-d tensor if it comes from the state, or in a graph."""
 
 Some: TypeAlias = Any
-"""A tensor, or a `Column`: what formulas are written for."""
+"""A tensor, or a `Column` of tensors."""
 
 COUNT, NONE = "count", torch.zeros(())
 """Name of the 0-d state that counts updates, and its first value: float32, as torch's fused kernels need it."""
@@ -37,11 +36,10 @@ REDUCED = 16
 
 
 class Column:
-    """Tensors of one dtype and device that take every operation together.
+    """Tensors of one dtype and device, whose methods are torch's functions for many tensors.
 
-    A method of it is torch's function for many tensors: ``a.lerp_(b, 0.1)`` is ``torch._foreach_lerp_(a, b, 0.1)``.
-    It has no operators, which would allocate where a formula means to write. In graphs, where a compiler fuses what it
-    sees of each tensor, it is the method of one after another.
+    ``a.lerp_(b, 0.1)`` is ``torch._foreach_lerp_(a, b, 0.1)``. There are no operators, which would allocate memory. In
+    graphs, the method is called on one tensor after another, and the compiler fuses the calls.
     """
 
     __slots__ = ("eager", "tensors")
@@ -73,11 +71,11 @@ class Part:
     """Leaves of one dtype and device, or a single one, and what belongs to them.
 
     Args:
-        leaf: the parameters, to be written.
-        grad: their gradients, not to be written.
-        state: the moments by name, to be written.
+        leaf: the parameters, which the formula writes.
+        grad: their gradients, which it only reads.
+        state: the moments by name, which it writes.
         decay: whether weight decay applies.
-        like: any of the leaves.
+        like: one of the leaves.
     """
 
     leaf: Some
@@ -87,7 +85,7 @@ class Part:
     like: Tensor
 
     def descent(self, *, maximize: bool = False, l2: float = 0.0) -> Some:
-        """The gradient of what is made small: that of minus the loss to `maximize` it, and of L2 weight decay."""
+        """Return the gradient to descend: negated to `maximize` the loss, and with that of L2 weight decay."""
         grad = self.grad.neg() if maximize else self.grad
         return grad.add(self.leaf, alpha=l2) if l2 and self.decay else grad
 
@@ -122,21 +120,21 @@ def leafwise(
     """Return the optimizer of a formula.
 
     Args:
-        name: of the family.
+        name: name of the factory, such as ``"adamw"``.
         lr: learning rate, a number or a schedule.
         rule: the formula.
-        state: the moments by name, and what each begins as for a leaf.
-        shared: the 0-d tensors of the state by name, and what they begin as; `COUNT` counts the updates.
-        constants: works out what the rule needs of these and the rate; the rate alone, unless given.
-        fused: the formula as a kernel of torch's; used eagerly where leaves and device allow.
+        state: the moments by name, as functions ``leaf -> initial value``.
+        shared: the 0-d tensors of the state by name, with their initial values; `COUNT` counts the updates.
+        constants: computes the further arguments of the rule. Default: the learning rate alone.
+        fused: the formula as a fused kernel of torch; used in eager mode if leaves and device allow it.
         half: whether that kernel is right in 16 bits.
         foreach: whether the rule takes many leaves at a time in eager mode.
-        alike: the rule takes all leaves of one shape at a time, in graphs too.
-        storage: how parameters and moments are stored, where that is not as they are computed; the rule then works
-            element by element, and writes vectors.
-        weight_decay: applied by the rule itself; where it is 0, the mask does not part the leaves into groups.
+        alike: whether the rule takes all leaves of one shape at a time, in graphs too.
+        storage: how parameters and moments are stored, if in fewer bits than they are computed in; the rule must then
+            be elementwise, and gets vectors.
+        weight_decay: applied by the rule itself; with 0, the mask does not split the leaves into groups.
         decay_mask: which leaves decay.
-        options: what else is printed, where it is not zero or false.
+        options: what else is printed, if it is not zero or false.
 
     Raises:
         OptionError: for a negative learning rate, or no mask; at `init`, for a pattern that matches nothing.

@@ -53,10 +53,10 @@ def lion(
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return rate, 1 - rate * weight_decay
 
-    def rule(part: Part, rate: Number, kept: Number) -> None:
+    def rule(part: Part, rate: Number, decay_factor: Number) -> None:
         p, g, mu = part.leaf, part.grad, part.state["mu"]
         if weight_decay and part.decay:
-            p.mul_(kept)
+            p.mul_(decay_factor)
         descend(p, mu.mul(b1).add_(g, alpha=1 - b1).sign_(), rate)
         average(mu, g, b2)
 

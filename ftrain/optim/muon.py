@@ -82,7 +82,7 @@ def muon(
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return rate, 1 - rate * weight_decay
 
-    def rule(part: Part, rate: Number, kept: Number) -> None:
+    def rule(part: Part, rate: Number, decay_factor: Number) -> None:
         p, g = part.leaf, part.grad
         rows, columns = part.like.shape
         if rows * columns == 0:
@@ -91,7 +91,7 @@ def muon(
         ahead = g.lerp(b, momentum) if nesterov else b
         o = ahead.like(_orthogonal(ahead.tensors, ns_coefficients, ns_steps, eps))
         if weight_decay and part.decay:
-            p.mul_(kept)
+            p.mul_(decay_factor)
         factor = max(1, rows / columns) ** 0.5 if adjust_lr_fn == "original" else 0.2 * max(rows, columns) ** 0.5
         descend(p, o, rate * factor)
 

@@ -78,14 +78,14 @@ def nadam(
         # The correction of the second moment goes to the rate too, so that the denominator is sqrt(nu) + constant.
         return rate * factor * root, share, eps * root, 1 - rate * weight_decay
 
-    def rule(part: Part, size: Number, share: Number, least: Number, kept: Number) -> None:
+    def rule(part: Part, size: Number, share: Number, least: Number, decay_factor: Number) -> None:
         g = part.descent(maximize=maximize, l2=coupled)
         mu, nu = average(part.state["mu"], g, b1), average_squares(part.state["nu"], g, b2)
         u = combine(g, mu, share)
         # Free the decayed gradient before the denominator is allocated.
         del g
         if decoupled_weight_decay and weight_decay and part.decay:
-            part.leaf.mul_(kept)
+            part.leaf.mul_(decay_factor)
         descend_quotient(part.leaf, u, nu.sqrt().add_(least), size)
 
     return leafwise(

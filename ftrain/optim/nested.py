@@ -1,4 +1,4 @@
-"""Parts of the optimizers that wrap other optimizers."""
+"""What optimizers that wrap other optimizers have in common."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_optimizer(function: str, name: str, optimizer: Any) -> Optimizer:
 def wrap_split(
     optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer]
 ) -> Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]] | None:
-    """Return the `Optimizer.split` of a wrapper that treats every group of parameters alike; None if there is none."""
+    """Return the `Optimizer.split` of a wrapper that does the same for every group of parameters, if there is one."""
     split = optimizer.split
     if split is None:
         return None

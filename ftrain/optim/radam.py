@@ -79,13 +79,13 @@ def radam(
         root = torch.where(rectified, adaptive, 0.0)
         return rate, root, torch.where(rectified, eps * adaptive, first), 1 - rate * weight_decay
 
-    def rule(part: Part, rate: Number, root: Number, least: Number, kept: Number) -> None:
+    def rule(part: Part, rate: Number, root: Number, least: Number, decay_factor: Number) -> None:
         g = part.descent(maximize=maximize, l2=coupled)
         mu, nu = average(part.state["mu"], g, b1), average_squares(part.state["nu"], g, b2)
         # Free the decayed gradient before the denominator is allocated.
         del g
         if decoupled_weight_decay and weight_decay and part.decay:
-            part.leaf.mul_(kept)
+            part.leaf.mul_(decay_factor)
         if isinstance(root, Tensor):
             descend_quotient(part.leaf, mu, nu.sqrt().mul_(root).add_(least), rate)
         elif root:

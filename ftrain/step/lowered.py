@@ -21,7 +21,7 @@ class Lowered:
         peak_bytes: bytes of intermediate results alive at once, at most, if every operation ran by itself in
             the order it was captured in; what a compiler fuses is never stored, so it is an estimate from
             above. None where the graphs are not known as a whole.
-        breaks: why and where the loss falls apart into several graphs, one text each.
+        breaks: why and where the loss is split into several graphs, one text each.
     """
 
     lowering: str
