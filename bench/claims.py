@@ -89,7 +89,7 @@ def _by_hand(prefix: str = "") -> Find:
     """The ratios of techniques to the same by hand."""
     pairs = [(name, hand.name, ours.name) for name, (_, hand, ours) in c9.PAIRS.items()]
     pairs += [(name, hand.name, ours.name) for name, _, hand, ours in (c9.ON_DEVICE, c9.COMPILED)]
-    wanted = {(name, own, f"{prefix}{RATIO}{other}") for name, other, own in pairs}
+    wanted = {(name, ours, f"{prefix}{RATIO}{hand}") for name, hand, ours in pairs}
 
     def find(rows: Sequence[Row]) -> Iterator[Row]:
         return (row for row in rows if (row.question, row.variant, row.metric) in wanted)

@@ -35,7 +35,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(*samples.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist())
 
 
-def pairwise(own: Sequence[float], other: Sequence[float]) -> list[float]:
+def pairwise(first: Sequence[float], second: Sequence[float]) -> list[float]:
     """Divide measurements that were taken in the same round, so that a drift of the machine cancels.
 
     Raises:
@@ -44,16 +44,16 @@ def pairwise(own: Sequence[float], other: Sequence[float]) -> list[float]:
     >>> pairwise([1.0, 4.0], [2.0, 2.0])
     [0.5, 2.0]
     """
-    return [a / b for a, b in zip(own, other, strict=True)]
+    return [a / b for a, b in zip(first, second, strict=True)]
 
 
-def differences(own: Sequence[float], other: Sequence[float]) -> list[float]:
+def differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
     """Subtract measurements that were taken in the same round.
 
     Raises:
         ValueError: when the rounds are not the same number.
     """
-    return [a - b for a, b in zip(own, other, strict=True)]
+    return [a - b for a, b in zip(first, second, strict=True)]
 
 
 def bootstrap(values: Sequence[float], *, seed: int = 0) -> Interval:

@@ -212,7 +212,7 @@ class _Runner:
         seconds, speed = interval(times), None
         if isinstance(base_times, list):
             size = row.examples / _examples(self.case.batch)
-            speed = interval([size * base / own for own, base in zip(times, base_times, strict=True)])
+            speed = interval([size * base / time for time, base in zip(times, base_times, strict=True)])
         return dataclasses.replace(
             row,
             seconds=seconds,
