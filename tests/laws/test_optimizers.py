@@ -129,13 +129,13 @@ def test_compiled_equals_eager(name):
     assert_near(found, train(build(name)))
 
 
-@pytest.mark.parametrize("name", choose([*OPTIMIZERS, *COMBINED], ["amsgrad", "nested"]))
+@pytest.mark.parametrize("name", choose([*OPTIMIZERS, *COMBINED], ["amsgrad", "lookahead"]))
 def test_functionalised_graph_equals_eager(name):
     found = train(build(name, ft.compiled(lowering="whole", backend="aot_eager", donate=True)))
     assert_near(found, train(build(name)))
 
 
-@pytest.mark.parametrize("name", choose([*OPTIMIZERS, *COMBINED], ["stochastic", "nested"]))
+@pytest.mark.parametrize("name", choose([*OPTIMIZERS, *COMBINED], ["stochastic"]))
 def test_donation_changes_no_bit_of_a_graph(name):
     donated, plain = (build(name, ft.compiled(lowering="whole", backend="eager", donate=d)) for d in (True, False))
     assert_equal(train(donated), train(plain))
