@@ -15,8 +15,8 @@ class Lowered:
     """What `ftrain.Step.lower` found out; `print` shows it.
 
     Args:
-        lowering: ``"whole"`` or ``"split"``.
-        graphs: how many graphs a step runs.
+        lowering: ``"whole"``, ``"split"``, or ``"eager"`` where the compiler failed.
+        graphs: how many graphs a step runs; 0 where it runs eagerly.
         nodes: how often each operation is called in them, most frequent first.
         peak_bytes: bytes of intermediate results alive at once, at most, if every operation ran by itself in
             the order it was captured in; what a compiler fuses is never stored, so it is an estimate from

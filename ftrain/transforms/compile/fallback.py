@@ -60,7 +60,7 @@ class UntilUpdate:
 
     @contextmanager
     def attempted(self) -> Iterator[None]:
-        """As `ftrain.attempt.attempted`, for one step.
+        """Mark what fails inside, as `attempted` does, unless the update of the step had begun.
 
         Raises:
             CompilerError: from the error itself.
