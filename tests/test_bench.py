@@ -271,7 +271,17 @@ def bench(folder, *options):
     return found
 
 
-def test_a_smoke_run_writes_rows_and_a_report(tmp_path):
+def test_a_smoke_run_of_two_cases_writes_rows_and_a_report(tmp_path):
+    found = bench(tmp_path, "--case", "C1", "C8")
+    timed = {row["variant"] for row in found if row["metric"] == rows.TIME}
+    assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name} <= timed
+    assert {field.TORCH.name, field.TORCH_COMPILED.name, field.OURS_UPDATE_COMPILED.name} <= timed
+    assert not [row for row in found if row["metric"] == rows.FAILED]
+    assert "## C1 MLP" in (tmp_path / "REPORT.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.exhaustive
+def test_a_smoke_run_of_most_cases_writes_rows_and_a_report(tmp_path):
     found = bench(tmp_path, "--case", "C1", "C4", "C5", "C6", "C8", "C9", "C10")
     timed = {row["variant"] for row in found if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name, "fit, compiled", "all, compiled()"} <= timed
