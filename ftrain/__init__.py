@@ -11,11 +11,13 @@ from ftrain import data as data
 from ftrain import errors as errors
 from ftrain import losses as losses
 from ftrain import optim as optim
+from ftrain import parallel as parallel
 from ftrain import random as random
 from ftrain import tree as tree
 from ftrain._version import __version__ as __version__
 from ftrain.checkpoint import Checkpoints as Checkpoints
 from ftrain.optim import schedules as schedules
+from ftrain.parallel.sharded import sharded as sharded
 from ftrain.profiling.anatomy import Anatomy as Anatomy
 from ftrain.profiling.anatomy import anatomy as anatomy
 from ftrain.profiling.hints import Hint as Hint

@@ -59,6 +59,7 @@ NAMES = [
     "remat",
     "replay",
     "sam",
+    "sharded",
     "skip_nonfinite",
     "skip_spikes",
     "swa",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ftrain import _torch, backends, random, tree
 from ftrain.errors import ComposeError, OptionError, StructureError
+from ftrain.step.across_ranks import OnRanks, one_rank, order
 from ftrain.step.eager import Eager
 from ftrain.step.lowered import Lowered
 from ftrain.step.purity import as_tree
@@ -127,7 +128,7 @@ class Step:
     def loss(self) -> Loss:
         """The loss with the wrappers of its arrow applied."""
         loss, parts = self.base, [wrapper.loss for wrapper in self.wrappers if wrapper.loss]
-        for part in sorted(parts, key=lambda part: not part.first):
+        for part in sorted(parts, key=lambda part: part.order):
             loss = part.wrap(loss)
         return loss
 
@@ -168,8 +169,9 @@ class Step:
             watch=bool(self._on_finite),
             late=self.pulls,
         )
-        for transform in (around_grad, *(each.wrap for each in self._on_grad)):
-            grad = transform(grad)
+        grad = around_grad(grad)
+        for each in order(self._on_grad):
+            grad = each.wrap(grad)
         return grad
 
     def _update(self) -> UpdateFn:
@@ -241,6 +243,9 @@ class Step:
             parts = tuple(tree.to(part, place) for part in parts)
         params, frozen, buffers = parts
         self._require_device(params)
+        for each in self._on_step:
+            if each.place:
+                params, frozen, buffers = each.place(params, frozen, buffers)
         state = TrainState(
             step=torch.zeros((), dtype=torch.int64),
             params=params,
@@ -264,16 +269,17 @@ class Step:
             StructureError: when the state is not of this step's structure.
             ConsumedError: when the state was donated before.
         """
-        argument = state
-        if getattr(state, "_origin", None) is not self._origin:
+        argument, batch = state, as_tree(batch)
+        state, batch, context, restore = self._on_ranks(state, batch, self.microbatches)
+        if getattr(argument, "_origin", None) is not self._origin:
             self.require(state)
-        if self.donate and not is_donatable(state):
+        if self.donate and not is_donatable(argument):
             # Others may hold the tensors of a state that was not made by `init` or a donating step.
             state = tree.clone(state)
         count, key, hyper, words = state.step, state.rng, *self._known_to_the_host(state)
-        with self.loss.scope(True):
-            new, metrics = self.runner(state, as_tree(batch), hyper, words)
-        new = replace(new, step=count + 1, rng=key)
+        with self.loss.scope(True), context():
+            new, metrics = self.runner(state, batch, hyper, words)
+        new = restore(replace(new, step=count + 1, rng=key))
         vars(new)["_origin"] = self._origin
         if self.donate:
             mark_donatable(new)
@@ -310,6 +316,10 @@ class Step:
     @functools.cached_property
     def _on_step_end(self) -> list[Callable[[backends.Backend, int], None]]:
         return [each.on_step_end for each in self._on_step if each.on_step_end]
+
+    @functools.cached_property
+    def _on_ranks(self) -> OnRanks:
+        return next((each.on_ranks for each in self._on_step if each.on_ranks), one_rank)
 
     @functools.cached_property
     def _origin(self) -> object:

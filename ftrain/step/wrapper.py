@@ -25,12 +25,12 @@ class OnLoss:
 
     Args:
         wrap: ``Loss -> Loss``; adds how it prints to `Loss.wrappers`.
-        first: apply it before the losses of all other wrappers, wherever this one stands: for what changes the model
-            that the loss is of.
+        order: wrappers with a lower one are applied first, wherever they stand: 0 for what changes the model that the
+            loss is of, 1 for what gathers its parameters, 2 for what changes how it computes.
     """
 
     wrap: Callable[[Loss], Loss]
-    first: bool = False
+    order: int = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +45,8 @@ class OnGrad:
             in a loop, instead of one graph of all calls.
         loss_scale: ``state -> 0-d tensor``, the cotangent of the mean loss, by which gradients are divided again.
         may_refuse_updates: whether it sets `Gradients.accept`.
+        across_ranks: whether it combines the gradients of ranks. It then goes around those that take a batch in pieces
+            and inside of all others, wherever it stands: ranks communicate once a step.
     """
 
     wrap: Callable[[GradFn], GradFn]
@@ -53,6 +55,7 @@ class OnGrad:
     compile_inner: bool = False
     loss_scale: Callable[[TrainState], Tensor] | None = None
     may_refuse_updates: bool = False
+    across_ranks: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,12 +86,18 @@ class OnStep:
         donate: whether the step reuses the memory of its state.
         on_step_end: ``(Backend, steps) -> None``, called on the host after each step with the number of steps that the
             state has made.
+        place: ``(params, frozen, buffers) -> (params, frozen, buffers)``, called by `Step.init`: the same on all ranks,
+            or DTensors of which each has a part.
+        on_ranks: ``(state, batch, microbatches) -> (state, batch, context, restore)``: what this rank computes on, the
+            context in which it does so, and ``state -> state``, which makes of the result a state of all ranks.
     """
 
     make_runner: Callable[[Any], Runner] | None = None
     wrap_function: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     donate: bool = False
     on_step_end: Callable[[Backend, int], None] | None = None
+    place: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]] | None = None
+    on_ranks: Callable[[TrainState, PyTree, int], tuple[TrainState, PyTree, Any, Any]] | None = None
 
 
 @dataclass(frozen=True, eq=False)

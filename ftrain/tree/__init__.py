@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ftrain import _torch
 from ftrain.errors import StructureError
+from ftrain.tree import sharding
 from ftrain.types import NAMESPACE, PyTree
 
 __all__ = [
@@ -197,35 +198,47 @@ def where(condition: Tensor, tree: PyTree, other: PyTree) -> PyTree:
 def global_norm(tree: PyTree) -> Tensor:
     """Return the Euclidean norm of all leaves together, as a 0-d tensor; 0 for an empty tree.
 
-    Half-precision leaves are summed in float32.
+    Half-precision leaves are summed in float32. Within `ftrain.tree.sharding.over`, the norm of the whole leaves.
     """
     return norm_of(leaves(tree))
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     """`global_norm` for a list of tensors."""
-    norms = _norms(tensors, 2.0)
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    shards = sharding.current()
+    norms = _norms(tensors if shards is None else _counted_here(tensors, shards), 2.0)
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    return norm if shards is None else shards.sum(norm.to(device_of(list(tensors)), _wide(tensors)).square()).sqrt()
 
 
 def all_finite(tree: PyTree) -> Tensor:
     """Return a 0-d bool tensor: whether no leaf holds an infinity or NaN."""
     # A sum of squares could overflow where every element is finite; the largest magnitude cannot.
-    norms = _norms(leaves(tree), float("inf"))
-    return torch.isfinite(torch.stack(norms)).all() if norms else torch.ones((), dtype=torch.bool)
+    values, shards = leaves(tree), sharding.current()
+    norms = _norms(values, float("inf"))
+    finite = torch.isfinite(torch.stack(norms)).all() if norms else torch.ones((), dtype=torch.bool)
+    return finite if shards is None else shards.sum((~finite).to(device_of(values), torch.int32)) == 0
+
+
+def _counted_here(tensors: Sequence[Tensor], shards: sharding.Shards) -> list[Tensor]:
+    """Return the tensors without those that the first rank counts for all."""
+    return [tensor for tensor in tensors if tensor.ndim or shards.is_first]
 
 
 def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     """Return the norm of each tensor that has elements, all in one dtype of at least float32."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
-    dtypes = {tensor.dtype for tensor in tensors}
-    wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    if dtypes != {wide}:
+    wide = _wide(tensors)
+    if any(tensor.dtype != wide for tensor in tensors):
         tensors = [tensor.to(wide) for tensor in tensors]
     if tensors and _torch.is_fake(tensors[0]) and tensors[0].device == HOST:
         # Inductor fuses single norms, and not the kernel for lists (428 instead of 468 us for a step of 8 leaves).
         return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
     return list(torch._foreach_norm(tensors, order)) if tensors else []
+
+
+def _wide(tensors: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def path(root: str, name: str) -> str:

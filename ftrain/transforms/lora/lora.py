@@ -68,4 +68,4 @@ def lora(
 
         return dataclasses.replace(loss, fn=adapters.around(loss), scope=scope, wrappers=wrappers, adapters=adapters)
 
-    return Wrapper(NAME, f"{options.text})", loss=OnLoss(model, first=True))
+    return Wrapper(NAME, f"{options.text})", loss=OnLoss(model, order=0))

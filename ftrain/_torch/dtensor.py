@@ -1,0 +1,79 @@
+"""Torch's DTensor: a tensor that is divided over the ranks of a mesh, with the part of this rank.
+
+It is imported at first use, which takes about a second.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from torch import Size, Tensor
+
+from ftrain._torch import private_names
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+@functools.cache
+def _names() -> Any:
+    with private_names():
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return SimpleNamespace(
+        DTensor=DTensor, Replicate=Replicate, Shard=Shard, DTensorSpec=DTensorSpec, TensorMeta=TensorMeta
+    )
+
+
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """Whether a value is a `DTensor`."""
+    return "torch.distributed.tensor" in sys.modules and isinstance(value, _names().DTensor)
+
+
+def from_block(block: Tensor, mesh: DeviceMesh, axis: int, shape: Sequence[int], strides: Sequence[int]) -> DTensor:
+    """Return the DTensor of which this rank has a block.
+
+    Args:
+        block: of this rank, along `axis`.
+        mesh: whose last axis divides the tensor; along the others it is replicated.
+        axis: of the tensor, which is divided as `torch.chunk` does it.
+        shape: of the whole tensor.
+        strides: of the whole tensor.
+    """
+    names = _names()
+    placements = [names.Replicate()] * (mesh.ndim - 1) + [names.Shard(axis)]
+    made: DTensor = names.DTensor.from_local(
+        block, mesh, placements, run_check=False, shape=Size(shape), stride=tuple(strides)
+    )
+    return made
+
+
+def axis_of(tensor: DTensor) -> int:
+    """Return the axis along which a DTensor is divided.
+
+    Raises:
+        ValueError: when it is not divided along one axis.
+    """
+    (axis,) = (each.dim for each in tensor.placements if isinstance(each, _names().Shard))
+    return int(axis)
+
+
+def local_part(tensor: DTensor) -> Tensor:
+    """Return the part of this rank, without a graph."""
+    return tensor._local_tensor
+
+
+def with_local_part(tensor: DTensor, local: Tensor) -> DTensor:
+    """Return a DTensor like another one with another part on this rank, which may have another dtype."""
+    names, spec = _names(), tensor._spec
+    if local.dtype != tensor.dtype:
+        meta = names.TensorMeta(tensor.shape, tensor.stride(), local.dtype)
+        spec = names.DTensorSpec(tensor.device_mesh, tensor.placements, meta)
+    made: DTensor = names.DTensor(local, spec, requires_grad=False)
+    return made

@@ -1,0 +1,5 @@
+"""Many devices: the mesh of ranks, and the states that are divided over them."""
+
+from ftrain.parallel.mesh import mesh as mesh
+from ftrain.parallel.state import divided as divided
+from ftrain.parallel.state import whole as whole

@@ -1,0 +1,127 @@
+"""Gather the parameters of a model block by block, for its forward and again for its backward pass, and keep none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from ftrain import _torch
+from ftrain.errors import OptionError
+from ftrain.parallel.gather import gathered
+from ftrain.parallel.mesh import Group
+from ftrain.parallel.partition import Part, gather_all
+from ftrain.step.blocks import find_blocks, forwarding
+from ftrain.step.swap_params import Slot, bound, slots_of
+
+_View: TypeAlias = tuple[int, torch.Size, tuple[int, ...], int]
+"""The number of a gathered tensor; shape, strides and offset of a view of it."""
+
+
+class BlockGather:
+    """The blocks of a module: those that `remat` would recompute, each with the parameters that only blocks read.
+
+    Args:
+        module: the model.
+        group: the ranks that have a part of each parameter.
+    """
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        self._group = group
+        self._slots = {block: _parameters(block, module) for block in _blocks(module)}
+        self.names = _only_in(self._slots.values(), slots_of(module))
+        """The names of parameters that are gathered by block."""
+        self._locals: Mapping[str, Tensor] = {}
+        self._parts: Mapping[str, Part | None] = {}
+
+    def leave_out(self, params: Mapping[str, Tensor], parts: Mapping[str, Part | None]) -> dict[str, Tensor]:
+        """Take the parameters of blocks out of a dict by name; each block gathers its own from now on.
+
+        In their place stands NaN: who reads the parameter of a block outside of its forward gets no number.
+        """
+        self._locals = {name: params[name] for name in self.names}
+        self._parts = {name: parts[name] for name in self.names}
+        return {name: _nan_like(leaf, parts[name]) if name in self.names else leaf for name, leaf in params.items()}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context in which the forward of every block gathers its parameters first."""
+        with forwarding([(block, self._gathering(block, slots)) for block, slots in self._slots.items()]):
+            yield
+
+    def _gathering(self, block: nn.Module, slots: Sequence[Slot]) -> Callable[..., Any]:
+        forward, slots = block.forward, [slot for slot in slots if slot.name in self.names]
+        names = list(dict.fromkeys(slot.name for slot in slots))
+
+        def gathering(*args: Any, **kwargs: Any) -> Any:
+            locals_, parts = [self._locals[name] for name in names], [self._parts[name] for name in names]
+            again = _Again(self._group, [local.detach() for local in locals_], parts)
+            wholes = gathered(self._group, locals_, parts, again.forget)
+            again.watch(wholes)
+            by_name = dict(zip(names, wholes, strict=True))
+            with (
+                bound(slots, [by_name[slot.name] for slot in slots]),
+                torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack),
+            ):
+                return forward(*args, **kwargs)
+
+        return gathering
+
+
+class _Again:
+    """Saves parts of gathered tensors for the backward pass in place of these, and gathers them again there."""
+
+    def __init__(self, group: Group, locals_: list[Tensor], parts: list[Part | None]) -> None:
+        self._group, self._locals, self._parts = group, locals_, parts
+        self._places: dict[int, int] = {}
+        self._wholes: list[Tensor] | None = None
+
+    def watch(self, wholes: Sequence[Tensor]) -> None:
+        """Replace these tensors, and views of them, when autograd saves them."""
+        # Only while the forward runs, when they exist: the number of freed memory may come back for other memory.
+        self._places = {_torch.storage_id(whole): index for index, whole in enumerate(wholes) if self._parts[index]}
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what is saved for a tensor."""
+        place = self._places.get(_torch.storage_id(tensor))
+        return tensor if place is None else (place, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def unpack(self, saved: Any) -> Tensor:
+        """Return the tensor that was saved."""
+        if isinstance(saved, Tensor):
+            return saved
+        place, shape, strides, offset = cast(_View, saved)
+        if self._wholes is None:
+            self._wholes = gather_all(self._group, self._locals, self._parts)
+        return self._wholes[place].as_strided(shape, strides, offset)
+
+    def forget(self) -> None:
+        """Free what was gathered again."""
+        self._wholes = None
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    try:
+        return list(find_blocks(module, None))
+    except OptionError:  # It has none: everything is gathered at once.
+        return []
+
+
+def _parameters(block: nn.Module, module: nn.Module) -> list[Slot]:
+    """Return the places of parameters in a block, with their names in the whole module."""
+    names = {(id(slot.place), slot.key): slot.name for slot in slots_of(module)}
+    return [slot._replace(name=names[id(slot.place), slot.key]) for slot in slots_of(block) if not slot.is_buffer]
+
+
+def _only_in(blocks: Any, everywhere: Sequence[Slot]) -> set[str]:
+    """Return the names of parameters that have no place outside of blocks."""
+    within = {(id(slot.place), slot.key) for slots in blocks for slot in slots}
+    outside = {slot.name for slot in everywhere if (id(slot.place), slot.key) not in within}
+    return {slot.name for slots in blocks for slot in slots} - outside
+
+
+def _nan_like(leaf: Tensor, part: Part | None) -> Tensor:
+    return leaf.new_full((), float("nan")).expand(leaf.shape if part is None else part.shape)

@@ -1,0 +1,57 @@
+"""Whole parameters of which each rank has a part, so that the gradient of each part is the sum over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain.parallel.mesh import Group
+from ftrain.parallel.partition import Part, gather_all, scatter_all
+
+
+def gathered(
+    group: Group,
+    locals_: Sequence[Tensor],
+    parts: Sequence[Part | None],
+    on_backward: Callable[[], None] = lambda: None,
+) -> list[Tensor]:
+    """Return the whole tensors; the gradients of the local parts are sums over the ranks of the group.
+
+    Args:
+        group: the ranks that have a part each.
+        locals_: the parts of this rank; those that require no gradient are gathered without one.
+        parts: how each tensor is divided; None for one that every rank has.
+        on_backward: called when the gradients of all whole tensors are complete.
+    """
+    wholes: dict[int, Tensor] = {}
+    for trained in (True, False):
+        indices = [index for index, local in enumerate(locals_) if local.requires_grad == trained]
+        tensors, own = [locals_[index] for index in indices], [parts[index] for index in indices]
+        join: Any = partial(_Gather.apply, group, own, on_backward)
+        joined = join(*tensors) if trained and tensors else gather_all(group, tensors, own)
+        wholes.update(zip(indices, joined, strict=True))
+    return [wholes[index] for index in range(len(locals_))]
+
+
+class _Gather(torch.autograd.Function):
+    """Joins the parts of all ranks; its transpose sums what each rank has for every part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: Group, parts: Sequence[Part | None], on_backward: Callable[[], None], *locals_: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.parts, ctx.on_backward = group, parts, on_backward
+        ctx.set_materialize_grads(True)
+        # A tensor that is whole already must not be returned itself.
+        wholes = gather_all(group, locals_, parts)
+        pairs = zip(wholes, locals_, strict=True)
+        return tuple(whole.view_as(whole) if whole is local else whole for whole, local in pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.on_backward()
+        return None, None, None, *scatter_all(ctx.group, grads, ctx.parts)

@@ -1,0 +1,121 @@
+"""The mesh: how the ranks of a run are arranged, and which groups of them communicate."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ftrain import backends, tree
+from ftrain._torch import collectives
+from ftrain.errors import OptionError
+from ftrain.tree.sharding import Shards
+
+REPLICATE, SHARD = "replicate", "shard"
+"""The names of the axes of a mesh, in their order."""
+
+
+def mesh(*, replicate: int | None = None, shard: int | None = None) -> DeviceMesh:
+    """Return the mesh of all ranks, an array of shape (replicate, shard), and join them if that is not done yet.
+
+    The state is divided over the ranks of one row, and each row has a copy of it. Neighbouring ranks are in one row:
+    with as many columns as a node has devices, parameters travel within nodes only, and between nodes one gradient
+    shard of each rank does.
+
+    Under torchrun the ranks join by its environment variables, with the communication library that the record of the
+    device names. Without, this process is the only rank.
+
+    Args:
+        replicate: rows. Default: what `shard` leaves, or 1 when neither is given.
+        shard: columns. Default: what `replicate` leaves.
+
+    Raises:
+        OptionError: when the product of the sizes is not the number of ranks.
+    """
+    join()
+    world = dist.get_world_size()
+    for name, size in ((REPLICATE, replicate), (SHARD, shard)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or world % size):
+            raise OptionError(f"mesh: {name} is {size!r}; needs a positive whole number that divides {world} ranks")
+    shard = shard or world // (replicate or 1)
+    replicate = replicate or world // shard
+    if replicate * shard != world:
+        raise OptionError(
+            f"mesh: replicate={replicate} times shard={shard} is {replicate * shard}; there are {world} ranks: give "
+            "one size and leave out the other"
+        )
+    return init_device_mesh(backends.default().device.type, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
+
+
+def join() -> None:
+    """Make the process group of all ranks, if there is none."""
+    if dist.is_initialized():
+        return
+    backend = backends.default()
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend.distributed, store=collectives.HashStore(), rank=0, world_size=1)
+        return
+    if backend.device.type != tree.HOST.type:
+        torch.get_device_module(backend.device).set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend.distributed)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks along one axis of a mesh, and the collectives between them.
+
+    Args:
+        name: by which torch knows the group.
+        size: its number of ranks.
+        rank: the place of this rank among them.
+    """
+
+    name: str
+    size: int
+    rank: int
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over the ranks."""
+        return self.wait(self.start_sum(tensor))
+
+    def start_sum(self, tensor: Tensor) -> Tensor:
+        """Start `sum`; the result is complete after `wait`."""
+        return collectives.all_reduce(tensor, "sum", self.name) if self.size > 1 else tensor
+
+    def start_gather(self, tensor: Tensor) -> Tensor:
+        """Start to join the tensors of all ranks along the first axis."""
+        return collectives.all_gather(tensor, self.size, self.name) if self.size > 1 else tensor
+
+    def start_scatter(self, tensor: Tensor) -> Tensor:
+        """Start to sum a tensor over the ranks, of which each gets its part of the first axis."""
+        return collectives.reduce_scatter(tensor, self.size, self.name) if self.size > 1 else tensor
+
+    def start_broadcast(self, tensor: Tensor) -> Tensor:
+        """Start to give every rank the tensor of the first one."""
+        return collectives.broadcast(tensor, 0, self.name) if self.size > 1 else tensor
+
+    def wait(self, tensor: Tensor) -> Tensor:
+        """Return a result when it is complete; on a GPU, its stream waits and not the host."""
+        return collectives.wait(tensor) if self.size > 1 else tensor
+
+    @property
+    def shards(self) -> Shards | None:
+        """What `ftrain.tree` needs to know of leaves that are divided over this group; None for one rank."""
+        return Shards(self.sum, self.rank == 0) if self.size > 1 else None
+
+
+def group(mesh: DeviceMesh, axis: str) -> Group:
+    """Return the group of this rank along an axis of a mesh."""
+    process_group = mesh.get_group(axis)
+    return Group(process_group.group_name, process_group.size(), mesh.get_local_rank(axis))
+
+
+def all_ranks() -> Group:
+    """Return the group of all ranks of the run."""
+    world: Any = dist.group.WORLD
+    return Group(world.group_name, dist.get_world_size(), dist.get_rank())

@@ -1,0 +1,172 @@
+"""How tensors are divided over the ranks of a group, and the flat buffers in which many of them travel at once."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ftrain.parallel.mesh import Group
+
+BUCKET_BYTES = 32 << 20
+"""Tensors travel together in buffers of about this size: large enough for the full bandwidth."""
+
+
+def longest_axis(shape: Sequence[int], size: int) -> int:
+    """Return the axis to divide over `size` ranks: the first, or where that is shorter than `size` the longest."""
+    return 0 if shape[0] >= size else max(range(len(shape)), key=lambda axis: shape[axis])
+
+
+@dataclass(frozen=True)
+class Part:
+    """How one tensor is divided: into blocks of equal length along one axis, of which the last ones may be shorter.
+
+    This is what DTensor calls ``Shard(axis)``, and `torch.chunk` for those blocks that are not empty.
+
+    Args:
+        shape: of the whole tensor, with at least one axis.
+        axis: the axis that is divided.
+        size: the number of ranks.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    size: int
+
+    @functools.cached_property
+    def block(self) -> int:
+        """Length of a full block."""
+        return -(-self.shape[self.axis] // self.size)
+
+    @functools.cached_property
+    def rest(self) -> tuple[int, ...]:
+        """The lengths of the other axes."""
+        return self.shape[: self.axis] + self.shape[self.axis + 1 :]
+
+    @functools.cached_property
+    def padded(self) -> int:
+        """Elements of a full block, which each rank has in a buffer."""
+        return self.block * math.prod(self.rest)
+
+    def range(self, rank: int) -> tuple[int, int]:
+        """Return start and length of the block of a rank."""
+        total = self.shape[self.axis]
+        start = min(rank * self.block, total)
+        return start, min(self.block, total - start)
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a view of the block of a rank."""
+        return whole.narrow(self.axis, *self.range(rank))
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """Return a whole tensor as a matrix with the padded block of each rank as a row: (size, padded)."""
+        first = whole.movedim(self.axis, 0) if self.axis else whole
+        missing = self.size * self.block - first.shape[0]
+        if missing:
+            first = torch.cat([first, first.new_zeros((missing, *self.rest))])
+        return first.reshape(self.size, self.padded)
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Return the whole tensor from the matrix of `rows`."""
+        first = rows.reshape(self.size * self.block, *self.rest)[: self.shape[self.axis]]
+        return first.movedim(0, self.axis).contiguous() if self.axis else first
+
+    def row(self, local: Tensor) -> Tensor:
+        """Return the block of one rank as a padded row: (padded,)."""
+        first = local.movedim(self.axis, 0) if self.axis else local
+        flat = first.reshape(-1)
+        missing = self.padded - flat.numel()
+        return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+
+    def local(self, row: Tensor, rank: int) -> Tensor:
+        """Return the block of a rank from its padded row."""
+        length = self.range(rank)[1]
+        first = row[: length * math.prod(self.rest)].reshape(length, *self.rest)
+        return first.movedim(0, self.axis).contiguous() if self.axis else first
+
+
+def buckets(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the indices of tensors that travel together: of one dtype, and of `BUCKET_BYTES` or a little more.
+
+    Args:
+        tensors: of which the dtypes count.
+        sizes: how many elements each has in a buffer.
+    """
+    by_dtype: dict[torch.dtype, tuple[list[int], int]] = {}
+    for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+        members, nbytes = by_dtype.get(tensor.dtype, ([], 0))
+        members, nbytes = [*members, index], nbytes + size * tensor.element_size()
+        if nbytes >= BUCKET_BYTES:
+            yield members
+            members, nbytes = [], 0
+        by_dtype[tensor.dtype] = members, nbytes
+    yield from (members for members, _ in by_dtype.values() if members)
+
+
+def sum_all(group: Group, tensors: Sequence[Tensor], factor: Tensor | None = None) -> list[Tensor]:
+    """Return the sums of whole tensors over the ranks, each times a 0-d factor of its rank first."""
+
+    def start(flat: Tensor) -> Tensor:
+        return group.start_sum(flat if factor is None else flat.mul_(factor.to(flat.dtype)))
+
+    return list(tensors) if group.size == 1 and factor is None else _in_buckets(group, tensors, start)
+
+
+def broadcast_all(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors of the first rank."""
+    return list(tensors) if group.size == 1 else _in_buckets(group, tensors, group.start_broadcast)
+
+
+def _in_buckets(group: Group, tensors: Sequence[Tensor], start: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return the results of a collective that keeps shapes, for which whole tensors travel together."""
+    started = []
+    for members in list(buckets(tensors, [tensor.numel() for tensor in tensors])):
+        started.append((members, start(torch.cat([tensors[index].reshape(-1) for index in members]))))
+    results: dict[int, Tensor] = {}
+    for members, flat in started:
+        parts = group.wait(flat).split_with_sizes([tensors[index].numel() for index in members])
+        results.update((index, part.view(tensors[index].shape)) for index, part in zip(members, parts, strict=True))
+    return [results[index] for index in range(len(tensors))]
+
+
+def gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Part | None]) -> list[Tensor]:
+    """Return the whole tensors of which each rank has a block; those without a part are whole already."""
+    if group.size == 1:
+        return list(locals_)
+    wholes = dict(enumerate(locals_))
+    divided = [(index, part) for index, part in enumerate(parts) if part is not None]
+    started = []
+    for members in list(buckets([locals_[index] for index, _ in divided], [part.padded for _, part in divided])):
+        bucket = [divided[member] for member in members]
+        flat = torch.cat([part.row(locals_[index]) for index, part in bucket])
+        started.append((bucket, group.start_gather(flat)))
+    for bucket, flat in started:
+        rows = group.wait(flat).view(group.size, -1)
+        columns = rows.split_with_sizes([part.padded for _, part in bucket], 1)
+        wholes.update((index, part.whole(rows)) for (index, part), rows in zip(bucket, columns, strict=True))
+    return [wholes[index] for index in range(len(locals_))]
+
+
+def scatter_all(
+    group: Group, wholes: Sequence[Tensor], parts: Sequence[Part | None], factor: Tensor | None = None
+) -> list[Tensor]:
+    """Return this rank's blocks of the sums of whole tensors over the ranks, each times a factor of its rank first.
+
+    Those without a part are summed whole.
+    """
+    divided = [(index, part) for index, part in enumerate(parts) if part is not None]
+    undivided = [index for index, part in enumerate(parts) if part is None]
+    started = []
+    for members in list(buckets([wholes[index] for index, _ in divided], [part.padded for _, part in divided])):
+        bucket = [divided[member] for member in members]
+        flat = torch.cat([part.rows(wholes[index]) for index, part in bucket], 1).view(-1)
+        started.append((bucket, group.start_scatter(flat if factor is None else flat.mul_(factor.to(flat.dtype)))))
+    sums = dict(zip(undivided, sum_all(group, [wholes[index] for index in undivided], factor), strict=True))
+    for bucket, flat in started:
+        rows = group.wait(flat).split_with_sizes([part.padded for _, part in bucket])
+        sums.update((index, part.local(row, group.rank)) for (index, part), row in zip(bucket, rows, strict=True))
+    return [sums[index] for index in range(len(wholes))]

@@ -1,0 +1,114 @@
+"""Which examples of a batch are a rank's own: the batch that all ranks have is cut into rows, one part for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import random, tree
+from ftrain.random import torch_ops
+from ftrain.step.microbatch import split_batch
+from ftrain.types import STATIC, Mean, PyTree, tree_class
+
+
+@tree_class
+@dataclass(frozen=True)
+class Rows:
+    """The examples of a batch that one rank has: the same rows of each microbatch.
+
+    Args:
+        batch: these examples, microbatch by microbatch. A rank without any has the first one of each microbatch, which
+            must not count.
+        start: the number of the first of them in its microbatch.
+        length: how many they are in each microbatch.
+        total: how many examples a microbatch has on all ranks.
+    """
+
+    batch: PyTree
+    start: int = field(metadata=STATIC)
+    length: int = field(metadata=STATIC)
+    total: int = field(metadata=STATIC)
+
+    def key(self, key: Tensor | None) -> Tensor | None:
+        """Return the key with which these examples draw what they draw in the whole batch, given that of all."""
+        if key is None:
+            return None
+        words, first = (key, 0) if key.shape[0] == 2 else (key[:2], key[2])
+        return random.for_examples(words, self._number_of(first), max(self.length, 1))
+
+    @contextmanager
+    def stock_draws(self) -> Iterator[None]:
+        """Context in which torch's random operations draw for these examples what they draw in the whole batch."""
+        stream = torch_ops.current()
+        if stream is None:
+            yield
+            return
+        first = stream.examples[0] if stream.examples is not None else 0
+        with stream.for_examples(self._number_of(first) - first, max(self.length, 1), stream.offset):
+            yield
+
+    def weighted(self, mean: Mean) -> Mean:
+        """Return a loss that counts by its weight, a plain number by the examples; not at all without examples."""
+        if self.length == 0:
+            return Mean(mean.total * 0, mean.weight.detach() * 0)
+        return Mean(mean.total * self.length, mean.weight * self.length) if mean.plain else mean
+
+    def share_of(self, value: Any) -> Any:
+        """Return what these examples add to a mean over all; without examples 0, even of NaN."""
+        if not isinstance(value, Tensor):
+            return value
+        value = value if value.is_floating_point() else value.float()
+        return value * (self.length / self.total) if self.length else torch.zeros_like(value)
+
+    def _number_of(self, first: int | Tensor) -> int | Tensor:
+        """Return the number in the whole batch of the first example of a microbatch, given its number among these."""
+        return first // max(self.length, 1) * self.total + self.start
+
+
+_current: ContextVar[Rows | None] = ContextVar("ftrain_rows", default=None)
+
+
+def current() -> Rows | None:
+    """Return the rows that a rank computes on; None outside of a step of ranks."""
+    return _current.get()
+
+
+@contextmanager
+def computing_on(rows: Rows) -> Iterator[None]:
+    """Context in which a rank computes on some rows."""
+    token = _current.set(rows)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def rows_of(batch: PyTree, rank: int, size: int, microbatches: int) -> Rows:
+    """Return the rows of one rank: parts in the order of ranks whose lengths differ by at most one.
+
+    0-d tensors and other leaves go to every rank. Tensors are views of those of the batch, if there is one microbatch.
+
+    Raises:
+        BatchError: for tensors whose first axes differ in length or are not divided by the microbatches, or a batch
+            without any example.
+    """
+    function = f"accumulate({microbatches})" if microbatches > 1 else "sharded"
+    pieces = split_batch(batch, microbatches, require_equal=function)
+    total = tree.batch_length(pieces[0]) or 0
+    each, more = divmod(total, size)
+    start, length = rank * each + min(rank, more), each + (rank < more)
+    taken = slice(start, start + length) if length else slice(0, 1)
+
+    def rows(*leaves: Any) -> Any:
+        first = leaves[0]
+        if not (tree.is_tensor(first) and first.ndim):
+            return first
+        return first[taken] if microbatches == 1 else torch.cat([leaf[taken] for leaf in leaves])
+
+    return Rows(tree.map(rows, *pieces), start, length, total)

@@ -1,0 +1,204 @@
+"""Training on many devices: N ranks compute what one does, each on its rows of the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ftrain import tree
+from ftrain.errors import OptionError
+from ftrain.parallel.block_gather import BlockGather
+from ftrain.parallel.gather import gathered
+from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
+from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
+from ftrain.parallel.rows import Rows, computing_on, current, rows_of
+from ftrain.parallel.state import WHOLE, Layout, as_dtensors, divide, local_parts
+from ftrain.parallel.stock_draws import StockDraws
+from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, Wrapper, wrapper
+from ftrain.tree import sharding
+from ftrain.types import GradFn, Gradients, Loss, LossOutput, Mean, PyTree, TrainState, counted, replace
+
+NAME = "sharded"
+LEVELS = range(4)
+
+
+@wrapper
+def sharded(mesh: DeviceMesh, level: int = 3) -> Wrapper:
+    """Run the step on the ranks of a mesh, so that they compute together what one rank would on the whole batch.
+
+    Every rank calls the step with the same batch and computes on its rows of it. They start with the parameters and
+    buffers of the first rank. Gradients are summed over ranks with
+    the weights of the losses (`Mean`), so that the result does not depend on how examples or tokens are spread; a loss
+    that is a plain number is weighted by the examples of each rank. Random numbers are drawn by example, those of stock
+    modules too. Means over ranks, weighted by examples: metrics that are no `Mean`, and floating-point buffers (the
+    statistics of BatchNorm are of each rank's rows).
+
+    Levels are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054). At 1 and above the leaves of the state are
+    DTensors, divided over the axis ``shard`` of the mesh, and ``state.params[name].full_tensor()`` is a whole one.
+
+    Args:
+        mesh: of `ftrain.parallel.mesh`.
+        level: what each rank has only a part of: 0 nothing; 1 the optimizer's state; 2 also the gradients; 3 also the
+            parameters while the loss runs.
+
+    Raises:
+        OptionError: for another level, or a mesh with other axes.
+    """
+    if isinstance(level, bool) or level not in LEVELS:
+        raise OptionError(f"sharded: level is {level!r}; needs 0, 1, 2 or 3")
+    if getattr(mesh, "mesh_dim_names", None) != (REPLICATE, SHARD):
+        raise OptionError(f"sharded: the mesh is {mesh!r}; needs one of ft.parallel.mesh(), with axes replicate, shard")
+    ranks = _Ranks(mesh, level)
+    return Wrapper(
+        NAME,
+        f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level})",
+        loss=OnLoss(ranks.on_loss, order=1),
+        grad=OnGrad(ranks.on_grad, across_ranks=True),
+        step=OnStep(place=ranks.place, on_ranks=ranks.on_ranks),
+    )
+
+
+_layout: ContextVar[Layout] = ContextVar("ftrain_layout")
+
+
+class _Ranks:
+    """The groups of ranks of a mesh, and what they exchange in a step."""
+
+    def __init__(self, mesh: DeviceMesh, level: int) -> None:
+        self._mesh, self._level = mesh, level
+        self._shard, self._replicate = (group(mesh, axis) for axis in (SHARD, REPLICATE))
+        self._all = all_ranks()
+
+    def place(self, params: PyTree, frozen: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        """Return the tensors of the first rank on every rank; what the level divides as DTensors."""
+        leaves, spec = tree.flatten((params, frozen, buffers))
+        # Copies: parts of one flat buffer would keep all of it.
+        leaves = [leaf.clone() for leaf in broadcast_all(self._all, leaves)] if self._all.size > 1 else leaves
+        params, frozen, buffers = tree.unflatten(spec, leaves)
+        if self._level:
+            params = divide(params, self._mesh, self._shard.rank)
+        if self._level == 3:
+            frozen = divide(frozen, self._mesh, self._shard.rank)
+        return params, frozen, buffers
+
+    def on_ranks(self, state: TrainState, batch: PyTree, microbatches: int) -> tuple[TrainState, PyTree, Any, Any]:
+        """Return the local part of a state, this rank's rows, the context of the step, and what undoes the first."""
+        rows = rows_of(batch, self._all.rank, self._all.size, microbatches)
+        local, layout = local_parts(state, self._mesh, self._level)
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            token = _layout.set(layout)
+            try:
+                with sharding.over(self._shard.shards if self._level else None):
+                    yield
+            finally:
+                _layout.reset(token)
+
+        return local, rows, context, lambda new: as_dtensors(new, state)
+
+    def on_loss(self, loss: Loss) -> Loss:
+        """Let a loss count by the examples of this rank, at level 3 on gathered parameters and by the weight of all."""
+        gathers = self._level == 3 and self._shard.size > 1
+        blocks = BlockGather(loss.module, self._shard) if gathers and loss.module is not None else None
+
+        def of_rows(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            rows = current()
+            if rows is None:  # Not in a step of ranks: an evaluation, of whole parameters.
+                return loss.fn(params, batch, rng=rng, buffers=buffers)
+            params = self._gathered(params, blocks) if gathers else params
+            with rows.stock_draws():
+                mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
+            mean = rows.weighted(mean)
+            if self._level == 3:
+                mean = replace(counted(mean), weight=self._all.sum(mean.weight.detach()))
+            return mean, metrics, buffers
+
+        @contextmanager
+        def scope(training: bool) -> Iterator[None]:
+            with loss.scope(training), blocks.installed() if blocks and training else nullcontext():
+                yield
+
+        return dataclasses.replace(loss, fn=of_rows, scope=scope)
+
+    def _gathered(self, params: PyTree, blocks: BlockGather | None) -> PyTree:
+        layout = _layout.get()
+        parts = layout.params if layout.frozen is None else tree.overlay(layout.params, layout.frozen)
+        leaves, spec = tree.flatten(params)
+        if blocks is None:
+            return tree.unflatten(spec, gathered(self._shard, leaves, _without_marks(parts)))
+        by_name = {name: None if part is WHOLE else part for name, part in parts.items()}
+        left = blocks.leave_out(params, by_name)
+        others = {name: leaf for name, leaf in left.items() if name not in blocks.names}
+        wholes = gathered(self._shard, list(others.values()), [by_name[name] for name in others])
+        return {**left, **dict(zip(others, wholes, strict=True))}
+
+    def on_grad(self, grad: GradFn) -> GradFn:
+        """Compute the gradient of this rank's rows, and combine those of all ranks."""
+        draws = StockDraws(self._all)
+
+        def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
+            parts = _without_marks(_layout.get().params)
+            if 0 < self._level < 3:
+                leaves, spec = tree.flatten(state.params)
+                state = replace(state, params=tree.unflatten(spec, gather_all(self._shard, leaves, parts)))
+            local = draws.run(partial(_of_rows, grad, state, rows, rng), state)
+            leaves, spec = tree.flatten(local.grads)
+            whole = self._results(replace(local, grads=None), rows)
+            factor = None if self._level == 3 else _share(local.loss.weight, whole.loss.weight)
+            return replace(whole, grads=tree.unflatten(spec, self._combined(leaves, parts, factor)))
+
+        return combined
+
+    def _results(self, local: Gradients, rows: Rows) -> Gradients:
+        """Return the loss, the metrics, the buffers and `finite` of all ranks."""
+        metrics = {name: m if isinstance(m, Mean) else rows.share_of(m) for name, m in local.metrics.items()}
+        addends = {
+            "loss": local.loss,
+            "metrics": metrics,
+            "buffers": tree.map(lambda leaf: rows.share_of(leaf) if leaf.is_floating_point() else None, local.buffers),
+            "not_finite": None if local.finite is None else (~local.finite).to(torch.int32),
+        }
+        leaves, spec = tree.flatten(addends)
+        sums = iter(sum_all(self._all, [leaf for leaf in leaves if tree.is_tensor(leaf)]))
+        total = tree.unflatten(spec, [next(sums) if tree.is_tensor(leaf) else leaf for leaf in leaves])
+        loss = total["loss"]
+        return replace(
+            local,
+            # At level 3 the weight is that of all ranks already.
+            loss=replace(loss, weight=local.loss.weight) if self._level == 3 else loss,
+            metrics=total["metrics"],
+            buffers=tree.overlay(total["buffers"], local.buffers) if local.buffers else local.buffers,
+            finite=None if local.finite is None else total["not_finite"] == 0,
+        )
+
+    def _combined(self, grads: list[Tensor], parts: list[Part | None], factor: Tensor | None) -> list[Tensor]:
+        """Return the gradients of all ranks; at level 1 and above, this rank's parts of them."""
+        if self._level == 0:
+            return sum_all(self._all, grads, factor)
+        if self._level < 3:
+            grads = scatter_all(self._shard, grads, parts, factor)
+        return sum_all(self._replicate, grads)
+
+
+def _of_rows(grad: GradFn, state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
+    """Return the gradient of this rank's rows, on whole parameters."""
+    with computing_on(rows), sharding.over(None):
+        return grad(state, rows.batch, rng)
+
+
+def _share(weight: Tensor, total: Tensor) -> Tensor:
+    """Return which part of the weight of all ranks is this rank's; 0 where there is none."""
+    return torch.where(total == 0, 0.0, weight / total)
+
+
+def _without_marks(parts: PyTree) -> list[Part | None]:
+    return [None if part is WHOLE else part for part in tree.leaves(parts)]

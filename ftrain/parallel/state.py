@@ -1,0 +1,122 @@
+"""The state of a divided run: its leaves are DTensors, of which a step computes on the local parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ftrain import tree
+from ftrain._torch import dtensor
+from ftrain.errors import StructureError
+from ftrain.parallel.partition import Part, longest_axis
+from ftrain.types import PyTree, TrainState, replace
+
+WHOLE = "whole"
+"""In a tree of parts, marks a leaf that every rank has."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the leaves of a state are divided.
+
+    Args:
+        params: a `Part` for each leaf of the parameters, or `WHOLE`.
+        frozen: the same for the frozen parameters.
+    """
+
+    params: PyTree
+    frozen: PyTree
+
+
+def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
+    """Return a tree of DTensors over a mesh, of which this rank keeps copies of its blocks alone.
+
+    Args:
+        params: whole tensors; those without an axis stay as they are, on every rank.
+        mesh: of shape (replicate, shard).
+        rank: the place of this rank on the axis ``shard``.
+    """
+    size = mesh.size(1)
+
+    def block(leaf: Tensor) -> Tensor:
+        if not leaf.ndim:
+            return leaf
+        part = Part(tuple(leaf.shape), longest_axis(leaf.shape, size), size)
+        return _block(leaf, part, mesh, rank)
+
+    return tree.map(block, params)
+
+
+def _block(whole: Tensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
+    strides = whole.contiguous().stride()
+    return dtensor.from_block(part.take(whole, rank).contiguous().clone(), mesh, part.axis, whole.shape, strides)
+
+
+def whole(state: PyTree) -> PyTree:
+    """Return a state, or part of one, with whole tensors in place of the DTensors; every rank must call it.
+
+    Use it to evaluate, to save, or to fill a module: ``ft.to_module(module, ft.parallel.whole(state))``.
+    """
+    return tree.map(lambda leaf: leaf.full_tensor() if dtensor.is_dtensor(leaf) else leaf, state)
+
+
+def divided(state: PyTree, like: PyTree) -> PyTree:
+    """Return a state of whole tensors, divided as another state of the same structure is: the inverse of `whole`.
+
+    Use it to continue on another mesh: ``ft.parallel.divided(whole_state, like=step.init())``.
+
+    Raises:
+        StructureError: when the states differ in the name, shape or dtype of a leaf.
+    """
+    tree.require_same("divided", "the state", state, like)
+
+    def leaf_like(leaf: Any, other: Any) -> Any:
+        if not dtensor.is_dtensor(other):
+            return leaf
+        mesh = other.device_mesh
+        return _block(leaf.to(other.device), _part(other), mesh, mesh.get_local_rank(1))
+
+    return tree.map(leaf_like, state, like)
+
+
+def local_parts(state: TrainState, mesh: DeviceMesh, level: int) -> tuple[TrainState, Layout]:
+    """Return a state of the local parts of all DTensors, and how the parameters are divided.
+
+    Raises:
+        StructureError: for a DTensor of another mesh, or parameters that are whole at a level that divides them.
+    """
+    layout = Layout(tree.map(_part, state.params), tree.map(_part, state.frozen))
+    leaves, spec = tree.flatten(state)
+    meshes = {leaf.device_mesh for leaf in leaves if dtensor.is_dtensor(leaf)}
+    if any(other != mesh for other in meshes):
+        raise StructureError(
+            f"sharded: the state is divided over {', '.join(map(str, meshes))}; this step works on {mesh}. Bring it "
+            "there with ft.parallel.divided(ft.parallel.whole(state), like=step.init())"
+        )
+    if bool(meshes) != (level > 0):
+        needs = "whole tensors, as level 0" if level == 0 else f"DTensors, as level {level}"
+        raise StructureError(
+            f"sharded: the leaves of the state are {'DTensors' if meshes else 'whole tensors'}; this step needs "
+            f"{needs} has them. Make the state with step.init(), or ft.parallel.divided(state, like=step.init())"
+        )
+    local: TrainState = tree.unflatten(
+        spec, [dtensor.local_part(leaf) if dtensor.is_dtensor(leaf) else leaf for leaf in leaves]
+    )
+    return local, layout
+
+
+def _part(leaf: Tensor) -> Any:
+    if not dtensor.is_dtensor(leaf):
+        return WHOLE
+    return Part(tuple(leaf.shape), dtensor.axis_of(leaf), leaf.device_mesh.size(1))
+
+
+def as_dtensors(state: TrainState, like: TrainState) -> TrainState:
+    """Return a state of local parts as the DTensors that the same leaves of another state are."""
+    leaves, spec = tree.flatten(state)
+    pairs = zip(leaves, tree.leaves(like), strict=True)
+    new = [dtensor.with_local_part(old, leaf) if dtensor.is_dtensor(old) else leaf for leaf, old in pairs]
+    return replace(like, **vars(tree.unflatten(spec, new)))

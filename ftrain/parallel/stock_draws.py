@@ -1,0 +1,53 @@
+"""Random operations of torch (`nn.Dropout`) in an eager step on many ranks: each example draws what it draws on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ftrain import _torch, random, tree
+from ftrain.parallel.mesh import Group
+from ftrain.random import torch_ops
+from ftrain.types import TrainState
+
+T = TypeVar("T")
+
+
+class StockDraws:
+    """Runs functions so that torch's random operations draw from the key of the step, if they draw at all.
+
+    To draw from a key takes a few microseconds of Python for every operation, so the first run finds out whether there
+    is a draw. Where there was none, later runs only look whether torch's generator has moved, and run again if so.
+    """
+
+    def __init__(self, ranks: Group) -> None:
+        self._ranks = ranks
+        self._is_drawing: bool | None = None
+
+    def run(self, function: Callable[[], T], state: TrainState) -> T:
+        """Return what a function returns, called once, or once more where a draw comes unexpected."""
+        device = tree.device_of(state.params)
+        if torch_ops.current() is not None or _torch.is_fake(tree.leaves(state.params)[0]):
+            return function()
+        if self._is_drawing is False:
+            generator = _generator_state(device)
+            result = function()
+            if torch.equal(generator, _generator_state(device)):
+                return result
+            self._is_drawing = True
+        words = random.fold_in_words(random.key_data(state.rng), int(state.step))
+        with torch_ops.Keyed(random.from_words(random.stock_words(words))) as stream:
+            result = function()
+        if self._is_drawing is None:
+            draws = torch.tensor(stream.offset, device=device)
+            self._is_drawing = bool(self._ranks.sum(draws) > 0)
+        return result
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    module = torch if device == tree.HOST else torch.get_device_module(device)
+    state: Tensor = module.get_rng_state()
+    return state

@@ -1,0 +1,66 @@
+"""The mesh of ranks, and the batches that they share."""
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import BatchError, OptionError
+from ftrain.parallel.rows import rows_of
+from tests.parallel import models
+from tests.parallel.ranks import run
+
+
+def test_sizes_that_are_left_out_follow_from_the_number_of_ranks():
+    def shapes(rank):
+        made = [ft.parallel.mesh(), ft.parallel.mesh(replicate=2), ft.parallel.mesh(shard=2), ft.parallel.mesh(shard=1)]
+        return [tuple(each.shape) for each in made]
+
+    assert run(4, shapes)[0] == [(1, 4), (2, 2), (2, 2), (4, 1)]
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 3}, {"replicate": 0}, {"shard": 2, "replicate": 1}, {"shard": True}])
+def test_a_mesh_that_is_not_all_ranks_is_an_error(sizes):
+    def rank(_):
+        with pytest.raises(OptionError, match="mesh: .* 4 ranks|there are 4 ranks"):
+            ft.parallel.mesh(**sizes)
+
+    run(4, rank)
+
+
+def test_options_of_sharded_are_checked():
+    def rank(_):
+        with pytest.raises(OptionError, match="sharded: level is 4; needs 0, 1, 2 or 3"):
+            ft.sharded(ft.parallel.mesh(), 4)
+        with pytest.raises(OptionError, match=r"sharded: the mesh is None; needs one of ft.parallel.mesh"):
+            ft.sharded(None)
+
+    run(2, rank)
+
+
+def test_ranks_take_rows_of_each_microbatch_and_all_rows_are_taken_once():
+    batch = {"x": torch.arange(10), "flag": torch.tensor(True)}
+    for size in (1, 2, 3, 7):
+        for microbatches in (1, 2):
+            rows = [rows_of(batch, rank, size, microbatches) for rank in range(size)]
+            taken = [each.batch["x"].reshape(microbatches, -1) for each in rows if each.length]
+            assert torch.equal(torch.cat(taken, 1).reshape(-1), batch["x"])
+            assert all(each.batch["flag"] for each in rows)
+            assert max(each.length for each in rows) - min(each.length for each in rows) <= 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": torch.zeros(())}, "has no tensor with an axis"),
+        ({"x": torch.zeros(0, 5)}, "batch.x has length 0"),
+        ({"x": torch.zeros(4, 5), "y": torch.zeros(5)}, "batch.y has 5 examples and batch.x has 4"),
+    ],
+    ids=["no-axis", "empty", "unequal"],
+)
+def test_a_batch_that_ranks_cannot_share_is_an_error_on_every_rank(batch, message):
+    def rank(_):
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), 0))
+        with pytest.raises(BatchError, match=message):
+            step(step.init(), batch)
+
+    run(2, rank)

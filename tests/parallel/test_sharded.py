@@ -1,0 +1,155 @@
+"""N ranks compute what one does: every wrapper, level and number of ranks, in float64."""
+
+import pytest
+import torch
+
+import ftrain as ft
+from tests.laws import registry
+from tests.parallel import models
+from tests.parallel.ranks import run
+
+NARROW = 2e-3
+"""Of wrappers that compute in 16 bits: sums over ranks round differently than one sum."""
+
+
+def trained(size, level, wrappers=lambda: (), mesh=None, **options):
+    """Return the whole states and histories of `size` ranks."""
+
+    def rank(_):
+        mesh_of_ranks = ft.parallel.mesh(**(mesh or {}))
+        step = models.step_of(*wrappers(), ft.sharded(mesh_of_ranks, level), **options)
+        return models.train(step)
+
+    return run(size, rank)
+
+
+def assert_same(results, reference, tolerance=1e-12):
+    expected, history = reference
+    for state, found in results:
+        for part in ("params", "buffers", "opt_state", "slots"):
+            torch.testing.assert_close(getattr(state, part), getattr(expected, part), rtol=tolerance, atol=tolerance)
+        assert len(found) == len(history)
+        for metrics, others in zip(found, history, strict=True):
+            assert metrics == pytest.approx(others, rel=tolerance, abs=tolerance, nan_ok=True)
+
+
+@pytest.mark.parametrize("names", [*registry.ALONE, *registry.STACKS], ids="+".join)
+def test_each_wrapper_on_ranks_equals_one(names):
+    def wrappers():
+        return registry.make(names)
+
+    tolerance = NARROW if registry.is_narrow(names) else 1e-12
+    (reference,) = trained(1, 0, wrappers)
+    for size, level in ((2, 0), (3, 1), (4, 3)):
+        assert_same(trained(size, level, wrappers), reference, tolerance)
+
+
+@pytest.mark.parametrize("size", [2, 5, 8, 16])
+def test_any_number_of_ranks_equals_one_also_without_examples(size):
+    def wrappers():
+        return ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), ft.skip_nonfinite(3)
+
+    # Six examples in a microbatch: of 8 or 16 ranks some have none; the weights of the first four are 0.
+    (reference,) = trained(1, 0, wrappers)
+    for level in range(4):
+        assert_same(trained(size, level, wrappers), reference)
+
+
+@pytest.mark.parametrize("shape", [{"replicate": 2}, {"shard": 4, "replicate": 1}, {"shard": 1}])
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_every_shape_of_a_mesh_equals_one_rank(shape, level):
+    (reference,) = trained(1, 0, lambda: [ft.clip(0.05)])
+    assert_same(trained(4, level, lambda: [ft.clip(0.05)], shape), reference)
+
+
+def test_the_order_among_wrappers_of_the_gradient_is_kept():
+    for wrappers in (lambda: (ft.sam(0.05), ft.accumulate(2)), lambda: (ft.accumulate(2), ft.sam(0.05))):
+        (reference,) = trained(1, 0, wrappers)
+        assert_same(trained(3, 2, wrappers), reference)
+
+
+def test_the_same_mesh_twice_has_the_same_bits():
+    (first, _), (second, _) = (trained(3, 3, lambda: [ft.clip(0.05)])[0] for _ in range(2))
+    assert all(map(torch.equal, ft.tree.leaves(first), ft.tree.leaves(second)))
+
+
+def test_elementwise_updates_have_the_bits_of_one_rank():
+    """From equal gradients: those of a loss that is linear in the parameters with examples of a power of two."""
+
+    def step(level):
+        torch.manual_seed(0)
+        loss = lambda params, batch: (params["w"] * batch.sum(0)).sum()  # noqa: E731
+        wrapped = ft.compose(ft.train_step(loss, ft.optim.adamw(0.1)), ft.sharded(ft.parallel.mesh(), level))
+        state = wrapped.init({"w": torch.randn(7, 3)})
+        for _ in range(3):
+            state, _ = wrapped(state, torch.full((4, 7, 3), 0.25))
+        return ft.parallel.whole(state.params)["w"]
+
+    (one,) = run(1, lambda rank: step(0))
+    for level in (0, 1, 2, 3):
+        assert all(torch.equal(found, one) for found in run(2, lambda rank, level=level: step(level)))
+
+
+def test_a_plain_loss_is_weighted_by_the_examples_of_each_rank():
+    (reference,) = trained(1, 0, criterion=models.plain_loss)
+    assert_same(trained(5, 3, criterion=models.plain_loss), reference)
+
+
+def test_buffers_and_other_metrics_are_means_over_ranks_by_their_examples():
+    """Statistics of BatchNorm are of the rows of each rank, so the running mean is that of one rank, to rounding."""
+    one, history = trained(1, 0, batch_norm=True)[0]
+    many, found = trained(3, 1, batch_norm=True)[0]
+    # In the first step all ranks have the same parameters, and means of equal numbers of rows.
+    assert found[0]["size"] != history[0]["size"]
+    assert many.buffers["norm.num_batches_tracked"] == one.buffers["norm.num_batches_tracked"] == 3
+
+    def mean(size):
+        def rank(_):
+            step = models.step_of(ft.sharded(ft.parallel.mesh(), 0), batch_norm=True)
+            return step(step.init(seed=5), next(models.batches()))[0].buffers["norm.running_mean"]
+
+        return run(size, rank)[0]
+
+    torch.testing.assert_close(mean(5), mean(1), rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_parameters_and_adapters_on_ranks():
+    def wrappers():
+        return (ft.lora(2, targets=["blocks.*.hidden", "head"]),)
+
+    (reference,) = trained(1, 0, wrappers)
+    for level in (1, 3):
+        assert_same(trained(3, level, wrappers), reference)
+
+
+def test_remat_with_blocks_that_are_gathered():
+    def wrappers():
+        return ft.remat(), ft.accumulate(2)
+
+    (reference,) = trained(1, 0, wrappers)
+    assert_same(trained(3, 3, wrappers), reference)
+
+
+def test_a_loss_that_is_a_function_gathers_its_parameters():
+    def step(level, size):
+        def rank(_):
+            generator = torch.Generator().manual_seed(0)
+            params = {"w": torch.randn(5, 3, generator=generator, dtype=torch.float64), "b": torch.zeros(())}
+            params["b"] = params["b"].double()
+            loss = lambda p, batch: (batch["x"] @ p["w"] + p["b"] - batch["y"]).square().mean()  # noqa: E731
+            step = ft.compose(
+                ft.train_step(loss, ft.optim.sgd(0.1, momentum=0.9)), ft.sharded(ft.parallel.mesh(), level)
+            )
+            return models.train(step, state=step.init(params))
+
+        return run(size, rank)
+
+    assert_same(step(3, 4), step(0, 1)[0])
+
+
+def test_random_numbers_of_the_loss_are_by_example():
+    def noisy(model, batch, rng):
+        return model(batch["x"] + ft.random.normal(rng, batch["x"].shape, dtype=torch.float64)).square().mean()
+
+    (reference,) = trained(1, 0, lambda: [ft.accumulate(2)], criterion=noisy)
+    assert_same(trained(4, 2, lambda: [ft.accumulate(2)], criterion=noisy), reference)

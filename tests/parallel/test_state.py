@@ -1,0 +1,100 @@
+"""The leaves of a divided state, and moving a state from one mesh to another."""
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import StructureError
+from tests.parallel import models
+from tests.parallel.ranks import run
+
+
+def sharded_step(level=3, **mesh):
+    return models.step_of(ft.ema(0.8), ft.sharded(ft.parallel.mesh(**mesh), level))
+
+
+def test_each_rank_keeps_its_part_of_parameters_optimizer_state_and_averages():
+    def sizes(rank):
+        state = sharded_step().init()
+        leaves = ft.tree.leaves((state.params, state.opt_state, state.slots))
+        return [leaf.to_local().numel() for leaf in leaves if hasattr(leaf, "to_local")]
+
+    whole = run(1, sizes)[0]
+    parts = run(4, sizes)
+    assert [sum(column) for column in zip(*parts, strict=True)] == whole
+    # Blocks of equal length: no rank has more than a fourth of an axis, rounded up.
+    assert max(map(sum, parts)) < 0.35 * sum(whole)
+
+
+def test_a_state_saved_on_four_ranks_continues_on_two_and_on_one():
+    def first(rank):
+        return models.train(sharded_step(), data=list(models.batches())[:2])[0]
+
+    saved = run(4, first)[0]
+    reference = run(4, lambda rank: models.train(sharded_step()))[0][0]
+
+    def second(level):
+        def rank(_):
+            step = sharded_step(level)
+            return models.train(step, list(models.batches())[2:], ft.parallel.divided(saved, like=step.init()))[0]
+
+        return rank
+
+    for size, level in ((2, 3), (1, 0)):
+        for state in run(size, second(level)):
+            torch.testing.assert_close(state.params, reference.params, rtol=1e-12, atol=1e-12)
+            assert torch.equal(state.step, reference.step)
+
+
+def test_a_donated_state_is_updated_in_its_memory():
+    def rank(_):
+        step = ft.donated()(sharded_step())
+        state = step.init(seed=5)
+        pointers = [leaf.to_local().data_ptr() for leaf in state.params.values() if hasattr(leaf, "to_local")]
+        for batch in models.batches():
+            state, _ = step(state, batch)
+        after = [leaf.to_local().data_ptr() for leaf in state.params.values() if hasattr(leaf, "to_local")]
+        return ft.parallel.whole(state), pointers == after
+
+    reference = run(2, lambda rank: models.train(sharded_step()))[0][0]
+    for state, in_place in run(2, rank):
+        assert in_place
+        assert all(torch.equal(a, b) for a, b in zip(state.params.values(), reference.params.values(), strict=True))
+
+
+def test_the_whole_state_fills_a_module_and_is_evaluated():
+    def rank(_):
+        step = sharded_step()
+        state = step.init(seed=5)
+        state, _ = step(state, next(models.batches()))
+        module = ft.to_module(models.Model().double(), ft.parallel.whole(state))
+        evaluate = ft.eval_step(step.loss)
+        return evaluate(ft.parallel.whole(state), next(models.batches())), module.head.weight.detach()
+
+    (one, weight), *_ = run(1, rank)
+    for metrics, head in run(3, rank):
+        torch.testing.assert_close(head, weight, rtol=1e-12, atol=1e-12)
+        assert float(metrics["loss"]) == pytest.approx(float(one["loss"]), rel=1e-12)
+
+
+def test_a_state_of_another_mesh_or_level_is_an_error_that_says_how_to_bring_it():
+    def rank(_):
+        state = sharded_step(shard=2).init()
+        with pytest.raises(StructureError, match=r"ft.parallel.divided\(ft.parallel.whole"):
+            sharded_step(shard=4)(state, next(models.batches()))
+        with pytest.raises(StructureError, match=r"are DTensors; this step needs whole tensors, as level 0"):
+            sharded_step(level=0, shard=2)(state, next(models.batches()))
+        with pytest.raises(StructureError, match=r"whole tensors; this step needs DTensors, as level 3"):
+            sharded_step()(models.step_of(ft.ema(0.8)).init(), next(models.batches()))
+
+    run(4, rank)
+
+
+def test_all_ranks_start_with_the_parameters_of_the_first():
+    def rank(number):
+        step = ft.compose(
+            ft.train_step(lambda p, b: (p["w"] * b).sum(), ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh())
+        )
+        return ft.parallel.whole(step.init({"w": torch.full((5,), float(number))})).params["w"].tolist()
+
+    assert run(3, rank) == [[0.0] * 5] * 3
