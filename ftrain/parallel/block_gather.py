@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import _torch
 from ftrain.errors import OptionError
@@ -62,10 +63,10 @@ class BlockGather:
             wholes = gathered(self._group, locals_, parts, again.forget)
             again.watch(wholes)
             by_name = dict(zip(names, wholes, strict=True))
-            with (
-                bound(slots, [by_name[slot.name] for slot in slots]),
-                torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack),
-            ):
+            # An outer hook takes all saved tensors: rematerialisation runs this again, and so gathers again.
+            is_outermost = _torch.saved_tensors_pack_hook() is None
+            saving = saved_tensors_hooks(again.pack, again.unpack) if is_outermost else nullcontext()
+            with bound(slots, [by_name[slot.name] for slot in slots]), saving:
                 return forward(*args, **kwargs)
 
         return gathering

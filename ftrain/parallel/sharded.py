@@ -24,7 +24,7 @@ from ftrain.parallel.state import WHOLE, Layout, as_dtensors, divide, local_part
 from ftrain.parallel.stock_draws import StockDraws
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, Wrapper, wrapper
 from ftrain.tree import sharding
-from ftrain.types import GradFn, Gradients, Loss, LossOutput, Mean, PyTree, TrainState, counted, replace
+from ftrain.types import GradFn, Gradients, Loss, LossOutput, Mean, PyTree, TrainState, replace, zero_if_empty
 
 NAME = "sharded"
 LEVELS = range(4)
@@ -119,7 +119,7 @@ class _Ranks:
                 mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
             mean = rows.weighted(mean)
             if self._level == 3:
-                mean = replace(counted(mean), weight=self._all.sum(mean.weight.detach()))
+                mean = replace(zero_if_empty(mean), weight=self._all.sum(mean.weight.detach()))
             return mean, metrics, buffers
 
         @contextmanager

@@ -72,13 +72,14 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.examples = outer
 
     @contextmanager
-    def replay(self, offset: int) -> Iterator[None]:
-        """Draw again from draw `offset` on, for a recomputation; afterwards continue from the current draw."""
-        resumed, self.offset = self.offset, offset
+    def replay(self, offset: int, examples: tuple[int | Tensor, int] | None = None) -> Iterator[None]:
+        """Draw again from draw `offset` on, for `examples`; afterwards continue from the current draw."""
+        resumed = self.offset, self.examples
+        self.offset, self.examples = offset, examples
         try:
             yield
         finally:
-            self.offset = resumed
+            self.offset, self.examples = resumed
 
     @contextmanager
     def drawing_from(self, key: Tensor) -> Iterator[None]:
@@ -153,7 +154,7 @@ def rng_snapshot(device: torch.device) -> Callable[[], AbstractContextManager[No
     """Return a function that makes a context in which torch's random operations draw what they would draw now."""
     keyed = current()
     if keyed is not None:
-        return functools.partial(keyed.replay, keyed.offset)
+        return functools.partial(keyed.replay, keyed.offset, keyed.examples)
     snapshot = backends.of(device).generators
     restore_then = snapshot()
 

@@ -7,7 +7,6 @@ from torch import nn
 
 import ftrain as ft
 
-
 _seeding = threading.Lock()
 
 
