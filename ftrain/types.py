@@ -350,6 +350,8 @@ class Optimizer:
         offloaded: whether the state is kept on the host or in files and copied to the device in parts, so that `update`
             cannot be part of a graph.
         name: of the factory, such as ``"adamw"``; empty for one that is made of others.
+        by_element: whether the update of an element depends on nothing but the gradient and the state of that element,
+            so that ranks can update parts of a leaf.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -361,6 +363,7 @@ class Optimizer:
     split: Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]] | None = None
     offloaded: bool = False
     name: str = ""
+    by_element: bool = False
 
 
 class Runner(Protocol):

@@ -60,7 +60,9 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
     split = wrap_split(optimizer, lambda each: lookahead(each, k, alpha))
     schedules: dict[str, Schedule] = {**optimizer.schedules, NAME: due}
     text = f"lookahead({optimizer.text}, {k}, {alpha:g})"
-    return Optimizer(init, update, schedules, text, needs_rng=optimizer.needs_rng, split=split)
+    return Optimizer(
+        init, update, schedules, text, needs_rng=optimizer.needs_rng, split=split, by_element=optimizer.by_element
+    )
 
 
 def _called_back(

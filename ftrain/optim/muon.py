@@ -102,6 +102,7 @@ def muon(
         state={"momentum": torch.zeros_like},
         constants=constants,
         alike=True,
+        by_element=False,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
     )

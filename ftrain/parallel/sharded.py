@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain import tree
-from ftrain.errors import OptionError
+from ftrain.errors import ComposeError, OptionError
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.gather import gathered
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
@@ -51,6 +51,10 @@ def sharded(mesh: DeviceMesh, level: int = 3) -> Wrapper:
 
     Raises:
         OptionError: for another level, or a mesh with other axes.
+        ComposeError: at level 1 and above, for an optimizer that needs whole leaves or keeps its state elsewhere; for a
+            step that is compiled in parts.
+        BatchError: from the step, for a batch that cannot be divided into rows.
+        StructureError: from the step, for a state that is divided otherwise.
     """
     if isinstance(level, bool) or level not in LEVELS:
         raise OptionError(f"sharded: level is {level!r}; needs 0, 1, 2 or 3")
@@ -62,6 +66,7 @@ def sharded(mesh: DeviceMesh, level: int = 3) -> Wrapper:
         f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level})",
         loss=OnLoss(ranks.on_loss, order=1),
         grad=OnGrad(ranks.on_grad, across_ranks=True),
+        validate=ranks.validate,
         step=OnStep(place=ranks.place, on_ranks=ranks.on_ranks),
     )
 
@@ -76,6 +81,23 @@ class _Ranks:
         self._mesh, self._level = mesh, level
         self._shard, self._replicate = (group(mesh, axis) for axis in (SHARD, REPLICATE))
         self._all = all_ranks()
+
+    def validate(self, step: Any) -> None:
+        """Refuse what does not compute on parts of leaves, or draws by the place on a rank."""
+        optimizer = step.optimizer
+        if self._level and not (optimizer.by_element and not optimizer.offloaded):
+            needs = "visits the device in parts" if optimizer.offloaded else "may need more of a leaf than a rank has"
+            raise ComposeError(
+                f"{NAME}: the update of {optimizer.text} {needs}; use level=0, or an optimizer that updates each "
+                "element by itself (Optimizer.by_element), such as ft.optim.adamw"
+            )
+        for other in step.wrappers:
+            options = other.options or {}
+            if options.get("lowering") == "split" or options.get("dynamic"):
+                raise ComposeError(
+                    f"{NAME}: {other.text} compiles the loss alone, in which random operations would draw by their "
+                    "place on a rank; leave out lowering='split' and dynamic=True"
+                )
 
     def place(self, params: PyTree, frozen: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """Return the tensors of the first rank on every rank; what the level divides as DTensors."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import BatchError, OptionError
+from ftrain.errors import BatchError, ComposeError, OptionError
 from ftrain.parallel.rows import rows_of
 from tests.parallel import models
 from tests.parallel.ranks import run
@@ -62,5 +62,28 @@ def test_a_batch_that_ranks_cannot_share_is_an_error_on_every_rank(batch, messag
         step = models.step_of(ft.sharded(ft.parallel.mesh(), 0))
         with pytest.raises(BatchError, match=message):
             step(step.init(), batch)
+
+    run(2, rank)
+
+
+PARTITION = ft.optim.partition({"a": ft.optim.adamw(1e-3), "b": ft.optim.lamb(1e-3)}, lambda name, leaf: "a")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "wrappers", "message"),
+    [
+        (ft.optim.lamb(1e-3), (), r"lamb\(.*may need more of a leaf than a rank has; use level=0"),
+        (ft.optim.adamw_8bit(1e-3), (), "use level=0"),
+        (PARTITION, (), "use level=0"),
+        (ft.optim.adamw(1e-3), (ft.offload("opt_state"),), "visits the device in parts"),
+        (ft.optim.adamw(1e-3), (ft.compiled(lowering="split"),), "leave out lowering='split'"),
+        (ft.optim.adamw(1e-3), (ft.update_in_backward(),), "needs all gradients at once"),
+    ],
+    ids=["lamb", "8bit", "partition", "offload", "split", "update_in_backward"],
+)
+def test_what_does_not_compute_on_parts_is_refused_when_it_is_composed(optimizer, wrappers, message):
+    def rank(_):
+        with pytest.raises(ComposeError, match=message):
+            models.step_of(*wrappers, ft.sharded(ft.parallel.mesh()), optimizer=optimizer)
 
     run(2, rank)
