@@ -60,14 +60,15 @@ def sharded(mesh: DeviceMesh, level: int = 3) -> Wrapper:
         raise OptionError(f"sharded: level is {level!r}; needs 0, 1, 2 or 3")
     if getattr(mesh, "mesh_dim_names", None) != (REPLICATE, SHARD):
         raise OptionError(f"sharded: the mesh is {mesh!r}; needs one of ft.parallel.mesh(), with axes replicate, shard")
-    ranks = _Ranks(mesh, level)
+    text = f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level})"
+    ranks = _Ranks(mesh, level, text)
     return Wrapper(
         NAME,
-        f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level})",
+        text,
         loss=OnLoss(ranks.on_loss, order=1),
         grad=OnGrad(ranks.on_grad, across_ranks=True),
         validate=ranks.validate,
-        step=OnStep(place=ranks.place, on_ranks=ranks.on_ranks),
+        step=OnStep(place=ranks.place, on_ranks=ranks.on_ranks, ranks=mesh.size()),
     )
 
 
@@ -77,8 +78,8 @@ _layout: ContextVar[Layout] = ContextVar("ftrain_layout")
 class _Ranks:
     """The groups of ranks of a mesh, and what they exchange in a step."""
 
-    def __init__(self, mesh: DeviceMesh, level: int) -> None:
-        self._mesh, self._level = mesh, level
+    def __init__(self, mesh: DeviceMesh, level: int, text: str) -> None:
+        self._mesh, self._level, self._text = mesh, level, text
         self._shard, self._replicate = (group(mesh, axis) for axis in (SHARD, REPLICATE))
         self._all = all_ranks()
 
@@ -149,7 +150,7 @@ class _Ranks:
             with loss.scope(training), blocks.installed() if blocks and training else nullcontext():
                 yield
 
-        return dataclasses.replace(loss, fn=of_rows, scope=scope)
+        return dataclasses.replace(loss, fn=of_rows, scope=scope, wrappers=(*loss.wrappers, self._text))
 
     def _gathered(self, params: PyTree, blocks: BlockGather | None) -> PyTree:
         layout = _layout.get()

@@ -108,6 +108,11 @@ class Step:
         return math.prod(each.microbatches or 1 for each in self._on_grad)
 
     @property
+    def ranks(self) -> int:
+        """How many ranks make the step together."""
+        return max((each.ranks for each in self._on_step), default=1)
+
+    @property
     def may_refuse_updates(self) -> bool:
         """Whether an update may be taken back, for which the old and the new state must exist at once."""
         return any(wrapper.may_refuse_updates for wrapper in self.wrappers)

@@ -90,6 +90,7 @@ class OnStep:
             or DTensors of which each has a part.
         on_ranks: ``(state, batch, microbatches) -> (state, batch, context, restore)``: what this rank computes on, the
             context in which it does so, and ``state -> state``, which makes of the result a state of all ranks.
+        ranks: how many ranks make the step together.
     """
 
     make_runner: Callable[[Any], Runner] | None = None
@@ -98,6 +99,7 @@ class OnStep:
     on_step_end: Callable[[Backend, int], None] | None = None
     place: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]] | None = None
     on_ranks: Callable[[TrainState, PyTree, int], tuple[TrainState, PyTree, Any, Any]] | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -95,7 +95,7 @@ def fit(
 
     Raises:
         ComposeError: when `step` cannot be called, is a class, or stands where the state does; or is to be split and
-            is no `Step`; or when `adapt` returns None.
+            is no `Step`; for a step on several ranks; or when `adapt` returns None.
         OptionError: for an `evaluate`, `stop`, `adapt` or logger that is no function, `evaluate_every` without
             `evaluate`, a metric that is not recorded (`patience`, `plateau`, ``best=``), numbers that are not positive,
             or another `resume`, `on_oom` or `on_nonfinite`.
@@ -190,6 +190,11 @@ def _require_services(
 def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:
     require_callable("fit", step, state, "fit(step, state, data)")
     require_on_oom("fit", on_oom)
+    if isinstance(step, Step) and step.ranks > 1:
+        raise ComposeError(
+            f"fit: the step runs on {step.ranks} ranks, which fit cannot stop, split and save together yet; call the "
+            "step in a loop of your own, and save ft.parallel.whole(state) on rank 0"
+        )
     if on_oom == SPLIT and not isinstance(step, Step):
         raise ComposeError(f"fit: on_oom='split' needs a Step, whose gradient can be split; found {step!r}")
     for name, value in every.items():

@@ -28,6 +28,7 @@ class Entry:
         guards: whether it refuses updates whose loss or gradient is not finite.
         not_inside: variants that may not stand around it.
         laws: the file with its laws, for a wrapper whose laws compare pipelines with and without it.
+        part: the part of a step that it works on, for a wrapper that cannot be made everywhere.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Entry:
     guards: bool = False
     not_inside: tuple[str, ...] = ()
     laws: str = ""
+    part: str = ""
 
     def make(self):
         return self.factory(*self.args, **self.options)
@@ -71,6 +73,7 @@ ELSEWHERE = (
     Entry("update_in_backward", ft.update_in_backward, laws="tests/laws/test_update_in_backward.py"),
     Entry("compiled", ft.compiled, laws="tests/laws/test_compiled.py"),
     Entry("donated", ft.donated, laws="tests/laws/test_pipelines.py"),
+    Entry("sharded", ft.sharded, laws="tests/parallel/test_sharded.py", part="loss"),
 )
 """Wrappers that are not in the matrix, for their laws compare whole pipelines with and without them."""
 
