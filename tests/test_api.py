@@ -154,6 +154,7 @@ MODULES = {
         "sgd",
         "sign",
     ],
+    "parallel": ["divided", "mesh", "whole"],
     "random": [
         "bernoulli",
         "bits",

@@ -3,3 +3,5 @@
 from ftrain.parallel.mesh import mesh as mesh
 from ftrain.parallel.state import divided as divided
 from ftrain.parallel.state import whole as whole
+
+__all__ = ["divided", "mesh", "whole"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -24,7 +24,19 @@ from ftrain.parallel.state import WHOLE, Layout, as_dtensors, divide, local_part
 from ftrain.parallel.stock_draws import StockDraws
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, Wrapper, wrapper
 from ftrain.tree import sharding
-from ftrain.types import GradFn, Gradients, Loss, LossOutput, Mean, PyTree, TrainState, replace, zero_if_empty
+from ftrain.types import (
+    GradFn,
+    Gradients,
+    Loss,
+    LossOutput,
+    Mean,
+    Metrics,
+    PyTree,
+    Runner,
+    TrainState,
+    replace,
+    zero_if_empty,
+)
 
 NAME = "sharded"
 LEVELS = range(4)
@@ -112,21 +124,27 @@ class _Ranks:
             frozen = divide(frozen, self._mesh, self._shard.rank)
         return params, frozen, buffers
 
-    def on_ranks(self, state: TrainState, batch: PyTree, microbatches: int) -> tuple[TrainState, PyTree, Any, Any]:
-        """Return the local part of a state, this rank's rows, the context of the step, and what undoes the first."""
+    def on_ranks(
+        self, state: TrainState, batch: PyTree, microbatches: int
+    ) -> tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]:
+        """Return the local part of a state, this rank's rows, and what makes a state of all ranks of the result."""
         rows = rows_of(batch, self._all.rank, self._all.size, microbatches)
         local, layout = local_parts(state, self._mesh, self._level)
+        shards = self._shard.shards if self._level else None
 
-        @contextmanager
-        def context() -> Iterator[None]:
-            token = _layout.set(layout)
-            try:
-                with sharding.over(self._shard.shards if self._level else None):
-                    yield
-            finally:
-                _layout.reset(token)
+        def around(runner: Runner) -> Callable[..., Any]:
+            def run(*args: Any) -> tuple[TrainState, Metrics]:
+                token = _layout.set(layout)
+                try:
+                    with sharding.over(shards):
+                        new, metrics = runner(*args)
+                finally:
+                    _layout.reset(token)
+                return as_dtensors(new, state), metrics
 
-        return local, rows, context, lambda new: as_dtensors(new, state)
+            return run
+
+        return local, rows, around
 
     def on_loss(self, loss: Loss) -> Loss:
         """Let a loss count by the examples of this rank, at level 3 on gathered parameters and by the weight of all."""

@@ -116,7 +116,7 @@ def _part(leaf: Tensor) -> Any:
 
 def as_dtensors(state: TrainState, like: TrainState) -> TrainState:
     """Return a state of local parts as the DTensors that the same leaves of another state are."""
-    leaves, spec = tree.flatten(state)
+    leaves, spec = tree.flatten(replace(state, step=like.step, rng=like.rng))
     pairs = zip(leaves, tree.leaves(like), strict=True)
     new = [dtensor.with_local_part(old, leaf) if dtensor.is_dtensor(old) else leaf for leaf, old in pairs]
     return replace(like, **vars(tree.unflatten(spec, new)))

@@ -1,24 +1,10 @@
-"""Where the ranks of a run come into a step: what each computes on, and when they combine their gradients."""
+"""How many ranks make a step together, and when they combine their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from collections.abc import Sequence
 
-from ftrain.step.wrapper import OnGrad
-from ftrain.types import PyTree, TrainState
-
-OnRanks: TypeAlias = Callable[
-    [TrainState, PyTree, int],
-    tuple[TrainState, PyTree, Callable[[], AbstractContextManager[Any]], Callable[[TrainState], TrainState]],
-]
-"""`ftrain.step.wrapper.OnStep.on_ranks`."""
-
-
-def one_rank(state: TrainState, batch: PyTree, microbatches: int) -> Any:
-    """Compute on the whole state and batch."""
-    return state, batch, nullcontext, lambda new: new
+from ftrain.step.wrapper import OnGrad, Wrapper
 
 
 def order(parts: Sequence[OnGrad]) -> list[OnGrad]:
@@ -26,3 +12,8 @@ def order(parts: Sequence[OnGrad]) -> list[OnGrad]:
     within = [part for part in parts if not part.across_ranks]
     count = next((index for index, part in enumerate(within) if part.microbatches is None), len(within))
     return [*within[:count], *(part for part in parts if part.across_ranks), *within[count:]]
+
+
+def ranks_of(wrappers: Sequence[Wrapper]) -> int:
+    """Return how many ranks make a step with these wrappers together."""
+    return max((wrapper.step.ranks for wrapper in wrappers if wrapper.step), default=1)

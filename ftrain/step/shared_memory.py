@@ -1,4 +1,4 @@
-"""Find different tensors that share memory."""
+"""Find different tensors that share memory, and copy them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import _torch, tree
+from ftrain.types import PyTree
 
 
 def overlaps(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
@@ -42,3 +43,9 @@ def _range(tensor: Tensor) -> range:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start, size = tensor.storage_offset(), tensor.element_size()
     return range(start * size, (start + last + 1) * size)
+
+
+def copy_shared(buffers: PyTree, params: PyTree) -> PyTree:
+    """Copy the buffers that share memory with parameters, which a donated update overwrites."""
+    storages = {_torch.storage_id(leaf) for leaf in tree.leaves(params)}
+    return tree.map(lambda leaf: leaf.clone() if _torch.storage_id(leaf) in storages else leaf, buffers)

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ftrain import _torch, backends, random, tree
+from ftrain import backends, random, tree
 from ftrain.errors import ComposeError, OptionError, StructureError
-from ftrain.step.across_ranks import OnRanks, one_rank, order
+from ftrain.step.across_ranks import order
 from ftrain.step.eager import Eager
 from ftrain.step.lowered import Lowered
 from ftrain.step.purity import as_tree
+from ftrain.step.shared_memory import copy_shared
 from ftrain.step.swap_params import to_meta_
 from ftrain.step.trainable_params import chooser, require_params
 from ftrain.step.update import guarded, optimize
 from ftrain.step.value_and_grad import report, value_and_grad
-from ftrain.step.wrapper import ARROWS, OnGrad, OnStep, OnUpdate, SlotSpec, Wrapper
+from ftrain.step.wrapper import ARROWS, OnGrad, OnRanks, OnStep, OnUpdate, SlotSpec, Wrapper
 from ftrain.tree.name_patterns import Mask
 from ftrain.types import (
     Core,
@@ -108,11 +109,6 @@ class Step:
         return math.prod(each.microbatches or 1 for each in self._on_grad)
 
     @property
-    def ranks(self) -> int:
-        """How many ranks make the step together."""
-        return max((each.ranks for each in self._on_step), default=1)
-
-    @property
     def may_refuse_updates(self) -> bool:
         """Whether an update may be taken back, for which the old and the new state must exist at once."""
         return any(wrapper.may_refuse_updates for wrapper in self.wrappers)
@@ -157,7 +153,7 @@ class Step:
             if donate:
                 metrics = {name: m.clone() if isinstance(m, Tensor) else m for name, m in metrics.items()}
                 if not tree.is_blank(gradients.buffers):
-                    gradients = replace(gradients, buffers=_copy_shared(gradients.buffers, state.params))
+                    gradients = replace(gradients, buffers=copy_shared(gradients.buffers, state.params))
             new = update(state, gradients, hyper, donate=donate)
             if gradients.slots:
                 new = replace(new, slots={**new.slots, **gradients.slots})
@@ -275,16 +271,19 @@ class Step:
             ConsumedError: when the state was donated before.
         """
         argument, batch = state, as_tree(batch)
-        state, batch, context, restore = self._on_ranks(state, batch, self.microbatches)
+        run: Callable[..., tuple[TrainState, Metrics]] = self.runner
+        if self._on_ranks is not None:
+            state, batch, around = self._on_ranks(state, batch, self.microbatches)
+            run = around(self.runner)
         if getattr(argument, "_origin", None) is not self._origin:
             self.require(state)
         if self.donate and not is_donatable(argument):
             # Others may hold the tensors of a state that was not made by `init` or a donating step.
             state = tree.clone(state)
         count, key, hyper, words = state.step, state.rng, *self._known_to_the_host(state)
-        with self.loss.scope(True), context():
-            new, metrics = self.runner(state, batch, hyper, words)
-        new = restore(replace(new, step=count + 1, rng=key))
+        with self.loss.scope(True):
+            new, metrics = run(state, batch, hyper, words)
+        new = replace(new, step=count + 1, rng=key)
         vars(new)["_origin"] = self._origin
         if self.donate:
             mark_donatable(new)
@@ -323,8 +322,8 @@ class Step:
         return [each.on_step_end for each in self._on_step if each.on_step_end]
 
     @functools.cached_property
-    def _on_ranks(self) -> OnRanks:
-        return next((each.on_ranks for each in self._on_step if each.on_ranks), one_rank)
+    def _on_ranks(self) -> OnRanks | None:
+        return next((each.on_ranks for each in self._on_step if each.on_ranks), None)
 
     @functools.cached_property
     def _origin(self) -> object:
@@ -395,9 +394,3 @@ class Step:
             ),
         }
         return "\n".join(f"{arrow:<7} {line}" for arrow, line in lines.items())
-
-
-def _copy_shared(buffers: PyTree, params: PyTree) -> PyTree:
-    """Copy the buffers that share memory with parameters, which a donated update overwrites."""
-    storages = {_torch.storage_id(leaf) for leaf in tree.leaves(params)}
-    return tree.map(lambda leaf: leaf.clone() if _torch.storage_id(leaf) in storages else leaf, buffers)

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
@@ -17,6 +17,11 @@ from ftrain.types import GradFn, Loss, Optimizer, PyTree, Runner, TrainState, Up
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=Callable[..., Any])
+
+
+OnRanks: TypeAlias = Callable[
+    [TrainState, PyTree, int], tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +93,8 @@ class OnStep:
             state has made.
         place: ``(params, frozen, buffers) -> (params, frozen, buffers)``, called by `Step.init`: the same on all ranks,
             or DTensors of which each has a part.
-        on_ranks: ``(state, batch, microbatches) -> (state, batch, context, restore)``: what this rank computes on, the
-            context in which it does so, and ``state -> state``, which makes of the result a state of all ranks.
+        on_ranks: ``(state, batch, microbatches) -> (state, batch, around)``: what this rank computes on, and
+            ``runner -> runner``, which makes of the next state one of all ranks.
         ranks: how many ranks make the step together.
     """
 
@@ -98,7 +103,7 @@ class OnStep:
     donate: bool = False
     on_step_end: Callable[[Backend, int], None] | None = None
     place: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]] | None = None
-    on_ranks: Callable[[TrainState, PyTree, int], tuple[TrainState, PyTree, Any, Any]] | None = None
+    on_ranks: OnRanks | None = None
     ranks: int = 1
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ftrain.checkpoint import Checkpoints
 from ftrain.errors import ComposeError, Interrupted, OptionError, require_callable, require_positive
+from ftrain.step.across_ranks import ranks_of
 from ftrain.step.microbatch import SPLIT, require_on_oom
 from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop
@@ -190,9 +191,10 @@ def _require_services(
 def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:
     require_callable("fit", step, state, "fit(step, state, data)")
     require_on_oom("fit", on_oom)
-    if isinstance(step, Step) and step.ranks > 1:
+    ranks = ranks_of(step.wrappers) if isinstance(step, Step) else 1
+    if ranks > 1:
         raise ComposeError(
-            f"fit: the step runs on {step.ranks} ranks, which fit cannot stop, split and save together yet; call the "
+            f"fit: the step runs on {ranks} ranks, which fit cannot stop, split and save together yet; call the "
             "step in a loop of your own, and save ft.parallel.whole(state) on rank 0"
         )
     if on_oom == SPLIT and not isinstance(step, Step):

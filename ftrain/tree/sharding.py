@@ -30,9 +30,8 @@ class Shards:
 _shards: ContextVar[Shards | None] = ContextVar("ftrain_shards", default=None)
 
 
-def current() -> Shards | None:
-    """Return the ranks over which leaves are divided here; None where leaves are whole."""
-    return _shards.get()
+current = _shards.get
+"""``() -> Shards | None``: the ranks over which leaves are divided here; None where leaves are whole."""
 
 
 @contextmanager
