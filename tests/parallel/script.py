@@ -11,18 +11,20 @@ from tests.parallel import models
 torch.set_num_threads(1)
 
 
+STEPS = {
+    "level 0": (0, []),
+    "level 1": (1, []),
+    "level 3": (3, []),
+    "level 3, compiled": (3, [ft.compiled(lowering="whole", backend="aot_eager")]),
+}
+"""Name -> level, and further wrappers."""
+
+
 def main(output):
-    mesh = ft.parallel.mesh()
-    wrappers = ft.remat, lambda: ft.accumulate(2), lambda: ft.clip(0.05), lambda: ft.ema(0.8)
-    results = {}
-    for name, level, more in (
-        ("level 0", 0, []),
-        ("level 1", 1, []),
-        ("level 3", 3, []),
-        ("compiled level 3", 3, [ft.compiled(lowering="whole", backend="aot_eager")]),
-    ):
-        step = models.step_of(*(make() for make in wrappers), ft.sharded(mesh, level), *more)
-        state, history = models.train(step)
+    mesh, results = ft.parallel.mesh(), {}
+    for name, (level, wrappers) in STEPS.items():
+        wrappers = ft.remat(), ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), ft.sharded(mesh, level), *wrappers
+        state, history = models.train(models.step_of(*wrappers))
         results[name] = state.params, history
     if dist.get_rank() == 0:
         torch.save(results, output)
