@@ -13,7 +13,9 @@ from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.profiling import doctor, rates
 from ftrain.profiling.hints import facts_of, run_rules
 from ftrain.profiling.hints import run as hints_run
+from ftrain.profiling.ladder import run
 from tests.faults.problem import assert_bitwise, batch, failing, make, params, squares
+from tests.profiling.problem import scripted
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -210,7 +212,7 @@ def test_nothing_is_said_where_a_dtype_is_native_or_nobody_asks_for_it(emulating
     assert caplog.records == []
 
 
-# hints, doctor
+# hints, ladder, doctor
 
 
 def linear(*wrappers):
@@ -243,6 +245,22 @@ def test_hints_do_not_advise_what_is_emulated_and_name_it(emulating, monkeypatch
     assert "emulated dtype" not in advised(*linear(ft.with_amp("auto")))[1]
     emulating()
     assert "emulated dtype" not in advised(*linear(ft.with_amp("bf16")))[1]
+
+
+def test_the_row_of_a_ladder_says_emulated(emulating, monkeypatch):
+    monkeypatch.setattr(run, "race", scripted({}))
+    monkeypatch.setattr(run, "run_rules", lambda facts: [])
+    emulating(FP16)
+    step, given = linear()
+    found = ft.ladder(step, step.init(), given, techniques=["mixed precision"], stacked=False, rounds=1)
+    assert [row.name for row in found.rows if row.emulated] == ['with_amp("fp16")']
+    lines = repr(found).splitlines()
+    assert [line.split()[1:2] for line in lines if "emulated" in line] == [["emulated"], ["the"]]
+    assert [row["emulated"] for row in found.as_dict()["rows"]] == [False, False, True, False]
+    # Where nothing is, nothing is explained.
+    emulating()
+    found = ft.ladder(step, step.init(), given, techniques=['with_amp("fp16")'], stacked=False, rounds=1)
+    assert "emulated" not in repr(found)
 
 
 def test_the_doctor_says_what_is_native(emulating):

@@ -44,7 +44,9 @@ def test_accumulation_equals_the_full_batch(shapes, n, each, data):
 
 @pytest.mark.parametrize("more", [(), (ft.clip(1.0),), (ft.clip(value=0.1), ft.ema(0.5)), (ft.with_amp("fp16"),)])
 @pytest.mark.parametrize(
-    ("n", "compiled"), [(1, ()), (4, ()), (2, (ft.compiled(backend="eager", lowering="whole"),))], ids=str
+    ("n", "compiled"),
+    [(1, ()), (4, ()), (2, (ft.compiled(backend="eager", lowering="whole"),))],
+    ids=["eager", "accumulate", "compiled"],
 )
 def test_no_weight_at_all_moves_nothing_and_brings_no_nan(n, more, compiled):
     step = ft.compose(ft.train_step(weighted, ft.optim.adamw(0.1)), ft.accumulate(n), *more, *compiled)

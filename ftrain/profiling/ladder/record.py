@@ -22,6 +22,7 @@ COLUMNS = "{:<22} {:<25}{:>7} {:<12}{:>8}{:>6}{:>8}{:>5}{:>5}"
 LEAST_ROUNDS = 6
 """Of fewer, not even all hold the median 95 times in 100."""
 
+EMULATED = "emulated: the device converts that dtype to float32 and back, which is slower than float32 by itself."
 UNITS = (2**30, "GiB"), (2**20, "MiB")
 
 
@@ -42,6 +43,7 @@ class Row:
         bytes_a_parameter: of weights, their copies, optimizer state and gradients.
         rates: what was asked for beside examples, a second.
         note: why there are no numbers, or what it has taken the place of.
+        emulated: whether the device converts the narrow dtype of its products to float32 and back.
     """
 
     group: str
@@ -56,6 +58,7 @@ class Row:
     bytes_a_parameter: float | None = None
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
     note: str = ""
+    emulated: bool = False
 
     @property
     def peak(self) -> int | None:
@@ -128,6 +131,8 @@ class Ladder:
         if self.loading is not None:
             lines.append(_loaded(self.loading))
         lines += ["", *_legend(self.rounds)]
+        if any(row.emulated for row in self.rows):
+            lines.append(EMULATED)
         lines += dict.fromkeys(f"  {row.name} is {row.note}" for row in self.rows if row.seconds and row.note)
         return "\n".join([*lines, *(f"  {hint}" for hint in self.hints)])
 
@@ -152,7 +157,7 @@ def _shown(row: Row, method: str, base: int, unit: int) -> str:
     peak = "" if row.peak is None else f"{'~' if row.measured is None else ''}{row.peak / unit:,.1f}"
     return COLUMNS.format(
         method,
-        row.name,
+        f"{row.name} emulated" if row.emulated else row.name,
         f"{median:,.{digits}f}",
         f"[{low:.{digits}f}, {high:.{digits}f}]",
         f"{rate:,.{0 if rate >= 100 else 1}f}",

@@ -18,6 +18,7 @@ from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
 from ftrain.profiling.ladder.techniques import TECHNIQUES, Case, Technique, replaced_wrappers
 from ftrain.profiling.step_variants import require_step
 from ftrain.profiling.timing import Loading, interval, loading, race
+from ftrain.step.autocast import DTYPES
 from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
@@ -185,7 +186,7 @@ class _Runner:
         row = Row(group, technique.method, technique.name, _examples(self.case.batch))
         if isinstance(case, FtrainError):
             return dataclasses.replace(row, note=str(case))
-        row = dataclasses.replace(row, examples=_examples(case.batch))
+        row = dataclasses.replace(row, examples=_examples(case.batch), emulated=self._is_emulated(case.step))
         try:
             state = self.original.outline(case.step)
             at_rest = sum(leaf.nbytes for leaf in tree.leaves((state, case.batch)) if tree.is_tensor(leaf))
@@ -203,6 +204,9 @@ class _Runner:
             note = f"does not fit: {format_bytes(parts.peak)} predicted, {format_bytes(free)} free"
         at_rest = parts.at_rest.total()
         return dataclasses.replace(row, at_rest=at_rest, predicted=parts.peak, bytes_a_parameter=each, note=note)
+
+    def _is_emulated(self, step: Step) -> bool:
+        return DTYPES.get(step.loss.narrow) in backends.of(self.original.device).emulated_dtypes()
 
     def _measure(
         self, row: Row, case: Case, times: list[float] | Exception, base_times: list[float] | Exception | None
