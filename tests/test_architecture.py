@@ -67,6 +67,8 @@ SYNCHRONISING = {"item", "tolist", "numpy", "cpu", "synchronize"}
 # (file, function) that waits for the device and says so in its docstring.
 WAITS = {
     ("optim/elementwise.py", "_number"),
+    ("parallel/same_inputs.py", "_agree"),
+    ("parallel/same_inputs.py", "_bytes"),
     ("profiling/anatomy/measured.py", "measure"),
     ("random/keys.py", "key_data"),
     ("training/history.py", "_values"),

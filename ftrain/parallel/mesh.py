@@ -83,6 +83,10 @@ class Group:
         """Return the sum of a tensor over the ranks."""
         return self.wait(self.start_sum(tensor))
 
+    def max(self, tensor: Tensor) -> Tensor:
+        """Return the largest values of a tensor over the ranks."""
+        return self.wait(collectives.all_reduce(tensor, "max", self.name)) if self.size > 1 else tensor
+
     def start_sum(self, tensor: Tensor) -> Tensor:
         """Start `sum`; the result is complete after `wait`."""
         return collectives.all_reduce(tensor, "sum", self.name) if self.size > 1 else tensor

@@ -20,6 +20,7 @@ from ftrain.parallel.gather import gathered
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
 from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
 from ftrain.parallel.rows import Rows, computing_on, current, rows_of
+from ftrain.parallel.same_inputs import SameInputs
 from ftrain.parallel.state import WHOLE, Layout, as_dtensors, divide, local_parts
 from ftrain.parallel.stock_draws import StockDraws
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, Wrapper, wrapper
@@ -65,8 +66,10 @@ def sharded(mesh: DeviceMesh, level: int = 3) -> Wrapper:
         OptionError: for another level, or a mesh with other axes.
         ComposeError: at level 1 and above, for an optimizer that needs whole leaves or keeps its state elsewhere; for a
             step that is compiled in parts.
-        BatchError: from the step, for a batch that cannot be divided into rows.
-        StructureError: from the step, for a state that is divided otherwise.
+        BatchError: from the step, for a batch that cannot be divided into rows; from the first one, on every rank, when
+            they have different batches.
+        StructureError: from the step, for a state that is divided otherwise; from the first one, on every rank, when
+            they have different states.
     """
     if isinstance(level, bool) or level not in LEVELS:
         raise OptionError(f"sharded: level is {level!r}; needs 0, 1, 2 or 3")
@@ -94,6 +97,7 @@ class _Ranks:
         self._mesh, self._level, self._text = mesh, level, text
         self._shard, self._replicate = (group(mesh, axis) for axis in (SHARD, REPLICATE))
         self._all = all_ranks()
+        self._same_inputs = SameInputs(self._all)
 
     def validate(self, step: Any) -> None:
         """Refuse what does not compute on parts of leaves, or draws by the place on a rank."""
@@ -129,6 +133,7 @@ class _Ranks:
     ) -> tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]:
         """Return the local part of a state, this rank's rows, and what makes a state of all ranks of the result."""
         rows = rows_of(batch, self._all.rank, self._all.size, microbatches)
+        self._same_inputs.require(state, batch)
         local, layout = local_parts(state, self._mesh, self._level)
         shards = self._shard.shards if self._level else None
 

@@ -17,3 +17,8 @@ def order(parts: Sequence[OnGrad]) -> list[OnGrad]:
 def ranks_of(wrappers: Sequence[Wrapper]) -> int:
     """Return how many ranks make a step with these wrappers together."""
     return max((wrapper.step.ranks for wrapper in wrappers if wrapper.step), default=1)
+
+
+def combines_ranks(wrappers: Sequence[Wrapper]) -> bool:
+    """Return whether a step with these wrappers computes on the rows of a rank."""
+    return any(wrapper.grad is not None and wrapper.grad.across_ranks for wrapper in wrappers)

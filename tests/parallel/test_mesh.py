@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import BatchError, ComposeError, OptionError
+from ftrain.errors import BatchError, ComposeError, OptionError, StructureError
 from ftrain.parallel.rows import rows_of
 from tests.parallel import models
 from tests.parallel.ranks import run
@@ -85,5 +85,24 @@ def test_what_does_not_compute_on_parts_is_refused_when_it_is_composed(optimizer
     def rank(_):
         with pytest.raises(ComposeError, match=message):
             models.step_of(*wrappers, ft.sharded(ft.parallel.mesh()), optimizer=optimizer)
+
+    run(2, rank)
+
+
+def test_ranks_with_batches_of_their_own_are_told_so_on_every_rank():
+    def rank(number):
+        step = models.step_of(ft.sharded(ft.parallel.mesh()))
+        with pytest.raises(BatchError, match=r"different batches; .*DistributedSampler"):
+            step(step.init(), next(models.batches(seed=number)))
+
+    run(3, rank)
+
+
+def test_ranks_with_models_of_their_own_are_told_so_on_every_rank():
+    def rank(number):
+        wrappers = [ft.ema(0.9)] if number else []
+        step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), 0))
+        with pytest.raises(StructureError, match="every rank must build the same model"):
+            step(step.init(), next(models.batches()))
 
     run(2, rank)

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from ftrain import backends, random, tree
 from ftrain.errors import ComposeError, OptionError, TraceError, require_positive
 from ftrain.step import purity
+from ftrain.step.across_ranks import combines_ranks
 from ftrain.step.eager import Eager
 from ftrain.step.lowered import Lowered
 from ftrain.step.step import Step
@@ -260,7 +261,7 @@ class _Compiled:
             more = f"; {SPLIT_PULLS}: leave out update_in_backward or compiled" if pulls else ""
             raise TraceError(f"compiled: the step cannot be captured as one graph: {error}{more}") from error
         why = self._reason(error)
-        if pulls:
+        if pulls or combines_ranks(self._step.wrappers):
             log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
             self._lowering, self._why = "eager", why
             return

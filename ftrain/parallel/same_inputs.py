@@ -1,0 +1,64 @@
+"""Check that all ranks make the same step: of one model, on one batch."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from ftrain import _torch, tree
+from ftrain.errors import BatchError, StructureError
+from ftrain.parallel.mesh import Group
+from ftrain.types import PyTree, TrainState
+
+
+class SameInputs:
+    """Compares the inputs of the first step on all ranks; later ones are not compared, which takes time."""
+
+    def __init__(self, ranks: Group) -> None:
+        self._ranks = ranks
+        self._is_checked = ranks.size == 1
+
+    def require(self, state: TrainState, batch: PyTree) -> None:
+        """Check the inputs of a step, if it is the first; waits for the device then.
+
+        Args:
+            state: with DTensors or whole tensors as leaves; names and shapes are compared.
+            batch: of which every value is compared.
+
+        Raises:
+            StructureError: on every rank, when the states have different structures.
+            BatchError: on every rank, when the batches differ.
+        """
+        leaves = tree.leaves(batch)
+        if self._is_checked or any(_torch.is_fake(leaf) for leaf in leaves):
+            return
+        device = tree.device_of(state.params)
+        if not _agree(self._ranks, repr(tree.signature((state.params, state.opt_state, state.slots))).encode(), device):
+            raise StructureError(
+                "sharded: the ranks have states of different structures; every rank must build the same model, "
+                "optimizer and wrappers"
+            )
+        values = b"".join(_bytes(leaf) for leaf in leaves)
+        if not _agree(self._ranks, repr(tree.signature(batch)).encode() + values, device):
+            raise BatchError(
+                "sharded: the ranks have different batches; each takes its rows of one batch that all have, so read "
+                "the same data on every rank, without a sampler that divides it (DistributedSampler)"
+            )
+        self._is_checked = True
+
+
+def _agree(ranks: Group, content: bytes, device: torch.device) -> bool:
+    """Return whether all ranks have the same bytes; waits for them."""
+    digest = int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
+    largest = ranks.max(torch.tensor([digest, -digest], device=device)).tolist()
+    return bool(largest[0] == -largest[1])
+
+
+def _bytes(leaf: object) -> bytes:
+    """Return the memory of a tensor, for which this waits; of another leaf its `repr`."""
+    if not isinstance(leaf, Tensor):
+        return repr(leaf).encode()
+    flat = leaf.detach().to(tree.HOST).contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
