@@ -3,6 +3,7 @@
 import sys
 import threading
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.testing._internal.distributed import multi_threaded_pg
@@ -25,7 +26,7 @@ def run(size, function):
         finally:
             dist.destroy_process_group()
 
-    excepthook = sys.excepthook  # To which `init_process_group` adds the rank.
+    restore = _settings_of_process()
     multi_threaded_pg._install_threaded_pg()
     _set_thread_isolation_mode(True)
     try:
@@ -39,7 +40,20 @@ def run(size, function):
         _set_thread_isolation_mode(False)
         multi_threaded_pg._uninstall_threaded_pg()
         multi_threaded_pg.ProcessLocalGroup.reset()
-        sys.excepthook = excepthook
+        restore()
     if errors:
         raise errors[0]
     return results
+
+
+def _settings_of_process():
+    """Return a function that restores what ranks change in a process: as threads they share it, and may leave it on."""
+    excepthook = sys.excepthook  # To which `init_process_group` adds the rank.
+    precision, is_deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+
+    def restore():
+        sys.excepthook = excepthook
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(is_deterministic)
+
+    return restore

@@ -331,7 +331,7 @@ def captures():
     [
         ("eager", weighted, [(12, 2), (12, 4), (5, 4), (1, 2)]),
         ("eager", unweighted, [(5, 4)]),
-        ("inductor", weighted, [(5, 2)]),
+        pytest.param("inductor", weighted, [(5, 2)], marks=pytest.mark.exhaustive),
     ],
 )
 def test_pieces_of_a_compiled_step_are_one_graph_in_a_loop(backend, criterion, cuts):
