@@ -77,10 +77,10 @@ def test_elementwise_updates_have_the_bits_of_one_rank():
     """From equal gradients: those of a loss that is linear in the parameters with examples of a power of two."""
 
     def step(level):
-        torch.manual_seed(0)
+        start = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
         loss = lambda params, batch: (params["w"] * batch.sum(0)).sum()  # noqa: E731
         wrapped = ft.compose(ft.train_step(loss, ft.optim.adamw(0.1)), ft.sharded(ft.parallel.mesh(), level))
-        state = wrapped.init({"w": torch.randn(7, 3)})
+        state = wrapped.init({"w": start})
         for _ in range(3):
             state, _ = wrapped(state, torch.full((4, 7, 3), 0.25))
         return ft.parallel.whole(state.params)["w"]
