@@ -48,10 +48,10 @@ def from_block(block: Tensor, mesh: DeviceMesh, axis: int, shape: Sequence[int],
     """
     names = _names()
     placements = [names.Replicate()] * (mesh.ndim - 1) + [names.Shard(axis)]
-    made: DTensor = names.DTensor.from_local(
+    tensor: DTensor = names.DTensor.from_local(
         block, mesh, placements, run_check=False, shape=Size(shape), stride=tuple(strides)
     )
-    return made
+    return tensor
 
 
 def axis_of(tensor: DTensor) -> int:
@@ -75,5 +75,5 @@ def with_local_part(tensor: DTensor, local: Tensor) -> DTensor:
     if local.dtype != tensor.dtype:
         meta = names.TensorMeta(tensor.shape, tensor.stride(), local.dtype)
         spec = names.DTensorSpec(tensor.device_mesh, tensor.placements, meta)
-    made: DTensor = names.DTensor(local, spec, requires_grad=False)
-    return made
+    other: DTensor = names.DTensor(local, spec, requires_grad=False)
+    return other

@@ -30,9 +30,9 @@ def gathered(
     wholes: dict[int, Tensor] = {}
     for trained in (True, False):
         indices = [index for index, local in enumerate(locals_) if local.requires_grad == trained]
-        tensors, own = [locals_[index] for index in indices], [parts[index] for index in indices]
-        join: Any = partial(_Gather.apply, group, own, on_backward)
-        joined = join(*tensors) if trained and tensors else gather_all(group, tensors, own)
+        tensors, their_parts = [locals_[index] for index in indices], [parts[index] for index in indices]
+        join: Any = partial(_Gather.apply, group, their_parts, on_backward)
+        joined = join(*tensors) if trained and tensors else gather_all(group, tensors, their_parts)
         wholes.update(zip(indices, joined, strict=True))
     return [wholes[index] for index in range(len(locals_))]
 

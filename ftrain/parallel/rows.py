@@ -103,12 +103,12 @@ def rows_of(batch: PyTree, rank: int, size: int, microbatches: int) -> Rows:
     total = tree.batch_length(pieces[0]) or 0
     each, more = divmod(total, size)
     start, length = rank * each + min(rank, more), each + (rank < more)
-    taken = slice(start, start + length) if length else slice(0, 1)
+    rows_taken = slice(start, start + length) if length else slice(0, 1)
 
     def rows(*leaves: Any) -> Any:
         first = leaves[0]
         if not (tree.is_tensor(first) and first.ndim):
             return first
-        return first[taken] if microbatches == 1 else torch.cat([leaf[taken] for leaf in leaves])
+        return first[rows_taken] if microbatches == 1 else torch.cat([leaf[rows_taken] for leaf in leaves])
 
     return Rows(tree.map(rows, *pieces), start, length, total)

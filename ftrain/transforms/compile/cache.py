@@ -113,23 +113,23 @@ class CompiledCache:
 
     def __call__(self, carry: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
         """Run the graph for trees like these, which is compiled when they are the first."""
-        given = (carry, *rest)
+        arguments = (carry, *rest)
         with torch.no_grad():
-            for found in self.graphs:
-                leaves = found.read(given)
+            for graph in self.graphs:
+                leaves = graph.read(arguments)
                 if leaves is not None:
-                    return found(leaves)
-            return self.graph_for(*given)(tree.leaves(given))
+                    return graph(leaves)
+            return self.graph_for(*arguments)(tree.leaves(arguments))
 
-    def graph_for(self, *given: PyTree) -> Graph:
+    def graph_for(self, *arguments: PyTree) -> Graph:
         """Return the graph for trees like these, compiled now if need be."""
-        kind = cache_key(given)
+        kind = cache_key(arguments)
         # The quick look may fail on what is the same, in another context.
-        known = next((found for found in self.graphs if found.kind == kind), None)
+        known = next((graph for graph in self.graphs if graph.kind == kind), None)
         if known is None:
-            self._shapes.admit(state=given[0], batch=given[1])
+            self._shapes.admit(state=arguments[0], batch=arguments[1])
             with self._around():
-                known = Graph(self._function, given, kind, self._compiler, donate=self._donate)
+                known = Graph(self._function, arguments, kind, self._compiler, donate=self._donate)
             self.graphs.append(known)
         return known
 
@@ -139,23 +139,23 @@ class Graph:
 
     Args:
         function: what to capture.
-        given: its arguments.
+        arguments: those of its first call.
         kind: what `cache_key` says of them.
         compiler: compiles what was captured.
         donate: write the new carry into the tensors of the old one.
     """
 
     def __init__(
-        self, function: Carrying, given: tuple[PyTree, ...], kind: Hashable, compiler: Compile, *, donate: bool
+        self, function: Carrying, arguments: tuple[PyTree, ...], kind: Hashable, compiler: Compile, *, donate: bool
     ) -> None:
         self.kind, self._donate, self._threads = kind, donate, torch.get_num_threads()
-        leaves, spec = tree.flatten(given)
+        leaves, spec = tree.flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._others = [(index, leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
         self._places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._read, self._is_like = reader(spec), _torch.tensor_guard(tensors)
         flat = self._flat(function, leaves, spec)
-        self.captured = capture.capture(flat, tensors, lambda: function(*tree.clone(given)))
+        self.captured = capture.capture(flat, tensors, lambda: function(*tree.clone(arguments)))
         carried = sum(isinstance(leaf, Tensor) for leaf in leaves[: self._size])
         with attempted():
             self._compiled = compiler(self.captured, tensors, carried)
@@ -175,8 +175,10 @@ class Graph:
 
     def _flat(self, function: Carrying, leaves: list[Any], spec: optree.PyTreeSpec) -> capture.Flat:
         def flat(*inputs: Tensor) -> list[Tensor]:
-            given = iter(inputs)
-            carry, *rest = tree.unflatten(spec, [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+            tensors = iter(inputs)
+            carry, *rest = tree.unflatten(
+                spec, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            )
             new, extra = function(carry, *rest)
             old_leaves, (new_leaves, self._spec) = tree.leaves(carry), tree.flatten(new)
             self._changed = [i for i, (a, b) in enumerate(zip(new_leaves, old_leaves, strict=True)) if a is not b]
@@ -197,9 +199,9 @@ class Graph:
 
         return flat
 
-    def read(self, given: tuple[PyTree, ...]) -> list[Any] | None:
+    def read(self, arguments: tuple[PyTree, ...]) -> list[Any] | None:
         """Return the leaves of trees for which this graph was made, of others None."""
-        leaves = self._read(given)
+        leaves = self._read(arguments)
         if leaves is None or not self._fits(leaves):
             return None
         return leaves

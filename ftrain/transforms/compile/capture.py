@@ -50,8 +50,8 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
         Exception: whatever the function itself raises.
     """
     # Without symbolic shapes, so that reading a value is refused where it happens.
-    given = next((tensor.fake_mode for tensor in inputs if _torch.is_fake(tensor)), None)
-    mode = given or _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = next((tensor.fake_mode for tensor in inputs if _torch.is_fake(tensor)), None)
+    mode = fake_mode or _torch.FakeTensorMode(allow_non_fake_inputs=True)
     # Detached, for one tensor that is given twice must be two inputs: next time it may be two tensors.
     fakes = [each.detach() if _torch.is_fake(each) else mode.from_tensor(each.detach()) for each in inputs]
     try:
@@ -87,10 +87,10 @@ def _reason(error: Exception) -> str:
 def _where(error: BaseException) -> str:
     """The innermost line of the user's own code in a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not any(part in Path(frame.filename).parents for part in HERE)]
-    if not own:
+    user_frames = [frame for frame in frames if not any(part in Path(frame.filename).parents for part in HERE)]
+    if not user_frames:
         return "torch"
-    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
+    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}: {user_frames[-1].line}"
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str, options: Mapping[str, Any]) -> Flat:

@@ -63,16 +63,16 @@ def _rnn_layer_backward(
     tensors = x, input_weight, hidden_weight, input_bias, hidden_bias, hidden, cell, output, new_hidden, new_cell
     grads = (each if each is None else each.contiguous() for each in (grad_output, grad_hidden, grad_cell))
     options = reverse, mode, hidden_size, num_layers, has_biases, train, bidirectional, batch_sizes, batch_first
-    *made, input_bias, hidden_bias, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(
+    *gradients, input_bias, hidden_bias, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(
         *(each.contiguous() for each in tensors), *grads, *options, workspace
     )
-    return *made, input_bias, hidden_bias.clone(), grad_hx, grad_cx
+    return *gradients, input_bias, hidden_bias.clone(), grad_hx, grad_cx
 
 
 @_rnn_layer_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    *made, input_bias, hidden_bias, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(*args)
-    return *made, input_bias, hidden_bias.clone(), grad_hx, grad_cx
+    *gradients, input_bias, hidden_bias, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(*args)
+    return *gradients, input_bias, hidden_bias.clone(), grad_hx, grad_cx
 
 
 @torch.library.custom_op("ftrain::reshaped", mutates_args=())
@@ -173,7 +173,7 @@ def fix_graph(captured: fx.GraphModule) -> fx.GraphModule:
     """Change a captured graph, in place, so that it computes on kernels what was captured; return it."""
     nodes = list(captured.graph.nodes)
     written = set(_written(nodes))
-    own = {
+    replacements = {
         **PADDED,
         _aten.mkldnn_rnn_layer.default: torch.ops.ftrain.rnn_layer.default,
         _aten.mkldnn_rnn_layer_backward.default: torch.ops.ftrain.rnn_layer_backward.default,
@@ -184,7 +184,7 @@ def fix_graph(captured: fx.GraphModule) -> fx.GraphModule:
         elif node.target is NEAREST and _is_rounded(*node.args[1:]):
             node.target = torch.ops.ftrain.upsample_nearest2d_backward.default
         else:
-            node.target = own.get(node.target, node.target)
+            node.target = replacements.get(node.target, node.target)
         if node.target in BY_LAYOUT:
             _lay_as_captured(node)
     captured.recompile()

@@ -75,11 +75,11 @@ def storages(node: fx.Node) -> list[tuple[int, int]]:
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[fx.GraphModule], tuple[str, ...]]:
     """Return the graphs into which `torch.compile` cuts a function, and why; runs it once."""
-    found = torch_compile.explain(function)(*args, **kwargs)
-    return list(found.graphs), tuple(_reason(each) for each in found.break_reasons)
+    explanation = torch_compile.explain(function)(*args, **kwargs)
+    return list(explanation.graphs), tuple(_reason(each) for each in explanation.break_reasons)
 
 
-def _reason(found: Any) -> str:
-    why = str(found.reason).strip().splitlines()[0]
-    place = found.user_stack[-1] if found.user_stack else None
+def _reason(graph_break: Any) -> str:
+    why = str(graph_break.reason).strip().splitlines()[0]
+    place = graph_break.user_stack[-1] if graph_break.user_stack else None
     return f"{why} ({place.filename}:{place.lineno}: {place.line})" if place else why

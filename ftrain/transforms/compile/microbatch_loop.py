@@ -55,10 +55,10 @@ class CompiledGradient:
     def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
         """Return the gradient for a batch."""
         spec = tree.flatten(state.params)[1]
-        sums, found = self.add(None, state, batch, rng)
-        weight = found.loss.weight
+        sums, piece = self.add(None, state, batch, rng)
+        weight = piece.loss.weight
         grads = tree.scale_leaves_(sums, torch.where(weight == 0, 0.0, 1.0 / weight))
-        return replace(found, grads=tree.unflatten(spec, grads))
+        return replace(piece, grads=tree.unflatten(spec, grads))
 
     def add(
         self, sums: list[Tensor] | None, state: TrainState, batch: PyTree, rng: Tensor | None

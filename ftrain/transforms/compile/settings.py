@@ -90,13 +90,13 @@ class Compiler:
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             settings["isolate_recompiles"] = True
         settings["options"] = dict(self.options) or None
-        found: dict[str, LossFn] = {}
+        compiled_losses: dict[str, LossFn] = {}
 
         def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             backend = self.backend_for(tree.device_of(params))
-            if backend not in found:
-                found[backend] = torch.compile(loss, backend=backend, **settings)
-            return found[backend](params, batch, rng=rng, buffers=buffers)
+            if backend not in compiled_losses:
+                compiled_losses[backend] = torch.compile(loss, backend=backend, **settings)
+            return compiled_losses[backend](params, batch, rng=rng, buffers=buffers)
 
         return compiled
 
@@ -123,12 +123,12 @@ class Compiler:
         if self.cache_dir is None:
             yield
             return
-        before = os.environ.get(CACHE)
+        outer = os.environ.get(CACHE)
         os.environ[CACHE] = str(Path(self.cache_dir).expanduser())
         try:
             yield
         finally:
-            if before is None:
+            if outer is None:
                 del os.environ[CACHE]
             else:
-                os.environ[CACHE] = before
+                os.environ[CACHE] = outer

@@ -223,12 +223,12 @@ class _Compiled:
         inputs = replace(state, step=None, rng=None), batch, self._pack(words, hyper, device)
         if self._lowering in ("auto", "whole"):
             try:
-                made: tuple[TrainState, Metrics] = self._core(*inputs)
+                output: tuple[TrainState, Metrics] = self._core(*inputs)
             except FAILED as error:
                 self._fall_back(error)
             else:
                 self._settle()
-                return made
+                return output
         return self._run(state, batch, hyper, words, inputs)
 
     def _run(
@@ -244,10 +244,10 @@ class _Compiled:
         except FAILED as error:
             why = self._reason(error)
         # Not in the handler, where the error would hold its tensors. What fails here as well is the loss itself.
-        made = self._eager(state, batch, hyper, words)
+        output = self._eager(state, batch, hyper, words)
         log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
         self._lowering, self._why = "eager", why
-        return made
+        return output
 
     def _settle(self) -> None:
         if self._lowering == "auto":
@@ -318,10 +318,10 @@ class _CompiledLoss:
         except CompilerError as error:
             why = _why(error, self._falls, "split")
         eager = Eager(self._step)
-        made = eager(state, batch, hyper, words)
+        output = eager(state, batch, hyper, words)
         log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
         self._run, self.text = eager, f"compiled(eager{', donate' * self._step.donate})  # {why}"
-        return made
+        return output
 
     def lower(self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> Lowered:
         """Say what of the loss is compiled for a state and a batch like these."""
