@@ -106,7 +106,7 @@ def write(rows: Sequence[Row], path: Path) -> None:
     rows = [*rows, *(row for row in (_read(path) if path.exists() else []) if row.question not in asked)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)])
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows({name: _text(value) for name, value in dataclasses.asdict(row).items()} for row in rows)
 
