@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias, cast
@@ -17,6 +18,9 @@ from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, gather_all
 from ftrain.step.blocks import find_blocks, forwarding
 from ftrain.step.swap_params import Slot, bound, slots_of
+
+MOST_BLOCKS = 2
+"""Blocks whose parameters are gathered again at a time: one, and one within or beside it."""
 
 _View: TypeAlias = tuple[int, torch.Size, tuple[int, ...], int]
 """The number of a gathered tensor; shape, strides and offset of a view of it."""
@@ -35,6 +39,7 @@ class BlockGather:
         self._slots = {block: _parameters(block, module) for block in _blocks(module)}
         self.names = _only_in(self._slots.values(), slots_of(module))
         """The names of parameters that are gathered by block."""
+        self._gathered_again: deque[_Again] = deque()
         self._locals: Mapping[str, Tensor] = {}
         self._parts: Mapping[str, Part | None] = {}
 
@@ -59,7 +64,7 @@ class BlockGather:
 
         def gathering(*args: Any, **kwargs: Any) -> Any:
             locals_, parts = [self._locals[name] for name in names], [self._parts[name] for name in names]
-            again = _Again(self._group, [local.detach() for local in locals_], parts)
+            again = _Again(self._group, [local.detach() for local in locals_], parts, self._gathered_again)
             wholes = gathered(self._group, locals_, parts, again.forget)
             again.watch(wholes)
             by_name = dict(zip(names, wholes, strict=True))
@@ -75,8 +80,10 @@ class BlockGather:
 class _Again:
     """Saves parts of gathered tensors for the backward pass in place of these, and gathers them again there."""
 
-    def __init__(self, group: Group, locals_: list[Tensor], parts: list[Part | None]) -> None:
-        self._group, self._locals, self._parts = group, locals_, parts
+    def __init__(
+        self, group: Group, locals_: list[Tensor], parts: list[Part | None], gathered_again: deque[_Again]
+    ) -> None:
+        self._group, self._locals, self._parts, self._gathered_again = group, locals_, parts, gathered_again
         self._places: dict[int, int] = {}
         self._wholes: list[Tensor] | None = None
 
@@ -97,6 +104,10 @@ class _Again:
         place, shape, strides, offset = cast(_View, saved)
         if self._wholes is None:
             self._wholes = gather_all(self._group, self._locals, self._parts)
+            # Of a block that trains nothing no gradient tells when it is done: the next but one block does.
+            self._gathered_again.append(self)
+            if len(self._gathered_again) > MOST_BLOCKS:
+                self._gathered_again.popleft().forget()
         return self._wholes[place].as_strided(shape, strides, offset)
 
     def forget(self) -> None:
@@ -121,7 +132,8 @@ def _only_in(blocks: Any, everywhere: Sequence[Slot]) -> set[str]:
     """Return the names of parameters that have no place outside of blocks."""
     within = {(id(slot.place), slot.key) for slots in blocks for slot in slots}
     outside = {slot.name for slot in everywhere if (id(slot.place), slot.key) not in within}
-    return {slot.name for slots in blocks for slot in slots} - outside
+    floating = {slot.name for slots in blocks for slot in slots if slot.place[slot.key].is_floating_point()}
+    return floating - outside
 
 
 def _nan_like(leaf: Tensor, part: Part | None) -> Tensor:

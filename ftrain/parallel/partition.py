@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ftrain import _torch
 from ftrain.parallel.mesh import Group
 
 BUCKET_BYTES = 32 << 20
@@ -71,9 +72,12 @@ class Part:
         return first.reshape(self.size, self.padded)
 
     def whole(self, rows: Tensor) -> Tensor:
-        """Return the whole tensor from the matrix of `rows`."""
+        """Return the whole tensor from the matrix of `rows`: contiguous, in memory of its own."""
         first = rows.reshape(self.size * self.block, *self.rest)[: self.shape[self.axis]]
-        return first.movedim(0, self.axis).contiguous() if self.axis else first
+        whole = first.movedim(0, self.axis).contiguous() if self.axis else first
+        # Where blocks have one row, all of this is a view of the buffer in which other tensors travel too.
+        is_view = _torch.storage_id(whole) == _torch.storage_id(rows)
+        return whole.clone(memory_format=torch.contiguous_format) if is_view else whole
 
     def row(self, local: Tensor) -> Tensor:
         """Return the block of one rank as a padded row: (padded,)."""

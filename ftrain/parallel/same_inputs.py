@@ -59,6 +59,7 @@ def _agree(ranks: Group, content: bytes, device: torch.device) -> bool:
 def _bytes(leaf: object) -> bytes:
     """Return the memory of a tensor, for which this waits; of another leaf its `repr`."""
     if not isinstance(leaf, Tensor):
-        return repr(leaf).encode()
+        # Of other objects the text may hold an address.
+        return repr(leaf).encode() if isinstance(leaf, str | bytes | int | float) else b""
     flat = leaf.detach().to(tree.HOST).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()

@@ -19,9 +19,9 @@ from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.gather import gathered
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
 from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
-from ftrain.parallel.rows import Rows, computing_on, current, rows_of
+from ftrain.parallel.rows import Rows, computing_on, current, require_scalars, rows_of
 from ftrain.parallel.same_inputs import SameInputs
-from ftrain.parallel.state import WHOLE, Layout, as_dtensors, divide, local_parts
+from ftrain.parallel.state import WHOLE, Layout, as_dtensors, divide, local_parts, require_whole
 from ftrain.parallel.stock_draws import StockDraws
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, Wrapper, wrapper
 from ftrain.tree import sharding
@@ -159,6 +159,7 @@ class _Ranks:
         def of_rows(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             rows = current()
             if rows is None:  # Not in a step of ranks: an evaluation, of whole parameters.
+                require_whole(params, self._text)
                 return loss.fn(params, batch, rng=rng, buffers=buffers)
             params = self._gathered(params, blocks) if gathers else params
             with rows.stock_draws():
@@ -189,7 +190,7 @@ class _Ranks:
 
     def on_grad(self, grad: GradFn) -> GradFn:
         """Compute the gradient of this rank's rows, and combine those of all ranks."""
-        draws = StockDraws(self._all)
+        draws = StockDraws(self._all, can_repeat=self._level < 3)
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
             parts = _without_marks(_layout.get().params)
@@ -198,19 +199,21 @@ class _Ranks:
                 state = replace(state, params=tree.unflatten(spec, gather_all(self._shard, leaves, parts)))
             local = draws.run(partial(_of_rows, grad, state, rows, rng), state)
             leaves, spec = tree.flatten(local.grads)
-            whole = self._results(replace(local, grads=None), rows)
+            whole = self._results(replace(local, grads=None), state.buffers, rows)
             factor = None if self._level == 3 else _share(local.loss.weight, whole.loss.weight)
             return replace(whole, grads=tree.unflatten(spec, self._combined(leaves, parts, factor)))
 
         return combined
 
-    def _results(self, local: Gradients, rows: Rows) -> Gradients:
+    def _results(self, local: Gradients, buffers: PyTree, rows: Rows) -> Gradients:
         """Return the loss, the metrics, the buffers and `finite` of all ranks."""
+        require_scalars(local.metrics)
         metrics = {name: m if isinstance(m, Mean) else rows.share_of(m) for name, m in local.metrics.items()}
         addends = {
             "loss": local.loss,
             "metrics": metrics,
-            "buffers": tree.map(lambda leaf: rows.share_of(leaf) if leaf.is_floating_point() else None, local.buffers),
+            # Changes, so that a buffer that nothing changes keeps its bits.
+            "buffers": tree.map(lambda new, old: rows.share_of(_change(new, old)), local.buffers, buffers),
             "not_finite": None if local.finite is None else (~local.finite).to(torch.int32),
         }
         leaves, spec = tree.flatten(addends)
@@ -222,7 +225,7 @@ class _Ranks:
             # At level 3 the weight is that of all ranks already.
             loss=replace(loss, weight=local.loss.weight) if self._level == 3 else loss,
             metrics=total["metrics"],
-            buffers=tree.overlay(total["buffers"], local.buffers) if local.buffers else local.buffers,
+            buffers=tree.map(_changed, local.buffers, buffers, total["buffers"]),
             finite=None if local.finite is None else total["not_finite"] == 0,
         )
 
@@ -244,6 +247,15 @@ def _of_rows(grad: GradFn, state: TrainState, rows: Rows, rng: Tensor | None) ->
 def _share(weight: Tensor, total: Tensor) -> Tensor:
     """Return which part of the weight of all ranks is this rank's; 0 where there is none."""
     return torch.where(total == 0, 0.0, weight / total)
+
+
+def _change(new: Tensor, old: Tensor) -> Tensor:
+    # Infinity minus infinity would be NaN: a mask of attention may hold it.
+    return torch.where(new == old, 0, new - old) if new.is_floating_point() else new.new_zeros(())
+
+
+def _changed(new: Tensor, old: Tensor, change: Tensor) -> Tensor:
+    return old + change.to(old.dtype) if new.is_floating_point() else new
 
 
 def _without_marks(parts: PyTree) -> list[Part | None]:

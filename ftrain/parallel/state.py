@@ -82,6 +82,19 @@ def divided(state: PyTree, like: PyTree) -> PyTree:
     return tree.map(leaf_like, state, like)
 
 
+def require_whole(params: PyTree, text: str) -> None:
+    """Check that parameters are whole, as an evaluation needs them.
+
+    Raises:
+        StructureError: when one is a DTensor.
+    """
+    if any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(params)):
+        raise StructureError(
+            f"{text}: the parameters are divided over ranks, and outside of a training step the loss needs whole ones: "
+            "ft.parallel.whole(state), called on every rank"
+        )
+
+
 def local_parts(state: TrainState, mesh: DeviceMesh, level: int) -> tuple[TrainState, Layout]:
     """Return a state of the local parts of all DTensors, and how the parameters are divided.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,16 +16,22 @@ from ftrain.types import TrainState
 
 T = TypeVar("T")
 
+log = logging.getLogger("ftrain")
+
 
 class StockDraws:
     """Runs functions so that torch's random operations draw from the key of the step, if they draw at all.
 
     To draw from a key takes a few microseconds of Python for every operation, so the first run finds out whether there
     is a draw. Where there was none, later runs only look whether torch's generator has moved, and run again if so.
+
+    Args:
+        ranks: all ranks, which agree after the first run.
+        can_repeat: whether a rank may run again alone, because nothing in a run waits for other ranks.
     """
 
-    def __init__(self, ranks: Group) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Group, *, can_repeat: bool) -> None:
+        self._ranks, self._can_repeat = ranks, can_repeat
         self._is_drawing: bool | None = None
 
     def run(self, function: Callable[[], T], state: TrainState) -> T:
@@ -38,6 +45,13 @@ class StockDraws:
             if torch.equal(generator, _generator_state(device)):
                 return result
             self._is_drawing = True
+            if not self._can_repeat:
+                log.warning(
+                    "sharded: torch's generator moved in step %d, and did not in the first step: what the loss drew in "
+                    "this step depends on the number of ranks; from now on it does not",
+                    int(state.step),
+                )
+                return result
         words = random.fold_in_words(random.key_data(state.rng), int(state.step))
         with torch_ops.Keyed(random.from_words(random.stock_words(words))) as stream:
             result = function()

@@ -1,0 +1,102 @@
+"""Level 3 gathers the parameters of blocks one by one: blocks that are hard to gather."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import LossError, StructureError
+from tests.parallel import models
+from tests.parallel.ranks import run
+
+
+class Mixed(nn.Module):
+    """A trained and a frozen matrix of two rows, of which two ranks have one each; one is viewed."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(2, 2), nn.Parameter(torch.randn(2, 2))
+        self.viewed, self.table = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.arange(6), requires_grad=False)
+
+    def forward(self, x):
+        return self.trained(x) + (x @ self.frozen).tanh() + self.viewed.view(-1)[:2] + self.table.sum()
+
+
+class Net(nn.Module):
+    """Two blocks, and buffers that nothing changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Mixed(), Mixed())
+        self.register_buffer("constant", torch.rand(5))
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def trained(size, level, metrics=lambda outputs: {}, trainable=("*.trained.*", "*.viewed"), steps=3):
+    """Return the whole states of all ranks, and how many sets of parameters of a block were held at a time."""
+
+    def criterion(net, x):
+        outputs = net(x)
+        return outputs.square().mean(), metrics(outputs)
+
+    def rank(_):
+        with models._seeding:
+            torch.manual_seed(2)
+            net = Net()
+        for part in net.modules():
+            for name, value in part.named_parameters(recurse=False):
+                setattr(
+                    part,
+                    name,
+                    nn.Parameter(value.double(), value.requires_grad) if value.is_floating_point() else value,
+                )
+        loss = ft.from_module(net, criterion)
+        step = ft.compose(
+            ft.train_step(loss, ft.optim.adamw(0.1), trainable=list(trainable)), ft.sharded(ft.parallel.mesh(), level)
+        )
+        state = step.init()
+        for seed in range(steps):
+            x = torch.randn(7, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            state, _ = step(state, x)
+        return step, state, ft.parallel.whole(state)
+
+    return run(size, rank)
+
+
+def test_trained_and_frozen_parameters_of_a_block_whose_parts_are_single_rows():
+    ((_, _, one),) = trained(1, 0)
+    for size, level in ((2, 3), (4, 3), (4, 1)):
+        for _, _, many in trained(size, level):
+            torch.testing.assert_close(many.params, one.params, rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_without_a_trained_parameter_are_let_go():
+    ((_, _, one),) = trained(1, 0, trainable=["blocks.0.trained.weight"])
+    for _, _, many in trained(2, 3, trainable=["blocks.0.trained.weight"]):
+        torch.testing.assert_close(many.params, one.params, rtol=1e-12, atol=1e-12)
+
+
+def test_buffers_that_nothing_changes_keep_their_bits():
+    ((_, _, one),) = trained(1, 0)
+    for level in (0, 3):
+        for _, _, many in trained(3, level, steps=30):
+            assert all(torch.equal(many.buffers[name], one.buffers[name]) for name in one.buffers)
+
+
+def test_a_metric_by_example_is_an_error_on_every_rank():
+    with pytest.raises(
+        LossError, match=r"the metric rows is float64\[\d\]; on ranks a metric is a 0-d tensor or a Mean"
+    ):
+        trained(2, 0, lambda outputs: {"rows": outputs.detach().sum(1)})
+
+
+def test_the_evaluation_of_a_divided_state_says_how_to_gather_it():
+    def rank(_):
+        step = models.step_of(ft.sharded(ft.parallel.mesh()))
+        with pytest.raises(StructureError, match=r"ft.parallel.whole\(state\)"):
+            ft.eval_step(step.loss)(step.init(), next(models.batches()))
+
+    run(2, rank)
