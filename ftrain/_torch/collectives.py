@@ -6,41 +6,53 @@ operations themselves, whose schemas are the same in all versions; the functions
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ftrain._torch import private_names
 
-with private_names():
-    import torch.distributed._functional_collectives  # Registers the operations.
-    from torch._C._distributed_c10d import HashStore as HashStore
 
-    _ops: Any = torch.ops._c10d_functional
-    _ = _ops.all_reduce, _ops.all_gather_into_tensor, _ops.reduce_scatter_tensor, _ops.broadcast, _ops.wait_tensor
+@functools.cache
+def _operations() -> Any:
+    # At first use, since some builds of torch have no torch.distributed.
+    with private_names():
+        import torch.distributed._functional_collectives  # Registers the operations.
+
+        operations = torch.ops._c10d_functional
+        _ = operations.all_reduce, operations.all_gather_into_tensor, operations.reduce_scatter_tensor
+        _ = operations.broadcast, operations.wait_tensor
+        return operations
+
+
+def store_of_one_rank() -> Any:
+    """Return the store with which a process that is the only rank joins."""
+    with private_names():
+        from torch._C._distributed_c10d import HashStore
+    return HashStore()
 
 
 def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
     """Start to combine a tensor of each rank; `operation` is ``"sum"``, ``"max"`` or ``"min"``."""
-    return _ops.all_reduce(tensor, operation, group)  # type: ignore[no-any-return]
+    return _operations().all_reduce(tensor, operation, group)  # type: ignore[no-any-return]
 
 
 def all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
     """Start to join the tensors of `size` ranks along their first axis, in the order of ranks."""
-    return _ops.all_gather_into_tensor(tensor, size, group)  # type: ignore[no-any-return]
+    return _operations().all_gather_into_tensor(tensor, size, group)  # type: ignore[no-any-return]
 
 
 def reduce_scatter(tensor: Tensor, size: int, group: str) -> Tensor:
     """Start to sum a tensor over `size` ranks; each rank gets its equal part of the first axis."""
-    return _ops.reduce_scatter_tensor(tensor, "sum", size, group)  # type: ignore[no-any-return]
+    return _operations().reduce_scatter_tensor(tensor, "sum", size, group)  # type: ignore[no-any-return]
 
 
 def broadcast(tensor: Tensor, source: int, group: str) -> Tensor:
     """Start to give every rank the tensor of rank `source`."""
-    return _ops.broadcast(tensor, source, group)  # type: ignore[no-any-return]
+    return _operations().broadcast(tensor, source, group)  # type: ignore[no-any-return]
 
 
 def wait(tensor: Tensor) -> Tensor:
     """Return the result of a collective when it is complete; on a GPU, its stream waits and not the host."""
-    return _ops.wait_tensor(tensor)  # type: ignore[no-any-return]
+    return _operations().wait_tensor(tensor)  # type: ignore[no-any-return]

@@ -58,7 +58,7 @@ def join() -> None:
         return
     backend = backends.default()
     if "RANK" not in os.environ:
-        dist.init_process_group(backend.distributed, store=collectives.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend.distributed, store=collectives.store_of_one_rank(), rank=0, world_size=1)
         return
     if backend.device.type != tree.HOST.type:
         torch.get_device_module(backend.device).set_device(int(os.environ.get("LOCAL_RANK", "0")))
