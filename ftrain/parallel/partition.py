@@ -17,7 +17,7 @@ BUCKET_BYTES = 32 << 20
 """Tensors travel together in buffers of about this size: large enough for the full bandwidth."""
 
 
-def longest_axis(shape: Sequence[int], size: int) -> int:
+def axis_to_divide(shape: Sequence[int], size: int) -> int:
     """Return the axis to divide over `size` ranks: the first, or where that is shorter than `size` the longest."""
     return 0 if shape[0] >= size else max(range(len(shape)), key=lambda axis: shape[axis])
 
@@ -128,7 +128,7 @@ def broadcast_all(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _in_buckets(group: Group, tensors: Sequence[Tensor], start: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Return the results of a collective that keeps shapes, for which whole tensors travel together."""
     started = []
-    for members in list(buckets(tensors, [tensor.numel() for tensor in tensors])):
+    for members in buckets(tensors, [tensor.numel() for tensor in tensors]):
         started.append((members, start(torch.cat([tensors[index].reshape(-1) for index in members]))))
     results: dict[int, Tensor] = {}
     for members, flat in started:
@@ -144,7 +144,7 @@ def gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Part | N
     wholes = dict(enumerate(locals_))
     divided = [(index, part) for index, part in enumerate(parts) if part is not None]
     started = []
-    for members in list(buckets([locals_[index] for index, _ in divided], [part.padded for _, part in divided])):
+    for members in buckets([locals_[index] for index, _ in divided], [part.padded for _, part in divided]):
         bucket = [divided[member] for member in members]
         flat = torch.cat([part.row(locals_[index]) for index, part in bucket])
         started.append((bucket, group.start_gather(flat)))
@@ -165,7 +165,7 @@ def scatter_all(
     divided = [(index, part) for index, part in enumerate(parts) if part is not None]
     undivided = [index for index, part in enumerate(parts) if part is None]
     started = []
-    for members in list(buckets([wholes[index] for index, _ in divided], [part.padded for _, part in divided])):
+    for members in buckets([wholes[index] for index, _ in divided], [part.padded for _, part in divided]):
         bucket = [divided[member] for member in members]
         flat = torch.cat([part.rows(wholes[index]) for index, part in bucket], 1).view(-1)
         started.append((bucket, group.start_scatter(flat if factor is None else flat.mul_(factor.to(flat.dtype)))))

@@ -59,8 +59,8 @@ def sharded(mesh: DeviceMesh, level: int = 3) -> Wrapper:
 
     Args:
         mesh: of `ftrain.parallel.mesh`.
-        level: what each rank has only a part of: 0 nothing; 1 the optimizer's state; 2 also the gradients; 3 also the
-            parameters while the loss runs.
+        level: 0 copies the whole state to each rank. From 1 on, parameters and optimizer state are divided between
+            steps; at 1 and 2, which are equal so far, parameters are gathered once a step, at 3 block by block.
 
     Raises:
         OptionError: for another level, or a mesh with other axes.
@@ -165,6 +165,7 @@ class _Ranks:
             with rows.stock_draws():
                 mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
             mean = rows.weighted(mean)
+            metrics = {name: rows.weighted(each) if isinstance(each, Mean) else each for name, each in metrics.items()}
             if self._level == 3:
                 mean = replace(zero_if_empty(mean), weight=self._all.sum(mean.weight.detach()))
             return mean, metrics, buffers

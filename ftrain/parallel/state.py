@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ftrain import tree
 from ftrain._torch import dtensor
 from ftrain.errors import StructureError
-from ftrain.parallel.partition import Part, longest_axis
+from ftrain.parallel.partition import Part, axis_to_divide
 from ftrain.types import PyTree, TrainState, replace
 
 WHOLE = "whole"
@@ -44,7 +44,7 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
     def block(leaf: Tensor) -> Tensor:
         if not leaf.ndim:
             return leaf
-        part = Part(tuple(leaf.shape), longest_axis(leaf.shape, size), size)
+        part = Part(tuple(leaf.shape), axis_to_divide(leaf.shape, size), size)
         return _block(leaf, part, mesh, rank)
 
     return tree.map(block, params)

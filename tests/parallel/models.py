@@ -42,10 +42,14 @@ class Model(nn.Module):
 
 
 def loss(model, batch):
-    """Return a mean over weights, which are 0 for some examples, and a metric that is no `Mean`."""
+    """Return a mean over weights, which are 0 for some examples, a metric that is no `Mean`, and one that is."""
     outputs = model(batch["x"])
     squares = (outputs - batch["y"]).square().sum(-1) * batch["weight"]
-    return ft.Mean(squares.sum(), batch["weight"].sum()), {"size": outputs.detach().abs().mean()}
+    metrics = {
+        "size": outputs.detach().abs().mean(),
+        "sizes": ft.Mean(outputs.detach().abs().sum(), torch.tensor(outputs.numel())),
+    }
+    return ft.Mean(squares.sum(), batch["weight"].sum()), metrics
 
 
 def plain_loss(model, batch):
