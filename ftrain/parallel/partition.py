@@ -111,13 +111,9 @@ def buckets(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[in
     yield from (members for members, _ in by_dtype.values() if members)
 
 
-def sum_all(group: Group, tensors: Sequence[Tensor], factor: Tensor | None = None) -> list[Tensor]:
-    """Return the sums of whole tensors over the ranks, each times a 0-d factor of its rank first."""
-
-    def start(flat: Tensor) -> Tensor:
-        return group.start_sum(flat if factor is None else flat.mul_(factor.to(flat.dtype)))
-
-    return list(tensors) if group.size == 1 and factor is None else _in_buckets(group, tensors, start)
+def sum_all(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sums of whole tensors over the ranks."""
+    return list(tensors) if group.size == 1 else _in_buckets(group, tensors, group.start_sum)
 
 
 def broadcast_all(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -155,21 +151,18 @@ def gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Part | N
     return [wholes[index] for index in range(len(locals_))]
 
 
-def scatter_all(
-    group: Group, wholes: Sequence[Tensor], parts: Sequence[Part | None], factor: Tensor | None = None
-) -> list[Tensor]:
-    """Return this rank's blocks of the sums of whole tensors over the ranks, each times a factor of its rank first.
-
-    Those without a part are summed whole.
-    """
+def scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Part | None]) -> list[Tensor]:
+    """Return this rank's blocks of the sums of whole tensors over the ranks; those without a part are summed whole."""
+    if group.size == 1:
+        return list(wholes)
     divided = [(index, part) for index, part in enumerate(parts) if part is not None]
     undivided = [index for index, part in enumerate(parts) if part is None]
     started = []
     for members in buckets([wholes[index] for index, _ in divided], [part.padded for _, part in divided]):
         bucket = [divided[member] for member in members]
         flat = torch.cat([part.rows(wholes[index]) for index, part in bucket], 1).view(-1)
-        started.append((bucket, group.start_scatter(flat if factor is None else flat.mul_(factor.to(flat.dtype)))))
-    sums = dict(zip(undivided, sum_all(group, [wholes[index] for index in undivided], factor), strict=True))
+        started.append((bucket, group.start_scatter(flat)))
+    sums = dict(zip(undivided, sum_all(group, [wholes[index] for index in undivided]), strict=True))
     for bucket, flat in started:
         rows = group.wait(flat).split_with_sizes([part.padded for _, part in bucket])
         sums.update((index, part.local(row, group.rank)) for (index, part), row in zip(bucket, rows, strict=True))

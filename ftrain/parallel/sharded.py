@@ -152,7 +152,7 @@ class _Ranks:
         return local, rows, around
 
     def on_loss(self, loss: Loss) -> Loss:
-        """Let a loss count by the examples of this rank, at level 3 on gathered parameters and by the weight of all."""
+        """Compute a loss on this rank's rows with the weight of all ranks, so that gradients need only be summed."""
         gathers = self._level == 3 and self._shard.size > 1
         blocks = BlockGather(loss.module, self._shard) if gathers and loss.module is not None else None
 
@@ -166,9 +166,7 @@ class _Ranks:
                 mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
             mean = rows.weighted(mean)
             metrics = {name: rows.weighted(each) if isinstance(each, Mean) else each for name, each in metrics.items()}
-            if self._level == 3:
-                mean = replace(zero_if_empty(mean), weight=self._all.sum(mean.weight.detach()))
-            return mean, metrics, buffers
+            return replace(zero_if_empty(mean), weight=self._all.sum(mean.weight.detach())), metrics, buffers
 
         @contextmanager
         def scope(training: bool) -> Iterator[None]:
@@ -201,8 +199,7 @@ class _Ranks:
             local = draws.run(partial(_of_rows, grad, state, rows, rng), state)
             leaves, spec = tree.flatten(local.grads)
             whole = self._results(replace(local, grads=None), state.buffers, rows)
-            factor = None if self._level == 3 else _share(local.loss.weight, whole.loss.weight)
-            return replace(whole, grads=tree.unflatten(spec, self._combined(leaves, parts, factor)))
+            return replace(whole, grads=tree.unflatten(spec, self._combined(leaves, parts)))
 
         return combined
 
@@ -211,7 +208,7 @@ class _Ranks:
         require_scalars(local.metrics)
         metrics = {name: m if isinstance(m, Mean) else rows.share_of(m) for name, m in local.metrics.items()}
         addends = {
-            "loss": local.loss,
+            "total": local.loss.total,
             "metrics": metrics,
             # Changes, so that a buffer that nothing changes keeps its bits.
             "buffers": tree.map(lambda new, old: rows.share_of(_change(new, old)), local.buffers, buffers),
@@ -220,22 +217,21 @@ class _Ranks:
         leaves, spec = tree.flatten(addends)
         sums = iter(sum_all(self._all, [leaf for leaf in leaves if tree.is_tensor(leaf)]))
         total = tree.unflatten(spec, [next(sums) if tree.is_tensor(leaf) else leaf for leaf in leaves])
-        loss = total["loss"]
         return replace(
             local,
-            # At level 3 the weight is that of all ranks already.
-            loss=replace(loss, weight=local.loss.weight) if self._level == 3 else loss,
+            # Its weight is that of all ranks already (`on_loss`).
+            loss=replace(local.loss, total=total["total"]),
             metrics=total["metrics"],
             buffers=tree.map(_changed, local.buffers, buffers, total["buffers"]),
             finite=None if local.finite is None else total["not_finite"] == 0,
         )
 
-    def _combined(self, grads: list[Tensor], parts: list[Part | None], factor: Tensor | None) -> list[Tensor]:
+    def _combined(self, grads: list[Tensor], parts: list[Part | None]) -> list[Tensor]:
         """Return the gradients of all ranks; at level 1 and above, this rank's parts of them."""
         if self._level == 0:
-            return sum_all(self._all, grads, factor)
+            return sum_all(self._all, grads)
         if self._level < 3:
-            grads = scatter_all(self._shard, grads, parts, factor)
+            grads = scatter_all(self._shard, grads, parts)
         return sum_all(self._replicate, grads)
 
 
@@ -243,11 +239,6 @@ def _of_rows(grad: GradFn, state: TrainState, rows: Rows, rng: Tensor | None) ->
     """Return the gradient of this rank's rows, on whole parameters."""
     with computing_on(rows), sharding.over(None):
         return grad(state, rows.batch, rng)
-
-
-def _share(weight: Tensor, total: Tensor) -> Tensor:
-    """Return which part of the weight of all ranks is this rank's; 0 where there is none."""
-    return torch.where(total == 0, 0.0, weight / total)
 
 
 def _change(new: Tensor, old: Tensor) -> Tensor:
