@@ -18,8 +18,8 @@ from bench.field import PEERS
 from bench.settings import Settings
 
 RESULTS = Path(__file__).parent / "results"
-CPU = {f"C{number}": f"bench.cases.c{number}" for number in range(11)}
-GPU = {f"G{number}": f"bench.gpu.g{number}" for number in range(6)}
+CPU = {f"C{number}": f"bench.cases.c{number}" for number in range(12)}
+GPU = {f"G{number}": f"bench.gpu.g{number}" for number in range(7)}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -33,7 +33,21 @@ QUIET = {
 class ChildProcess:
     """A function in a process of its own, and the pipe to it."""
 
-    def __init__(self, target: Callable[..., None], *arguments: Any, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        target: Callable[..., None],
+        *arguments: Any,
+        environment: dict[str, str] | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Start the process.
+
+        Args:
+            target: called in the process with its end of the pipe, then the arguments.
+            arguments: of the function.
+            environment: further variables of the process.
+            threads: of torch, on any core. Default: as many as here, and as many cores.
+        """
         parent_end, child_end = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
@@ -43,7 +57,7 @@ class ChildProcess:
         previous = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)
         try:
-            all_arguments = target, child_end, log, torch.get_num_threads(), arguments
+            all_arguments = target, child_end, log, threads or torch.get_num_threads(), threads is None, arguments
             self._process = context.Process(target=_entered, args=all_arguments, daemon=True)
             self._process.start()
         finally:
@@ -75,8 +89,12 @@ class ChildProcess:
 
     def ask(self, *command: Any, patience: float = 600.0) -> Any:
         """Send a command and wait for its answer."""
-        self._pipe.send(command)
+        self.send(*command)
         return self.receive(patience)
+
+    def send(self, *command: Any) -> None:
+        """Send a command."""
+        self._pipe.send(command)
 
     def close(self) -> None:
         """End the process."""
@@ -88,14 +106,21 @@ class ChildProcess:
         self._folder.cleanup()
 
 
-def _entered(target: Callable[..., None], pipe: Connection, log: str, threads: int, arguments: tuple[Any, ...]) -> None:
+def _entered(
+    target: Callable[..., None],
+    pipe: Connection,
+    log: str,
+    threads: int,
+    limits_cores: bool,
+    arguments: tuple[Any, ...],
+) -> None:
     """Run in the child: its output goes to a file, and its errors to the parent."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.chdir(Path(log).parent)
     torch.set_num_threads(threads)
-    if hasattr(os, "sched_setaffinity"):
+    if limits_cores and hasattr(os, "sched_setaffinity"):
         # JAX takes a thread for each core it may use; torch has been told.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     try:
@@ -103,10 +128,15 @@ def _entered(target: Callable[..., None], pipe: Connection, log: str, threads: i
     except ClosedError:
         pass
     except BaseException as error:
-        pipe.send(("missing", str(error)) if absent(error) else ("error", traceback.format_exc()[-2000:]))
+        pipe.send(told(error))
     sys.stdout.flush()
     # Trainers leave threads that would keep the process.
     os._exit(0)
+
+
+def told(error: BaseException) -> tuple[str, str]:
+    """Return the answer that says what was raised, to be sent where it is handled."""
+    return ("missing", str(error)) if absent(error) else ("error", traceback.format_exc()[-2000:])
 
 
 def train(pipe: Connection, entrant: Entrant, task: Task) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bench import field
-from bench.cases import c5, c6, c9
+from bench.cases import c5, c6, c9, c11
 from bench.rows import ADDED, MEMORY, RATIO, TIME, WITHIN, Row
+from bench.tasks import Entrant
 
 Find = Callable[[Sequence[Row]], Iterable[Row]]
 
@@ -104,6 +105,11 @@ def _of_budget(metric: str) -> Find:
         return (row for row in rows if (row.question, row.variant, row.metric) == (c9.FULL, c9.BUDGETED.name, metric))
 
     return find
+
+
+def _on_ranks(level: int, others: Iterable[Entrant], prefix: str = "") -> Find:
+    """The ratios of a level to others, on any number of ranks."""
+    return ratios(c11.ours(level).name, [other.name for other in others], ("C11",), prefix)
 
 
 EAGER, COMPILED = field.OURS_EAGER.name, field.OURS_COMPILED.name
@@ -207,6 +213,19 @@ CLAIMS = (
         1.30,
         _of_budget(f"{RATIO}{c9.KEEPING_ALL.name}"),
     ),
+    Claim("many ranks: level 0 / DDP", "", 1.00, 0.95, _on_ranks(0, c11.DDP)),
+    Claim("many ranks: level 0 / Accelerate", "", 1.00, 0.95, _on_ranks(0, [field.ACCELERATE_FUSED])),
+    Claim("many ranks: level 1 / DDP + ZeroRedundancyOptimizer", "", 0.80, 0.70, _on_ranks(1, c11.ZERO)),
+    Claim("many ranks: level 3 / FSDP2", "", 0.90, 0.75, _on_ranks(3, [c11.FSDP])),
+    Claim(
+        "many ranks: compiled step, level 3 / compiled FSDP2",
+        "",
+        0.95,
+        0.85,
+        ratios(c11.COMPILED.name, [each.name for each in c11.FSDP_COMPILED], ("C11",)),
+    ),
+    Claim("many ranks: peak memory, level 3 / FSDP2", "", 1.00, 0.95, _on_ranks(3, [c11.FSDP], f"{MEMORY}, ")),
+    Claim("one rank: level 0 / no mesh", "", 1.02, 1.00, _on_ranks(0, [c11.NO_MESH])),
 )
 """The worst of all cases and peers counts, not a mean. For the leaves the aim is flat: a tenth of the bound."""
 

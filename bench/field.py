@@ -39,6 +39,13 @@ TRAINERS = tuple(
     for name, (code, owns, needs) in _TRAINERS.items()
     for best in (False, True)
 )
+ACCELERATE_FUSED = Entrant(
+    "Accelerate, fused",
+    "trainer",
+    "bench.peers.accelerate_loop:make",
+    needs=("accelerate",),
+    options=(("fused", True),),
+)
 JAX = tuple(
     Entrant(
         name,
@@ -68,7 +75,7 @@ OPTIMIZERS = {
 
 HAND = (HAND_EAGER, HAND_COMPILED, HAND_BEST, HAND_UPDATE)
 OURS = (OURS_EAGER, OURS_COMPILED)
-PEERS = {entrant.name for entrant in (*TRAINERS, *JAX, *OPTIMIZERS.values())}
+PEERS = {entrant.name for entrant in (*TRAINERS, ACCELERATE_FUSED, *JAX, *OPTIMIZERS.values())}
 
 
 def few(settings: Settings) -> tuple[Entrant, ...]:

@@ -13,13 +13,13 @@ from bench.tasks import MAX_NORM, MissingError, Run, Task
 
 def eager(task: Task) -> Run:
     """Forward, backward, clip, fused step."""
-    return _loop(task, task.loss)
+    return loop(task, task.loss)
 
 
 def compiled(task: Task) -> Run:
     """With `torch.compile`: by default of the model alone; at its best of model and loss, tuned on a GPU."""
     if not task.best:
-        return _loop(task, task.loss, lambda model: torch.compile(model, backend=task.backend))
+        return loop(task, task.loss, lambda model: torch.compile(model, backend=task.backend))
     tuned = task.device != "cpu" and task.backend == "inductor"
     mode = "max-autotune-no-cudagraphs" if tuned and task.option("tune") else None
 
@@ -27,7 +27,7 @@ def compiled(task: Task) -> Run:
     def loss_of(model: Any, batch: Any) -> Tensor:
         return task.loss(model, batch)
 
-    return _loop(task, torch.compile(loss_of, backend=task.backend, mode=mode))
+    return loop(task, torch.compile(loss_of, backend=task.backend, mode=mode))
 
 
 def compiled_update(task: Task) -> Run:
@@ -101,12 +101,16 @@ def _captured(iteration: Callable[[], Tensor], params: list[Tensor], optimizer: 
     return run
 
 
-def _loop(
-    task: Task, loss_fn: Callable[..., Tensor], wrap: Callable[[torch.nn.Module], Callable[..., Tensor]] | None = None
+def loop(
+    task: Task,
+    loss_fn: Callable[..., Tensor],
+    wrap: Callable[[torch.nn.Module], Callable[..., Tensor]] | None = None,
+    make_optimizer: Callable[..., Any] | None = None,
 ) -> Run:
+    """The loop: forward of the model, or of what `wrap` makes of it, backward, clip, step of the fused AdamW."""
     model, batch = task.model(), task.batch()
     forward = wrap(model) if wrap else model
-    optimizer = task.adamw(model.parameters(), fused=True)
+    optimizer = (make_optimizer or task.adamw)(model.parameters(), fused=True)
     clips = task.option("clip", True)
 
     def run() -> Tensor:

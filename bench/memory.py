@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from bench.child_process import ChildProcess
-from bench.tasks import Entrant, MissingError, Task
+from bench.tasks import Entrant, MissingError, Run, Task
 
 # Large blocks go back to the system as they are freed, so that what is resident is what is alive.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -37,17 +37,26 @@ def peak(entrant: Entrant, task: Task) -> Peak:
     Raises:
         MissingError: where the system does not tell, or the entrant lacks what it needs.
     """
-    child = ChildProcess(_measure, entrant, task, environment=MALLOC)
+    child = ChildProcess(_measured, entrant, task, environment=MALLOC)
     try:
         return Peak(*child.receive(600.0))
     finally:
         child.close()
 
 
-def _measure(pipe: Connection, entrant: Entrant, task: Task) -> None:
+def _measured(pipe: Connection, entrant: Entrant, task: Task) -> None:
+    pipe.send(("peak", measure(lambda: entrant.load()(entrant.task(task)))))
+
+
+def measure(make: Callable[[], Run]) -> Peak:
+    """Return the bytes that training holds in this process at its most.
+
+    Raises:
+        MissingError: where the system does not tell.
+    """
     # Loads the compiler whoever trains, so that it is in no difference.
     torch.compiler.reset()
-    run = entrant.load()(entrant.task(task))
+    run = make()
     for _ in range(STEPS):
         run()
     peaks, at_rest = [], []
@@ -61,7 +70,7 @@ def _measure(pipe: Connection, entrant: Entrant, task: Task) -> None:
     torch.compiler.reset()
     _release()
     highest = statistics.median(peaks)
-    pipe.send(("peak", (highest - _status("VmRSS"), highest - statistics.median(at_rest))))
+    return Peak(highest - _status("VmRSS"), highest - statistics.median(at_rest))
 
 
 def most_within(function: Callable[[], object]) -> float:

@@ -40,7 +40,10 @@ def compiled(task: Task) -> Run:
 
 
 def step_of(task: Task) -> ft.Step:
-    """The step with clipping, in the precision of the task, donated or compiled as its options say."""
+    """The step with clipping, in the precision of the task, donated or compiled as its options say.
+
+    With the option `level` it runs on all ranks there are.
+    """
     donate = task.option("donate", True)
     if task.option("compile", True):
         return _composed(task, compiling(task, donate=donate, graphs=task.option("graphs")))
@@ -132,8 +135,12 @@ def loss(task: Task) -> Any:
 def _composed(task: Task, *wrappers: Any) -> ft.Step:
     precise = {"bf16": [ft.with_amp("bf16")], "tf32": [ft.with_amp("tf32")]}.get(task.precision, [])
     inner = [WRAPPERS[name]() for name in task.option("wrappers", ())]
+    level = task.option("level")
+    sharded = [] if level is None else [ft.sharded(ft.parallel.mesh(), level)]
     clip = [ft.clip(MAX_NORM)] if task.option("clip", True) else []
-    return ft.compose(ft.train_step(loss(task), ft.optim.adamw(task.rate)), *precise, *inner, *clip, *wrappers)
+    return ft.compose(
+        ft.train_step(loss(task), ft.optim.adamw(task.rate)), *precise, *inner, *clip, *sharded, *wrappers
+    )
 
 
 def stateful(step: ft.Step, task: Task) -> Run:

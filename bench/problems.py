@@ -176,6 +176,16 @@ PROBLEMS: dict[str, Problem] = {
         )
         for count in (10, 100, 1_000, 10_000)
     },
+    # Two million parameters; as many tokens on each rank, however many there are.
+    **{
+        f"ranks {count}": Problem(
+            f"GPT 4x192, 8 x 64 tokens a rank, vocabulary 512, {count} ranks",
+            _gpt,
+            Sizes(8 * count, 64, 512, {"width": 192, "layers": 4, "heads": 6}),
+            Sizes(2 * count, 8, 32, {"width": 16, "layers": 2, "heads": 2}),
+        )
+        for count in (1, 2, 4)
+    },
     # Of these, only the parameters are used.
     **{
         f"update {name}": Problem(

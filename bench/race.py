@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from bench.same import MathsError, require_same
 from bench.settings import Settings
 from bench.stats import differences, pairwise
 from bench.tasks import Entrant, Task, absent
-from bench.timing import interleaved, racer
+from bench.timing import Racer, interleaved, racer
 
 CHECKED = 3
 """How many losses are compared."""
@@ -26,11 +26,18 @@ class Race:
     """The entrants of one question, those that are ready, and the rows so far."""
 
     def __init__(
-        self, question: str, task: Task, settings: Settings, *, checked: int = CHECKED, tolerance: str = ""
+        self,
+        question: str,
+        task: Task,
+        settings: Settings,
+        *,
+        checked: int = CHECKED,
+        tolerance: str = "",
+        make: Callable[[Entrant, Task], Racer] = racer,
     ) -> None:
         self.question, self.task, self.settings = question, task, settings
         self.rows: list[Row] = []
-        self._checked, self._tolerance = checked, tolerance or task.precision
+        self._checked, self._tolerance, self._make = checked, tolerance or task.precision, make
         self._racers: dict[str, Any] = {}
         self._losses: dict[str, list[float]] = {}
         self._kinds: dict[str, str] = {}
@@ -96,7 +103,7 @@ class Race:
         on_gpu = self.settings.place.type == "cuda" and not entrant.in_own_process
         at_start = torch.cuda.memory_allocated() if on_gpu else 0
         start = time.perf_counter()
-        one = racer(entrant, self.task)
+        one = self._make(entrant, self.task)
         try:
             losses = one.losses(self._checked)
             seconds = time.perf_counter() - start
@@ -109,7 +116,9 @@ class Race:
         except BaseException:
             one.close()
             raise
-        self._racers[entrant.name], self._losses[entrant.name] = one, losses
+        self._racers[entrant.name] = one
+        if entrant.checked:
+            self._losses[entrant.name] = losses
         self._kinds[entrant.name] = entrant.kind
         print(f"  ready: {entrant.name}", flush=True)
 
@@ -145,8 +154,14 @@ class Race:
         return rows
 
 
-def memory_rows(question: str, task: Task, entrants: Sequence[Entrant], settings: Settings) -> list[Row]:
-    """Rows of peak memory of entrants, each in a process of its own, and of their ratios to the first one."""
+def memory_rows(
+    question: str,
+    task: Task,
+    entrants: Sequence[Entrant],
+    settings: Settings,
+    peak: Callable[[Entrant, Task], Peak] = peak,
+) -> list[Row]:
+    """Rows of peak memory of entrants, each in processes of its own, and of their ratios to the first one."""
     peaks: dict[str, Peak] = {}
     rows = []
     base = entrants[0].name

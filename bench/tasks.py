@@ -71,9 +71,10 @@ class Task:
             return self.spec.build(self.sizes)
 
     def batch(self) -> Batch:
-        """The batch, the same every time."""
+        """The batch, the same every time; with the option `rows` those rows of it."""
         torch.manual_seed(1)
-        return {name: value.to(self.device) for name, value in self.spec.batch(tiny=self.tiny).items()}
+        rows = slice(*self.option("rows", (None,)))
+        return {name: value[rows].to(self.device) for name, value in self.spec.batch(tiny=self.tiny).items()}
 
     def loss(self, model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
         """The loss in the precision of the task, as a hand-written loop computes it."""
@@ -102,6 +103,7 @@ class Entrant:
         best: whether its options are turned for speed.
         in_own_process: runs in a process of its own, since it owns the loop or a runtime with threads.
         needs: the libraries it imports, so that a missing one is known before a process is started.
+        checked: whether its losses must be those of others; not of one that shows a bound, and trains otherwise.
         patience: seconds after which an entrant with its own process is given up, while it gets ready.
     """
 
@@ -112,6 +114,7 @@ class Entrant:
     in_own_process: bool = False
     owns_loop: bool = False
     needs: tuple[str, ...] = ()
+    checked: bool = True
     patience: float = 300.0
     options: tuple[tuple[str, Any], ...] = ()
 

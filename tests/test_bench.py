@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench import claims, field, rows, same, stats, updates
-from bench.cases import c9
+from bench.cases import c9, c11
 from bench.field import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, TRAINERS
 from bench.problems import PROBLEMS, flops
 from bench.race import Race
@@ -278,6 +278,16 @@ def test_a_smoke_run_of_two_cases_writes_rows_and_a_report(tmp_path):
     assert {field.TORCH.name, field.TORCH_COMPILED.name, field.OURS_UPDATE_COMPILED.name} <= timed
     assert not [row for row in found if row["metric"] == rows.FAILED]
     assert "## C1 MLP" in (tmp_path / "REPORT.md").read_text(encoding="utf-8")
+
+
+def test_a_smoke_run_of_ranks_races_all_that_is_installed(tmp_path):
+    found = bench(tmp_path, "--case", "C11")
+    timed = {row["variant"] for row in found if row["metric"] == rows.TIME}
+    missing = {row["variant"] for row in found if row["metric"] == rows.MISSING}
+    entrants = {*c11.PEERS, *map(c11.ours, (0, 1, 3)), c11.COMPILED}
+    assert {entrant.name for entrant in entrants if not entrant.needs} <= timed
+    assert {entrant.name for entrant in entrants} <= timed | missing
+    assert not [row for row in found if row["metric"] == rows.FAILED]
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,7 @@
-"""Accelerate: the loop of its documentation. Best adds the fused optimizer, and model and loss compiled."""
+"""Accelerate: the loop of its documentation. Best adds the fused optimizer, and model and loss compiled.
+
+The option `fused` adds the fused optimizer alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def make(task: Task) -> Run:
     precision = "bf16" if task.precision == "bf16" else "no"
     accelerator = Accelerator(mixed_precision=precision, cpu=task.device == "cpu")
     module, batch = task.model(), task.batch()
-    fused = {"fused": True} if task.best else {}
+    fused = {"fused": True} if task.option("fused", task.best) else {}
     model, optimizer = accelerator.prepare(module, task.adamw(module.parameters(), **fused))
 
     # Dynamo counts recompiles of a function of this file apart from those of other entrants.

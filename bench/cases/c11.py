@@ -1,0 +1,78 @@
+"""Many devices: ranks that gloo connects, each a process with one thread, beside what torch and Accelerate have.
+
+Every rank trains the same GPT on its rows of the batch, with AdamW and clipping. The entrants take turns within one set
+of ranks, and a turn takes as long as on its slowest rank. Peak memory is that of the rank that holds most, on ranks of
+their own for each entrant: the most that was resident in three steps, less what is resident when all that was trained
+is dropped.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from bench import field
+from bench.race import Race, memory_rows
+from bench.ranks import Ranks, peak
+from bench.rows import Row
+from bench.settings import Settings
+from bench.tasks import Entrant
+
+STEPS = 5
+"""Of a turn."""
+
+CODE = "bench.data_parallel:"
+ALONE = Entrant("loop, no communication", "control", "bench.loops:eager", checked=False)
+DDP = (Entrant("DDP", "torch", f"{CODE}ddp"), Entrant("DDP, best", "torch", f"{CODE}ddp", best=True))
+ZERO = (
+    Entrant("DDP, ZeroRedundancyOptimizer", "torch", f"{CODE}zero"),
+    Entrant("DDP, ZeroRedundancyOptimizer, best", "torch", f"{CODE}zero", best=True),
+)
+FSDP = Entrant("FSDP2 by block", "torch", f"{CODE}fsdp")
+FSDP_COMPILED = tuple(
+    Entrant(f"FSDP2 by block, compiled {what}", "torch compile", f"{CODE}fsdp", options=(("compiled", what),))
+    for what in ("blocks", "model")
+)
+NO_MESH = field.OURS_EAGER
+ONE_RANK = "C11 GPT, one rank"
+
+
+def ours(level: int) -> Entrant:
+    """The donated step at a level."""
+    return Entrant(f"ftrain, level {level}", "ours", "bench.ours:eager", options=(("level", level),))
+
+
+COMPILED = Entrant("ftrain, compiled, level 3", "ours", "bench.ours:compiled", options=(("level", 3),))
+PEERS = (*DDP, field.ACCELERATE_FUSED, *ZERO, FSDP)
+
+
+def run(settings: Settings) -> list[Row]:
+    """Race on 2 and 4 ranks, eager and compiled, and on one rank with and without a mesh."""
+    eager, compiled = (*PEERS, ALONE, *map(ours, (0, 1, 3))), (FSDP, *FSDP_COMPILED, COMPILED)
+    if settings.smoke:  # Once, since to start ranks takes seconds.
+        return race_on(2, "C11 GPT, 2 ranks", (*eager, *compiled[-2:]), settings)
+    rows = []
+    for size in (2, 4):
+        rows += race_on(size, f"C11 GPT, {size} ranks", eager, settings)
+        rows += memory_rows(
+            f"C11 GPT, {size} ranks",
+            settings.task(f"ranks {size}"),
+            (FSDP, ours(3)),
+            settings,
+            partial(peak, size=size),
+        )
+        rows += race_on(size, f"C11 GPT, compiled, {size} ranks", compiled, settings)
+    return rows + race_on(1, ONE_RANK, (NO_MESH, *map(ours, (0, 3))), settings)
+
+
+def race_on(size: int, question: str, entrants: tuple[Entrant, ...], settings: Settings) -> list[Row]:
+    """Race entrants on a set of ranks."""
+    print(question, flush=True)
+    ranks = Ranks(size, settings.device)
+    contest = Race(question, settings.task(f"ranks {size}"), settings, make=ranks.racer)
+    try:
+        contest.enter(entrants)
+        contest.time(rounds=settings.share(0.6), steps=1 if settings.smoke else STEPS)
+    finally:
+        ranks.close()
+        contest.close()
+    return contest.rows
