@@ -19,6 +19,7 @@ __all__ = [
     "LossError",
     "NonFiniteError",
     "OptionError",
+    "RankError",
     "StructureError",
     "TraceError",
     "VersionError",
@@ -69,6 +70,10 @@ class DataError(FtrainError, ValueError):
 
 class NonFiniteError(FtrainError, ArithmeticError):
     """Too many steps in a row had a loss or gradient that was not finite."""
+
+
+class RankError(FtrainError, RuntimeError):
+    """Another rank of the run has failed."""
 
 
 class TraceError(FtrainError, RuntimeError):

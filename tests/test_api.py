@@ -120,6 +120,7 @@ MODULES = {
         "LossError",
         "NonFiniteError",
         "OptionError",
+        "RankError",
         "StructureError",
         "TraceError",
         "VersionError",

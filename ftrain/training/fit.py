@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ftrain.checkpoint import Checkpoints
 from ftrain.errors import ComposeError, Interrupted, OptionError, require_callable, require_positive
+from ftrain.parallel.agreement import Agreement
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.microbatch import SPLIT, require_on_oom
 from ftrain.step.step import Step
@@ -20,7 +21,7 @@ from ftrain.training.nonfinite_loss import NonFiniteLossCheck
 from ftrain.training.progress import Lines, show
 from ftrain.training.resume import RunCheckpoints
 from ftrain.training.run import FitResult, Options, Run, S
-from ftrain.training.signals import EXIT_CODE_BASE, interruptible
+from ftrain.training.signals import EXIT_CODE_BASE, AgreedSignal, interruptible
 from ftrain.training.throughput import Count
 from ftrain.transforms.compile.status import is_compiling
 from ftrain.types import PyTree
@@ -57,6 +58,11 @@ def fit(
     history and log are bitwise those of a run that was never interrupted, but for times. Ctrl-C and SIGTERM then save
     after the current step, print where, and exit the process with code 130 or 143; a second signal ends it at once,
     and leaves earlier checkpoints as they were.
+
+    A step on many ranks (`ftrain.sharded`) trains when every rank calls this with the same arguments. The first rank
+    shows progress and calls the loggers, and its records are the history of all ranks. They stop after the same step:
+    where `stop` says so on the first rank, or one step after any of them got a signal. `evaluate` and `adapt` run on
+    every rank. What fails in one of them, in `stop` or in a logger, on one rank, is an error on all.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.
@@ -96,7 +102,7 @@ def fit(
 
     Raises:
         ComposeError: when `step` cannot be called, is a class, or stands where the state does; or is to be split and
-            is no `Step`; for a step on several ranks; or when `adapt` returns None.
+            is no `Step`; for `checkpoints` or ``on_oom="split"`` on several ranks; or when `adapt` returns None.
         OptionError: for an `evaluate`, `stop`, `adapt` or logger that is no function, `evaluate_every` without
             `evaluate`, a metric that is not recorded (`patience`, `plateau`, ``best=``), numbers that are not positive,
             or another `resume`, `on_oom` or `on_nonfinite`.
@@ -107,11 +113,13 @@ def fit(
         CheckpointError: when a checkpoint cannot be read or written, or is not as `resume` requires.
         StructureError: when the checkpoint is of another model, optimizer or wrapper.
         Interrupted: after a signal, when there are checkpoints.
+        RankError: when another rank has failed between steps.
         Exception: whatever a step, the data or a logger raises. Every error has what was trained until then, as `fit`
             returns it, in its ``result``, unless it has another ``result``. With checkpoints, the newest state is
             saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised. After an error in a step or
             in the data it is not, because the state may be overwritten in part, or the position in the data lost.
     """
+    ranks = ranks_of(step.wrappers) if isinstance(step, Step) else 1
     _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
     _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
     _warn_if_best_is_missed(checkpoints, evaluate_every)
@@ -121,11 +129,15 @@ def fit(
     check_loss = NonFiniteLossCheck(on_nonfinite, checkpoints)
     saves = RunCheckpoints(checkpoints, data, resume)
     signals = [signal.SIGINT] if checkpoints is None else [signal.SIGINT, signal.SIGTERM]
+    _require_one_rank(ranks, checkpoints, on_oom)
     with (
+        Agreement(ranks) as agreement,
         checkpoints or nullcontext(),
-        show(progress) as display,
-        interruptible(signals, is_compiling) as interrupted,
+        show(progress and agreement.is_first) as display,
+        # A rank that abandons a step leaves the others in it.
+        interruptible(signals, is_compiling if ranks == 1 else lambda frame: False) as received,
     ):
+        interrupted = AgreedSignal(agreement, received)
         donating = step.donating if isinstance(step, Step) and donate else step
         run = Run(
             donating,
@@ -136,25 +148,33 @@ def fit(
             check_loss=check_loss,
             display=display,
             interrupted=interrupted,
+            agreement=agreement,
         )
         # The run alone holds a state from here on, so that the memory of the first one can be freed.
         del state
-        try:
-            run.start()
-            made_steps = run.steps()
-            for record in () if run.stopped else made_steps:
-                run.after_step(record, made_steps)
-                if run.stopped or interrupted():
-                    break
-            run.finish()
-        except BaseException as error:
-            run.rescue(error)
-            raise
+        _train(run, interrupted)
     data_ended = steps is None or run.step < steps
     run.history.stopped = "interrupt" if interrupted() else run.stopped or ("data" if data_ended else "steps")
     if checkpoints and (number := interrupted()):
         raise _interrupted(number, checkpoints, run.result)
     return run.result
+
+
+def _train(run: Run, interrupted: AgreedSignal) -> None:
+    try:
+        run.start()
+        steps = run.steps()
+        for record in () if run.stopped else steps:
+            run.after_step(record, steps)
+            interrupted.after_step()
+            if run.stopped or interrupted():
+                break
+        interrupted.at_end()
+        run.finish()
+        interrupted.at_end()
+    except BaseException as error:
+        run.rescue(error)
+        raise
 
 
 def _interrupted(number: signal.Signals, checkpoints: Checkpoints, result: FitResult[Any]) -> Interrupted:
@@ -191,17 +211,19 @@ def _require_services(
 def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:
     require_callable("fit", step, state, "fit(step, state, data)")
     require_on_oom("fit", on_oom)
-    ranks = ranks_of(step.wrappers) if isinstance(step, Step) else 1
-    if ranks > 1:
-        raise ComposeError(
-            f"fit: the step runs on {ranks} ranks, which fit cannot stop, split and save together yet; call the "
-            "step in a loop of your own, and save ft.parallel.whole(state) on rank 0"
-        )
     if on_oom == SPLIT and not isinstance(step, Step):
         raise ComposeError(f"fit: on_oom='split' needs a Step, whose gradient can be split; found {step!r}")
     for name, value in every.items():
         if value is not None:
             require_positive("fit", name, value)
+
+
+def _require_one_rank(ranks: int, checkpoints: Checkpoints | None, on_oom: str) -> None:
+    if ranks > 1 and (checkpoints is not None or on_oom == SPLIT):
+        raise ComposeError(
+            f"fit: the step runs on {ranks} ranks, on which fit cannot save or split yet; leave out checkpoints= and "
+            "on_oom=, and save ft.parallel.whole(state) on rank 0 with another function"
+        )
 
 
 def _warn_if_best_is_missed(checkpoints: Checkpoints | None, evaluate_every: int | None) -> None:

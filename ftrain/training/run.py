@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from ftrain import backends
 from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError, OptionError
+from ftrain.parallel.agreement import Agreement
 from ftrain.step.microbatch import SPLIT
 from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop, column
@@ -73,6 +74,8 @@ class Run:
         check_loss: warns or raises when it is given a record whose loss is not finite.
         display: shows progress.
         interrupted: returns the signal that has asked the run to end, or None.
+        agreement: of the ranks of the run. The first one logs; the others record what it does, and what fails on one
+            of them between steps ends all.
     """
 
     _newest: StepRecord
@@ -93,7 +96,10 @@ class Run:
         check_loss: NonFiniteLossCheck,
         display: Display,
         interrupted: Callable[[], Any],
+        agreement: Agreement,
     ) -> None:
+        self._agreement = agreement
+        self._loggers = options.loggers if agreement.is_first else ()
         self._step, self._data, self._options = step, data, options
         self._checkpoints, self._check_loss = checkpoints, check_loss
         self._display, self._interrupted = display, interrupted
@@ -125,7 +131,7 @@ class Run:
         if reads and self._last.settled != self.step:
             self._evaluate_and_adapt(None)
         elif self._last.last_evaluation == self.step if options.evaluate else reads:
-            self.stopped = options.stop(self.history) if options.stop and self.history else ""
+            self.stopped = self._why_to_stop() if self.history else ""
         self._between_steps = False
 
     def steps(self) -> Steps:
@@ -190,6 +196,9 @@ class Run:
     def rescue(self, error: BaseException) -> None:
         """Attach what was trained to an error, and save it if it is whole."""
         attach_result(error, self.result)
+        shared = self._agreement.shares(error)
+        # The other ranks are elsewhere, or do as this one does: there is nothing more to agree on.
+        self._agreement = Agreement(1)
         try:
             self._read_metrics(check=False)
         except ConsumedError:
@@ -197,7 +206,7 @@ class Run:
         except Exception as other:
             add_note(error, f"fit: not all metrics could be recorded: {other!r}")
         # A step that fails may have overwritten a part of its state, and data that fails has lost its position.
-        if not isinstance(error, Exception) or not self._between_steps:
+        if not isinstance(error, Exception) or not self._between_steps or not shared:
             return
         # A state that is not finite would replace a finite one; what could not be saved before cannot be saved now.
         if isinstance(error, NonFiniteError | CheckpointError):
@@ -219,7 +228,7 @@ class Run:
         # The clock goes on from the last record.
         self._start_time = time.perf_counter() - max(self.history["seconds"], default=0.0)
         if point.logged is not None:
-            rewind(self._options.loggers, *point.logged)
+            rewind(self._loggers, *point.logged)
 
     def _reads_after(self, step: int) -> bool:
         """Whether to read the metrics after this step."""
@@ -229,7 +238,10 @@ class Run:
     def _read_metrics(self, *, check: bool = True) -> None:
         """Wait for the device once; record, log and show all steps since the last reading, and check them."""
         unread, self._unread = self._unread, []
-        records = read_steps(unread)
+        records = self._agreement.decide("reading metrics", lambda: read_steps(unread))
+        self._agreement.together("logging and checking metrics", lambda: self._log_and_check(records, check=check))
+
+    def _log_and_check(self, records: Sequence[dict[str, Any]], *, check: bool) -> None:
         try:
             self._log(records)
         finally:
@@ -246,7 +258,7 @@ class Run:
 
     def _log(self, records: Sequence[dict[str, Any]]) -> None:
         self.history.extend(records)
-        _call_loggers(self._options.loggers, records)
+        _call_loggers(self._loggers, records)
 
     def _status(self, metrics: Mapping[str, Any]) -> Status:
         now, total = time.perf_counter(), self._options.steps
@@ -262,26 +274,33 @@ class Run:
         if evaluates and self._last.last_evaluation != step:
             self._evaluate()
         if evaluates or not options.evaluate:
-            self.stopped = options.stop(self.history) if options.stop else ""
+            self.stopped = self._why_to_stop()
             self._adapt(steps)
             self._require_best()
         self._last = self._last._replace(settled=step)
 
     def _evaluate(self) -> None:
         """Evaluate and record the result; the time of it does not count as training."""
-        if self._options.evaluate is None:
+        evaluate, state = self._options.evaluate, self._newest.state
+        if evaluate is None:
             return
         start = time.perf_counter()
-        values = read_evaluation(self._options.evaluate(self._newest.state))
+        values = self._agreement.decide("evaluate", lambda: read_evaluation(evaluate(state)))
         self._last = self._last._replace(last_evaluation=self.step)
-        self._log([{"step": self.step, **values}])
+        self._agreement.together("logging an evaluation", lambda: self._log([{"step": self.step, **values}]))
         self._display.say(describe_evaluation(self.step, values))
         self._throughput.exclude(time.perf_counter() - start)
 
+    def _why_to_stop(self) -> str:
+        """Ask `stop`; return "" to go on."""
+        stop = self._options.stop
+        return self._agreement.decide("stop", lambda: stop(self.history)) if stop else ""
+
     def _adapt(self, steps: Steps | None) -> None:
-        if self._options.adapt is None:
+        adapt = self._options.adapt
+        if adapt is None:
             return
-        state = self._options.adapt(self._newest.state, self.history)
+        state = self._agreement.together("adapt", lambda: adapt(self._newest.state, self.history))
         if state is None:
             raise ComposeError("fit: adapt returned None; needs the state to go on with, which may be the one it got")
         if state is not self._newest.state:

@@ -27,6 +27,7 @@ def run(size, function):
             dist.destroy_process_group()
 
     restore = _settings_of_process()
+    multi_threaded_pg.ProcessLocalGroup.pg_name = property(_name_of_group)
     multi_threaded_pg._install_threaded_pg()
     _set_thread_isolation_mode(True)
     try:
@@ -57,3 +58,9 @@ def _settings_of_process():
         torch.use_deterministic_algorithms(is_deterministic)
 
     return restore
+
+
+def _name_of_group(group):
+    """Return the name of a group, also while it is destroyed, when its world has forgotten it already."""
+    group.last_name = group._world().pg_names.get(group, getattr(group, "last_name", None))
+    return group.last_name

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import ComposeError, StructureError
+from ftrain.errors import StructureError
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -98,14 +98,3 @@ def test_all_ranks_start_with_the_parameters_of_the_first():
         return ft.parallel.whole(step.init({"w": torch.full((5,), float(number))})).params["w"].tolist()
 
     assert run(3, rank) == [[0.0] * 5] * 3
-
-
-def test_fit_refuses_a_step_on_several_ranks_and_takes_one():
-    def rank(_):
-        step = sharded_step()
-        return step, ft.fit(step, step.init(), list(models.batches()), progress=False)
-
-    ((_, result),) = run(1, rank)
-    assert result.history
-    with pytest.raises(ComposeError, match="fit: the step runs on 2 ranks"):
-        run(2, rank)

@@ -1,0 +1,138 @@
+"""Agreement of all ranks, on the host: on numbers, on errors, and on what the first rank decides.
+
+Messages travel in a group of their own, so that they wait neither for a device nor for the collectives of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ftrain import backends, tree
+from ftrain.errors import RankError
+
+T = TypeVar("T")
+
+
+class Agreement:
+    """What all ranks agree on: a context, in which every rank calls the same methods in the same order.
+
+    Args:
+        ranks: how many ranks the run has. One rank agrees with itself, and nothing travels.
+    """
+
+    # No generator: contextlib writes to the errors that pass through one, which frozen dataclasses refuse.
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._rank = dist.get_rank() if ranks > 1 else 0
+        self._group: Any = None
+        self._vote: tuple[torch.Tensor, Any] | None = None
+        self._shared_error: BaseException | None = None
+
+    def __enter__(self) -> Agreement:
+        """Make the group; waits for all ranks."""
+        if self._ranks > 1:
+            # The library of the default group may know tensors on the device only.
+            on_host = backends.default().device == tree.HOST
+            self._group = dist.new_group(backend=None if on_host else backends.of(tree.HOST).distributed)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            # The destructor of a group waits for a vote; when ranks have failed, its result is of no use.
+            with suppress(Exception):
+                self.last_vote()
+            dist.destroy_process_group(group)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks and writes for all."""
+        return self._rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self._ranks == 1
+
+    def largest(self, number: int) -> int:
+        """Return the largest number that a rank has; waits for all of them."""
+        return self._finished(self._started(number)) if self._ranks > 1 else number
+
+    def vote(self, number: int) -> int:
+        """Start `largest`, and return what the call before started; 0 at the first call.
+
+        So ranks learn of a number one call later, and rarely wait for each other.
+        """
+        if self._ranks == 1:
+            return number
+        result = self.last_vote()
+        self._vote = self._started(number)
+        return result
+
+    def last_vote(self) -> int:
+        """Return the result of the last `vote`, or 0 if it is known already."""
+        vote, self._vote = self._vote, None
+        return self._finished(vote) if vote is not None else 0
+
+    def _started(self, number: int) -> tuple[torch.Tensor, Any]:
+        tensor = torch.tensor(number, device=tree.HOST)
+        return tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _finished(self, started: tuple[torch.Tensor, Any]) -> int:
+        tensor, work = started
+        work.wait()
+        return int(tensor)
+
+    def from_first(self, value: T) -> T:
+        """Return the value that the first rank has, which is pickled; waits for it."""
+        return self._from(0, value)
+
+    def _from(self, rank: int, value: T) -> T:
+        if self._ranks == 1:
+            return value
+        values: list[Any] = [value if self._rank == rank else None]
+        dist.broadcast_object_list(values, src=rank, group=self._group)
+        return values[0]  # type: ignore[no-any-return]
+
+    def together(self, name: str, function: Callable[[], T]) -> T:
+        """Return what a function returns, when all ranks have called it; an error of one is an error of all.
+
+        Args:
+            name: of the function, for the error.
+            function: waits for no other rank in the middle of what may fail on this one alone.
+
+        Raises:
+            RankError: when another rank has failed, and this one has not.
+        """
+        if self._ranks == 1:
+            return function()
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
+        failed = self.largest(0 if error is None else 1 + self._rank)
+        if failed:
+            text = self._from(failed - 1, f"{type(error).__name__}: {error}")
+            error = error or RankError(f"fit: rank {failed - 1} failed in {name}, and so all ranks stop: {text}")
+            self._shared_error = error
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    def decide(self, name: str, function: Callable[[], T]) -> T:
+        """Return what a function returns on the first rank, when all ranks have called it, as in `together`.
+
+        Raises:
+            RankError: when another rank has failed, and this one has not.
+        """
+        return self.from_first(self.together(name, function))
+
+    def shares(self, error: BaseException) -> bool:
+        """Return whether all ranks have stopped at this error, or at their own in the same place."""
+        return self._ranks == 1 or error is self._shared_error

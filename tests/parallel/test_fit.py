@@ -1,0 +1,114 @@
+"""`fit` on N ranks is `fit` on one: the same history and state, and all ranks end at the same step."""
+
+import json
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import RankError
+from ftrain.parallel.agreement import Agreement
+from tests.parallel import models
+from tests.parallel.ranks import run
+
+
+def fitted(size, level, data=None, *, wrappers=(), optimizer=None, **options):
+    """Return the whole state and the history of each of `size` ranks; options that are functions get the rank."""
+
+    def rank(number):
+        step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), level), optimizer=optimizer)
+        batches = list(models.batches(6)) if data is None else data(number)
+        named = {name: value(number, step) if callable(value) else value for name, value in options.items()}
+        state, history = ft.fit(step, step.init(seed=5), batches, progress=False, **named)
+        return ft.parallel.whole(state), history
+
+    return run(size, rank)
+
+
+def assert_same(results, reference):
+    """Compare what ranks have with what one has: all but times."""
+    expected, history = reference
+    first = results[0][1]
+    for state, records in results:
+        for part in ("params", "opt_state", "slots"):
+            torch.testing.assert_close(getattr(state, part), getattr(expected, part), rtol=1e-12, atol=1e-12)
+        assert records == first
+        assert records.stopped == history.stopped
+        assert len(records) == len(history)
+        for record, other in zip(records, history, strict=True):
+            timeless = {name: value for name, value in other.items() if name != "seconds"}
+            assert {**record, **timeless} == pytest.approx(dict(record), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize(("size", "level"), [(2, 0), (4, 1), (4, 3)])
+def test_a_run_on_ranks_equals_one_on_one_rank(size, level):
+    options = {"steps": 8, "log_every": 3, "wrappers": (ft.accumulate(2), ft.clip(0.05), ft.ema(0.8))}
+    (reference,) = fitted(1, 0, **options)
+    assert len(reference[1]) == 8
+    assert_same(fitted(size, level, **options), reference)
+
+
+def test_the_first_rank_shows_and_logs(tmp_path, capsys):
+    def rank(number):
+        step = models.step_of(ft.sharded(ft.parallel.mesh()))
+        records = []
+        loggers = [ft.loggers.jsonl(tmp_path / "log"), records.append]
+        ft.fit(step, step.init(), list(models.batches()), steps=3, loggers=loggers)
+        return len(records)
+
+    assert run(3, rank) == [3, 0, 0]
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert capsys.readouterr().err.count("step 3/3") == 1
+
+
+def test_ranks_stop_at_the_step_at_which_the_first_one_does():
+    """Also where `stop` looks at what differs between ranks."""
+
+    def stop(number, step):
+        return lambda history: "enough" if len(history) >= 4 + number else ""
+
+    results = fitted(3, 1, stop=stop, log_every=2)
+    assert [(int(state.step), history.stopped) for state, history in results] == [(4, "enough")] * 3
+
+
+def test_plateau_lowers_the_rate_on_all_ranks():
+    def adapt(number, step):
+        return ft.plateau("loss", ft.schedules.reduce_on_plateau(patience=0, threshold=10.0))
+
+    options = {"adapt": adapt, "log_every": 1, "optimizer": ft.optim.adjustable(ft.optim.adamw(1e-2))}
+    (reference,) = fitted(1, 0, **options)
+    assert reference[1]["lr"][-1] < reference[1]["lr"][0]
+    for level in (0, 3):
+        assert_same(fitted(3, level, **options), reference)
+
+
+def test_an_error_on_one_rank_between_steps_ends_all_with_what_was_trained():
+    def log(number, step):
+        def fail(record):
+            raise OSError("disk full")
+
+        return [fail]
+
+    def rank(number):
+        with pytest.raises((OSError, RankError)) as caught:
+            fitted_on_this_rank(number, log)
+        return type(caught.value), str(caught.value), int(caught.value.result.state.step)
+
+    def fitted_on_this_rank(number, log):
+        step = models.step_of(ft.sharded(ft.parallel.mesh()))
+        ft.fit(step, step.init(), list(models.batches()), log_every=2, loggers=log(number, step), progress=False)
+
+    first, *others = run(3, rank)
+    assert first == (OSError, "disk full", 2)
+    text = "fit: rank 0 failed in logging and checking metrics, and so all ranks stop: OSError: disk full"
+    assert others == [(RankError, text, 2)] * 2
+
+
+def test_a_vote_is_known_one_call_later_and_the_largest_wins():
+    def rank(number):
+        with Agreement(3) as agreement:
+            votes = [agreement.vote(number if at == 1 else 0) for at in range(4)]
+            return [*votes, agreement.last_vote(), agreement.largest(number), agreement.from_first(str(number))]
+
+    assert run(3, rank) == [[0, 0, 2, 0, 0, 2, "0"]] * 3
