@@ -4,10 +4,11 @@ accelerator has one. Its kernels are the CPU's, on the same bytes: what it compu
 Registered by `torch.utils.backend_registration._setup_privateuseone_for_python_backend`; once, for a whole process.
 """
 
+import functools
 import weakref
 
+import optree
 import torch
-from torch.utils import _pytree as pytree
 
 LOWERED = "linear", "matmul", "mm", "addmm", "bmm"
 HOST = torch.device("cpu")
@@ -97,27 +98,36 @@ def _is_ours(device):
 def _run(module, op, args, kwargs):
     """One operation: the host's kernel on the host's view of the same memory."""
     module.ops.add(str(op))
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = optree.tree_flatten((args, kwargs), none_is_leaf=True)
     hosted = [_host(leaf) for leaf in leaves]
     _refuse_float64(module, hosted)
-    given, named = pytree.tree_unflatten(hosted, spec)
-    if any(each.name == "generator" for each in op._schema.arguments) and named.get("generator") is None:
+    given, named = optree.tree_unflatten(spec, hosted)
+    if _takes_generator(op) and named.get("generator") is None:
         named["generator"] = module.generator
     with torch._C._AutoDispatchBelowAutograd():
         if op is torch.ops.aten._copy_from.default:
             given[1].copy_(given[0])
             return args[1]
         # Numbers that stand for tensors reach Python as numbers: the overload for those is meant.
-        numbers = any(
-            isinstance(value, int | float) and isinstance(each.type, torch.TensorType)
-            for value, each in zip(given, op._schema.arguments, strict=False)
-        )
+        numbers = any(type(given[place]) in (int, float, bool) for place in _tensors(op) if place < len(given))
         outputs = (op.overloadpacket if numbers else op)(*given, **named)
     ours = [(leaf, host) for leaf, host in zip(leaves, hosted, strict=True) if _on_ours(leaf)]
     for leaf, host in ours:
         _follow(module, leaf, host)
-    _refuse_float64(module, pytree.tree_leaves(outputs))
-    return pytree.tree_map(lambda output: _wrap(module, output, ours), outputs)
+    outputs, spec = optree.tree_flatten(outputs, none_is_leaf=True)
+    _refuse_float64(module, outputs)
+    return optree.tree_unflatten(spec, [_wrap(module, output, ours) for output in outputs])
+
+
+@functools.cache
+def _takes_generator(op):
+    return any(each.name == "generator" for each in op._schema.arguments)
+
+
+@functools.cache
+def _tensors(op):
+    """Places of the arguments that are tensors."""
+    return [place for place, each in enumerate(op._schema.arguments) if isinstance(each.type, torch.TensorType)]
 
 
 def _refuse_float64(module, leaves):
