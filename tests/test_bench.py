@@ -21,6 +21,7 @@ from bench.report import report, write_report
 from bench.settings import Settings
 from bench.tasks import Entrant, MissingError, Task, absent
 from bench.timing import interleaved
+from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = Settings(rounds=1, seconds=0.0, tiny=True, compile_backend="aot_eager")
@@ -167,7 +168,7 @@ def test_an_optimizer_holds_as_many_bytes_as_its_moments():
     assert held == {"sgd": 0.0, "sgd, momentum": 4.0, "adamw": pytest.approx(8 + 4 / count)}
 
 
-@pytest.mark.parametrize("problem", ["null", "leaves 10", "mlp", "gpt384", "gpt2 b1", "bert", "llama"])
+@pytest.mark.parametrize("problem", ["null", "gpt2 b1", *exhaustive(["leaves 10", "mlp", "gpt384", "bert", "llama"])])
 def test_a_step_of_every_model_agrees_with_the_loop_by_hand(problem):
     found = raced(HAND_EAGER, OURS_EAGER, problem=problem)
     times = [row.variant for row in found if row.metric == rows.TIME]
@@ -271,11 +272,10 @@ def bench(folder, *options):
     return found
 
 
-def test_a_smoke_run_of_two_cases_writes_rows_and_a_report(tmp_path):
-    found = bench(tmp_path, "--case", "C1", "C8")
+def test_a_smoke_run_writes_rows_and_a_report(tmp_path):
+    found = bench(tmp_path, "--case", "C1")
     timed = {row["variant"] for row in found if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name} <= timed
-    assert {field.TORCH.name, field.TORCH_COMPILED.name, field.OURS_UPDATE_COMPILED.name} <= timed
     assert not [row for row in found if row["metric"] == rows.FAILED]
     assert "## C1 MLP" in (tmp_path / "REPORT.md").read_text(encoding="utf-8")
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.exhaustive import exhaustive
+
 ROOT = Path(__file__).parents[1]
 COLUMNS = {"step", "seconds", "loss", "bpb", "grad_norm", "lr"}
 TINY = "--steps 30 --batch 8 --length 32 --width 32 --lr 1e-2 --ema 0.8 --eval-batches 2 --sample 20 --seed 1"
@@ -44,7 +46,12 @@ def test_classifiers_reach_their_accuracy(name: str, least: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--layers", "2", "--no-compile"], ["--layers", "1", "--accumulate", "2", "--remat"]]
+    "options",
+    [
+        ["--layers", "2", "--accumulate", "2", "--remat", "--no-compile"],
+        *exhaustive([["--layers", "1", "--accumulate", "2", "--remat"]]),
+    ],
+    ids=" ".join,
 )
 def test_train_lm_learns_and_writes_plain_files(tmp_path: Path, options: list[str]) -> None:
     printed = run("train_lm.py", *TINY.split(), "--out", str(tmp_path), *options)

@@ -91,6 +91,7 @@ def test_auto_falls_back_with_one_line_and_the_right_numbers(loss, donate, caplo
     torch.testing.assert_close(metrics["loss"], needed_metrics["loss"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_auto_falls_back_with_inductor_too(caplog):
     step = make(by_item, ft.compiled())
     with caplog.at_level(logging.WARNING, "ftrain"):

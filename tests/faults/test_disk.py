@@ -144,11 +144,11 @@ def fails(tries, fast, mode, error, numbers, **how):
     return failed, named
 
 
-FEW = 16
+FEW = 32
 
 
 def chosen(made, *which):
-    """All calls; or of every sixteen one, another one in each test, so that all of them are tried in some test."""
+    """All calls; or of every `FEW` one, another one in each test, so that all of them are tried in some test."""
     if FULL:
         return range(len(made))
     offset = 0

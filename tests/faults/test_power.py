@@ -13,6 +13,7 @@ import pytest
 from ftrain.checkpoint import load, save, verify
 from ftrain.checkpoint.journal import NAME, Journal
 from ftrain.errors import CheckpointError
+from tests.exhaustive import choose
 from tests.faults.disk import Disk, PowerCut, Recorded, frozen, laid_out, through
 from tests.faults.figures import tally, times
 from tests.faults.saves import (
@@ -144,7 +145,7 @@ STORIES = {
     "replaced": (replaced, check_replaced, {}),
     "history": (with_history, check_run, {}),
 }
-stories = pytest.mark.parametrize("story", STORIES)
+stories = pytest.mark.parametrize("story", choose(list(STORIES), ["run", "async", "save", "replaced", "history"]))
 
 
 def recorded(root, story, **how):
@@ -297,7 +298,7 @@ def saved(disk, root, step):
         disk.say("saved", step)
 
 
-@pytest.mark.parametrize("first", [1, 2], ids=["first_save", "second_save"])
+@pytest.mark.parametrize("first", [pytest.param(1, marks=pytest.mark.exhaustive), 2], ids=["first_save", "second_save"])
 def test_power_is_lost_after_a_process_was_killed_and_another_went_on(first, fast):
     with tally(f"power loss after a kill, save {first}") as tries:
         moments = kills(fast, first, one=tries.one)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import ftrain as ft
 from ftrain.transforms.compile.capture import capture
-from tests.exhaustive import choose
+from tests.exhaustive import choose, exhaustive
 
 transformers = pytest.importorskip("transformers")
 
@@ -236,7 +236,7 @@ def test_models_of_transformers_train_as_one_graph(name):
     assert_trains_alike(make(), of(), backend="aot_eager_decomp_partition")
 
 
-@pytest.mark.parametrize("wrapper", [ft.remat(), ft.accumulate(2)], ids=lambda wrapper: wrapper.name)
+@pytest.mark.parametrize("wrapper", [ft.remat(), *exhaustive([ft.accumulate(2)])], ids=lambda wrapper: wrapper.name)
 def test_wrappers_around_a_model_of_transformers(wrapper):
     torch.manual_seed(0)
     model = causal("LlamaConfig", "LlamaForCausalLM", num_key_value_heads=1)

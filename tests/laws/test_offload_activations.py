@@ -78,7 +78,10 @@ def test_no_bit_changes_beside_remat(name, sent):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize(("lowering", "backend"), [("split", "aot_eager"), ("auto", "eager")])
+@pytest.mark.parametrize(
+    ("lowering", "backend"),
+    [pytest.param("split", "aot_eager", marks=pytest.mark.exhaustive), ("auto", "eager")],
+)
 def test_a_split_step_computes_the_same(backend, lowering, sent):
     _, plain = build((), ft.compiled(lowering="split", backend=backend), p=0.0)
     _, step = build((), offloaded(), ft.compiled(lowering=lowering, backend=backend), p=0.0)

@@ -104,6 +104,7 @@ def start(directory, resume, killed_at=-1):
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_of_two_threads_ends_with_the_bits_of_another_process(tmp_path):
     killed = start(tmp_path / "killed", "never", killed_at=4)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
