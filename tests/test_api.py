@@ -483,7 +483,7 @@ SIGNATURES = {
 # What grows: these come first, in this order and with these defaults, and more may follow.
 BEGINNINGS = {
     "Checkpoints.__init__": "(self, directory, *, every, keep=3, best=None, mode='min', async_=True, texts=None)",
-    "anatomy": "(step, state, batch, *, measure=True)",
+    "anatomy": "(step, state, batch, *, measure=True",
     "ladder": "(step, state, batch, *, data=None, techniques=None, stacked=True, throughput=None, rounds=9)",
     "plateau": "(name, rule, factors='*lr')",
     "patience": "(name, count=3, *, mode='min', min_delta=0.0)",

@@ -13,11 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ftrain import backends, tree
 from ftrain._torch import collectives
+from ftrain._torch.planned_mesh import PlannedMesh
 from ftrain.errors import OptionError
 from ftrain.tree.sharding import Shards
 
 REPLICATE, SHARD = "replicate", "shard"
 """The names of the axes of a mesh, in their order."""
+
+ALL = "all"
+"""The name of the group of all ranks of a planned mesh."""
 
 
 def mesh(*, replicate: int | None = None, shard: int | None = None) -> DeviceMesh:
@@ -113,13 +117,22 @@ class Group:
         return Shards(self.sum, self.rank == 0) if self.size > 1 else None
 
 
+def planned_mesh(replicate: int, shard: int) -> DeviceMesh:
+    """Return a mesh of ranks that do not exist, as the first of them sees it, for tensors without values."""
+    return PlannedMesh(tree.HOST.type, (REPLICATE, SHARD), (replicate, shard))
+
+
 def group(mesh: DeviceMesh, axis: str) -> Group:
     """Return the group of this rank along an axis of a mesh."""
+    if isinstance(mesh, PlannedMesh):
+        return Group(axis, mesh.size((REPLICATE, SHARD).index(axis)), 0)
     process_group = mesh.get_group(axis)
     return Group(process_group.group_name, process_group.size(), mesh.get_local_rank(axis))
 
 
-def all_ranks() -> Group:
-    """Return the group of all ranks of the run."""
+def all_ranks(mesh: DeviceMesh) -> Group:
+    """Return the group of all ranks of the run, which are those of its mesh."""
+    if isinstance(mesh, PlannedMesh):
+        return Group(ALL, mesh.size(), 0)
     world: Any = dist.group.WORLD
     return Group(world.group_name, dist.get_world_size(), dist.get_rank())

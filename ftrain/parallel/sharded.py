@@ -96,7 +96,7 @@ class _Ranks:
     def __init__(self, mesh: DeviceMesh, level: int, text: str) -> None:
         self._mesh, self._level, self._text = mesh, level, text
         self._shard, self._replicate = (group(mesh, axis) for axis in (SHARD, REPLICATE))
-        self._all = all_ranks()
+        self._all = all_ranks(mesh)
         self._same_inputs = SameInputs(self._all)
 
     def validate(self, step: Any) -> None:

@@ -7,6 +7,7 @@ from ftrain.profiling.anatomy.timeline import BACKWARD, FORWARD, UPDATE, Allocat
 KINDS = (
     "parameters",
     "frozen parameters",
+    "gathered parameters",
     "low-precision copies",
     "optimizer state",
     "gradients",
@@ -16,7 +17,7 @@ KINDS = (
     "next state",
     "temporaries",
 )
-PARAMETERS, FROZEN, COPIES, OPTIMIZER, GRADIENTS, ACTIVATIONS, REST, BATCH, NEXT, TEMPORARIES = KINDS
+PARAMETERS, FROZEN, GATHERED, COPIES, OPTIMIZER, GRADIENTS, ACTIVATIONS, REST, BATCH, NEXT, TEMPORARIES = KINDS
 
 
 def classify(recorder: AllocationRecorder) -> None:
@@ -40,7 +41,9 @@ def classify(recorder: AllocationRecorder) -> None:
     for allocation in timeline.allocations:
         if allocation.kind:
             continue
-        if allocation.phase == FORWARD and _is_parameter(allocation.cast_of):
+        if allocation.is_gathered:
+            allocation.kind = GATHERED
+        elif allocation.phase == FORWARD and _is_parameter(allocation.cast_of):
             allocation.kind = COPIES
         elif allocation.phase == FORWARD and outlives(allocation, starts):
             allocation.kind = ACTIVATIONS
@@ -51,4 +54,4 @@ def classify(recorder: AllocationRecorder) -> None:
 
 
 def _is_parameter(allocation: Allocation | None) -> bool:
-    return allocation is not None and allocation.kind in (PARAMETERS, FROZEN, COPIES)
+    return allocation is not None and allocation.kind in (PARAMETERS, FROZEN, GATHERED, COPIES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import tree
-from ftrain._torch import NEEDS_VALUES, FakeTensorMode, fake_like
+from ftrain._torch import NEEDS_VALUES, FakeTensorMode, dtensor, fake_like
 from ftrain.backends.transfers import is_abstract, is_in_file
 from ftrain.errors import TraceError
 from ftrain.profiling.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, classify
@@ -18,7 +18,7 @@ from ftrain.profiling.anatomy.timeline import AllocationRecorder, Timeline
 from ftrain.step.eager import Eager
 from ftrain.step.step import Step
 from ftrain.step.swap_params import bound, preserve_attributes, slots_of
-from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
+from ftrain.types import Gradients, Hyper, Metrics, PyTree, TrainState, UpdateFn, replace
 
 
 def abstract_state(step: Step, module: nn.Module) -> TrainState:
@@ -60,6 +60,11 @@ def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
 def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
     """Run a step eagerly on fake tensors, and return what it allocates; a compiled step as if it were eager.
 
+    Args:
+        step: the step; one that is `sharded`, on a planned mesh.
+        state: of the step.
+        batch: of the whole run.
+
     Raises:
         TraceError: when the step asks for the value of a tensor.
     """
@@ -69,10 +74,7 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
     is_offloaded = _is_offloaded(state)
     # While the step uses them, offloaded tensors have device memory.
     state = replace(state, opt_state=tree.map(_materialized, state.opt_state))
-    # On the CPU, whatever the device: the size of a tensor does not depend on it.
-    state, batch = tree.map(
-        lambda leaf: fake_like(mode, leaf, tree.HOST) if isinstance(leaf, Tensor) else leaf, (state, batch)
-    )
+    state, batch = tree.map(lambda leaf: _fake(mode, leaf), (state, batch))
     tensors_by_kind = {
         PARAMETERS: _tensors(state.params),
         FROZEN: _tensors(state.frozen),
@@ -85,20 +87,48 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
         [leaf for leaf, is_outside in zip(_tensors(state.opt_state), is_offloaded, strict=True) if is_outside]
     )
 
-    def marking(update: UpdateFn) -> UpdateFn:
+    run = _RecordedRun(step, recorder)
+    on_ranks = next((each.step.on_ranks for each in step.wrappers if each.step and each.step.on_ranks), None)
+    with fake_run("anatomy", step, mode), recorder, recorder.running.followed():
+        if on_ranks is None:
+            run(state, batch, hyper, (0, 0))
+        else:
+            local, rows, around = on_ranks(state, batch, step.microbatches)
+            around(run)(local, rows, hyper, (0, 0))
+    classify(recorder)
+    return recorder.timeline
+
+
+class _RecordedRun(Eager):
+    """Runs a step operation by operation, and tells a recorder what its tensors are for."""
+
+    def __init__(self, step: Step, recorder: AllocationRecorder) -> None:
+        super().__init__(step, around_update=self._marking)
+        self._recorder = recorder
+
+    def __call__(
+        self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
+    ) -> tuple[TrainState, Metrics]:
+        self._recorder.mark(_tensors(batch), BATCH)
+        new_state, metrics = super().__call__(state, batch, hyper, words)
+        self._recorder.mark(_tensors(new_state), NEXT)
+        return new_state, metrics
+
+    def _marking(self, update: UpdateFn) -> UpdateFn:
         def marked(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
-            recorder.mark(_tensors(gradients.grads), GRADIENTS)
-            recorder.update_start = len(recorder.timeline.operations)
+            self._recorder.mark(_tensors(gradients.grads), GRADIENTS)
+            self._recorder.update_start = len(self._recorder.timeline.operations)
             return update(state, gradients, hyper, donate=donate)
 
         return marked
 
-    run = Eager(step, around_update=marking)
-    with fake_run("anatomy", step, mode), recorder, recorder.running.followed():
-        new_state, _ = run(state, batch, hyper, (0, 0))
-        recorder.mark(_tensors(new_state), NEXT)
-    classify(recorder)
-    return recorder.timeline
+
+def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
+    """Return a fake tensor like a tensor, and a DTensor of one for a DTensor; other leaves as they are."""
+    if dtensor.is_dtensor(leaf):
+        return dtensor.with_local_part(leaf, fake_like(mode, dtensor.local_part(leaf), tree.HOST))
+    # On the CPU, whatever the device: the size of a tensor does not depend on it.
+    return fake_like(mode, leaf, tree.HOST) if isinstance(leaf, Tensor) else leaf
 
 
 def _is_offloaded(state: TrainState) -> list[bool]:
@@ -119,4 +149,6 @@ def _materialized(leaf: Any) -> Any:
 
 
 def _tensors(node: PyTree) -> list[Any]:
-    return [leaf for leaf in tree.leaves(node) if isinstance(leaf, Tensor)]
+    """Return the tensors of a tree; of DTensors the part of this rank."""
+    tensors = [leaf for leaf in tree.leaves(node) if isinstance(leaf, Tensor)]
+    return [dtensor.local_part(leaf) if dtensor.is_dtensor(leaf) else leaf for leaf in tensors]

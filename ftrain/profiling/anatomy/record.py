@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ftrain.profiling.anatomy.drawing import draw
 from ftrain.profiling.anatomy.kinds import ACTIVATIONS, COPIES, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
 from ftrain.profiling.anatomy.timeline import Allocation, Timeline
+from ftrain.profiling.anatomy.traffic import MeshLayout, Traffic, traffic_of
 from ftrain.step.flops import GROUPS
 
 if TYPE_CHECKING:
@@ -31,10 +32,11 @@ class Anatomy:
 
     Args:
         timeline: every allocation and operation, as predicted; of a compiled step, those of the eager one.
-        params: number of trained parameters.
+        params: number of trained parameters, whole ones.
         compiled: whether the step is compiled, so that `peak`, that of the eager step, is usually too high.
         measured: bytes at the peak, measured; None where nothing was measured.
         seconds: time by group, measured; None where nothing was measured.
+        layout: how the step is divided over ranks, of which this is the first; None for one that is not.
     """
 
     timeline: Timeline = field(repr=False)
@@ -42,6 +44,7 @@ class Anatomy:
     compiled: bool = False
     measured: int | None = None
     seconds: Mapping[str, float] | None = None
+    layout: MeshLayout | None = None
 
     @cached_property
     def peak(self) -> int:
@@ -84,6 +87,11 @@ class Anatomy:
             counts[operation.group] += operation.flops
         return dict(counts)
 
+    @cached_property
+    def traffic(self) -> list[Traffic]:
+        """What each rank sends in a step, by kind of collective and axis of the mesh; most first."""
+        return [] if self.layout is None else traffic_of(self.timeline.collectives, self.layout)
+
     @property
     def at_rest(self) -> Counter[str]:
         """Bytes that are allocated before the step, by what they are for."""
@@ -119,6 +127,8 @@ class Anatomy:
             **{name: getattr(self, name) for name in totals},
             **{name: dict(getattr(self, name)) for name in tables},
             "seconds": None if self.seconds is None else dict(self.seconds),
+            "layout": None if self.layout is None else self.layout._asdict(),
+            "traffic": [row._asdict() for row in self.traffic],
         }
 
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
@@ -135,11 +145,11 @@ class Anatomy:
         return draw(curves, [each.phase for each in self.timeline.operations], path)
 
     def __repr__(self) -> str:
-        return "\n".join([*self._memory(), "", *self._work()])
+        return "\n".join([*self._memory(), *self._sent(), "", *self._work()])
 
     def _memory(self) -> list[str]:
         unit, name = _unit(self.peak, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-        peak = f"{self.peak / unit:,.1f} {name} at the peak, predicted"
+        peak = f"{self.peak / unit:,.1f} {name} at the peak{self._where()}, predicted"
         if self.compiled:
             peak += f" {EAGER}"
         if self.measured is not None and self.measured_ratio is not None:
@@ -160,6 +170,25 @@ class Anatomy:
         modules = list(self.activations.items())
         others = sum(size for _, size in modules[MOST_SHOWN:])
         return [*modules[:MOST_SHOWN], ("(others)", others)] if others else modules[:MOST_SHOWN]
+
+    def _where(self) -> str:
+        if self.layout is None:
+            return ""
+        replicate, shard, level = self.layout
+        return f" of one of {self.layout.ranks:,} ranks (replicate={replicate}, shard={shard}, level={level})"
+
+    def _sent(self) -> list[str]:
+        if not self.traffic:
+            return []
+        total = sum(row.sent for row in self.traffic)
+        unit, name = _unit(total, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+        lines = ["", f"{total / unit:,.1f} {name} sent by each rank in a step, if collectives are rings"]
+        for row in self.traffic:
+            what = f"{row.kind}, {row.axis}"
+            lines.append(
+                f"  {what:<26} {row.sent / unit:>12,.1f} {name}  {row.sent / max(total, 1):6.1%}  {row.calls:,} calls"
+            )
+        return lines
 
     def _work(self) -> list[str]:
         total = sum(self.flops.values())

@@ -7,6 +7,7 @@ import dataclasses
 from ftrain import tree
 from ftrain.errors import StructureError
 from ftrain.profiling.anatomy.measured import measure as run_measured
+from ftrain.profiling.anatomy.planned import layout_of, plan, planned_state
 from ftrain.profiling.anatomy.predicted import abstract_state, predict
 from ftrain.profiling.anatomy.record import Anatomy
 from ftrain.profiling.step_variants import require_step
@@ -15,7 +16,15 @@ from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
 
-def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: bool = True) -> Anatomy:
+def anatomy(
+    step: Step,
+    state: TrainState | None,
+    batch: PyTree,
+    *,
+    measure: bool = True,
+    mesh: tuple[int, int] | None = None,
+    level: int | None = None,
+) -> Anatomy:
     """Return where the memory and the work of a step go: predicted, and measured.
 
     The prediction runs the step operation by operation on fake tensors, so that a model may be larger than this
@@ -28,24 +37,37 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
     stores fewer results, but may take more where Inductor copies the inputs of convolutions into the channels-last
     layout and keeps the copies for the backward pass. Where a step is measured, the ratio is shown.
 
+    On many ranks it is the anatomy of the first of them, which has the most, and what it sends. With `mesh` the ranks
+    need not exist: the step runs as that rank would, on fake tensors, and nothing communicates.
+
     Args:
         step: the step.
         state: a state of it, which is left as it is. Default: that of the module of its loss, which may be on the
             ``meta`` device; then nothing is measured.
         batch: a batch of tensors; with ``meta`` tensors, nothing is measured.
-        measure: also run the step twice on a copy of the state, and measure its peak and its time.
+        measure: also run the step twice on a copy of the state, and measure its peak and its time; a step of several
+            ranks must then be measured on each. Never with `mesh` or `level`.
+        mesh: the ranks to plan for, as (replicate, shard); the batch is that of all of them. Default: those of the
+            step.
+        level: the level of `sharded` to plan for. Default: that of the step, or that of `sharded` by default.
 
     Raises:
-        ComposeError: for what is no `Step`.
+        ComposeError: for what is no `Step`; for a step that cannot be on ranks, or not at this level.
+        OptionError: for a mesh that is no pair of sizes, another level, or a level without ranks.
         StructureError: for the state of another step, or no state where the loss is no module.
         TraceError: when the step asks for the value of a tensor.
     """
     require_step("anatomy", step, state)
-    can_measure, batch = measure and state is not None, as_tree(batch)
-    state = _state_of(step, state)
-    params = sum(leaf.numel() for leaf in tree.leaves(state.params))
-    predicted = Anatomy(predict(step, state, batch), params, step.is_compiled)
-    if not can_measure or any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch)):
+    is_planned = mesh is not None or level is not None
+    batch = as_tree(batch)
+    if state is not None:
+        step.require(state)
+    on_ranks = plan("anatomy", step, mesh, level) if is_planned or layout_of(step) else step
+    started = _state_of(on_ranks, state)
+    params = sum(leaf.numel() for leaf in tree.leaves(started.params))
+    predicted = Anatomy(predict(on_ranks, started, batch), params, step.is_compiled, layout=layout_of(on_ranks))
+    is_meta = any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch))
+    if not measure or state is None or is_planned or is_meta:
         return predicted
     # Only a step that donates writes to its state.
     measured = run_measured(step, tree.clone(state) if step.donate else state, batch)
@@ -55,8 +77,7 @@ def anatomy(step: Step, state: TrainState | None, batch: PyTree, *, measure: boo
 
 def _state_of(step: Step, state: TrainState | None) -> TrainState:
     if state is not None:
-        step.require(state)
-        return state
+        return state if layout_of(step) is None else planned_state(step, state)
     if step.base.module is None:
         text = step.base.text
         raise StructureError(f"anatomy: {text} is no module; pass a state: anatomy(step, step.init(params), batch)")

@@ -13,11 +13,15 @@ from torch import Tensor, nn
 
 from ftrain import tree
 from ftrain._torch import TorchDispatchMode, in_backward, storage_id
+from ftrain.profiling.anatomy.traffic import SENT_PER_BYTE, Collective
 from ftrain.step.flops import flops, group_of, is_view
 from ftrain.step.module_path import Running
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 """The phases of a step."""
+
+COPYING = "clone", "cat"
+"""Operations whose result has the values of their first tensor in other memory."""
 
 
 @dataclass
@@ -31,6 +35,7 @@ class Allocation:
         module: dotted name of the module that was running.
         kind: what it is for, where that is known.
         cast_of: the allocation of which it is a copy in another dtype, if it is one.
+        is_gathered: whether it joins the parts of all ranks.
         end: index of the first operation after it was freed; None while it is alive.
     """
 
@@ -40,6 +45,7 @@ class Allocation:
     module: str
     kind: str = ""
     cast_of: Allocation | None = None
+    is_gathered: bool = False
     end: int | None = None
 
 
@@ -54,10 +60,11 @@ class Operation:
 
 @dataclass
 class Timeline:
-    """The allocations and the operations of one step, in order."""
+    """The allocations, the operations and the collectives of one step, in order."""
 
     allocations: list[Allocation] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
 
     def end(self, allocation: Allocation) -> int:
         """Return the index of the first operation after an allocation was freed; their number if it never was."""
@@ -94,13 +101,20 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors:
                 self._add(tensor, kind=kind)
 
-    def _add(self, tensor: Tensor, phase: str = "", kind: str = "", cast_of: Allocation | None = None) -> None:
+    def _add(
+        self,
+        tensor: Tensor,
+        phase: str = "",
+        kind: str = "",
+        cast_of: Allocation | None = None,
+        is_gathered: bool = False,
+    ) -> None:
         """Record the memory of a tensor, unless it is recorded already."""
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         if key in self._live:
             return
         start = len(self.timeline.operations)
-        self._live[key] = Allocation(storage.nbytes(), start, phase, self.running.name, kind, cast_of)
+        self._live[key] = Allocation(storage.nbytes(), start, phase, self.running.name, kind, cast_of, is_gathered)
         self.timeline.allocations.append(self._live[key])
         weakref.finalize(storage, self._free, key)
 
@@ -123,20 +137,34 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation and record it."""
         kwargs = kwargs or {}
         name, phase = func.overloadpacket.__name__, current_phase()
+        is_collective = func.namespace == "_c10d_functional"
+        if is_collective and name == "wait_tensor":
+            return args[0]  # As the real operation does; that of fake tensors returns a new tensor.
         # Fused optimizer kernels write in place and return nothing. Some have no fake kernel: torch would run the real
         # one on tensors of that size.
         is_fused_update = name.startswith("_fused_") and name.endswith("_")
         returned = None if is_fused_update else func(*args, **kwargs)
-        # A view allocates nothing; one of a constant that the loss holds is not recorded as memory of the step.
-        if is_view(func):
+        # A view allocates nothing; one of a constant that the loss holds is not recorded as memory of the step. What
+        # asks for the device of a tensor computes nothing.
+        if is_view(func) or func.namespace == "prim":
             return returned
-        cast_of = self._live.get(storage_id(args[0])) if name == "_to_copy" else None
+        if is_collective and name in SENT_PER_BYTE:
+            self.timeline.collectives.append(Collective(name, str(args[-1]), args[0].nbytes))
+        source = self._source(args) if name in ("_to_copy", *COPYING) else None
+        cast_of = source if name == "_to_copy" else None
+        is_copied = name in COPYING and source is not None and source.is_gathered
         for leaf in tree.leaves(returned):
             if isinstance(leaf, Tensor):
-                self._add(leaf, phase, cast_of=cast_of)
+                is_gathered = is_copied or (is_collective and name == "all_gather_into_tensor")
+                self._add(leaf, phase, cast_of=cast_of, is_gathered=is_gathered)
         count = flops(func, name, args, kwargs, returned)
         self.timeline.operations.append(Operation(group_of(name), phase, count))
         return returned
+
+    def _source(self, args: Any) -> Allocation | None:
+        """Return the memory of the first tensor among arguments."""
+        first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+        return self._live.get(storage_id(first))
 
 
 def current_phase() -> str:

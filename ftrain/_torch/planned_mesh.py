@@ -1,0 +1,23 @@
+"""A DeviceMesh without process groups, for ranks that do not exist."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ftrain._torch import private_names
+
+
+class PlannedMesh(DeviceMesh):
+    """A mesh as its first rank sees it, of any size, on which nothing can communicate: for tensors without values.
+
+    Args:
+        device_type: of its tensors.
+        names: of its axes.
+        shape: the length of each axis.
+    """
+
+    def __init__(self, device_type: str, names: tuple[str, ...], shape: tuple[int, ...]) -> None:
+        ranks = torch.arange(torch.Size(shape).numel()).view(shape)
+        with private_names():
+            super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)

@@ -1,0 +1,198 @@
+"""Plans for ranks that do not exist: what is predicted of a mesh is what its ranks measure."""
+
+import json
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain import optim, tree
+from ftrain._torch import dtensor
+from ftrain.errors import ComposeError, OptionError
+from ftrain.step.flops import CONTRACTION
+from tests.parallel.ranks import run
+from tests.profiling.test_anatomy import WRAPPERS, LivePeak, words
+
+_seeding = threading.Lock()
+
+
+def make(wrapper, optimizer=None):
+    with _seeding:
+        torch.manual_seed(0)
+        loss = words(True)[0]
+    return ft.compose(ft.train_step(loss, optimizer or optim.adamw(1e-3)), *WRAPPERS[wrapper])
+
+
+class Watched(LivePeak):
+    """Also the collectives of a real run: name and bytes of the input."""
+
+    def __init__(self, trees):
+        self.calls = []
+        super().__init__(trees)
+
+    def add(self, trees):
+        leaves = tree.leaves(trees)
+        super().add([dtensor.local_part(leaf) if dtensor.is_dtensor(leaf) else leaf for leaf in leaves])
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional" and name != "wait_tensor":
+            self.calls.append((name, args[0].nbytes))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def on_ranks(wrapper, batch, replicate, shard, level):
+    """Return the peaks of the ranks, and the collectives of the first one."""
+
+    def rank(_):
+        mesh = ft.parallel.mesh(replicate=replicate, shard=shard)
+        step = ft.sharded(mesh, level)(make(wrapper))
+        state, _ = step(step.init(), batch)  # The first step also compares batches.
+        watched = Watched((state.params, state.frozen, state.buffers, state.opt_state, state.slots, batch))
+        with watched:
+            step(state, batch)
+        return watched.peak, watched.calls
+
+    results = run(replicate * shard, rank)
+    return [peak for peak, _ in results], results[0][1]
+
+
+FEW = {
+    ("clip", (2, 1), 0),
+    ("accumulate", (2, 2), 1),
+    ("bf16", (1, 2), 2),
+    ("all", (2, 2), 3),
+}
+MESHES = [((1, 2), level) for level in range(4)] + [((2, 1), 0), ((1, 3), 3), ((1, 4), 3), ((2, 2), 1), ((2, 2), 3)]
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "mesh", "level"),
+    [
+        pytest.param(*case, marks=[] if case in FEW else pytest.mark.exhaustive)
+        for case in [
+            (wrapper, *each) for wrapper in ("plain", "clip", "bf16", "remat", "accumulate", "all") for each in MESHES
+        ]
+    ],
+)
+def test_what_is_planned_is_what_ranks_measure(wrapper, mesh, level):
+    batch = words(True)[1]
+    peaks, calls = on_ranks(wrapper, batch, *mesh, level)
+    planned = ft.anatomy(make(wrapper), None, batch, mesh=mesh, level=level)
+    # Ranks that are threads may hold what another one frees for a moment.
+    assert planned.peak == pytest.approx(min(peaks), rel=0.1)
+    assert [(each.operation, each.nbytes) for each in planned.timeline.collectives] == calls
+
+
+def sent(planned):
+    return {(row.kind, row.axis): row.sent for row in planned.traffic}
+
+
+def test_what_travels_by_hand():
+    """Per rank two gradients, at level 3 up to three; between copies of the state two shards of one."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False)) for _ in range(4)))
+    loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
+    step, batch = ft.train_step(loss, optim.adamw(1e-3)), torch.empty(512, 64, device="meta")
+    size, scalars = 4 * 4 * 64 * 64, 256
+
+    def planned(mesh, level, wrappers=()):
+        return sent(ft.anatomy(ft.compose(step, *wrappers), None, batch, mesh=mesh, level=level))
+
+    assert planned((1, 8), 0)["all-reduce", "all"] == pytest.approx(2 * 7 / 8 * size, abs=scalars)
+    assert planned((4, 1), 1)["all-reduce", "replicate"] == pytest.approx(2 * 3 / 4 * size, abs=scalars)
+    for wrappers in ((), (ft.accumulate(4),)):
+        once = planned((4, 8), 1, wrappers)
+        assert once["all-gather", "shard"] == once["reduce-scatter", "shard"] == pytest.approx(7 / 8 * size)
+        assert once["all-reduce", "replicate"] == pytest.approx(2 * 3 / 4 * size / 8, abs=scalars)
+    blocks = planned((4, 8), 3)
+    # The backward pass of the first block does not need its weight, for nothing before it trains.
+    assert blocks["all-gather", "shard"] == pytest.approx((2 - 1 / 4) * 7 / 8 * size)
+    assert blocks["reduce-scatter", "shard"] == pytest.approx(7 / 8 * size)
+    assert blocks["all-reduce", "replicate"] == pytest.approx(2 * 3 / 4 * size / 8, abs=scalars)
+    microbatches = planned((4, 8), 3, (ft.accumulate(4),))
+    assert microbatches["all-gather", "shard"] == 4 * blocks["all-gather", "shard"]
+
+
+def test_blocks_of_lengths_that_ranks_do_not_divide_travel_padded():
+    loss = ft.from_module(nn.Linear(5, 9, bias=False), lambda model, batch: model(batch).square().mean())
+    planned = ft.anatomy(ft.train_step(loss, optim.sgd(0.1)), None, torch.zeros(8, 5), mesh=(1, 4), level=1)
+    # Blocks of 3 rows: 3, 3, 3, 0.
+    assert sent(planned)["all-gather", "shard"] == 3 * 3 * 5 * 4
+    assert planned.at_rest["parameters"] == 3 * 5 * 4
+
+
+@pytest.mark.parametrize("level", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+def test_the_state_is_that_of_the_module_of_one_device_or_of_ranks(level):
+    step, batch = make("clip"), words(True)[1]
+    divided = ft.sharded(ft.parallel.mesh(), 1)(step)
+    plans = [
+        ft.anatomy(each, state, batch, mesh=(2, 4), level=level, measure=False).as_dict()
+        for each, state in ((step, None), (step, step.init()), (divided, divided.init()), (divided, None))
+    ]
+    assert all(plan == plans[0] for plan in plans)
+    torch.distributed.destroy_process_group()
+
+
+def test_a_step_on_ranks_is_measured_as_it_is_and_planned_for_others():
+    step, batch = ft.sharded(ft.parallel.mesh(), 1)(make("plain")), words(True)[1]
+    state = step.init()
+    found = ft.anatomy(step, state, batch)
+    assert found.layout == (1, 1, 1)
+    assert found.measured_ratio == pytest.approx(1, abs=0.05)
+    assert not found.traffic
+    planned = ft.anatomy(step, state, batch, mesh=(2, 4))
+    assert planned.layout == (2, 4, 1)
+    assert planned.measured is None
+    torch.distributed.destroy_process_group()
+
+
+def test_a_model_and_ranks_that_no_machine_holds():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(30_000, 30_000, bias=False)) for _ in range(10)))
+    loss = ft.from_module(model, lambda model, batch: model(batch).square().mean())
+    step = ft.compose(ft.train_step(loss, optim.adamw(1e-3)), ft.donated())
+    batch = torch.empty(8192, 30_000, device="meta")
+    planned = ft.anatomy(step, None, batch, mesh=(64, 64))
+    assert planned.params == 9 * 10**9
+    assert planned.at_rest["parameters"] == pytest.approx(9e9 * 4 / 64, rel=0.01)
+    assert planned.at_rest["optimizer state"] == pytest.approx(9e9 * 8 / 64, rel=0.01)
+    assert 3.6e9 <= planned.most["gathered parameters"] < 36e9 / 2  # A few blocks, and never the model.
+    assert planned.flops[CONTRACTION] == pytest.approx(6 * 9e9 * 2, rel=0.1)  # Two examples of a rank.
+
+
+def test_the_table_of_a_plan():
+    planned = ft.anatomy(make("clip"), None, words(True)[1], mesh=(2, 4), level=1)
+    text = repr(planned)
+    for part in (
+        "at the peak of one of 8 ranks (replicate=2, shard=4, level=1), predicted\n",
+        "  gathered parameters",
+        "MiB sent by each rank in a step, if collectives are rings\n",
+        "  all-gather, shard",
+        "  reduce-scatter, shard",
+        "  all-reduce, replicate",
+        "1 calls",
+    ):
+        assert part in text
+    numbers = json.loads(json.dumps(planned.as_dict()))
+    assert numbers["layout"] == {"replicate": 2, "shard": 4, "level": 1}
+    assert sum(row["sent"] for row in numbers["traffic"]) == sum(row.sent for row in planned.traffic) > 0
+
+
+@pytest.mark.parametrize("mesh", [8, (8,), (0, 8), (2, -1), (2, 4, 1), (True, 2), (2.0, 4), "28"])
+def test_a_mesh_that_is_none(mesh):
+    with pytest.raises(
+        OptionError, match=r"anatomy: mesh is .*; needs \(replicate, shard\), two positive whole numbers"
+    ):
+        ft.anatomy(make("plain"), None, words(True)[1], mesh=mesh)
+
+
+def test_what_a_plan_refuses():
+    step, batch = make("plain"), words(True)[1]
+    with pytest.raises(OptionError, match=r"anatomy: level is 1, of a step on one device; give the ranks, as mesh="):
+        ft.anatomy(step, None, batch, level=1)
+    with pytest.raises(OptionError, match="sharded: level is 7"):
+        ft.anatomy(step, None, batch, mesh=(1, 2), level=7)
+    with pytest.raises(ComposeError, match="may need more of a leaf than a rank has"):
+        ft.anatomy(make("plain", optim.adafactor(1e-3)), None, batch, mesh=(1, 2))
