@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import _torch
-from ftrain.errors import OptionError
 from ftrain.parallel.gather import gathered
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, gather_all
-from ftrain.step.blocks import find_blocks, forwarding
+from ftrain.step.blocks import forwarding, repeated_children
 from ftrain.step.swap_params import Slot, bound, slots_of
 
 MOST_BLOCKS = 2
@@ -36,7 +35,7 @@ class BlockGather:
 
     def __init__(self, module: nn.Module, group: Group) -> None:
         self._group = group
-        self._slots = {block: _parameters(block, module) for block in _blocks(module)}
+        self._slots = {block: _parameters(block, module) for block in repeated_children(module)}
         self.names = _only_in(self._slots.values(), slots_of(module))
         """The names of parameters that are gathered by block."""
         self._gathered_again: deque[_Again] = deque()
@@ -113,13 +112,6 @@ class _Again:
     def forget(self) -> None:
         """Free what was gathered again."""
         self._wholes = None
-
-
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    try:
-        return list(find_blocks(module, None))
-    except OptionError:  # It has none: everything is gathered at once.
-        return []
 
 
 def _parameters(block: nn.Module, module: nn.Module) -> list[Slot]:

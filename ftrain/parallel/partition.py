@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch
+from ftrain.checkpoint.stored_tensor import StoredTensor
 from ftrain.parallel.mesh import Group
 
 BUCKET_BYTES = 32 << 20
@@ -59,8 +60,8 @@ class Part:
         start = min(rank * self.block, total)
         return start, min(self.block, total - start)
 
-    def take(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a view of the block of a rank."""
+    def take(self, whole: Tensor | StoredTensor, rank: int) -> Tensor:
+        """Return the block of a rank: a view of a tensor, or read from a file."""
         return whole.narrow(self.axis, *self.range(rank))
 
     def rows(self, whole: Tensor) -> Tensor:

@@ -119,8 +119,12 @@ class _Ranks:
     def place(self, params: PyTree, frozen: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """Return the tensors of the first rank on every rank; what the level divides as DTensors."""
         leaves, spec = tree.flatten((params, frozen, buffers))
-        # Copies: parts of one flat buffer would keep all of it.
-        leaves = [leaf.clone() for leaf in broadcast_all(self._all, leaves)] if self._all.size > 1 else leaves
+        if self._all.size > 1:
+            # What is in a file is the same on all ranks.
+            tensors = [leaf for leaf in leaves if tree.is_tensor(leaf)]
+            # Copies: parts of one flat buffer would keep all of it.
+            copies = iter([copy.clone() for copy in broadcast_all(self._all, tensors)])
+            leaves = [next(copies) if tree.is_tensor(leaf) else leaf for leaf in leaves]
         params, frozen, buffers = tree.unflatten(spec, leaves)
         if self._level:
             params = divide(params, self._mesh, self._shard.rank)

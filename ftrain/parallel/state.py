@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain import tree
 from ftrain._torch import dtensor
+from ftrain.checkpoint.stored_tensor import StoredTensor
 from ftrain.errors import StructureError
 from ftrain.parallel.partition import Part, axis_to_divide
 from ftrain.types import PyTree, TrainState, replace
@@ -35,7 +37,7 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
     """Return a tree of DTensors over a mesh, of which this rank keeps copies of its blocks alone.
 
     Args:
-        params: whole tensors; those without an axis stay as they are, on every rank.
+        params: whole tensors, or such in files; those without an axis stay as they are, on every rank.
         mesh: of shape (replicate, shard).
         rank: the place of this rank on the axis ``shard``.
     """
@@ -50,8 +52,8 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
     return tree.map(block, params)
 
 
-def _block(whole: Tensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
-    strides = whole.contiguous().stride()
+def _block(whole: Tensor | StoredTensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
+    strides = torch.empty(whole.shape, device="meta").stride()
     return dtensor.from_block(part.take(whole, rank).contiguous().clone(), mesh, part.axis, whole.shape, strides)
 
 

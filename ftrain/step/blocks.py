@@ -127,7 +127,7 @@ def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any
     """
     named = dict(module.named_modules())
     if wanted is None:
-        blocks = dict.fromkeys(_repeated_children(module))
+        blocks = dict.fromkeys(repeated_children(module))
     elif isinstance(wanted, Sequence | Mapping):
         choices = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
         _require_blocks(module, named, choices)
@@ -157,11 +157,12 @@ def _require_blocks(module: nn.Module, named: Mapping[str, nn.Module], wanted: M
         raise OptionError(f"remat: {type(module).__name__} has no block {', '.join(missing)}; types in it are {known}")
 
 
-def _repeated_children(module: nn.Module) -> list[nn.Module]:
+def repeated_children(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a module that `find_blocks` takes where none are named; none if it has no such lists."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
         children = list(module)
         types = [type(child) for child in children]
         repeated = [child for child in children if types.count(type(child)) > 1 and any(True for _ in child.children())]
         if repeated:
             return repeated
-    return [part for child in module.children() for part in _repeated_children(child)]
+    return [part for child in module.children() for part in repeated_children(child)]

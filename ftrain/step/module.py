@@ -18,7 +18,7 @@ from ftrain.errors import LossError, StructureError
 from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
 from ftrain.step.purity import merge
 from ftrain.step.shared_memory import overlaps
-from ftrain.step.swap_params import BorrowedModule, Slot, fill, named_tensors, preserve_dicts, put, slots_of
+from ftrain.step.swap_params import BorrowedModule, Slot, fill, is_donated, named_tensors, preserve_dicts, put, slots_of
 from ftrain.step.value_and_grad import normalise
 from ftrain.tree import MAX_LISTED
 from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
@@ -206,9 +206,11 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
 def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     """Return the parameters and buffers of a module, detached, and the names of the trainable parameters.
 
+    Those on the device meta have no values yet.
+
     Raises:
-        StructureError: for a lazy parameter that has no shape yet, or one without values; for a trainable one that
-            has memory in common with another tensor.
+        StructureError: for a lazy parameter that has no shape yet, or one whose values were donated; for a trainable
+            one that has memory in common with another tensor.
     """
     for owner, part in module.named_modules():
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
@@ -217,11 +219,11 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
                     f"Step.init: {owner + '.' if owner else ''}{name} of {type(part).__name__} has no shape yet; run "
                     "the module once on an example before making the state"
                 )
-            if tensor.is_meta:
+            if tensor.is_meta and is_donated(module):
                 raise StructureError(
                     f"Step.init: {owner + '.' if owner else ''}{name} of {type(part).__name__} has a shape but no "
-                    "values: it is on the device meta, or was donated to another state; fill the module first "
-                    "(ft.to_module(module, state) puts weights back)"
+                    "values: it was donated to another state; fill the module first (ft.to_module(module, state) puts "
+                    "weights back)"
                 )
     params = {name: param.detach() for name, param in module.named_parameters()}
     buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}

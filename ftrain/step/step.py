@@ -15,11 +15,12 @@ from ftrain import backends, random, tree
 from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.step.across_ranks import order
 from ftrain.step.eager import Eager
+from ftrain.step.initial_state import initial_parts
 from ftrain.step.lowered import Lowered
 from ftrain.step.purity import as_tree
 from ftrain.step.shared_memory import copy_shared
 from ftrain.step.swap_params import to_meta_
-from ftrain.step.trainable_params import chooser, require_params
+from ftrain.step.trainable_params import require_params
 from ftrain.step.update import guarded, optimize
 from ftrain.step.value_and_grad import report, value_and_grad
 from ftrain.step.wrapper import ARROWS, OnGrad, OnRanks, OnStep, OnUpdate, SlotSpec, Wrapper
@@ -203,50 +204,31 @@ class Step:
     ) -> TrainState:
         """Return the state before the first step; it shares no memory with what it is made from.
 
+        The tensors of a module that are on the device ``meta`` get the values that its methods ``reset_parameters()``,
+        or ``_init_weights(part)`` of transformers' models, draw from `seed`; the module itself stays on ``meta``.
+        Where the step divides its state over ranks, each block is divided before the next one is made.
+
         Args:
-            params: a tree of floating-point tensors; not needed when the loss comes from a module.
+            params: a tree of floating-point tensors; not needed when the loss comes from a module. Or the path of
+                safetensors, a file or a directory as Hugging Face's libraries write it, with values for the module:
+                each rank reads its parts only.
             buffers: a tree of tensors that the loss carries from step to step.
             seed: of the state's random key.
-            device: where the state lives. Default: the device of the parameters.
+            device: where the state lives. Default: the device of the parameters; for a module on ``meta`` that of
+                `ftrain.backends.default`.
             donate: do not copy: the memory of the parameters and buffers becomes the state's. A module is
                 left with shapes only, on the device ``meta``, until `ftrain.to_module` fills it.
 
         Raises:
-            StructureError: for no parameters, or a parameter that is not a floating-point tensor.
+            StructureError: for no parameters, or a parameter that is not a floating-point tensor; for a tensor on
+                ``meta`` that no method writes; for files without some tensor of the module.
+            CheckpointError: when a file cannot be read.
             DeviceError: when the device is not there or cannot do what a wrapper needs.
         """
-        module = self.base.module
-        if module is None and params is None:
-            raise StructureError(f"Step.init: {self.base.text} is no module; pass the parameters: step.init(params)")
-        initial_params, initial_buffers, names = self.base.initial()
-        adapters, trainable = self.loss.adapters, self.trainable
-        if adapters is not None and trainable is None:
-            trainable = []
-        if names is not None and not names and trainable is None:
-            raise StructureError(
-                f"Step.init: there is no parameter to train: none of {type(module).__name__} requires a gradient; set "
-                "requires_grad, or say which train with trainable="
-            )
-        params = initial_params if params is None else params
-        if names is not None:
-            names |= set(tree.leaf_names(params)) - initial_params.keys()
-        buffers = initial_buffers if buffers is None else buffers
-        chosen = chooser(trainable, names, params)
-        params, buffers = (tree.take if donate else tree.clone)((params, buffers))
-        params, frozen = tree.split(params, chosen)
-        if adapters is not None:
-            params, frozen = adapters.added(params, frozen, random.key(seed))
+        place = None if device is None else backends.resolve(device)
+        params, frozen, buffers = initial_parts(self, params, buffers, seed, place, donate)
         require_params(params)
-        frozen = frozen if tree.leaves(frozen) else None
-        parts = params, frozen, buffers
-        if device is not None:
-            place = backends.resolve(device)
-            parts = tuple(tree.to(part, place) for part in parts)
-        params, frozen, buffers = parts
         self._require_device(params)
-        for each in self._on_step:
-            if each.place:
-                params, frozen, buffers = each.place(params, frozen, buffers)
         state = TrainState(
             step=torch.zeros((), dtype=torch.int64),
             params=params,
@@ -256,8 +238,8 @@ class Step:
             slots=self.init_slots(params),
             rng=random.key(seed),
         )
-        if donate and module is not None:
-            to_meta_(module)
+        if donate and self.base.module is not None:
+            to_meta_(self.base.module)
         return mark_donatable(state)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -159,9 +160,19 @@ def preserve_attributes(module: nn.Module | None) -> Iterator[None]:
                 container.update(copy)
 
 
+_donated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 def to_meta_(module: nn.Module) -> None:
     """Move the parameters and buffers of a module to the meta device, freeing their memory."""
+    if not all(tensor.is_meta for _, tensor in named_tensors(module)):
+        _donated.add(module)
     _replace(module, {name: tensor.detach().to("meta") for name, tensor in named_tensors(module)})
+
+
+def is_donated(module: nn.Module) -> bool:
+    """Whether `to_meta_` has taken the values of a module, and `fill` has not brought others."""
+    return module in _donated
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -174,6 +185,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             else:
                 tensor.copy_(tensors[name])
     _replace(module, empty)
+    _donated.discard(module)
 
 
 def _replace(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -44,7 +44,7 @@ class ModuleAdapters:
         return [slot for inner in part.modules() for slot in self._slots.get(id(inner), ())]
 
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
-        """Return the parameters with new adapters, which are trainable, drawn from a key.
+        """Return some parameters with their new adapters, which are trainable, drawn from a key.
 
         Raises:
             StructureError: when a parameter has the name of one of them.
@@ -54,7 +54,8 @@ class ModuleAdapters:
             raise StructureError(f"lora: {existing[0]} is a parameter already; start from a base without adapters")
         adapters: dict[str, Tensor] = {}
         for target, each in zip(self.targets, keys_of(key, len(self.targets)), strict=True):
-            adapters.update(target.initial(base[target.weight], each, self.config))
+            if target.weight in base:
+                adapters.update(target.initial(base[target.weight], each, self.config))
         return {**params, **adapters}, {**frozen, **dict.fromkeys(adapters)}
 
     def around(self, loss: Loss) -> LossFn:

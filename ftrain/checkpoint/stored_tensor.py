@@ -1,0 +1,94 @@
+"""Tensors in safetensors files, of which parts are read when they are needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.checkpoint import files
+from ftrain.checkpoint.import_safetensors import MAX_TEXT_BYTES
+from ftrain.errors import CheckpointError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+"""The names of Hugging Face's libraries: of the file that says which tensor is in which file, and of a single file."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Args:
+        file: an open safetensors file.
+        name: of the tensor in it.
+        shape: of the tensor.
+        dtype: to which what is read is converted. Default: as stored.
+        device: to which what is read is moved.
+    """
+
+    file: Any
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    device: torch.device = tree.HOST
+
+    @property
+    def ndim(self) -> int:
+        """Its number of axes."""
+        return len(self.shape)
+
+    def like(self, tensor: Tensor, device: torch.device) -> StoredTensor:
+        """Return the same tensor, to be read in the dtype of another one to a device."""
+        return dataclasses.replace(self, dtype=tensor.dtype, device=device)
+
+    def read(self) -> Tensor:
+        """Read the whole tensor."""
+        return self._converted(self.file.get_tensor(self.name))
+
+    def narrow(self, axis: int, start: int, length: int) -> Tensor:
+        """Read a part along one axis, and no more than that of the file."""
+        if length == 0:  # Of which safetensors has no slice.
+            shape = (*self.shape[:axis], 0, *self.shape[axis + 1 :])
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        part = (*[slice(None)] * axis, slice(start, start + length))
+        return self._converted(self.file.get_slice(self.name)[part])
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file, or of a directory with Hugging Face's names; none is read yet.
+
+    Raises:
+        CheckpointError: when there is no such file, or one is malformed.
+    """
+    if not files.is_directory(path):
+        return _tensors_of(path)
+    names = files.names(path)
+    if INDEX not in names:
+        if SINGLE not in names:
+            raise CheckpointError(f"{path}: there is neither {SINGLE} nor {INDEX}; give the path of the file itself")
+        return _tensors_of(path / SINGLE)
+    try:
+        places = json.loads(files.read(path / INDEX, MAX_TEXT_BYTES))["weight_map"]
+        by_file = {name: _tensors_of(path / Path(name).name) for name in sorted(set(places.values()))}
+        return {name: by_file[place][name] for name, place in places.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / INDEX}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    try:
+        file: Any = safe_open(str(path), "pt")
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+    return {name: StoredTensor(file, name, shape) for name, shape in shapes.items()}

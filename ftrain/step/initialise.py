@@ -1,0 +1,184 @@
+"""Give values to a module on the device meta, as its own initialisers draw them, one block at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ftrain import _torch, random, tree
+from ftrain.checkpoint.stored_tensor import StoredTensor
+from ftrain.errors import StructureError
+from ftrain.step.blocks import repeated_children
+from ftrain.step.swap_params import Slot, preserve_attributes, slots_of
+
+_META = torch.device("meta")
+
+_Initialiser: TypeAlias = Callable[[nn.Module], object]
+
+
+def initialised(
+    module: nn.Module, seed: int, device: torch.device, stored: Mapping[str, StoredTensor]
+) -> Iterator[dict[str, Any]]:
+    """Yield the parameters and buffers of a module by name: those of each block in turn, then those outside of blocks.
+
+    Tensors on the device meta get memory on `device`, and the values that ``reset_parameters()`` of the modules within
+    and around a block writes, children first, and ``_init_weights(part)`` of the nearest module around each part that
+    has such a method, as the models of transformers do. Other tensors are copied. The module stays as it is.
+
+    Args:
+        module: the module.
+        seed: of the random numbers, which depend on it, the module and the kind of the device alone.
+        device: where the tensors are made.
+        stored: what takes the place of tensors, by their names.
+
+    Raises:
+        StructureError: for a tensor that no initialiser writes, or a draw that takes no generator.
+    """
+    slots, key = slots_of(module), random.key_data(random.key(seed))
+    # Of a tied tensor the first place counts.
+    first_places = list({slot.name: slot for slot in reversed(slots)}.values())[::-1]
+    initialisers = dict(_with_initialisers(module, None))
+    for number, unit in enumerate(_units(module)):
+        places = {id(place) for part in unit for place in (_torch.parameters_of(part), _torch.buffers_of(part))}
+        tensors: dict[str, Any] = {slot.name: slot.place[slot.key] for slot in first_places if id(slot.place) in places}
+        created = {name for name, tensor in tensors.items() if tensor.is_meta} - stored.keys()
+        if created:
+            members = set(unit)
+            drawing = _Drawing(random.seed_of(random.fold_in_words(key, number)))
+            around = [part for part in module.modules() if part in members or unit[0] in set(part.modules())]
+            with preserve_attributes(module), torch.no_grad(), drawing:
+                for slot in slots:
+                    has_memory = id(slot.place) in places and slot.name not in stored
+                    slot.place[slot.key] = drawing.watched(_copy(slot, device if has_memory else _META))
+                # Children come before the modules around them.
+                for part in reversed(around):
+                    _initialise(part, initialisers.get(part))
+                tensors |= {slot.name: slot.place[slot.key] for slot in first_places if slot.name in created}
+            _require_written(module, [name for name in created if not drawing.has_written(tensors[name])])
+        kept = tensors.keys() - created - stored.keys()
+        yield {
+            name: stored[name] if name in stored else tensor.detach().clone() if name in kept else tensor.detach()
+            for name, tensor in tensors.items()
+        }
+
+
+def _units(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yield the modules within each block, then those outside of blocks, the outermost first."""
+    seen: set[nn.Module] = set()
+    for block in repeated_children(module):
+        unit = [part for part in block.modules() if part not in seen]
+        seen.update(unit)
+        if unit:
+            yield unit
+    yield [part for part in module.modules() if part not in seen]
+
+
+def _with_initialisers(
+    part: nn.Module, initialiser: _Initialiser | None
+) -> Iterator[tuple[nn.Module, _Initialiser | None]]:
+    """Yield each module with the method ``_init_weights(part)`` of the nearest module around it that has one."""
+    method = getattr(part, "_init_weights", None)
+    if callable(method) and len(inspect.signature(method).parameters) == 1:
+        initialiser = method
+    yield part, initialiser
+    for child in part.children():
+        yield from _with_initialisers(child, initialiser)
+
+
+def _initialise(part: nn.Module, initialiser: _Initialiser | None) -> None:
+    # In `nn.MultiheadAttention` and `nn.Transformer` it has an underscore.
+    reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+    if reset is not None:
+        reset()
+    if initialiser is not None:
+        initialiser(part)
+
+
+def _copy(slot: Slot, device: torch.device) -> Tensor:
+    """Return a tensor like that in a place on some device, with its values where both have values."""
+    tensor: Tensor = slot.place[slot.key]
+    is_empty = tensor.is_meta or device.type == _META.type
+    copy = torch.empty_like(tensor, device=device) if is_empty else tensor.detach().clone()
+    return copy if slot.is_buffer else nn.Parameter(copy, tensor.requires_grad)
+
+
+def _require_written(module: nn.Module, names: Sequence[str]) -> None:
+    if not names:
+        return
+    owner = type(module.get_submodule(names[0].rpartition(".")[0])).__name__
+    listed = ", ".join(names[: tree.MAX_LISTED]) + (", ..." if len(names) > tree.MAX_LISTED else "")
+    raise StructureError(
+        f"Step.init: {listed} of {type(module).__name__} have no values: they are on the device meta, and no "
+        f"reset_parameters() of {owner} or a module around it writes them. Give {owner} a method reset_parameters() "
+        "that fills them, make them outside of torch.device('meta'), or read them from a file: "
+        "step.init('model.safetensors')"
+    )
+
+
+class _Drawing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context in which torch's random operations draw from generators of this context, which notes what is written.
+
+    Args:
+        seed: of these generators.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._unwritten: dict[int, Tensor] = {}
+
+    def watched(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of which `has_written` is to tell."""
+        self._unwritten[_torch.storage_id(tensor)] = tensor
+        return tensor
+
+    def has_written(self, tensor: Tensor) -> bool:
+        """Whether a tensor has values: it was written since it is watched, or another one has taken its place."""
+        return not tensor.numel() or _torch.storage_id(tensor) not in self._unwritten
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call an operation, with a generator if it draws."""
+        kwargs = kwargs or {}
+        parameters = _torch.schema_of(func).arguments
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            func = _with_generator(func)
+            kwargs = {**kwargs, "generator": self._generator(args, kwargs)}
+        arguments = dict(zip((parameter.name for parameter in parameters), args, strict=False)) | kwargs
+        for parameter in parameters:
+            if parameter.alias_info is not None and parameter.alias_info.is_write:
+                for tensor in tree.leaves(arguments.get(parameter.name)):
+                    self._unwritten.pop(_torch.storage_id(tensor), None)
+        return func(*args, **kwargs)
+
+    def _generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+        tensor = next((value for value in args if isinstance(value, Tensor)), None)
+        device = kwargs.get("device") or (torch.get_default_device() if tensor is None else tensor.device)
+        device = tree.HOST if device.type == "meta" else device
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+def _with_generator(func: Any) -> Any:
+    """Return the overload of a random operation that takes a generator."""
+    if any(parameter.name == "generator" for parameter in _torch.schema_of(func).arguments):
+        return func
+    overload = func.name().partition(".")[2]
+    seeded = getattr(func.overloadpacket, f"{overload}_generator" if overload else "generator", None)
+    if seeded is None:
+        raise StructureError(
+            f"Step.init: {func} draws from a global generator while a module on the device meta gets its values, and "
+            "takes no other generator; fill tensors with methods such as normal_() and uniform_()"
+        )
+    return seeded
