@@ -1,4 +1,4 @@
-"""Functional collectives of torch: they return a new tensor, and are traced like any other operation.
+"""Collectives of torch that are traced like any other operation.
 
 Each starts a collective and returns its result before it is complete; `wait` returns it when it is. These are the
 operations themselves, whose schemas are the same in all versions; the functions around them change their names.
@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ftrain import _torch
 from ftrain._torch import private_names
 
 
@@ -22,7 +23,8 @@ def _operations() -> Any:
 
         operations = torch.ops._c10d_functional
         _ = operations.all_reduce, operations.all_gather_into_tensor, operations.reduce_scatter_tensor
-        _ = operations.broadcast, operations.wait_tensor
+        _ = operations.all_to_all_single, operations.broadcast, operations.wait_tensor
+        _ = operations.all_reduce_, operations.broadcast_
         return operations
 
 
@@ -33,9 +35,13 @@ def store_of_one_rank() -> Any:
     return HashStore()
 
 
-def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
-    """Start to combine a tensor of each rank; `operation` is ``"sum"``, ``"max"`` or ``"min"``."""
-    return _operations().all_reduce(tensor, operation, group)  # type: ignore[no-any-return]
+def all_reduce_(tensor: Tensor, operation: str, group: str) -> Tensor:
+    """Start to combine a tensor of each rank, which is overwritten unless a graph is captured.
+
+    `operation` is ``"sum"``, ``"max"`` or ``"min"``.
+    """
+    function = _operations().all_reduce if _torch.is_capturing() else _operations().all_reduce_
+    return function(tensor, operation, group)  # type: ignore[no-any-return]
 
 
 def all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
@@ -48,9 +54,16 @@ def reduce_scatter(tensor: Tensor, size: int, group: str) -> Tensor:
     return _operations().reduce_scatter_tensor(tensor, "sum", size, group)  # type: ignore[no-any-return]
 
 
-def broadcast(tensor: Tensor, source: int, group: str) -> Tensor:
-    """Start to give every rank the tensor of rank `source`."""
-    return _operations().broadcast(tensor, source, group)  # type: ignore[no-any-return]
+def all_to_all(tensor: Tensor, size: int, group: str) -> Tensor:
+    """Start to exchange equal parts of the first axis; the result has the part for this rank of each rank in turn."""
+    lengths = [tensor.shape[0] // size for _ in range(size)]
+    return _operations().all_to_all_single(tensor, lengths, lengths, group)  # type: ignore[no-any-return]
+
+
+def broadcast_(tensor: Tensor, source: int, group: str) -> Tensor:
+    """Start to give every rank the tensor of rank `source`, which replaces its own unless a graph is captured."""
+    function = _operations().broadcast if _torch.is_capturing() else _operations().broadcast_
+    return function(tensor, source, group)  # type: ignore[no-any-return]
 
 
 def wait(tensor: Tensor) -> Tensor:

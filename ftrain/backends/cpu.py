@@ -83,6 +83,7 @@ BACKEND = Backend(
     memory=resident,
     free=_free,
     distributed="gloo",
+    reduce_scatter=False,
     fused_optimizers=True,
     immediate=True,
 )

@@ -21,7 +21,7 @@ ENTRY_POINTS = "ftrain.backends"
 CHOICE = "FTRAIN_BACKEND"
 
 TEXTS = "name", "distributed", "compile_backend", "platform", "package", "install"
-FLAGS = "caches_memory", "pinned_memory", "fused_optimizers", "float64", "immediate"
+FLAGS = "reduce_scatter", "caches_memory", "pinned_memory", "fused_optimizers", "float64", "immediate"
 OPTIONAL = "empty_cache", "recorder", "copier"
 """Fields that are a function or None; all others are functions."""
 
@@ -76,6 +76,8 @@ class Backend:
         synchronize: waits until the device has done all queued work.
         memory: bytes in use.
         distributed: the name of the `torch.distributed` backend.
+        reduce_scatter: whether that backend has a reduce-scatter of its own. One that makes an all-reduce of it sends
+            twice as much, so ranks then exchange the parts and sum them.
         emulated_dtypes: those of `autocast_dtypes` whose products are computed by conversion to float32 and back, which
             is slower than in float32.
         free: free bytes, including those of the cache; None where the device does not report them.
@@ -111,6 +113,7 @@ class Backend:
     synchronize: Callable[[], None]
     memory: Callable[[], Memory]
     distributed: str
+    reduce_scatter: bool = True
     emulated_dtypes: Callable[[], tuple[torch.dtype, ...]] = tuple
     free: Callable[[], int | None] = lambda: None
     multiple: Callable[[torch.dtype], int] = lambda dtype: 1

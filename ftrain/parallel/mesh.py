@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -69,47 +71,57 @@ def join() -> None:
     dist.init_process_group(backend.distributed)
 
 
+Result: TypeAlias = Callable[[], Tensor]
+"""Waits for a collective and returns its result; on a GPU, its stream waits and not the host."""
+
+
 @dataclass(frozen=True)
 class Group:
     """Ranks along one axis of a mesh, and the collectives between them.
+
+    Where the name of one ends with an underscore, its argument may be overwritten.
 
     Args:
         name: by which torch knows the group.
         size: its number of ranks.
         rank: the place of this rank among them.
+        has_reduce_scatter: whether the library has a reduce-scatter of its own, as `Backend` says.
     """
 
     name: str
     size: int
     rank: int
+    has_reduce_scatter: bool = True
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks."""
-        return self.wait(self.start_sum(tensor))
+        return self.start_sum_(tensor.clone())() if self.size > 1 else tensor
 
     def max(self, tensor: Tensor) -> Tensor:
         """Return the largest values of a tensor over the ranks."""
-        return self.wait(collectives.all_reduce(tensor, "max", self.name)) if self.size > 1 else tensor
+        return self._result(collectives.all_reduce_(tensor.clone(), "max", self.name))() if self.size > 1 else tensor
 
-    def start_sum(self, tensor: Tensor) -> Tensor:
-        """Start `sum`; the result is complete after `wait`."""
-        return collectives.all_reduce(tensor, "sum", self.name) if self.size > 1 else tensor
+    def start_sum_(self, tensor: Tensor) -> Result:
+        """Start to sum a tensor over the ranks."""
+        return self._result(collectives.all_reduce_(tensor, "sum", self.name) if self.size > 1 else tensor)
 
-    def start_gather(self, tensor: Tensor) -> Tensor:
+    def start_gather(self, tensor: Tensor) -> Result:
         """Start to join the tensors of all ranks along the first axis."""
-        return collectives.all_gather(tensor, self.size, self.name) if self.size > 1 else tensor
+        return self._result(collectives.all_gather(tensor, self.size, self.name) if self.size > 1 else tensor)
 
-    def start_scatter(self, tensor: Tensor) -> Tensor:
+    def start_scatter(self, tensor: Tensor) -> Result:
         """Start to sum a tensor over the ranks, of which each gets its part of the first axis."""
-        return collectives.reduce_scatter(tensor, self.size, self.name) if self.size > 1 else tensor
+        if self.size == 1 or self.has_reduce_scatter:
+            return self._result(collectives.reduce_scatter(tensor, self.size, self.name) if self.size > 1 else tensor)
+        exchanged = self._result(collectives.all_to_all(tensor, self.size, self.name))
+        return lambda: exchanged().view(self.size, -1, *tensor.shape[1:]).sum(0, dtype=tensor.dtype)
 
-    def start_broadcast(self, tensor: Tensor) -> Tensor:
+    def start_broadcast_(self, tensor: Tensor) -> Result:
         """Start to give every rank the tensor of the first one."""
-        return collectives.broadcast(tensor, 0, self.name) if self.size > 1 else tensor
+        return self._result(collectives.broadcast_(tensor, 0, self.name) if self.size > 1 else tensor)
 
-    def wait(self, tensor: Tensor) -> Tensor:
-        """Return a result when it is complete; on a GPU, its stream waits and not the host."""
-        return collectives.wait(tensor) if self.size > 1 else tensor
+    def _result(self, started: Tensor) -> Result:
+        return partial(collectives.wait, started) if self.size > 1 else lambda: started
 
     @property
     def shards(self) -> Shards | None:
@@ -126,13 +138,17 @@ def group(mesh: DeviceMesh, axis: str) -> Group:
     """Return the group of this rank along an axis of a mesh."""
     if isinstance(mesh, PlannedMesh):
         return Group(axis, mesh.size((REPLICATE, SHARD).index(axis)), 0)
-    process_group = mesh.get_group(axis)
-    return Group(process_group.group_name, process_group.size(), mesh.get_local_rank(axis))
+    return _group(mesh.get_group(axis), mesh)
 
 
 def all_ranks(mesh: DeviceMesh) -> Group:
     """Return the group of all ranks of the run, which are those of its mesh."""
     if isinstance(mesh, PlannedMesh):
         return Group(ALL, mesh.size(), 0)
-    world: Any = dist.group.WORLD
-    return Group(world.group_name, dist.get_world_size(), dist.get_rank())
+    return _group(dist.group.WORLD, mesh)
+
+
+def _group(ranks: Any, mesh: DeviceMesh) -> Group:
+    backend = backends.of(mesh.device_type)
+    has_reduce_scatter = backend.reduce_scatter or dist.get_backend(ranks) != backend.distributed
+    return Group(ranks.group_name, ranks.size(), dist.get_rank(ranks), has_reduce_scatter)

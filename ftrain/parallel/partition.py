@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftrain import _torch
 from ftrain.checkpoint.stored_tensor import StoredTensor
-from ftrain.parallel.mesh import Group
+from ftrain.parallel.mesh import Group, Result
 
 BUCKET_BYTES = 32 << 20
 """Tensors travel together in buffers of about this size: large enough for the full bandwidth."""
@@ -114,22 +114,22 @@ def buckets(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[in
 
 def sum_all(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the sums of whole tensors over the ranks."""
-    return list(tensors) if group.size == 1 else _in_buckets(group, tensors, group.start_sum)
+    return list(tensors) if group.size == 1 else _in_buckets(group, tensors, group.start_sum_)
 
 
 def broadcast_all(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors of the first rank."""
-    return list(tensors) if group.size == 1 else _in_buckets(group, tensors, group.start_broadcast)
+    return list(tensors) if group.size == 1 else _in_buckets(group, tensors, group.start_broadcast_)
 
 
-def _in_buckets(group: Group, tensors: Sequence[Tensor], start: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def _in_buckets(group: Group, tensors: Sequence[Tensor], start: Callable[[Tensor], Result]) -> list[Tensor]:
     """Return the results of a collective that keeps shapes, for which whole tensors travel together."""
     started = []
     for members in buckets(tensors, [tensor.numel() for tensor in tensors]):
         started.append((members, start(torch.cat([tensors[index].reshape(-1) for index in members]))))
     results: dict[int, Tensor] = {}
-    for members, flat in started:
-        parts = group.wait(flat).split_with_sizes([tensors[index].numel() for index in members])
+    for members, wait in started:
+        parts = wait().split_with_sizes([tensors[index].numel() for index in members])
         results.update((index, part.view(tensors[index].shape)) for index, part in zip(members, parts, strict=True))
     return [results[index] for index in range(len(tensors))]
 
@@ -145,8 +145,8 @@ def gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Part | N
         bucket = [divided[member] for member in members]
         flat = torch.cat([part.row(locals_[index]) for index, part in bucket])
         started.append((bucket, group.start_gather(flat)))
-    for bucket, flat in started:
-        rows = group.wait(flat).view(group.size, -1)
+    for bucket, wait in started:
+        rows = wait().view(group.size, -1)
         columns = rows.split_with_sizes([part.padded for _, part in bucket], 1)
         wholes.update((index, part.whole(rows)) for (index, part), rows in zip(bucket, columns, strict=True))
     return [wholes[index] for index in range(len(locals_))]
@@ -164,7 +164,7 @@ def scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Part | N
         flat = torch.cat([part.rows(wholes[index]) for index, part in bucket], 1).view(-1)
         started.append((bucket, group.start_scatter(flat)))
     sums = dict(zip(undivided, sum_all(group, [wholes[index] for index in undivided]), strict=True))
-    for bucket, flat in started:
-        rows = group.wait(flat).split_with_sizes([part.padded for _, part in bucket])
+    for bucket, wait in started:
+        rows = wait().split_with_sizes([part.padded for _, part in bucket])
         sums.update((index, part.local(row, group.rank)) for (index, part), row in zip(bucket, rows, strict=True))
     return [sums[index] for index in range(len(wholes))]

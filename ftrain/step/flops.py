@@ -34,7 +34,8 @@ MOVES = (
     *("slice_scatter", "select_scatter", "zero_", "zeros", "ones", "full", "empty", "zeros_like", "ones_like"),
     *("empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty", "arange", "_foreach_zero_"),
     *("empty_strided", "new_empty_strided", "empty_permuted", "scalar_tensor", "repeat", "repeat_interleave"),
-    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast", "all_to_all_single"),
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
+    *("all_reduce", "all_reduce_", "broadcast", "broadcast_"),
     *("expand_copy", "masked_fill", "masked_fill_", "tril", "triu", "roll", "flip", "sort", "argsort", "topk"),
 )
 PASSES = 5

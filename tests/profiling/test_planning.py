@@ -39,7 +39,7 @@ class Watched(LivePeak):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if func.namespace == "_c10d_functional" and name != "wait_tensor":
-            self.calls.append((name, args[0].nbytes))
+            self.calls.append((name.removesuffix("_"), args[0].nbytes))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -148,8 +148,9 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # asks for the device of a tensor computes nothing.
         if is_view(func) or func.namespace == "prim":
             return returned
-        if is_collective and name in SENT_PER_BYTE:
-            self.timeline.collectives.append(Collective(name, str(args[-1]), args[0].nbytes))
+        operation = name.removesuffix("_")  # Some write in place.
+        if is_collective and operation in SENT_PER_BYTE:
+            self.timeline.collectives.append(Collective(operation, str(args[-1]), args[0].nbytes))
         source = self._source(args) if name in ("_to_copy", *COPYING) else None
         cast_of = source if name == "_to_copy" else None
         is_copied = name in COPYING and source is not None and source.is_gathered
