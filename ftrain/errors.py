@@ -72,10 +72,6 @@ class NonFiniteError(FtrainError, ArithmeticError):
     """Too many steps in a row had a loss or gradient that was not finite."""
 
 
-class RankError(FtrainError, RuntimeError):
-    """Another rank of the run has failed."""
-
-
 class TraceError(FtrainError, RuntimeError):
     """A step could not be captured as one graph."""
 
@@ -96,6 +92,10 @@ class VersionError(FtrainError, ImportError):
 
 class CheckpointError(FtrainError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or does not fit the state."""
+
+
+class RankError(FtrainError, RuntimeError):
+    """Another rank of the run failed, died or hangs; the message names it."""
 
 
 def require_positive(function: str, name: str, value: Any) -> None:

@@ -78,6 +78,7 @@ WAITS = {
 # What a file raises that is not our own: errors of the system, to those who make ours of them.
 RAISED = {
     "checkpoint/files.py": {"OSError", "BlockingIOError"},
+    "checkpoint/ranks.py": {"error"},
     "data/device_prefetch.py": {"first.error"},
     "parallel/agreement.py": {"error"},
     "training/oom_retry.py": {"Abandoned", "StateOverwrittenError"},

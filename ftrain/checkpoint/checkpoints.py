@@ -4,53 +4,32 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from ftrain import backends
 from ftrain.checkpoint import files
-from ftrain.checkpoint.manifest import environment
-from ftrain.checkpoint.reading import load_parts, read_manifest
+from ftrain.checkpoint.directory_lock import LOCK, lock_directory, require_held, system_errors
+from ftrain.checkpoint.loaded import LoadedCheckpoint as LoadedCheckpoint
+from ftrain.checkpoint.loaded import load_checkpoint
+from ftrain.checkpoint.manifest import Manifest, environment
+from ftrain.checkpoint.ranks import Ranks
+from ftrain.checkpoint.reading import read_manifest, verify
 from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, write_or_replace
-from ftrain.checkpoint.saving import Notes, device_of, remove_abandoned
+from ftrain.checkpoint.saving import Notes, device_of, remove_abandoned, write
+from ftrain.checkpoint.saving_on_ranks import LocalTree, help_write, lead_write, local_tree
 from ftrain.checkpoint.staging import Staging
 from ftrain.checkpoint.treedef import FlatTree, flatten
-from ftrain.errors import CheckpointError, OptionError, require_positive
+from ftrain.errors import CheckpointError, OptionError, RankError, require_positive
 from ftrain.types import PyTree
 
-LOCK = ".lock"
 NAME = re.compile(r"step-(\d{12,})(?:\.new)?")
 PINNED = ".pinned"
 MODES = {"min": 1.0, "max": -1.0}
-
-
-class LoadedCheckpoint(NamedTuple):
-    """A checkpoint that was loaded: its trees by name, and versions, threads, device and flags when it was saved."""
-
-    step: int
-    path: Path
-    parts: dict[str, PyTree]
-    environment: Mapping[str, Any]
-
-    @property
-    def run(self) -> dict[str, PyTree]:
-        """What `ftrain.fit` saved beside the state.
-
-        Raises:
-            CheckpointError: when `fit` did not save this checkpoint.
-        """
-        run = self.parts.get("run")
-        if not isinstance(run, dict) or run.keys() != {"record", "position", "began"}:
-            raise CheckpointError(
-                f"{self.path}: was not saved by fit, which cannot go on from it; use another directory"
-            )
-        return run
 
 
 class Checkpoints:
@@ -100,6 +79,8 @@ class Checkpoints:
         self.was_used = False
         """Whether a run used the directory before this context, even if it saved nothing."""
         self._lock: files.Lock | None = None
+        self._ranks: Ranks | None = None
+        self._saving: Ranks | None = None
         self._run = ""
         self._pool: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
@@ -115,41 +96,43 @@ class Checkpoints:
         Raises:
             CheckpointError: when another process has locked it; the message names its host and process.
         """
-        holder = {"host": socket.gethostname(), "process": os.getpid()}
+        self._ranks, self._saving = Ranks("Checkpoints"), Ranks("Checkpoints.save")
         try:
-            with _error_names(self.directory):
-                files.make_directories(self.directory)
-                self.was_used = files.exists(self.directory / LOCK)
-                self._lock = files.lock(self.directory / LOCK, holder)
-                if not self._lock.excludes:
-                    warnings.warn(
-                        f"Checkpoints: the file system of {self.directory} has no locks, so nothing keeps another "
-                        "process from writing there; make sure that none does",
-                        stacklevel=3,
-                    )
-                # A killed process may have renamed checkpoints without syncing the directory.
-                files.sync_directory(self.directory)
-                remove_abandoned(self.directory)
-                for step in self.steps():
-                    finish_replacement(self._step_path(step), step)
-                self._read_metrics()
+            self.was_used = self._ranks.first(self._open)
         except BaseException:
-            self._unlock()
+            self._close()
             raise
         return self
+
+    def _open(self) -> bool:
+        """Lock the directory, and return whether a run has used it; an interrupted save is cleared away."""
+        with system_errors(self.directory):
+            files.make_directories(self.directory)
+            was_used = files.exists(self.directory / LOCK)
+            self._lock = lock_directory(self.directory)
+            # A killed process may have renamed checkpoints without syncing the directory.
+            files.sync_directory(self.directory)
+            remove_abandoned(self.directory)
+            for step in self.steps():
+                finish_replacement(self._step_path(step), step)
+            self._read_metrics()
+        return was_used
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the save in the background, and release the lock."""
         try:
             if kind is None:
                 self.wait()
+            elif issubclass(kind, RankError) and self._saving is not None:
+                self._saving.abandon()
         finally:
             if self._pool is not None:
                 self._pool.shutdown()
             self._pool = None
-            self._unlock()
+            self._close()
 
-    def _unlock(self) -> None:
+    def _close(self) -> None:
+        self._ranks = self._saving = None
         held, self._lock = self._lock, None
         if held is not None:
             files.unlock(held)
@@ -167,7 +150,7 @@ class Checkpoints:
         Raises:
             CheckpointError: when the directory cannot be read.
         """
-        with _error_names(self.directory):
+        with system_errors(self.directory):
             # The directory of a run may be a link, to a larger disk for example; a checkpoint may not.
             if not files.is_directory(Path(os.path.realpath(self.directory))):
                 return []
@@ -183,7 +166,7 @@ class Checkpoints:
         """
         if step not in self.steps():
             raise CheckpointError(f"Checkpoints.pin: there is no checkpoint of step {step} in {self.directory}")
-        with _error_names(self.directory):
+        with system_errors(self.directory):
             files.touch(self._pin_path(step))
 
     def save(
@@ -210,46 +193,51 @@ class Checkpoints:
             CheckpointError: when this save or the previous one failed, when another run has saved a different
                 checkpoint of this step, outside of the context, and when the directory or its lock was removed.
         """
-        self._require_lock("save")
+        ranks = self._require_open("save")
         self.wait()
-        flat = flatten(dict(parts))
-        device = device_of(flat.leaves)
-        numbers = {name: value for name, value in (metrics or {}).items() if type(value) in (bool, int, float)}
-        notes = Notes(step, self._run or uuid.uuid4().hex, numbers, environment(device), self.texts)
-        self._run = notes.run
+        with ranks.all_or_none():
+            if self._lock is not None:
+                require_held(self._lock)
+            flat = flatten(dict(parts))
+            device = device_of(flat.leaves)
+            numbers = {name: value for name, value in (metrics or {}).items() if type(value) in (bool, int, float)}
+            notes = Notes(step, self._run or uuid.uuid4().hex, numbers, environment(device), self.texts)
+            self._run = notes.run
+            content = flat if ranks.size == 1 else local_tree(flat, ranks.rank)
+            if self.async_:
+                content = self._copied(content)
+                backends.of(device).synchronize()
         if not self.async_:
-            self._write(step, flat, notes, first)
+            self._write(step, content, notes, first)
             return
-        copied = flat._replace(leaves=self._staging.copies(flat.leaves))
-        backends.of(device).synchronize()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._pending = self._pool.submit(self._write, step, copied, notes, first)
+        self._pending = self._pool.submit(self._write, step, content, notes, first)
         if wait:
             self.wait()
 
-    def _require_lock(self, function: str) -> None:
-        held = self._lock
-        if held is None:
+    def _copied(self, content: FlatTree | LocalTree) -> FlatTree | LocalTree:
+        """Return a tree with copies of its tensors on the host; synchronize before reading them."""
+        if isinstance(content, LocalTree):
+            blocks = self._staging.copies(list(content.locals.values()))
+            return content._replace(locals=dict(zip(content.locals, blocks, strict=True)))
+        copies = self._staging.copies([leaf.value for leaf in content.leaves])
+        leaves = [leaf._replace(value=copy) for leaf, copy in zip(content.leaves, copies, strict=True)]
+        return content._replace(leaves=leaves)
+
+    def _require_open(self, function: str) -> Ranks:
+        if self._ranks is None:
             raise CheckpointError(
                 f"Checkpoints.{function}: not open for writing; use it as a context: with checkpoints: ..."
             )
-        with _error_names(self.directory):
-            if files.is_held(held):
-                return
-        if held.process != os.getpid():
-            why = f"it is open for writing in process {held.process}, of which this one is a copy; open it here anew"
-        elif not files.exists(self.directory):
-            why = "it was renamed or removed while this process wrote to it, and nothing more can be saved there"
-        else:
-            why = (
-                f"its {LOCK} was removed or replaced while this process wrote to it, so that another one may write "
-                "there now; leave that file alone, and go on from the newest checkpoint"
-            )
-        raise CheckpointError(f"Checkpoints.{function}: {self.directory}: {why}")
+        return self._ranks
 
     def check(self) -> None:
-        """Raise the CheckpointError of a save in the background that has failed, without waiting."""
-        if self._pending is not None and self._pending.done():
+        """Raise the CheckpointError of a save in the background that has failed, without waiting.
+
+        On many ranks it does nothing, for they see the error at different times: the next `save` or `wait` raises it.
+        """
+        is_alone = self._ranks is None or self._ranks.size == 1
+        if is_alone and self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
@@ -274,33 +262,28 @@ class Checkpoints:
             before: the latest step to load. Default: any.
             best: load the best checkpoint instead of the newest.
             on_host: keep tensors on the CPU, and not on the devices of `like`.
-            accept: called with each loaded checkpoint; raises a CheckpointError to reject it as damaged.
+            accept: called with each loaded checkpoint; raises a CheckpointError to reject it as damaged. On many ranks
+                the first one calls it.
 
         Raises:
             CheckpointError: when all checkpoints are damaged, or none has a finite value of the metric of `best`.
             OptionError: for ``best=True`` without ``Checkpoints(best=)``.
             StructureError: when the checkpoint differs from `like`.
         """
-        errors: list[str] = []
-        steps = [self._best()] if best else [step for step in self.steps() if before is None or step <= before]
-        for step in reversed(steps):
+        ranks, errors = self._ranks or Ranks("Checkpoints"), list[str]()
+        for step in ranks.first(lambda: self._candidates(before, best=best)):
             try:
-                manifest, parts = load_parts(self.path(step), like or {}, on_host=on_host)
-                if manifest.step != step:
-                    raise CheckpointError(f"{self.path(step)}: is of step {manifest.step}, and was renamed")
-                loaded = LoadedCheckpoint(step, self.path(step), parts, manifest.environment)
-                if accept is not None:
-                    accept(loaded)
+                loaded = load_checkpoint(self.path(step), step, like or {}, ranks, on_host=on_host, accept=accept)
             except CheckpointError as error:
                 errors.append(str(error))
                 continue
-            if errors:
+            if errors and ranks.is_first:
                 warnings.warn(
                     f"Checkpoints: going back to step {step}, since newer checkpoints are damaged:\n  "
                     + "\n  ".join(errors),
                     stacklevel=2,
                 )
-            self._run = manifest.run
+            self._run = loaded.manifest.run
             return loaded
         if errors:
             raise CheckpointError(
@@ -309,12 +292,30 @@ class Checkpoints:
             )
         return None
 
-    def _write(self, step: int, flat: FlatTree, notes: Notes, first: Callable[[], None] | None) -> None:
+    def _candidates(self, before: int | None, *, best: bool) -> list[int]:
+        """Return the steps whose checkpoints to try, newest first."""
+        if best:
+            return [self._best()]
+        return [step for step in reversed(self.steps()) if before is None or step <= before]
+
+    def _write(self, step: int, content: FlatTree | LocalTree, notes: Notes, first: Callable[[], None] | None) -> None:
+        ranks = self._saving
+        if ranks is None:
+            raise CheckpointError(f"Checkpoints.save: {self.directory} was closed while it was written to")
+        with ranks.all_or_none():
+            if isinstance(content, FlatTree):
+                self._write_and_rotate(step, lambda path: _write_alone(path, content, notes), first)
+            elif ranks.is_first:
+                self._write_and_rotate(step, lambda path: lead_write(path, content, notes, ranks), first)
+            else:
+                help_write(content, ranks)
+
+    def _write_and_rotate(self, step: int, write: Callable[[Path], Manifest], first: Callable[[], None] | None) -> None:
         if first is not None:
             first()
         path = self._step_path(step)
-        with _error_names(self.directory):
-            write_or_replace(path, step, flat, notes)
+        with system_errors(self.directory):
+            write_or_replace(path, step, write)
         self._note_metric(step)
         try:
             self._rotate(step)
@@ -367,14 +368,6 @@ class Checkpoints:
         return self.directory / f"{self._step_path(step).name}{PINNED}"
 
 
-@contextmanager
-def _error_names(directory: Path) -> Iterator[None]:
-    """Turn errors of the system into a CheckpointError that names the directory."""
-    try:
-        yield
-    except BlockingIOError as error:
-        raise CheckpointError(
-            f"Checkpoints: {directory} is being written to by {error}; use another directory, or stop that one"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"Checkpoints: {directory} cannot be used: {error}") from error
+def _write_alone(path: Path, flat: FlatTree, notes: Notes) -> Manifest:
+    write(path, flat, notes)
+    return verify(path)

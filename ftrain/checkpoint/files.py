@@ -114,6 +114,32 @@ def created(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+@contextmanager
+def opened_to_write(path: Path) -> Iterator[int]:
+    """Context of an existing file to write to, which is synced to disk when the context ends."""
+    descriptor = os.open(path, os.O_WRONLY | NO_LINKS)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def resize(descriptor: int, length: int) -> None:
+    """Give a new file its length in bytes; what is not written reads as zeros."""
+    os.ftruncate(descriptor, length)
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at an offset of a file.
+
+    Raises:
+        OSError: when the system writes no more.
+    """
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    write(descriptor, data)
+
+
 def append(path: Path, data: bytes, offset: int) -> None:
     """Write `data` after the first `offset` bytes of a file, cut off the rest, and sync the file to disk.
 

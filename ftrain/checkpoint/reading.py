@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ftrain.backends.oom import is_out_of_memory
 from ftrain.checkpoint import files
+from ftrain.checkpoint.blocks import Block, block_of_this_rank, is_divided, runs
 from ftrain.checkpoint.layout import CHUNK, as_bytes, layout
 from ftrain.checkpoint.manifest import MAX_BYTES, NAME, Manifest, StoredTensor, parse
 from ftrain.checkpoint.treedef import Json, children, flatten, items_by_path, printable, unflatten
@@ -34,47 +35,37 @@ class FileOffset(NamedTuple):
     offset: int
 
 
-def load(
-    path: str | Path,
-    *,
-    like: PyTree = None,
-    partial: bool = False,
-    rename: Mapping[str, str] | None = None,
+def load_tree(
+    path: Path, *, like: PyTree, partial: bool, rename: Mapping[str, str], share: tuple[int, int] = (0, 1)
 ) -> PyTree:
-    """Read a tree that `save` has written, and verify every byte of it.
-
-    Args:
-        path: the directory of the checkpoint.
-        like: a tree with the expected structure, shapes and dtypes. The result has its types, and its tensors are on
-            the devices of those of `like`. Default: the types that were saved, on the CPU.
-        partial: load the leaves whose paths are in the checkpoint, and keep the other leaves of `like`.
-        rename: old -> new prefixes of paths, such as ``{"params.encoder": "params.backbone"}``.
-
-    Raises:
-        CheckpointError: when it is missing or damaged; the message names the file and the tensor.
-        DeviceError: when memory runs out.
-        StructureError: when it differs from `like`; the message lists every path.
-        OptionError: for a name in `rename` with which no path begins.
-    """
-    path = Path(path)
+    """Load a tree; raises as `load` does, whose arguments these are, but for `share`, which is that of `load_parts`."""
     with _error_names(path):
         manifest = _read_manifest(path)
         if like is not None:
-            return _load_like(path, manifest, manifest.tree, like, partial=partial, rename=rename or {})
+            return _load_like(path, manifest, manifest.tree, like, partial=partial, rename=rename, share=share)
         if partial or rename:
             raise StructureError("load: partial= and rename= need like=, which is missing")
         return _load_as_saved(path, manifest, manifest.tree)
 
 
-def load_parts(path: Path, like: Mapping[str, PyTree], *, on_host: bool = False) -> tuple[Manifest, dict[str, PyTree]]:
+def load_parts(
+    path: Path, like: Mapping[str, PyTree], *, on_host: bool = False, share: tuple[int, int] = (0, 1)
+) -> tuple[Manifest, dict[str, PyTree]]:
     """Load a dict of trees: each like the tree of its key in `like`, or as it was saved where `like` has no such key.
 
     Raises as `load` does.
+
+    Args:
+        path: of the checkpoint.
+        like: trees by name.
+        on_host: keep tensors on the CPU, and not on the devices of `like`.
+        share: rank and number of ranks. Of tensors that are divided over ranks each rank reads its block, and verifies
+            a share of the whole ones.
     """
     with _error_names(path):
         manifest = _read_manifest(path)
         parts = {
-            key: _load_like(path, manifest, node, like[key], partial=False, rename={}, on_host=on_host)
+            key: _load_like(path, manifest, node, like[key], partial=False, rename={}, on_host=on_host, share=share)
             if key in like
             else _load_as_saved(path, manifest, node)
             for key, node in children(manifest.tree).items()
@@ -106,15 +97,39 @@ def _load_like(
     *,
     partial: bool,
     rename: Mapping[str, str],
+    share: tuple[int, int],
     on_host: bool = False,
 ) -> PyTree:
-    saved = rename_paths(items_by_path(treedef, manifest.tensors), rename)
-    items = match_leaves(saved, flatten(like).items_by_path, str(path), partial=partial)
-    needed = {id(item): item for item in items.values() if isinstance(item, StoredTensor)}
-    tensors = dict(zip(needed, read_tensors(path, manifest, [*needed.values()]), strict=True))
-    return fill_like(
-        like, {tree_path: tensors.get(id(item), item) for tree_path, item in items.items()}, on_host=on_host
-    )
+    saved, wanted = rename_paths(items_by_path(treedef, manifest.tensors), rename), flatten(like).items_by_path
+    items = match_leaves(saved, wanted, str(path), partial=partial)
+    stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, StoredTensor)}
+    divided = {tree_path: item for tree_path, item in stored.items() if is_divided(wanted[tree_path])}
+    whole = {id(item): item for tree_path, item in stored.items() if tree_path not in divided}
+    tensors = dict(zip(whole, read_tensors(path, manifest, [*whole.values()]), strict=True))
+    blocks = [(item, block_of_this_rank(wanted[tree_path])) for tree_path, item in divided.items()]
+    locals_ = dict(zip(divided, _read_blocks(path, manifest, blocks, share), strict=True))
+    values = {tree_path: tensors.get(id(item), item) for tree_path, item in items.items()}
+    return fill_like(like, {**values, **locals_}, on_host=on_host)
+
+
+def _read_blocks(
+    path: Path, manifest: Manifest, blocks: Sequence[tuple[StoredTensor, Block]], share: tuple[int, int]
+) -> list[Tensor]:
+    """Read blocks of tensors to the CPU, and verify a share of these tensors."""
+    rank, size = share
+    with _open_tensor_files(path, manifest) as places:
+        _concurrently(lambda item: _check(item, places[item.file, item.key]), [item for item, _ in blocks[rank::size]])
+        return _concurrently(lambda pair: _read_block(pair[0], pair[1], places[pair[0].file, pair[0].key]), blocks)
+
+
+def _read_block(item: StoredTensor, block: Block, place: FileOffset) -> Tensor:
+    local = torch.empty(block.shape, dtype=item.info.dtype)
+    target, position, itemsize = as_bytes(local), 0, item.info.dtype.itemsize
+    for start, length in runs(block, item.shape):
+        part = target[position : position + length * itemsize]
+        files.read_into(place.descriptor, part, place.offset + start * itemsize)
+        position += len(part)
+    return local
 
 
 def verify(path: str | Path) -> Manifest:
@@ -219,7 +234,7 @@ def read_tensors(path: Path, manifest: Manifest, items: Sequence[StoredTensor]) 
         return _concurrently(lambda item: _read(item, places[item.file, item.key]), items)
 
 
-def _concurrently(function: Callable[[StoredTensor], Any], items: Sequence[StoredTensor]) -> list[Any]:
+def _concurrently(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     with ThreadPoolExecutor(NUM_READERS) as pool:
         return list(pool.map(function, items))
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from ftrain.checkpoint import files
 from ftrain.checkpoint.manifest import Manifest, dump
 from ftrain.checkpoint.reading import verify
-from ftrain.checkpoint.saving import Notes, write
-from ftrain.checkpoint.treedef import FlatTree
 from ftrain.errors import CheckpointError
 
 NEW = ".new"
@@ -23,11 +22,16 @@ def current_path(path: Path) -> Path:
     return new if files.exists(new) and not files.exists(path) else path
 
 
-def write_or_replace(path: Path, step: int, flat: FlatTree, notes: Notes) -> None:
-    """Write the checkpoint of a step, and verify it.
+def write_or_replace(path: Path, step: int, write: Callable[[Path], Manifest]) -> None:
+    """Write the checkpoint of a step.
 
     An existing one that is damaged or of another step is renamed. One of the same run is replaced, unless its content
     is the same; at each moment the old or the new one exists.
+
+    Args:
+        path: of the checkpoint.
+        step: steps of training done.
+        write: writes and verifies a checkpoint at a new path, and returns its manifest.
 
     Raises:
         CheckpointError: when one of another run with different content exists, or writing fails.
@@ -38,12 +42,10 @@ def write_or_replace(path: Path, step: int, flat: FlatTree, notes: Notes) -> Non
     if existing is None:
         if files.exists(path):
             files.rename(path, path.parent / f"damaged-{path.name}-{uuid.uuid4().hex}")
-        write(path, flat, notes)
-        verify(path)
+        write(path)
         return
     new = _replacement_path(path)
-    write(new, flat, notes)
-    written = verify(new)
+    written = write(new)
     if _content(written) != _content(existing) and written.run == existing.run:
         finish_replacement(path, step)
         return

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ftrain.checkpoint import files
 from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
-from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, StoredTensor, dump, environment
+from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, StoredTensor, dump
 from ftrain.checkpoint.treedef import FlatTree, Leaf, dotted, flatten
 from ftrain.errors import CheckpointError, OptionError
 from ftrain.tree import HOST
@@ -44,33 +44,6 @@ class Placement(NamedTuple):
         return TensorInfo(self.key, self.leaf.value.dtype, tuple(self.leaf.value.shape))
 
 
-def save(
-    path: str | Path, tree: PyTree, *, step: int | None = None, run: str = "", texts: Mapping[str, str] | None = None
-) -> None:
-    """Save a tree exactly, as a new directory that is on disk when this returns.
-
-    Parameters and buffers of a `TrainState` go to ``params/model.safetensors`` under their dotted names, so that
-    any reader of safetensors loads the model. All other tensors go to ``state.safetensors``. ``MANIFEST.json`` holds
-    the structure, the numbers and strings among the leaves, and a sha256 of every tensor. Nothing is pickled. The
-    files are written to a temporary directory beside `path`, which is renamed when all of them are on disk: a save
-    that fails or is killed leaves `path` as it was. Leaves may be dense tensors, bool, int, float, complex, str and
-    bytes.
-
-    Args:
-        path: of the new directory, which must not exist.
-        tree: any tree, such as a `TrainState`; its tensors may be tied, strided, and on any device.
-        step: steps of training done, for the manifest.
-        run: id of the run, for the manifest.
-        texts: content of additional files by their names in the directory, such as ``{"params/config.json": ...}``.
-
-    Raises:
-        CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
-        OptionError: for a name in `texts` that is outside of the directory or in use.
-    """
-    flat = flatten(tree)
-    write(Path(path), flat, Notes(step, run, {}, environment(device_of(flat.leaves)), dict(texts or {})))
-
-
 class Notes(NamedTuple):
     """What a manifest holds beside the tree, and the content of additional files by name."""
 
@@ -88,8 +61,13 @@ def device_of(leaves: Sequence[Leaf]) -> torch.device:
 
 
 def write(path: Path, flat: FlatTree, notes: Notes) -> None:
-    """Write a flattened tree; raises as `save` does."""
-    placements = _place_leaves(flat, notes.texts)
+    """Write a flattened tree as a new directory, atomically.
+
+    Raises:
+        CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
+        OptionError: for a name of a text that is outside of the directory or in use.
+    """
+    placements = place_leaves(flat, notes.texts)
     with new_directory(path, [leaf.value for leaf in flat.leaves]) as temporary:
         _write_files(temporary, flat, placements, notes)
 
@@ -101,10 +79,11 @@ def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
         CheckpointError: for leaves, keys and containers that cannot be saved.
         OptionError: for a name in `texts` that is outside of the directory or in use.
     """
-    _place_leaves(flatten(tree), texts)
+    place_leaves(flatten(tree), texts)
 
 
-def _place_leaves(flat: FlatTree, texts: Mapping[str, str]) -> list[Placement]:
+def place_leaves(flat: FlatTree, texts: Mapping[str, str]) -> list[Placement]:
+    """Choose a place for each tensor; raises as `require_savable` does."""
     placements = name_files(flat.leaves)
     for name in texts:
         if not FILE_NAME.fullmatch(name) or name == NAME or name in {item.file for item in placements}:
@@ -190,24 +169,37 @@ def _file_and_key(leaf: Leaf) -> tuple[str, str]:
 
 
 def _write_files(directory: Path, flat: FlatTree, placements: Sequence[Placement], notes: Notes) -> None:
-    texts = notes.texts
-    file_names = *texts, *(item.file for item in placements)
-    folders = sorted(
-        {parent for name in file_names for parent in (directory / name).parents if directory in parent.parents}
-    )
-    for folder in folders:
-        files.make_directory(folder)
+    folders = make_folders(directory, [*notes.texts, *(item.file for item in placements)])
     digests: dict[tuple[str, str], str] = {}
     for file in sorted({item.file for item in placements}):
         entries = [(item.info, item.leaf.value) for item in placements if item.file == file]
         digests.update({(file, key): value for key, value in write_tensors(directory / file, entries).items()})
+    tensors = [stored_tensor(item, digests[item.file, item.key]) for item in placements]
+    write_manifest(directory, flat, tensors, notes, folders)
+
+
+def make_folders(directory: Path, names: Iterable[str]) -> list[Path]:
+    """Make the folders of files in a directory, and return them."""
+    folders = sorted({parent for name in names for parent in (directory / name).parents if directory in parent.parents})
+    for folder in folders:
+        files.make_directory(folder)
+    return folders
+
+
+def write_manifest(
+    directory: Path, flat: FlatTree, tensors: Sequence[StoredTensor], notes: Notes, folders: Sequence[Path]
+) -> Manifest:
+    """Write everything but the tensors, which are written already, and sync the directory and its folders to disk.
+
+    Raises:
+        CheckpointError: when the manifest is longer than what is read.
+    """
+    step, run, metrics, surroundings, texts = notes
     for name, text in texts.items():
         with files.created(directory / name) as descriptor:
             files.write(descriptor, text.encode())
-    tensors = tuple(_stored_tensor(item, digests[item.file, item.key]) for item in placements)
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-    step, run, metrics, surroundings, _ = notes
-    manifest = Manifest(step, run, metrics, surroundings, flat.treedef, tensors, hashes)
+    manifest = Manifest(step, run, metrics, surroundings, flat.treedef, tuple(tensors), hashes)
     data = dump(manifest)
     if len(data) > MAX_BYTES:
         raise CheckpointError(
@@ -218,6 +210,7 @@ def _write_files(directory: Path, flat: FlatTree, placements: Sequence[Placement
         files.write(descriptor, data)
     for folder in (*folders, directory):
         files.sync_directory(folder)
+    return manifest
 
 
 def _commit(temporary: Path, path: Path) -> None:
@@ -231,7 +224,8 @@ def _commit(temporary: Path, path: Path) -> None:
         raise
 
 
-def _stored_tensor(item: Placement, digest: str) -> StoredTensor:
+def stored_tensor(item: Placement, digest: str) -> StoredTensor:
+    """Return what the manifest holds of a tensor."""
     tensor = item.leaf.value
     stride = strides(tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ftrain import backends
-from ftrain.checkpoint.treedef import Leaf
 from ftrain.tree import HOST
 
 
@@ -18,11 +17,11 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
-    def copies(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Copy the tensors of leaves to the host; from an accelerator asynchronously: synchronize before reading."""
-        buffers = self._buffers if len(self._buffers) == len(leaves) else [torch.empty(0)] * len(leaves)
-        self._buffers = [_copy_to_host(leaf.value, buffer) for leaf, buffer in zip(leaves, buffers, strict=True)]
-        return [leaf._replace(value=copy) for leaf, copy in zip(leaves, self._buffers, strict=True)]
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy tensors to the host; from an accelerator asynchronously: synchronize before reading."""
+        buffers = self._buffers if len(self._buffers) == len(tensors) else [torch.empty(0)] * len(tensors)
+        self._buffers = [_copy_to_host(tensor, buffer) for tensor, buffer in zip(tensors, buffers, strict=True)]
+        return list(self._buffers)
 
 
 def _copy_to_host(tensor: Tensor, buffer: Tensor) -> Tensor:

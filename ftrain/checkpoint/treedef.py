@@ -10,6 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
+from ftrain._torch.dtensor import is_dtensor
+from ftrain.checkpoint.blocks import is_divided, undivided, why_not_blocks
 from ftrain.checkpoint.layout import DTYPES
 from ftrain.errors import CheckpointError, StructureError
 from ftrain.types import NAMESPACE, TREE_CLASSES, PyTree, TrainState, tree_tag
@@ -86,12 +88,15 @@ class _Flattener:
 
     def number(self, path: Path, tensor: Tensor, state_path: Path | None) -> int:
         """Return the number of a tensor; tied tensors, which share memory, have the same one."""
+        tensor = undivided(tensor)
         problem = why_not_savable(tensor)
         if problem:
             self.problems.append(f"{dotted(path)}: {problem}")
             return 0
         new = len(self.leaves)
-        number = self._numbers.setdefault(_tensor_identity(tensor) if tensor.numel() else (new,), new)
+        # Ranks must number alike, so what is divided has no ties: the block of a rank may be empty, without memory.
+        has_identity = tensor.numel() and not is_divided(tensor)
+        number = self._numbers.setdefault(_tensor_identity(tensor) if has_identity else (new,), new)
         if number == new:
             self.leaves.append(Leaf(path, tensor, state_path))
         return number
@@ -145,7 +150,10 @@ class _Flattener:
 
 def why_not_savable(tensor: Tensor) -> str:
     """Return why a tensor cannot be saved; "" when it can."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
+    if is_dtensor(tensor):
+        if problem := why_not_blocks(tensor):
+            return problem
+    elif type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a {class_name(type(tensor))}; needs a plain tensor"
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return f"a tensor of layout {tensor.layout}; needs a dense one"

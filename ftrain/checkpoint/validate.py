@@ -9,6 +9,7 @@ import optree
 from torch import Tensor
 
 from ftrain import tree as trees
+from ftrain._torch.dtensor import is_dtensor, with_local_part
 from ftrain.checkpoint.manifest import StoredTensor
 from ftrain.checkpoint.treedef import NAMED_TUPLE, Container, class_name, dotted, printable
 from ftrain.errors import OptionError, StructureError
@@ -97,5 +98,7 @@ def fill_like(like: PyTree, values: Mapping[tuple[Any, ...], Any], *, on_host: b
 
 
 def _to_device_of(value: Any, leaf: Any, on_host: bool) -> Any:
-    moves = isinstance(value, Tensor) and isinstance(leaf, Tensor) and not on_host
-    return value.to(leaf.device) if moves else value
+    if not isinstance(value, Tensor) or not isinstance(leaf, Tensor):
+        return value
+    value = value if on_host else value.to(leaf.device)
+    return with_local_part(leaf, value.contiguous()) if is_dtensor(leaf) and not is_dtensor(value) else value

@@ -8,7 +8,8 @@ import torch
 
 import ftrain as ft
 from ftrain import checkpoint
-from ftrain.checkpoint import files, replacing
+from ftrain.checkpoint import checkpoints as saving_runs
+from ftrain.checkpoint import files
 from ftrain.errors import CheckpointError, OptionError, StructureError
 
 
@@ -75,14 +76,14 @@ def test_pinned_ones_stay(tmp_path):
 
 def test_the_state_is_copied_at_the_call(tmp_path, monkeypatch):
     begun, go = threading.Event(), threading.Event()
-    write = replacing.write
+    write = saving_runs.write
 
     def slow(*args):
         begun.set()
         go.wait(10)
         write(*args)
 
-    monkeypatch.setattr(replacing, "write", slow)
+    monkeypatch.setattr(saving_runs, "write", slow)
     given = tree(1)
     with ft.Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, given)
@@ -129,7 +130,7 @@ def test_an_error_in_the_background_surfaces(tmp_path, monkeypatch):
 
 
 def test_nothing_is_removed_when_the_new_one_is_not_whole(tmp_path, monkeypatch):
-    write = replacing.write
+    write = saving_runs.write
 
     def torn(path, *rest):
         write(path, *rest)
@@ -137,7 +138,7 @@ def test_nothing_is_removed_when_the_new_one_is_not_whole(tmp_path, monkeypatch)
         file.write_bytes(file.read_bytes()[:-1] + b"!")
 
     fill(tmp_path, [1], keep=1)
-    monkeypatch.setattr(replacing, "write", torn)
+    monkeypatch.setattr(saving_runs, "write", torn)
     with (
         pytest.raises(CheckpointError, match="not those that were saved"),
         ft.Checkpoints(tmp_path, every=1, keep=1) as checkpoints,

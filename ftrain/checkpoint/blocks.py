@@ -1,0 +1,102 @@
+"""Which block of a divided tensor each rank has, and where its bytes are among those of the whole one.
+
+A file holds whole tensors in row-major order, so nothing in it depends on how many ranks have written it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from torch import Tensor
+
+from ftrain._torch.dtensor import is_dtensor, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class Block(NamedTuple):
+    """A block of a tensor: where it begins along each axis, and its lengths."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor of several ranks."""
+    return is_dtensor(tensor) and tensor.device_mesh.size() > 1
+
+
+def undivided(tensor: Tensor) -> Tensor:
+    """Return the plain tensor for a DTensor of one rank; another tensor as it is."""
+    return local_part(tensor) if is_dtensor(tensor) and tensor.device_mesh.size() == 1 else tensor
+
+
+def why_not_blocks(tensor: DTensor) -> str:
+    """Return why the blocks of a DTensor are not known; "" when they are."""
+    # Exactly these classes: subclasses of torch order the blocks otherwise.
+    odd = [each for each in tensor.placements if type(each).__name__ not in ("Shard", "Replicate")]
+    return f"a DTensor of placement {odd[0]}; needs Shard or Replicate" if odd else ""
+
+
+def whole_block(shape: Sequence[int]) -> Block:
+    """Return the block that is a whole tensor."""
+    return Block((0,) * len(shape), tuple(shape))
+
+
+def blocks_of_ranks(tensor: Tensor) -> dict[int, Block]:
+    """Return the blocks of a tensor by the ranks that write them: of copies the first one.
+
+    Together they are the whole tensor, and no two overlap. A tensor that is not divided is of rank 0.
+    """
+    if not is_dtensor(tensor) or not is_divided(tensor):
+        return {0: whole_block(tensor.shape)}
+    ranks = tensor.device_mesh.mesh
+    axes = [
+        range(1 if placement.is_replicate() else size)
+        for size, placement in zip(ranks.shape, tensor.placements, strict=True)
+    ]
+    return {int(ranks[place]): _block_at(tensor, place) for place in itertools.product(*axes)}
+
+
+def block_of_this_rank(tensor: DTensor) -> Block:
+    """Return the block of a tensor that this rank has."""
+    return _block_at(tensor, [tensor.device_mesh.get_local_rank(axis) for axis in range(tensor.device_mesh.ndim)])
+
+
+def _block_at(tensor: DTensor, place: Sequence[int]) -> Block:
+    """Return the block at a place of the mesh: each axis is cut as `torch.chunk` does it."""
+    offset, shape = [0] * tensor.ndim, list(tensor.shape)
+    for size, index, placement in zip(tensor.device_mesh.shape, place, tensor.placements, strict=True):
+        if placement.is_shard():
+            axis = cast(Any, placement).dim
+            length = -(-shape[axis] // size)
+            start = min(index * length, shape[axis])
+            offset[axis], shape[axis] = offset[axis] + start, min(length, shape[axis] - start)
+    return Block(tuple(offset), tuple(shape))
+
+
+def runs(block: Block, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield start and length, in elements, of the parts of a block that are contiguous in the whole, in order."""
+    if 0 in block.shape:
+        return
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    cut = _last_cut_axis(block, shape)
+    first = sum(start * stride for start, stride in zip(block.offset, strides, strict=True))
+    length = math.prod(block.shape[cut:])
+    for index in itertools.product(*map(range, block.shape[:cut])):
+        yield first + sum(place * stride for place, stride in zip(index, strides, strict=False)), length
+
+
+def parts(local: Tensor, block: Block, shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each of `runs` with its elements: where it starts, and a part of `local`, which is this block."""
+    if local.numel():
+        rows = local.reshape(-1, *block.shape[_last_cut_axis(block, shape) :])
+        yield from ((start, row) for (start, _), row in zip(runs(block, shape), rows, strict=True))
+
+
+def _last_cut_axis(block: Block, shape: Sequence[int]) -> int:
+    return max((axis for axis, length in enumerate(shape) if block.shape[axis] != length), default=0)

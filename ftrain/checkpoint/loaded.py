@@ -1,0 +1,80 @@
+"""A checkpoint of a run in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ftrain.checkpoint.manifest import Manifest
+from ftrain.checkpoint.ranks import Ranks
+from ftrain.checkpoint.reading import load_parts
+from ftrain.errors import CheckpointError
+from ftrain.types import PyTree
+
+
+class LoadedCheckpoint(NamedTuple):
+    """A checkpoint that was loaded: its trees by name, and everything else that was saved."""
+
+    step: int
+    path: Path
+    parts: dict[str, PyTree]
+    manifest: Manifest
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """Versions, threads, device and flags when it was saved."""
+        return self.manifest.environment
+
+    @property
+    def run(self) -> dict[str, PyTree]:
+        """What `ftrain.fit` saved beside the state.
+
+        Raises:
+            CheckpointError: when `fit` did not save this checkpoint.
+        """
+        run = self.parts.get("run")
+        if not isinstance(run, dict) or run.keys() != {"record", "position", "began"}:
+            raise CheckpointError(
+                f"{self.path}: was not saved by fit, which cannot go on from it; use another directory"
+            )
+        return run
+
+
+def load_checkpoint(
+    path: Path,
+    step: int,
+    like: Mapping[str, PyTree],
+    ranks: Ranks,
+    *,
+    on_host: bool,
+    accept: Callable[[LoadedCheckpoint], None] | None,
+) -> LoadedCheckpoint:
+    """Load the checkpoint of a step on all ranks.
+
+    Args:
+        path: of the checkpoint.
+        step: that it must be of.
+        like: trees by name.
+        ranks: which load it.
+        on_host: keep tensors on the CPU, and not on the devices of `like`.
+        accept: called on the first rank; raises a CheckpointError to reject it.
+
+    Raises:
+        CheckpointError: on every rank, when it is damaged, of another step, or rejected.
+        StructureError: when it differs from `like`.
+        DeviceError: when memory runs out.
+        RankError: when another rank failed otherwise, or did not come.
+    """
+    results = list[LoadedCheckpoint]()
+
+    def load() -> None:
+        manifest, parts = load_parts(path, like, on_host=on_host, share=(ranks.rank, ranks.size))
+        if manifest.step != step:
+            raise CheckpointError(f"{path}: is of step {manifest.step}, and was renamed")
+        results.append(LoadedCheckpoint(step, path, parts, manifest))
+        if accept is not None and ranks.is_first:
+            accept(results[0])
+
+    ranks.together(load)
+    return results[0]

@@ -1,0 +1,218 @@
+"""Write one checkpoint on many ranks: each its own blocks, into the same files, which are those that one rank writes.
+
+No tensor travels between ranks. The digests of blocks do, so that what a rank has written is compared with what another
+one reads from the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ftrain._torch.dtensor import is_dtensor, local_part
+from ftrain.checkpoint import files
+from ftrain.checkpoint.blocks import Block, blocks_of_ranks, is_divided, parts, runs, whole_block
+from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
+from ftrain.checkpoint.manifest import Manifest
+from ftrain.checkpoint.ranks import Ranks
+from ftrain.checkpoint.saving import (
+    Notes,
+    Placement,
+    make_folders,
+    new_directory,
+    place_leaves,
+    stored_tensor,
+    write_manifest,
+)
+from ftrain.checkpoint.treedef import FlatTree, Json, Leaf, dotted
+from ftrain.errors import CheckpointError
+
+DIGEST_LETTERS = 32
+"""How much of the sha256 of a block travels."""
+
+
+class LocalTree(NamedTuple):
+    """A flattened tree of which this rank has some blocks.
+
+    Args:
+        flat: with tensors on the device meta in place of the leaves.
+        blocks: for each leaf, the blocks by the ranks that write them.
+        locals: this rank's blocks, by the numbers of leaves of which it writes one.
+        divided: the numbers of leaves that are divided. The others are written by the first rank.
+    """
+
+    flat: FlatTree
+    blocks: Sequence[Mapping[int, Block]]
+    locals: Mapping[int, Tensor]
+    divided: frozenset[int]
+
+
+def local_tree(flat: FlatTree, rank: int) -> LocalTree:
+    """Return what a rank writes of a flattened tree."""
+    values = [leaf.value for leaf in flat.leaves]
+    blocks = [blocks_of_ranks(value) for value in values]
+    locals_ = {number: _plain(value) for number, value in enumerate(values) if rank in blocks[number]}
+    leaves = [leaf._replace(value=_on_meta(leaf.value)) for leaf in flat.leaves]
+    divided = frozenset(number for number, value in enumerate(values) if is_divided(value))
+    return LocalTree(flat._replace(leaves=leaves), blocks, locals_, divided)
+
+
+def _plain(value: Tensor) -> Tensor:
+    return local_part(value) if is_dtensor(value) else value
+
+
+def _on_meta(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+class _Target(NamedTuple):
+    """A tensor of the first rank's tree: where it is written, its blocks by rank, and that of this rank, if any."""
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    blocks: Mapping[int, Block]
+    local: Tensor | None
+
+
+def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
+    """Write and verify a checkpoint as a new directory, on the first rank, while the others call `help_write`.
+
+    Raises:
+        CheckpointError: when `path` exists, ranks differ in what they save, a leaf cannot be saved, or writing fails.
+        OptionError: for a name of a text that is outside of the directory or in use.
+        RankError: when another rank failed otherwise, or did not come.
+    """
+    placements = place_leaves(tree.flat, notes.texts)
+    with new_directory(path, [leaf.value for leaf in tree.flat.leaves]) as temporary:
+        folders = make_folders(temporary, [*notes.texts, *(item.file for item in placements)])
+        digests = _write_and_verify(temporary, _make_files(temporary, placements, tree), tree, ranks)
+        tensors = [stored_tensor(item, digest) for item, digest in zip(placements, digests, strict=True)]
+        return write_manifest(temporary, tree.flat, tensors, notes, folders)
+
+
+def help_write(tree: LocalTree, ranks: Ranks) -> None:
+    """Write the blocks of a rank that is not the first, and verify its share of the tensors; raises as `lead_write`."""
+    _write_and_verify(Path(), [], tree, ranks)
+
+
+def _write_and_verify(directory: Path, tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> list[str]:
+    """Write and verify tensors on all ranks, and return the digest of each; the first rank says which and where."""
+    name, tensors = ranks.first(lambda: (str(directory), tensors))
+    directory = Path(name)
+    targets: list[_Target] = []
+
+    def write() -> list[str]:
+        targets.extend(_targets(tensors, tree, ranks))
+        with _opened(directory, targets, files.opened_to_write) as opened:
+            return [_write_block(opened[target.file], target, ranks.rank) for target in targets]
+
+    digests_of_blocks = ranks.together(write)
+
+    def verify() -> list[str]:
+        with _opened(directory, targets, files.opened) as opened:
+            return [
+                _verified(opened[target.file], target, [digests[number] for digests in digests_of_blocks])
+                for number, target in enumerate(targets)
+                if number % ranks.size == ranks.rank
+            ]
+
+    shares = ranks.together(verify)
+    return [shares[number % ranks.size][number // ranks.size] for number in range(len(targets))]
+
+
+def _make_files(directory: Path, placements: Sequence[Placement], tree: LocalTree) -> list[Json]:
+    """Make the files with their headers and sizes; return for each tensor what the other ranks need to know of it."""
+    offsets: dict[tuple[str, str], int] = {}
+    for file in sorted({item.file for item in placements}):
+        plan = layout([item.info for item in placements if item.file == file])
+        with files.created(directory / file) as descriptor:
+            files.write(descriptor, plan.header)
+            files.resize(descriptor, plan.size)
+        offsets.update({(file, key): offset for key, offset in plan.offsets.items()})
+    return [
+        [*_signature(item.leaf), item.file, offsets[item.file, item.key], number in tree.divided]
+        for number, item in enumerate(placements)
+    ]
+
+
+def _signature(leaf: Leaf) -> list[Json]:
+    return [dotted(leaf.path), str(leaf.value.dtype).removeprefix("torch."), list(leaf.value.shape)]
+
+
+def _targets(tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> Iterator[_Target]:
+    """Yield the tensors of the first rank's tree; this one must have the divided ones among them in the same order."""
+    divided = iter(sorted(tree.divided))
+    for number, (*signature, file, offset, is_divided_here) in enumerate(tensors):
+        path, dtype, shape = signature
+        blocks: Mapping[int, Block] = {0: whole_block(shape)}
+        local = tree.locals.get(number) if ranks.is_first else None
+        if is_divided_here:
+            mine = next(divided, -1)
+            if mine < 0 or _signature(tree.flat.leaves[mine]) != signature:
+                raise CheckpointError(
+                    f"save: the first rank saves {path}, {dtype}{shape}, and rank {ranks.rank} something else in its "
+                    "place; every rank must save the same state"
+                )
+            blocks, local = tree.blocks[mine], tree.locals.get(mine)
+        yield _Target(path, DTYPES[dtype], tuple(shape), file, offset, blocks, local)
+
+
+@contextmanager
+def _opened(
+    directory: Path, targets: Sequence[_Target], opening: Callable[[Path], AbstractContextManager[int]]
+) -> Iterator[dict[str, int]]:
+    """Context of the descriptors of all files by name."""
+    try:
+        with ExitStack() as stack:
+            names = sorted({target.file for target in targets})
+            yield {name: stack.enter_context(opening(directory / name)) for name in names}
+    except OSError as error:
+        raise CheckpointError(
+            f"save: {directory} could not be written on every rank: {error}; all ranks must see one file system, and "
+            "what was saved before is as it was"
+        ) from error
+
+
+def _write_block(descriptor: int, target: _Target, rank: int) -> str:
+    """Write the block of this rank, and return the digest of what was to be written; "" without a block."""
+    if target.local is None:
+        return ""
+    digest, itemsize = hashlib.sha256(), target.dtype.itemsize
+    for start, part in parts(target.local, target.blocks[rank], target.shape):
+        offset = target.offset + start * itemsize
+        for chunk in chunks(part):
+            digest.update(chunk)
+            files.write_at(descriptor, chunk, offset)
+            offset += len(chunk)
+    return digest.hexdigest()[:DIGEST_LETTERS]
+
+
+def _verified(descriptor: int, target: _Target, digests: Sequence[str]) -> str:
+    """Return the digest of a tensor on the disk, where each block must have the digest that its rank has told."""
+    whole, by_rank = hashlib.sha256(), {rank: hashlib.sha256() for rank in target.blocks}
+    buffer, itemsize = memoryview(bytearray(CHUNK)), target.dtype.itemsize
+    for start, length, rank in heapq.merge(*(_runs_of(rank, target) for rank in target.blocks)):
+        for first in range(0, length * itemsize, CHUNK):
+            part = buffer[: length * itemsize - first]
+            files.read_into(descriptor, part, target.offset + start * itemsize + first)
+            whole.update(part)
+            by_rank[rank].update(part)
+    for rank, digest in by_rank.items():
+        if digest.hexdigest()[:DIGEST_LETTERS] != digests[rank]:
+            raise CheckpointError(f"save: {target.file}: {target.path}: on the disk is not what rank {rank} wrote")
+    return whole.hexdigest()
+
+
+def _runs_of(rank: int, target: _Target) -> Iterator[tuple[int, int, int]]:
+    for start, length in runs(target.blocks[rank], target.shape):
+        yield start, length, rank

@@ -1,0 +1,97 @@
+"""Save and load any tree, on one rank or on many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ftrain import tree as trees
+from ftrain.checkpoint.blocks import is_divided
+from ftrain.checkpoint.manifest import environment
+from ftrain.checkpoint.ranks import Ranks
+from ftrain.checkpoint.reading import load_tree
+from ftrain.checkpoint.saving import Notes, device_of, write
+from ftrain.checkpoint.saving_on_ranks import help_write, lead_write, local_tree
+from ftrain.checkpoint.treedef import flatten
+from ftrain.types import PyTree
+
+
+def save(
+    path: str | Path, tree: PyTree, *, step: int | None = None, run: str = "", texts: Mapping[str, str] | None = None
+) -> None:
+    """Save a tree exactly, as a new directory that is on disk when this returns.
+
+    Parameters and buffers of a `TrainState` go to ``params/model.safetensors`` under their dotted names, so that
+    any reader of safetensors loads the model. All other tensors go to ``state.safetensors``. ``MANIFEST.json`` holds
+    the structure, the numbers and strings among the leaves, and a sha256 of every tensor. Nothing is pickled. The
+    files are written to a temporary directory beside `path`, which is renamed when all of them are on disk: a save
+    that fails or is killed leaves `path` as it was. Leaves may be dense tensors, bool, int, float, complex, str and
+    bytes.
+
+    A tree with leaves that are divided over ranks must be saved by all of them: each writes its own blocks into the
+    same files, which are those that one rank writes. The first rank writes what is not divided, and no rank ever holds
+    a whole leaf. All ranks must see one file system.
+
+    Args:
+        path: of the new directory, which must not exist.
+        tree: any tree, such as a `TrainState`; its tensors may be tied, strided, and on any device.
+        step: steps of training done, for the manifest.
+        run: id of the run, for the manifest.
+        texts: content of additional files by their names in the directory, such as ``{"params/config.json": ...}``.
+
+    Raises:
+        CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
+        OptionError: for a name in `texts` that is outside of the directory or in use.
+        RankError: when another rank failed otherwise, or did not come.
+    """
+    flat = flatten(tree)
+    notes = Notes(step, run, {}, environment(device_of(flat.leaves)), dict(texts or {}))
+    if _is_divided(tree):
+        ranks = Ranks("save")
+        with ranks.all_or_none():
+            content = local_tree(flat, ranks.rank)
+            if ranks.is_first:
+                lead_write(Path(path), content, notes, ranks)
+            else:
+                help_write(content, ranks)
+    else:
+        write(Path(path), flat, notes)
+
+
+def load(
+    path: str | Path,
+    *,
+    like: PyTree = None,
+    partial: bool = False,
+    rename: Mapping[str, str] | None = None,
+) -> PyTree:
+    """Read a tree that `save` has written, and verify every byte of it.
+
+    Where leaves of `like` are divided over ranks, all of these must call it: each reads its own blocks and verifies a
+    share of the whole tensors, and what is wrong on one is an error on all.
+
+    Args:
+        path: the directory of the checkpoint.
+        like: a tree with the expected structure, shapes and dtypes. The result has its types, and its tensors are on
+            the devices of those of `like`. Default: the types that were saved, on the CPU.
+        partial: load the leaves whose paths are in the checkpoint, and keep the other leaves of `like`.
+        rename: old -> new prefixes of paths, such as ``{"params.encoder": "params.backbone"}``.
+
+    Raises:
+        CheckpointError: when it is missing or damaged; the message names the file and the tensor.
+        DeviceError: when memory runs out.
+        StructureError: when it differs from `like`; the message lists every path.
+        OptionError: for a name in `rename` with which no path begins.
+        RankError: when another rank failed otherwise, or did not come.
+    """
+    path, rename = Path(path), rename or {}
+    if not _is_divided(like):
+        return load_tree(path, like=like, partial=partial, rename=rename)
+    ranks, results = Ranks("load"), list[PyTree]()
+    share = ranks.rank, ranks.size
+    ranks.together(lambda: results.append(load_tree(path, like=like, partial=partial, rename=rename, share=share)))
+    return results[0]
+
+
+def _is_divided(tree: PyTree) -> bool:
+    return any(is_divided(leaf) for leaf in trees.leaves(tree))
