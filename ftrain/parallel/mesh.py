@@ -23,7 +23,7 @@ REPLICATE, SHARD = "replicate", "shard"
 """The names of the axes of a mesh, in their order."""
 
 ALL = "all"
-"""The name of the group of all ranks of a planned mesh."""
+"""Stands for all ranks where others stand for an axis."""
 
 
 def mesh(*, replicate: int | None = None, shard: int | None = None) -> DeviceMesh:
@@ -139,6 +139,11 @@ def group(mesh: DeviceMesh, axis: str) -> Group:
     if isinstance(mesh, PlannedMesh):
         return Group(axis, mesh.size((REPLICATE, SHARD).index(axis)), 0)
     return _group(mesh.get_group(axis), mesh)
+
+
+def groups(mesh: DeviceMesh) -> dict[str, Group]:
+    """Return the groups of this rank by axis; ``"all"`` is that of all ranks."""
+    return {ALL: all_ranks(mesh), REPLICATE: group(mesh, REPLICATE), SHARD: group(mesh, SHARD)}
 
 
 def all_ranks(mesh: DeviceMesh) -> Group:

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ftrain.backends.format_bytes import format_bytes
+from ftrain.step.traffic import Traffic
+from ftrain.types import Metrics, PyTree, TrainState
 
 MOST_SHOWN = 5
+
+
+class Lowering:
+    """A `Runner` that compiles a step and runs nothing.
+
+    Args:
+        lower: ``(state, batch, hyper, words) -> Lowered``.
+    """
+
+    text = "lower"
+
+    def __init__(self, lower: Callable[..., Lowered]) -> None:
+        self._lower = lower
+        self.result: Lowered
+
+    def __call__(
+        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
+    ) -> tuple[TrainState, Metrics]:
+        """Return the state as it is; `result` is what was compiled."""
+        self.result = self._lower(state, batch, hyper, words)
+        return state, {}
 
 
 @dataclass(frozen=True)
@@ -22,6 +45,8 @@ class Lowered:
             the order it was captured in; what a compiler fuses is never stored, so it is an estimate from
             above. None where the graphs are not known as a whole.
         breaks: why and where the loss is split into several graphs, one text each.
+        traffic: what each rank sends in a step on many ranks, most first, as it was captured: a compiler may join
+            collectives. Empty where the graphs are not known as a whole.
     """
 
     lowering: str
@@ -29,6 +54,7 @@ class Lowered:
     nodes: Mapping[str, int]
     peak_bytes: int | None
     breaks: tuple[str, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
 
     def __repr__(self) -> str:
         total, shown = sum(self.nodes.values()), list(self.nodes.items())[:MOST_SHOWN]
@@ -38,6 +64,7 @@ class Lowered:
             f"lowering  {self.lowering}, {self.graphs} graph{'s' * (self.graphs != 1)}",
             f"nodes     {total:,} ({often}{', ...' * (len(self.nodes) > len(shown))})",
             f"peak      {peak} of intermediate results",
+            *(f"sends     {format_bytes(sent)} in {calls} {kind} ({axis})" for kind, axis, calls, sent in self.traffic),
             *(f"break     {text}" for text in self.breaks),
         ]
         return "\n".join(lines)

@@ -16,7 +16,7 @@ from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.step.across_ranks import order
 from ftrain.step.eager import Eager
 from ftrain.step.initial_state import initial_parts
-from ftrain.step.lowered import Lowered
+from ftrain.step.lowered import Lowered, Lowering
 from ftrain.step.purity import as_tree
 from ftrain.step.shared_memory import copy_shared
 from ftrain.step.swap_params import to_meta_
@@ -284,9 +284,15 @@ class Step:
         lower = getattr(self.runner, "lower", None)
         if lower is None:
             raise ComposeError(f"Step.lower: the step is not compiled; use ft.compiled()(step).lower(...):\n{self}")
+        batch, lowering = as_tree(batch), Lowering(lower)
+        run: Callable[..., tuple[TrainState, Metrics]] = lowering
+        if self._on_ranks is not None:
+            state, batch, around = self._on_ranks(state, batch, self.microbatches)
+            run = around(lowering)
         self.require(state)
         with self.loss.scope(True):
-            return lower(state, as_tree(batch), *self._known_to_the_host(state))  # type: ignore[no-any-return]
+            run(state, batch, *self._known_to_the_host(state))
+        return lowering.result
 
     def _known_to_the_host(self, state: TrainState) -> tuple[dict[str, float], tuple[int, int]]:
         """The scheduled values of a step, and the words of its key."""

@@ -11,7 +11,7 @@ from ftrain.errors import OptionError
 from ftrain.parallel.mesh import planned_mesh
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.parallel.sharded import sharded
-from ftrain.profiling.anatomy.traffic import MeshLayout
+from ftrain.profiling.anatomy.mesh_layout import MeshLayout
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.types import TrainState, replace

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ftrain.profiling.anatomy.drawing import draw
 from ftrain.profiling.anatomy.kinds import ACTIVATIONS, COPIES, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
+from ftrain.profiling.anatomy.mesh_layout import MeshLayout
 from ftrain.profiling.anatomy.timeline import Allocation, Timeline
-from ftrain.profiling.anatomy.traffic import MeshLayout, Traffic, traffic_of
 from ftrain.step.flops import GROUPS
+from ftrain.step.traffic import Traffic, traffic_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,7 +91,7 @@ class Anatomy:
     @cached_property
     def traffic(self) -> list[Traffic]:
         """What each rank sends in a step, by kind of collective and axis of the mesh; most first."""
-        return [] if self.layout is None else traffic_of(self.timeline.collectives, self.layout)
+        return [] if self.layout is None else traffic_of(self.timeline.collectives, self.layout.sizes)
 
     @property
     def at_rest(self) -> Counter[str]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ftrain import tree
 from ftrain._torch import TorchDispatchMode, in_backward, storage_id
-from ftrain.profiling.anatomy.traffic import SENT_PER_BYTE, Collective
 from ftrain.step.flops import flops, group_of, is_view
 from ftrain.step.module_path import Running
+from ftrain.step.traffic import SENT_PER_BYTE, Collective
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 """The phases of a step."""

@@ -1,4 +1,4 @@
-"""What a compiled step consists of: graphs, operations, memory, and where a graph breaks."""
+"""What a compiled step consists of: graphs, operations, memory, what ranks send, and where a graph breaks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor, fx
 
 from ftrain import _torch, tree
 from ftrain._torch import compile as torch_compile
+from ftrain.parallel.mesh import Group
+from ftrain.step.traffic import NAMES, Collective, Traffic, traffic_of
 
 
 def count_nodes(*graphs: fx.GraphModule) -> dict[str, int]:
@@ -71,6 +73,29 @@ def storages(node: fx.Node) -> list[tuple[int, int]]:
     """Return the storages of what a node of a captured graph returns: of each an identity and its bytes."""
     values = [leaf for leaf in tree.leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return [(_torch.storage_id(value), value.untyped_storage().nbytes()) for value in values]
+
+
+def traffic(captured: fx.GraphModule, groups: Mapping[str, Group]) -> tuple[Traffic, ...]:
+    """Return what each rank sends in a captured graph.
+
+    Args:
+        captured: the graph of a step.
+        groups: of ranks, by the axis of the mesh along which they communicate.
+    """
+    axes = {group.name: axis for axis, group in groups.items()}
+    # A group that has all ranks is known by the axis along which it has them.
+    sizes = {axis: group.size for axis, group in groups.items()}
+    return tuple(traffic_of(_collectives(captured, axes), sizes))
+
+
+def _collectives(captured: fx.GraphModule, axes: Mapping[str, str]) -> Iterator[Collective]:
+    """The collectives of a graph, by the names of groups; their operations take the name of the group at last."""
+    for node in captured.graph.nodes:
+        if isinstance(node.target, _torch.OpOverload) and node.target.namespace == "_c10d_functional":
+            name = node.target.overloadpacket.__name__
+            if name in NAMES:
+                nbytes = sum(value.meta["val"].nbytes for value in node.all_input_nodes)
+                yield Collective(name, axes[node.args[-1]], nbytes)
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[fx.GraphModule], tuple[str, ...]]:

@@ -14,6 +14,8 @@ from torch import Tensor, fx
 
 from ftrain import backends, random, tree
 from ftrain.errors import ComposeError, OptionError, TraceError, require_positive
+from ftrain.parallel.mesh import Group, groups
+from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.step import purity
 from ftrain.step.across_ranks import combines_ranks
 from ftrain.step.eager import Eager
@@ -24,7 +26,7 @@ from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import announced, described
 from ftrain.transforms.compile.cache import ShapeRegistry
 from ftrain.transforms.compile.fallback import CompilerError, UntilUpdate
-from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes
+from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes, traffic
 from ftrain.transforms.compile.microbatch_loop import in_a_loop, stock_draws
 from ftrain.transforms.compile.settings import Compiler
 from ftrain.types import RNG, Core, Gradients, Hyper, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
@@ -143,7 +145,8 @@ class _Compiled:
             try:
                 captured = self._cache.graph_for(*inputs).captured
                 self._settle()
-                return Lowered("whole", 1, count_nodes(captured), peak_bytes(captured))
+                sent = traffic(captured, _groups(self._step))
+                return Lowered("whole", 1, count_nodes(captured), peak_bytes(captured), traffic=sent)
             except FAILED as error:
                 self._fall_back(error)
         copies = tree.clone(inputs)
@@ -279,6 +282,12 @@ def _why(error: TraceError | CompilerError, falls: bool, lowering: str) -> str:
     if not falls:
         raise cause
     return str(error) if isinstance(error, TraceError) else f"{error} (lowering={lowering!r} raises the whole error)"
+
+
+def _groups(step: Step) -> Mapping[str, Group]:
+    """Return the groups in which the ranks of a step communicate."""
+    meshes = [wrapper.options["mesh"] for wrapper in step.wrappers if wrapper.name == SHARDED and wrapper.options]
+    return groups(meshes[0]) if meshes else {}
 
 
 def _explained(

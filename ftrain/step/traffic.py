@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
-
-from ftrain.parallel.mesh import ALL, REPLICATE, SHARD
 
 SENT_PER_BYTE = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
@@ -24,29 +22,6 @@ NAMES = {
     "broadcast": "broadcast",
 }
 """How collectives print, by the name of torch's operation."""
-
-
-class MeshLayout(NamedTuple):
-    """How a step is divided over ranks.
-
-    Args:
-        replicate: copies of the state.
-        shard: ranks over which each copy is divided.
-        level: of `sharded`.
-    """
-
-    replicate: int
-    shard: int
-    level: int
-
-    @property
-    def ranks(self) -> int:
-        """The number of all ranks."""
-        return self.replicate * self.shard
-
-    def size(self, axis: str) -> int:
-        """Return how many ranks communicate along an axis."""
-        return {REPLICATE: self.replicate, SHARD: self.shard, ALL: self.ranks}[axis]
 
 
 class Collective(NamedTuple):
@@ -79,13 +54,18 @@ class Traffic(NamedTuple):
     sent: int
 
 
-def traffic_of(collectives: Iterable[Collective], layout: MeshLayout) -> list[Traffic]:
-    """Return what a rank sends, most first."""
-    calls: dict[tuple[str, str], list[int]] = {}
+def traffic_of(collectives: Iterable[Collective], sizes: Mapping[str, int]) -> list[Traffic]:
+    """Return what a rank sends, most first.
+
+    Args:
+        collectives: of one rank.
+        sizes: how many ranks communicate along each axis.
+    """
+    inputs: dict[tuple[str, str], list[int]] = {}
     for each in collectives:
-        calls.setdefault((each.operation, each.axis), []).append(each.nbytes)
+        inputs.setdefault((each.operation, each.axis), []).append(each.nbytes)
     rows = [
-        Traffic(NAMES[operation], axis, len(sizes), round(sum(sizes) * SENT_PER_BYTE[operation](layout.size(axis))))
-        for (operation, axis), sizes in calls.items()
+        Traffic(NAMES[operation], axis, len(nbytes), round(sum(nbytes) * SENT_PER_BYTE[operation](sizes[axis])))
+        for (operation, axis), nbytes in inputs.items()
     ]
     return sorted(rows, key=lambda row: -row.sent)

@@ -1,0 +1,77 @@
+"""What `Step.lower` counts of a step that is captured on 8 ranks, held to formulas; the other 7 do not exist."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ftrain as ft
+
+WIDTH, BLOCKS = 8, 3
+BLOCK = 4 * BLOCKS * (WIDTH + 1) * WIDTH
+"""Bytes of the parameters of blocks; the model has no others."""
+NUMBERS = 4 * 4
+"""Bytes of the loss and its weight, and of other single numbers, at the most."""
+
+
+@pytest.fixture(autouse=True)
+def eight_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+def sent(mesh, level, *wrappers):
+    """Return bytes that each rank sends, and the number of calls, by kind and axis."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
+    loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
+    step = ft.compose(
+        ft.train_step(loss, ft.optim.adamw(1e-3)),
+        *wrappers,
+        ft.sharded(ft.parallel.mesh(**mesh), level),
+        ft.compiled(lowering="whole", backend="eager"),
+    )
+    lowered = step.lower(step.init(), {"x": torch.randn(16, WIDTH)})
+    return {(row.kind, row.axis): row.sent for row in lowered.traffic}, lowered
+
+
+def test_level_0_sums_the_gradient():
+    for axis, mesh in (("shard", {}), ("replicate", {"shard": 1})):
+        found, _ = sent(mesh, 0)
+        assert found == {("all-reduce", axis): pytest.approx(2 * 7 / 8 * BLOCK, abs=2 * NUMBERS)}
+
+
+def test_level_1_gathers_the_parameters_and_scatters_the_gradient():
+    found, _ = sent({}, 1)
+    assert found.pop(("all-reduce", "shard")) <= 2 * NUMBERS
+    assert found == {("all-gather", "shard"): 7 / 8 * BLOCK, ("reduce-scatter", "shard"): 7 / 8 * BLOCK}
+
+
+def test_level_3_gathers_twice_and_scatters_once():
+    found, _ = sent({}, 3)
+    assert found.pop(("all-reduce", "shard")) <= 2 * NUMBERS
+    # The backward pass of the first block needs no weight, for nothing before it trains.
+    assert found == {
+        ("all-gather", "shard"): pytest.approx((2 - 1 / BLOCKS) * 7 / 8 * BLOCK),
+        ("reduce-scatter", "shard"): 7 / 8 * BLOCK,
+    }
+
+
+def test_between_copies_of_the_state_travels_one_shard_of_the_gradient():
+    found, _ = sent({"replicate": 2}, 3, ft.clip(1.0))
+    assert found["all-gather", "shard"] == pytest.approx((2 - 1 / BLOCKS) * 3 / 4 * BLOCK)
+    assert found["reduce-scatter", "shard"] == 3 / 4 * BLOCK
+    assert found["all-reduce", "replicate"] == 2 * 1 / 2 * BLOCK / 4
+    assert found["all-reduce", "shard"] + found["all-reduce", "all"] <= 4 * NUMBERS
+
+
+def test_accumulation_sums_once_a_step():
+    once, _ = sent({}, 0)
+    twice, _ = sent({}, 0, ft.accumulate(2))
+    assert twice["all-reduce", "shard"] == pytest.approx(once["all-reduce", "shard"], abs=2 * NUMBERS)
+
+
+def test_what_is_sent_is_printed():
+    _, lowered = sent({}, 1)
+    assert "sends     756 B in 1 all-gather (shard)\n" in f"{lowered}\n"
