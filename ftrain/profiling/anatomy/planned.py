@@ -26,6 +26,11 @@ def layout_of(step: Step) -> MeshLayout | None:
     return MeshLayout(mesh.size(0), mesh.size(1), wrapper.options["level"])
 
 
+def on_one_device(step: Step) -> Step:
+    """Return a step without `sharded`."""
+    return dataclasses.replace(step, wrappers=tuple(each for each in step.wrappers if each.name != SHARDED))
+
+
 def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | None) -> Step:
     """Return a step like another one on ranks that do not exist, which runs on tensors without values alone.
 

@@ -7,7 +7,7 @@ import dataclasses
 from ftrain import tree
 from ftrain.errors import StructureError
 from ftrain.profiling.anatomy.measured import measure as run_measured
-from ftrain.profiling.anatomy.planned import layout_of, plan, planned_state
+from ftrain.profiling.anatomy.planned import layout_of, on_one_device, plan, planned_state
 from ftrain.profiling.anatomy.predicted import abstract_state, predict
 from ftrain.profiling.anatomy.record import Anatomy
 from ftrain.profiling.step_variants import require_step
@@ -76,9 +76,9 @@ def anatomy(
 
 
 def _state_of(step: Step, state: TrainState | None) -> TrainState:
-    if state is not None:
-        return state if layout_of(step) is None else planned_state(step, state)
-    if step.base.module is None:
-        text = step.base.text
-        raise StructureError(f"anatomy: {text} is no module; pass a state: anatomy(step, step.init(params), batch)")
-    return abstract_state(step, step.base.module)
+    if state is None:
+        if step.base.module is None:
+            text = step.base.text
+            raise StructureError(f"anatomy: {text} is no module; pass a state: anatomy(step, step.init(params), batch)")
+        state = abstract_state(on_one_device(step), step.base.module)
+    return state if layout_of(step) is None else planned_state(step, state)

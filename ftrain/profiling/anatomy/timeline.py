@@ -135,6 +135,8 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record it."""
+        if func is torch.ops.prim.device.default:
+            return args[0].device  # Half of all calls; that of a fake tensor is known.
         kwargs = kwargs or {}
         name, phase = func.overloadpacket.__name__, current_phase()
         is_collective = func.namespace == "_c10d_functional"
@@ -144,9 +146,8 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # one on tensors of that size.
         is_fused_update = name.startswith("_fused_") and name.endswith("_")
         returned = None if is_fused_update else func(*args, **kwargs)
-        # A view allocates nothing; one of a constant that the loss holds is not recorded as memory of the step. What
-        # asks for the device of a tensor computes nothing.
-        if is_view(func) or func.namespace == "prim":
+        # A view allocates nothing; one of a constant that the loss holds is not recorded as memory of the step.
+        if is_view(func):
             return returned
         operation = name.removesuffix("_")  # Some write in place.
         if is_collective and operation in SENT_PER_BYTE:
