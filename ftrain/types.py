@@ -245,6 +245,23 @@ class Adapters(Protocol):
 
 
 @dataclass(frozen=True)
+class LossRanks:
+    """The ranks that evaluate a loss together, each on its examples.
+
+    Args:
+        rank: the number of this one.
+        size: how many they are.
+        sum: ``tensor -> tensor``, its sum over them.
+        digest: ``tree -> number``, which tells batches apart.
+    """
+
+    rank: int
+    size: int
+    sum: Callable[[Tensor], Tensor]
+    digest: Callable[[PyTree], int]
+
+
+@dataclass(frozen=True)
 class Loss:
     """A loss function, and the properties of it that steps and wrappers use.
 
@@ -261,6 +278,7 @@ class Loss:
         narrow: the 16-bit or 8-bit dtype in which a wrapper makes it compute, as `with_amp` names it; "" if none does.
         products: the name of the wrapper that sets the precision of its float32 matrix products; "" if none does.
         wrappers: the texts of the wrappers that it has in the description of a step, the innermost first.
+        ranks: those that evaluate it together; None for one that every rank evaluates on all examples.
     """
 
     fn: LossFn
@@ -273,6 +291,7 @@ class Loss:
     narrow: str = ""
     products: str = ""
     wrappers: tuple[str, ...] = ()
+    ranks: LossRanks | None = None
 
     @functools.cached_property
     def text(self) -> str:

@@ -243,6 +243,7 @@ INNER = {
         "Loss",
         "LossFn",
         "LossOutput",
+        "LossRanks",
         "Mean",
         "Metrics",
         "NAMESPACE",

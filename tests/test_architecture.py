@@ -81,6 +81,7 @@ RAISED = {
     "checkpoint/ranks.py": {"error"},
     "data/device_prefetch.py": {"first.error"},
     "parallel/agreement.py": {"error"},
+    "step/across_ranks.py": {"error"},
     "training/oom_retry.py": {"Abandoned", "StateOverwrittenError"},
     "training/signals.py": {"Abandoned"},
     "transforms/compile/fallback.py": {"CompilerError"},

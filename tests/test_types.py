@@ -276,6 +276,7 @@ def test_errors_are_of_their_builtin_kind_and_ours():
     kinds = {
         "ComposeError": TypeError,
         "OptionError": ValueError,
+        "RankError": RuntimeError,
         "LossError": ValueError,
         "BatchError": ValueError,
         "StructureError": ValueError,

@@ -36,6 +36,11 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     return "torch.distributed.tensor" in sys.modules and isinstance(value, _names().DTensor)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return a whole tensor of a DTensor, for which every rank must call this; another tensor as it is."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
 def from_block(block: Tensor, mesh: DeviceMesh, axis: int, shape: Sequence[int], strides: Sequence[int]) -> DTensor:
     """Return the DTensor of which this rank has a block.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ftrain import _torch, tree
 from ftrain.errors import BatchError, StructureError
 from ftrain.parallel.mesh import Group
+from ftrain.step.across_ranks import DIFFERENT_BATCHES
 from ftrain.types import PyTree, TrainState
 
 
@@ -31,28 +32,32 @@ class SameInputs:
             StructureError: on every rank, when the states have different structures.
             BatchError: on every rank, when the batches differ.
         """
-        leaves = tree.leaves(batch)
-        if self._is_checked or any(_torch.is_fake(leaf) for leaf in leaves):
+        if self._is_checked or any(_torch.is_fake(leaf) for leaf in tree.leaves(batch)):
             return
         device = tree.device_of(state.params)
-        if not _agree(self._ranks, repr(tree.signature((state.params, state.opt_state, state.slots))).encode(), device):
+        structure = repr(tree.signature((state.params, state.opt_state, state.slots)))
+        if not _agree(self._ranks, _digest(structure.encode()), device):
             raise StructureError(
                 "sharded: the ranks have states of different structures; every rank must build the same model, "
                 "optimizer and wrappers"
             )
-        values = b"".join(_bytes(leaf) for leaf in leaves)
-        if not _agree(self._ranks, repr(tree.signature(batch)).encode() + values, device):
-            raise BatchError(
-                "sharded: the ranks have different batches; each takes its rows of one batch that all have, so read "
-                "the same data on every rank, without a sampler that divides it (DistributedSampler)"
-            )
+        if not _agree(self._ranks, digest(batch), device):
+            raise BatchError(f"sharded: {DIFFERENT_BATCHES}")
         self._is_checked = True
 
 
-def _agree(ranks: Group, content: bytes, device: torch.device) -> bool:
-    """Return whether all ranks have the same bytes; waits for them."""
-    digest = int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
-    largest = ranks.max(torch.tensor([digest, -digest], device=device)).tolist()
+def digest(batch: PyTree) -> int:
+    """Return a number that tells batches apart by their structures and values, for which this waits."""
+    return _digest(repr(tree.signature(batch)).encode() + b"".join(map(_bytes, tree.leaves(batch))))
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
+
+
+def _agree(ranks: Group, number: int, device: torch.device) -> bool:
+    """Return whether all ranks have the same number; waits for them."""
+    largest = ranks.max(torch.tensor([number, -number], device=device)).tolist()
     return bool(largest[0] == -largest[1])
 
 

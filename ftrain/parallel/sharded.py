@@ -20,7 +20,7 @@ from ftrain.parallel.gather import gathered
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
 from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
 from ftrain.parallel.rows import Rows, computing_on, current, require_scalars, rows_of
-from ftrain.parallel.same_inputs import SameInputs
+from ftrain.parallel.same_inputs import SameInputs, digest
 from ftrain.parallel.state import WHOLE, Layout, as_dtensors, divide, local_parts, require_whole
 from ftrain.parallel.stock_draws import StockDraws
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, Wrapper, wrapper
@@ -30,6 +30,7 @@ from ftrain.types import (
     Gradients,
     Loss,
     LossOutput,
+    LossRanks,
     Mean,
     Metrics,
     PyTree,
@@ -177,7 +178,8 @@ class _Ranks:
             with loss.scope(training), blocks.installed() if blocks and training else nullcontext():
                 yield
 
-        return dataclasses.replace(loss, fn=of_rows, scope=scope, wrappers=(*loss.wrappers, self._text))
+        ranks = LossRanks(self._all.rank, self._all.size, self._all.sum, digest) if self._all.size > 1 else None
+        return dataclasses.replace(loss, fn=of_rows, scope=scope, wrappers=(*loss.wrappers, self._text), ranks=ranks)
 
     def _gathered(self, params: PyTree, blocks: BlockGather | None) -> PyTree:
         layout = _layout.get()

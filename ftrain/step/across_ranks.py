@@ -1,10 +1,23 @@
-"""How many ranks make a step together, and when they combine their gradients."""
+"""How many ranks make a step together, when they combine their gradients, and how they share an evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
+
+from ftrain import tree
+from ftrain._torch import dtensor
+from ftrain.errors import BatchError, RankError
+from ftrain.step.microbatch import split_batch
 from ftrain.step.wrapper import OnGrad, Wrapper
+from ftrain.types import LossRanks, Mean, PyTree, TrainState, replace
+
+DIFFERENT_BATCHES = (
+    "the ranks have different batches; each takes its rows of one batch that all have, so read the same data on every "
+    "rank, without a sampler that divides it (DistributedSampler)"
+)
 
 
 def order(parts: Sequence[OnGrad]) -> list[OnGrad]:
@@ -22,3 +35,69 @@ def ranks_of(wrappers: Sequence[Wrapper]) -> int:
 def combines_ranks(wrappers: Sequence[Wrapper]) -> bool:
     """Return whether a step with these wrappers computes on the rows of a rank."""
     return any(wrapper.grad is not None and wrapper.grad.across_ranks for wrapper in wrappers)
+
+
+def whole_model(state: TrainState) -> TrainState:
+    """Return a state whose parameters and buffers are whole, gathered where they are divided over ranks.
+
+    Then every rank must call it.
+    """
+    parts = state.params, state.frozen, state.buffers
+    if not any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(parts)):
+        return state
+    params, frozen, buffers = tree.map(dtensor.whole, parts)
+    return replace(state, params=params, frozen=frozen, buffers=buffers)
+
+
+class Share(NamedTuple):
+    """The examples of a batch that one rank evaluates, and whether they count."""
+
+    batch: PyTree
+    counts: bool
+
+
+def share_of(batch: PyTree, ranks: LossRanks) -> Share:
+    """Return what one rank evaluates of a batch: examples that do not count, where there are fewer than ranks.
+
+    A batch that cannot be cut counts on the first rank.
+    """
+    pieces = split_batch(batch, ranks.size)
+    return Share(pieces[ranks.rank], True) if ranks.rank < len(pieces) else Share(pieces[0], False)
+
+
+def sum_means(means: dict[str, Mean], ranks: LossRanks) -> dict[str, Mean]:
+    """Return the sums over ranks of averages that each rank has of its examples; all of them travel together."""
+    if not means:
+        return means
+    tensors = [tensor for mean in means.values() for tensor in (mean.total, mean.weight)]
+    flat = ranks.sum(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    parts = zip(flat.split_with_sizes([tensor.numel() for tensor in tensors]), tensors, strict=True)
+    sums = iter([part.view(tensor.shape) for part, tensor in parts])
+    return {name: Mean(next(sums), next(sums)) for name in means}
+
+
+def require_same_outcome(ranks: LossRanks, error: Exception | None, digest: int, device: torch.device) -> None:
+    """Check that no rank has failed in an evaluation, and that all have read the same first batch; waits for them.
+
+    Args:
+        ranks: that evaluate together.
+        error: that of this rank.
+        digest: of the first batch.
+        device: on which the ranks communicate.
+
+    Raises:
+        Exception: the error of this rank.
+        RankError: when another one has failed.
+        BatchError: on every rank, when their first batches differ.
+    """
+    outcomes = torch.zeros(ranks.size, 2, dtype=torch.int64, device=device)
+    outcomes[ranks.rank, 0] = error is not None
+    outcomes[ranks.rank, 1] = digest
+    outcomes = ranks.sum(outcomes).to(tree.HOST)
+    if error is not None:
+        raise error
+    for rank, (failed, _) in enumerate(outcomes):
+        if failed:
+            raise RankError(f"evaluate: rank {rank} failed, and so all ranks stop; it says why")
+    if (outcomes[:, 1] != outcomes[0, 1]).any():
+        raise BatchError(f"evaluate: {DIFFERENT_BATCHES}")

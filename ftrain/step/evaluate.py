@@ -15,6 +15,7 @@ from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import ComposeError, DataError, DeviceError, OptionError, require_order
 from ftrain.step import purity
+from ftrain.step.across_ranks import Share, require_same_outcome, share_of, sum_means, whole_model
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.microbatch import RAISE, most_pieces, require_on_oom, split_batch
 from ftrain.step.purity import as_tree
@@ -35,8 +36,31 @@ class EvalStep:
         Modules run in evaluation mode, a loss that takes a key gets None, and neither the state nor
         torch's random generators change. A plain number counts once for each example of the batch, and so not at all
         for an empty one.
+
+        The loss of a step on many ranks (`ftrain.sharded`) is evaluated by all of them together, each on its examples
+        of the batch, and any loss of a state that is divided by every rank, on parameters gathered for this call.
         """
-        batch = as_tree(batch)
+        return self.total(self.of_rank(whole_model(state), self.share(as_tree(batch))))
+
+    def total(self, means: dict[str, Mean]) -> dict[str, Mean]:
+        """Return the averages over all ranks, of those that this rank has."""
+        return means if self.loss.ranks is None else sum_means(means, self.loss.ranks)
+
+    def share(self, batch: PyTree) -> Share:
+        """Return what this rank evaluates of a batch that all have."""
+        return Share(batch, True) if self.loss.ranks is None else share_of(batch, self.loss.ranks)
+
+    def of_rank(self, state: TrainState, share: Share) -> dict[str, Mean]:
+        """Return the averages over the examples of this rank; nothing here waits for other ranks.
+
+        Args:
+            state: with whole parameters and buffers.
+            share: of a batch.
+        """
+        means = self._means(state, share.batch)
+        return means if share.counts else tree.map(torch.zeros_like, means)
+
+    def _means(self, state: TrainState, batch: PyTree) -> dict[str, Mean]:
         # Seeded: a model that draws in evaluation draws the same each time, and leaves the global generators alone.
         seeded = backends.of(tree.device_of(state.params)).seeded(0)
         with torch.no_grad(), seeded, self.loss.scope(False):
@@ -82,6 +106,10 @@ def evaluate(
     Exact for uneven batches: totals and weights are summed on the device in float64, or as exactly in pairs of float32
     where it has no float64, and read once, at the end.
 
+    On many ranks (`ftrain.sharded`) every rank must call this. It gathers a divided state, whole on each rank. The loss
+    of the step, ``eval_step(step.loss)``, is then evaluated by all together, each rank on its examples of every batch;
+    a plain number is weighted by them. Another loss is evaluated on all examples by every rank.
+
     Args:
         step: from `eval_step`.
         state: whose parameters are evaluated; `ftrain.averaged(state)` for those of `ema`.
@@ -99,36 +127,54 @@ def evaluate(
         OptionError: for another dtype, or another `on_oom`.
         DeviceError: for a dtype that the device cannot compute in, or when with ``"split"`` not even a single example
             fits.
+        BatchError: on every rank, when ranks that evaluate together have different first batches.
+        RankError: when another of these ranks has failed.
         ComposeError: when `step` is no evaluation step, or its loss computes in another narrow dtype by `with_amp`.
     """
     require_order("evaluate", step, state, "evaluate(step, state, data)")
     if not isinstance(step, EvalStep):
         raise ComposeError(f"evaluate: the step is a {type(step).__name__}; needs one of ft.eval_step(loss_fn)")
     require_on_oom("evaluate", on_oom)
-    device = tree.device_of(state.params)
+    state, device = whole_model(state), tree.device_of(state.params)
     if dtype == "auto" and auto_dtype(backends.of(device)) == "float32":
         dtype = None
     if dtype is not None:
         step, state = _narrowed(step, state, "bf16" if dtype == "auto" else dtype)
     sums = _Sums()
-    pieces = 1
+    if step.loss.ranks is None:
+        _add_batches(sums, step, state, data, on_oom)
+    else:
+        error = None
+        try:
+            _add_batches(sums, step, state, data, on_oom)
+        except Exception as raised:
+            error = raised
+        require_same_outcome(step.loss.ranks, error, sums.digest, device)
+    return sums.read(step)
+
+
+def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[PyTree], on_oom: str) -> None:
+    """Add what this rank evaluates of all batches; it does not wait for other ranks."""
+    device, pieces = tree.device_of(state.params), 1
     for drawn in data:
-        batch, means = tree.to(as_tree(drawn), device), list[dict[str, Mean]]()
+        batch = tree.to(as_tree(drawn), device)
+        if step.loss.ranks is not None and not sums.totals:
+            sums.digest = step.loss.ranks.digest(drawn)
+        share, means = step.share(batch), list[dict[str, Mean]]()
         while not means:
             try:
-                means = [step(state, piece) for piece in split_batch(batch, pieces)]
+                means = [step.of_rank(state, share._replace(batch=p)) for p in split_batch(share.batch, pieces)]
             except Exception as error:
                 if on_oom == RAISE or not is_out_of_memory(error):
                     raise
-                if pieces >= most_pieces(batch):
-                    raise _too_large(step, state, batch) from error
+                if pieces >= most_pieces(share.batch):
+                    raise _too_large(step, state, share.batch) from error
                 release(error, device)
                 pieces *= 2
         for each in means:
             sums.add(each)
     if not sums.totals:
         raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
-    return sums.read()
 
 
 def _too_large(step: EvalStep, state: TrainState, batch: PyTree) -> DeviceError:
@@ -155,23 +201,27 @@ class _Sums:
 
     def __init__(self) -> None:
         self.totals: dict[str, Mean] = {}
+        self.digest = 0
+        """Tells the first batches of ranks apart."""
         self._rest: dict[str, Mean] = {}
 
     def add(self, means: dict[str, Mean]) -> None:
         for name, mean in means.items():
             if name not in self.totals:
                 self.totals[name] = mean
+                if mean.total.dtype != torch.float64:
+                    self._rest[name] = tree.map(torch.zeros_like, mean)
             elif mean.total.dtype == torch.float64:
                 self.totals[name] = self.totals[name] + mean
             else:
-                old, zero = self.totals[name], torch.zeros_like(mean.total)
-                rest = self._rest.get(name, Mean(zero, zero))
+                old, rest = self.totals[name], self._rest[name]
                 total = _exact_sum(old.total, rest.total, mean.total)
                 weight = _exact_sum(old.weight, rest.weight, mean.weight)
                 self.totals[name], self._rest[name] = Mean(total[0], weight[0]), Mean(total[1], weight[1])
 
-    def read(self) -> dict[str, float]:
-        """Return the means, by waiting for the device."""
+    def read(self, step: EvalStep) -> dict[str, float]:
+        """Return the means over all ranks, by waiting for the device."""
+        self.totals, self._rest = step.total(self.totals), step.total(self._rest)
         return {name: float(self._joined(name, mean)) for name, mean in self.totals.items()}
 
     def _joined(self, name: str, mean: Mean) -> Mean:

@@ -177,7 +177,8 @@ def _has_other_losses(outputs: Any) -> bool:
 def to_module(module: nn.Module, state: TrainState) -> nn.Module:
     """Copy the parameters and buffers of a state into a module, in place, and return it.
 
-    A module that has handed its memory to a state gets new tensors, where those of this state are.
+    A module that has handed its memory to a state gets new tensors, where those of this state are. A state that is
+    divided over ranks is gathered; then every rank must call this.
 
     Raises:
         StructureError: when names or shapes differ; the module is then unchanged.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import _torch
+from ftrain._torch import dtensor
 
 
 class Slot(NamedTuple):
@@ -176,14 +177,17 @@ def is_donated(module: nn.Module) -> bool:
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into those of a module, of the same names and shapes; meta tensors are replaced by copies."""
+    """Copy tensors into those of a module, of the same names and shapes; meta tensors are replaced by copies.
+
+    Tensors that are divided over ranks are gathered one after the other.
+    """
     empty = {}
     with torch.no_grad():
         for name, tensor in named_tensors(module):
             if tensor.is_meta:
-                empty[name] = tensors[name].detach().to(tensor.dtype, copy=True)
+                empty[name] = dtensor.whole(tensors[name]).detach().to(tensor.dtype, copy=True)
             else:
-                tensor.copy_(tensors[name])
+                tensor.copy_(dtensor.whole(tensors[name]))
     _replace(module, empty)
     _donated.discard(module)
 

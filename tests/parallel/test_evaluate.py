@@ -1,0 +1,159 @@
+"""Evaluation on ranks: each computes on its examples, and all have the result of one rank."""
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import BatchError, DataError, RankError
+from tests.parallel import models
+from tests.parallel.ranks import run
+
+
+def sharded_step(level, **options):
+    return models.step_of(ft.ema(0.8), ft.sharded(ft.parallel.mesh(), level), **options)
+
+
+def uneven_batches():
+    """Yield batches of 12 and of 5 examples, and of one."""
+    yield from models.batches(2)
+    yield from models.batches(1, length=5, seed=4)
+    yield from models.batches(1, length=1, seed=5)
+
+
+def evaluated(size, level):
+    def rank(_):
+        step = sharded_step(level)
+        state, _ = step(step.init(seed=5), next(models.batches()))
+        own, other = ft.eval_step(step.loss), ft.eval_step(models.step_of(criterion=models.plain_loss).loss)
+        first = {name: float(mean) for name, mean in own(state, next(models.batches())).items()}
+        averaged = ft.evaluate(own, ft.averaged(state), uneven_batches())
+        return first, averaged, ft.evaluate(other, state, uneven_batches())
+
+    return run(size, rank)
+
+
+@pytest.mark.parametrize(("size", "level"), [(2, 0), (2, 2), (3, 1), (4, 3), (16, 3)])
+def test_an_evaluation_on_ranks_equals_one_rank(size, level):
+    (reference,) = evaluated(1, 0)
+    for results in evaluated(size, level):
+        for found, expected in zip(results, reference, strict=True):
+            assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_evaluation_in_a_narrow_dtype_on_ranks():
+    def of_floats(model, batch):
+        return models.loss(model, {name: value.float() for name, value in batch.items()})
+
+    def rank(_):
+        step = sharded_step(3, criterion=of_floats)
+        return ft.evaluate(ft.eval_step(step.loss), step.init(seed=5), models.batches(2), dtype="bf16")
+
+    (reference,) = run(1, rank)
+    for found in run(2, rank):
+        assert found == pytest.approx(reference, rel=1e-2)
+
+
+def test_each_rank_computes_on_its_examples():
+    lengths = []
+
+    def counting(model, batch):
+        lengths.append(len(batch["x"]))
+        return models.loss(model, batch)
+
+    def rank(_):
+        step = sharded_step(1, criterion=counting)
+        ft.evaluate(ft.eval_step(step.loss), step.init(), models.batches(1))
+
+    run(4, rank)
+    assert lengths == [3] * 4
+
+
+def test_a_batch_that_cannot_be_cut_counts_once():
+    def rank(_):
+        loss = lambda params, batch: ft.Mean((params["w"] * batch["x"]).sum() * batch["y"].sum(), batch["y"].sum())  # noqa: E731
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), 1))
+        data = [{"x": torch.full((4,), 3.0), "y": torch.tensor([1.0, 2.0])}]
+        return ft.evaluate(ft.eval_step(step.loss), step.init({"w": torch.ones(4)}), data)["loss"]
+
+    assert run(3, rank) == [12.0] * 3
+
+
+def test_evaluate_within_fit_at_every_level():
+    def history(size, level):
+        def rank(_):
+            step = sharded_step(level)
+            eval_step = ft.eval_step(step.loss)
+            evaluate = lambda state: ft.evaluate(eval_step, ft.averaged(state), uneven_batches())  # noqa: E731
+            options = {"evaluate_every": 2, "stop": ft.patience("eval_loss", 2), "progress": False}
+            return ft.fit(step, step.init(seed=5), models.batches(6), evaluate=evaluate, **options).history["eval_loss"]
+
+        return run(size, rank)
+
+    (reference,) = history(1, 0)
+    assert len(reference) == 3
+    for level in range(4):
+        for found in history(3, level):
+            assert found == pytest.approx(reference, rel=1e-12)
+
+
+def test_what_fails_on_one_rank_fails_on_all():
+    def rank(number):
+        step = sharded_step(3)
+
+        def data():
+            yield next(models.batches())
+            if number == 1:
+                raise DataError("no more")
+
+        with pytest.raises((DataError, RankError)) as caught:
+            ft.evaluate(ft.eval_step(step.loss), step.init(), data())
+        return str(caught.value)
+
+    assert run(3, rank) == [
+        text := "evaluate: rank 1 failed, and so all ranks stop; it says why",
+        "no more",
+        text,
+    ]
+
+
+def test_ranks_with_data_of_their_own_are_told_so():
+    def rank(number):
+        step = sharded_step(0)
+        with pytest.raises(BatchError, match=r"evaluate: the ranks have different batches; .*DistributedSampler"):
+            ft.evaluate(ft.eval_step(step.loss), step.init(), models.batches(seed=number))
+
+    run(2, rank)
+
+
+def test_one_rank_splits_its_examples_when_memory_runs_out():
+    lengths = []
+
+    def scarce(number):
+        def loss(model, batch):
+            if number == 1:
+                lengths.append(len(batch["x"]))
+                if len(batch["x"]) > 2:
+                    raise torch.OutOfMemoryError("out of memory, on purpose")
+            return models.loss(model, batch)
+
+        return loss
+
+    def rank(number):
+        step = sharded_step(3, criterion=scarce(number))
+        return ft.evaluate(ft.eval_step(step.loss), step.init(seed=5), models.batches(2), on_oom="split")
+
+    (reference,) = run(1, rank)
+    for found in run(2, rank):
+        assert found == pytest.approx(reference, rel=1e-12)
+    assert lengths == [6, 3, *[2, 2, 1, 1] * 2]
+
+
+def test_a_divided_state_fills_a_module():
+    def rank(_):
+        step = sharded_step(3)
+        state, _ = step(step.init(seed=5), next(models.batches()))
+        module = ft.to_module(models.Model().double(), state)
+        return {**dict(module.named_parameters()), **dict(module.named_buffers())}, ft.parallel.whole(state.params)
+
+    for tensors, params in run(3, rank):
+        assert all(torch.equal(tensors[name].detach(), leaf) for name, leaf in params.items())
