@@ -82,9 +82,9 @@ class BatchDataset(Dataset[FetchedBatch]):
 
     def _read_seeding_if_needed(self, request: BatchRequest, preserved: rng_streams.PreservedState) -> _Samples:
         if self._draws is None:
-            detector = rng_streams.DrawDetector(preserved)
+            preserved.detect()
             samples = self._read(request, request.indices, seeded=False)
-            if not detector.has_drawn():
+            if not preserved.has_drawn():
                 return samples
             self._draws = True
         return self._read(request, request.indices, seeded=self._draws)

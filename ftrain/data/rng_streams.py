@@ -18,9 +18,6 @@ ORDER, WINDOW, SAMPLE, COLLATION = range(4)
 # Folded into the key of the seed; a number that users are unlikely to fold into a key of the same seed themselves.
 _DATA = 0x64617461
 
-# The global state of numpy while samples are read.
-_SPARE = np.random.MT19937(0)
-
 
 @functools.lru_cache(maxsize=64)
 def stream(seed: int, epoch: int, purpose: int) -> tuple[int, int]:
@@ -55,57 +52,113 @@ class PreservedState:
     call.
     """
 
-    __slots__ = ("_numpy", "_python", "torch")
+    __slots__ = ("_numpy", "_python", "_resets", "_torch")
 
     def __enter__(self) -> PreservedState:
-        self.torch = torch.default_generator.get_state()
-        self._python = python_random.getstate()
+        self._torch = torch.default_generator.get_state()
+        self._python = _PythonState.now()
         # Replaced instead of copied, which takes a hundred times as long.
         self._numpy = mtrand.get_bit_generator()
-        mtrand.set_bit_generator(_SPARE)
+        mtrand.set_bit_generator(_SEEDED)
         return self
 
     def __exit__(self, *error: object) -> None:
-        torch.default_generator.set_state(self.torch)
-        python_random.setstate(self._python)
+        torch.default_generator.set_state(self._torch)
+        self._python.restore()
         mtrand.set_bit_generator(self._numpy)
 
-
-class DrawDetector:
-    """Tells whether one of the global generators has been drawn from, or set, since this was created.
-
-    The generators of Python and numpy are seeded, and their next numbers compared with those that this seed gives:
-    reading their states takes several times as long. Code that reads a state, draws and then sets that state again is
-    not detected.
-
-    Args:
-        preserved: the active context; the generator of torch must still be in the state that it had on entry.
-    """
-
-    __slots__ = ("_torch",)
-
-    def __init__(self, preserved: PreservedState) -> None:
-        python_random.seed(_KNOWN_SEED)
-        np.random.seed(_KNOWN_SEED)
-        self._torch = preserved.torch
+    def detect(self) -> None:
+        """Begin to look whether code draws; nothing in this context may have drawn yet."""
+        self._resets = _SPARE.resets
+        mtrand.set_bit_generator(_SPARE.generator)
 
     def has_drawn(self) -> bool:
-        """Return whether a generator has been used; can be called once."""
-        if _next_numbers(python_random, mtrand.get_bit_generator()) != _KNOWN_NUMBERS:
-            return True
-        return not torch.equal(torch.default_generator.get_state(), self._torch)
+        """Return whether a global generator has been drawn from, or set, since `detect`; can be called once.
+
+        Code that reads a state, draws and then sets that state again is not detected.
+        """
+        mtrand.set_bit_generator(_SEEDED)
+        has_drawn = [_SPARE.has_drawn() or _SPARE.resets != self._resets, self._python.has_drawn()]
+        # As bytes: `torch.equal` takes several times as long.
+        return any(has_drawn) or torch.default_generator.get_state().numpy().tobytes() != self._torch.numpy().tobytes()
 
 
-def _next_numbers(python: Any, numpy: Any) -> tuple[int, int, int]:
-    return python.getrandbits(64), numpy.random_raw(), numpy.random_raw()
+class _PythonState:
+    """A state of Python's global generator.
+
+    To read it takes longer than to read a small sample. So the one that was restored last is remembered: while the next
+    numbers are those that follow in it, nothing has drawn since.
+
+    Args:
+        state: as `random.getstate` returns it.
+    """
+
+    __slots__ = ("_after", "_first", "_second", "_state")
+
+    _last: _PythonState | None = None
+
+    def __init__(self, state: tuple[Any, tuple[int, ...], float | None]) -> None:
+        self._state = state
+        python_random.setstate(state)
+        self._first, self._second = python_random.getrandbits(32), python_random.getrandbits(32)
+        self._after = python_random.getrandbits(64)
+
+    @classmethod
+    def now(cls) -> _PythonState:
+        """Return the present state, and leave the generator two words of 32 bits behind it."""
+        last = cls._last
+        words = last._words_until_another() if last is not None else 0
+        if last is not None and words is None:
+            return last
+        version, memory, normal = python_random.getstate()
+        # The words were drawn one by one, so that they are of one block of the generator, and it can go back; but for
+        # one case in 2**41, where both are another's by chance up to the end of a block.
+        cls._last = state = cls((version, (*memory[:-1], max(memory[-1] - (words or 0), 0)), normal))
+        state.restore()
+        python_random.getrandbits(64)
+        return state
+
+    def _words_until_another(self) -> int | None:
+        """Draw up to two words; return how many it took to see that this is not the present state; None if it is."""
+        if _GENERATOR.gauss_next != self._state[2]:
+            return 0
+        if python_random.getrandbits(32) != self._first:
+            return 1
+        return None if python_random.getrandbits(32) == self._second else 2
+
+    def restore(self) -> None:
+        """Set the generator to this state."""
+        python_random.setstate(self._state)
+
+    def has_drawn(self) -> bool:
+        """Return whether the generator has been used after `now`."""
+        return python_random.getrandbits(64) != self._after or _GENERATOR.gauss_next != self._state[2]
 
 
-def _known_numbers() -> tuple[int, int, int]:
-    python, numpy = python_random.Random(_KNOWN_SEED), np.random.MT19937()
-    np.random.RandomState(numpy).seed(_KNOWN_SEED)
-    return _next_numbers(python, numpy)
+_GENERATOR: Any = python_random.getstate.__self__  # type: ignore[attr-defined]
+"""Of whose numbers the functions of the module `random` are."""
 
 
-# A number that datasets are unlikely to seed with.
-_KNOWN_SEED = 0x77617463
-_KNOWN_NUMBERS = _known_numbers()
+_SEEDED = np.random.MT19937(0)
+"""The global generator of numpy while samples are read that draw."""
+
+
+class _Spare:
+    """The global generator of numpy while samples are read that may draw, and another that draws the same numbers.
+
+    When they have come apart, they are brought together again, and `resets` is one more.
+    """
+
+    def __init__(self) -> None:
+        self.generator, self._same, self.resets = np.random.MT19937(0), np.random.MT19937(0), 0
+
+    def has_drawn(self) -> bool:
+        """Return whether the generator has been used since the last call."""
+        # Twice the 32 bits that it makes at once.
+        if all(self.generator.random_raw() == self._same.random_raw() for _ in range(2)):
+            return False
+        self.generator.state, self.resets = self._same.state, self.resets + 1
+        return True
+
+
+_SPARE = _Spare()

@@ -167,6 +167,54 @@ def test_the_process_draws_on_as_if_nothing_had_been_read(source):
     assert SOURCES[source]() == next_draw(Sometimes(source, range(SIZE)))
 
 
+@pytest.mark.parametrize("source", [*SOURCES, "word"])
+def test_a_loop_draws_between_batches_as_if_nothing_was_read(source, monkeypatch):
+    monkeypatch.setitem(SOURCES, "word", lambda: random.getrandbits(32))
+
+    def draws(batches):
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        return [[SOURCES[source]() for _ in range(count % 3)] for count, _ in zip(range(SIZE), batches, strict=False)]
+
+    quiet = Sometimes("torch", ())
+    assert draws(data.loader(quiet, 1, collate=list, seed=0)) == draws(range(SIZE))
+
+
+def test_pythons_numbers_go_on_at_each_place_of_its_generator():
+    """Which makes 624 at once, and then new ones."""
+    random.seed(1)
+    expected = [random.getrandbits(32) for _ in range(1400)]
+    random.seed(1)
+    found = []
+    for _ in range(1400):
+        with rng_streams.PreservedState() as preserved:
+            preserved.detect()
+            assert not preserved.has_drawn()
+        found.append(random.getrandbits(32))
+    assert found == expected
+
+
+def test_a_normal_number_that_python_has_left_over_is_a_draw():
+    random.gauss(0, 1)
+    assert taken(Sometimes("gauss", (3,))) == taken(Always("gauss", (3,)))
+    random.gauss(0, 1)
+
+
+def test_a_loader_within_a_sample_hides_no_draw():
+    """Its own draws are seeded; those of the sample around it count, before and after."""
+
+    class Outer(Sometimes):
+        def __getitem__(self, index):
+            before = SOURCES[self.source]() if index % 2 else None
+            inner = list(data.loader(Sometimes(self.source, (1,), 4), 2, collate=list))
+            return index, before, inner, SOURCES[self.source]() if index == 8 else None
+
+    class Said(Outer):
+        draws = True
+
+    for source in ("python", "numpy", "torch", "gauss"):
+        assert taken(Outer(source, ())) == taken(Said(source, ()))
+
+
 # Reading by the batch
 
 
