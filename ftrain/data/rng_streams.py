@@ -80,7 +80,9 @@ class PreservedState:
         mtrand.set_bit_generator(_SEEDED)
         has_drawn = [_SPARE.has_drawn() or _SPARE.resets != self._resets, self._python.has_drawn()]
         # As bytes: `torch.equal` takes several times as long.
-        return any(has_drawn) or torch.default_generator.get_state().numpy().tobytes() != self._torch.numpy().tobytes()
+        return any(has_drawn) or bytes(np.asarray(torch.default_generator.get_state())) != bytes(
+            np.asarray(self._torch)
+        )
 
 
 class _PythonState:
