@@ -366,11 +366,12 @@ class Optimizer:
             takes these leaves as a dict by name, updates them to the same bits as this optimizer does among all
             leaves, and names the leaves of its state as this one does. None if a leaf cannot be updated without the
             others.
-        offloaded: whether the state is kept on the host or in files and copied to the device in parts, so that `update`
-            cannot be part of a graph.
+        offloaded: None; or for a state that is kept on the host or in files and copied to the device in parts, so that
+            `update` cannot be part of a graph: ``transform -> optimizer``, the same for a transformed optimizer.
         name: of the factory, such as ``"adamw"``; empty for one that is made of others.
         by_element: whether the update of an element depends on nothing but the gradient and the state of that element,
-            so that ranks can update parts of a leaf.
+            so that ranks can update parts of a leaf. Otherwise one rank updates a leaf whole, for which `split` must be
+            there. The state of a leaf then has leaves of its shape or 0-d ones.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -380,7 +381,7 @@ class Optimizer:
     needs_rng: bool = False
     factors: Callable[[PyTree], Mapping[str, Tensor]] | None = None
     split: Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]] | None = None
-    offloaded: bool = False
+    offloaded: Callable[[Callable[[Optimizer], Optimizer]], Optimizer] | None = None
     name: str = ""
     by_element: bool = False
 

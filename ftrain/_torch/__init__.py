@@ -381,6 +381,11 @@ def _random_operation(name: str, offset: str, lowered: Callable[..., Any]) -> Ca
 # Tensors without values
 
 
+def on_meta(tensor: Tensor) -> Tensor:
+    """Return a plain tensor on the device ``meta`` with the shape, strides and dtype of a tensor or a whole DTensor."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def fake_like(mode: FakeTensorMode, tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Return a `FakeTensor` with the shape, strides and dtype of a tensor. Default device: that of the tensor."""
     with mode:

@@ -7,6 +7,7 @@ operations themselves, whose schemas are the same in all versions; the functions
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -54,16 +55,15 @@ def reduce_scatter(tensor: Tensor, size: int, group: str) -> Tensor:
     return _operations().reduce_scatter_tensor(tensor, "sum", size, group)  # type: ignore[no-any-return]
 
 
-def all_to_all(tensor: Tensor, size: int, group: str) -> Tensor:
-    """Start to exchange equal parts of the first axis; the result has the part for this rank of each rank in turn."""
-    lengths = [tensor.shape[0] // size for _ in range(size)]
-    return _operations().all_to_all_single(tensor, lengths, lengths, group)  # type: ignore[no-any-return]
-
-
 def broadcast_(tensor: Tensor, source: int, group: str) -> Tensor:
     """Start to give every rank the tensor of rank `source`, which replaces its own unless a graph is captured."""
     function = _operations().broadcast if _torch.is_capturing() else _operations().broadcast_
     return function(tensor, source, group)  # type: ignore[no-any-return]
+
+
+def all_to_all(tensor: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    """Start to send ``sent[r]`` rows of the first axis to each rank r, and to join ``received[r]`` rows of each."""
+    return _operations().all_to_all_single(tensor, received, sent, group)  # type: ignore[no-any-return]
 
 
 def wait(tensor: Tensor) -> Tensor:

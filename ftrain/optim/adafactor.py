@@ -79,7 +79,6 @@ def adafactor(
         shared={COUNT: NONE},
         constants=constants,
         foreach=False,
-        by_element=False,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={"maximize": maximize},

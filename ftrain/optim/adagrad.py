@@ -83,6 +83,7 @@ def adagrad(
         shared={COUNT: NONE},
         constants=constants,
         fused=fused,
+        by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={"lr_decay": lr_decay, "maximize": maximize},

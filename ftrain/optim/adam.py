@@ -199,6 +199,7 @@ def _adam(
         constants=constants,
         fused=_kernel(betas, eps, weight_decay, decoupled=decoupled, amsgrad=amsgrad, maximize=maximize),
         storage=storage,
+        by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={"amsgrad": amsgrad, "maximize": maximize},

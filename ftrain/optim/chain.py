@@ -29,6 +29,7 @@ class GradientTransform:
         text: how it prints.
         schedules: name -> schedule of the value; at most one.
         needs_rng: whether it draws random numbers.
+        by_element: whether it transforms each element by itself, so that ranks can transform parts of a leaf.
     """
 
     apply: Callable[..., Tensor]
@@ -36,6 +37,7 @@ class GradientTransform:
     text: str
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
     needs_rng: bool = False
+    by_element: bool = False
 
 
 def centralize(mask: Mask = matrices) -> GradientTransform:
@@ -67,7 +69,7 @@ def sign(mask: Mask = everything) -> GradientTransform:
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
         return grad.sign()
 
-    return GradientTransform(apply, as_select("sign: mask", mask), "sign()")
+    return GradientTransform(apply, as_select("sign: mask", mask), "sign()", by_element=True)
 
 
 def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransform:
@@ -162,7 +164,8 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
             transformed = apply(grads, params, hyper)
             return optimizer.update(transformed, opt_state, params, hyper, donate=donate)
 
-        return Optimizer(optimizer.init, update, schedules, f"chain({text})", needs_rng=draws)
+        by_element = optimizer.by_element and all(transform.by_element for transform in transforms)
+        return Optimizer(optimizer.init, update, schedules, f"chain({text})", needs_rng=draws, by_element=by_element)
 
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         index_of = {name: index for index, name in enumerate(tree.leaf_names(params))}

@@ -112,7 +112,7 @@ def leafwise(
     half: bool = True,
     foreach: bool = True,
     alike: bool = False,
-    by_element: bool = True,
+    by_element: bool = False,
     storage: Storage | None = None,
     weight_decay: float,
     decay_mask: Mask,
@@ -131,7 +131,7 @@ def leafwise(
         half: whether that kernel is right in 16 bits.
         foreach: whether the rule takes many leaves at a time in eager mode.
         alike: whether the rule takes all leaves of one shape at a time, in graphs too.
-        by_element: whether the rule updates each element by itself.
+        by_element: whether the rule updates each element by itself, so that ranks can update parts of a leaf.
         storage: how parameters and moments are stored, if in fewer bits than they are computed in; the rule must then
             be elementwise, and gets vectors.
         weight_decay: applied by the rule itself; with 0, the mask does not split the leaves into groups.
@@ -162,8 +162,7 @@ def leafwise(
     text = f"{name}({', '.join([repr(schedule), *texts, *(storage.shown if storage else ())])})"
     draws = storage is not None and storage.stochastic
     update = partial(family.update, planner)
-    # Stored otherwise, elements share the scale of a block, or draw by their place in the leaf.
-    by_element = by_element and storage is None
+    by_element = by_element and (storage is None or storage.by_element)
     whole = Optimizer(
         init, update, {"lr": schedule}, text, needs_rng=draws, split=split, name=name, by_element=by_element
     )

@@ -80,7 +80,6 @@ def lamb(
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
         shared={COUNT: NONE},
         constants=constants,
-        by_element=False,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
     )

@@ -67,6 +67,7 @@ def lion(
         state={"mu": torch.zeros_like},
         constants=constants,
         storage=low_precision("lion", state_dtype, stochastic_rounding, ["mu"]),
+        by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
     )

@@ -102,7 +102,6 @@ def muon(
         state={"momentum": torch.zeros_like},
         constants=constants,
         alike=True,
-        by_element=False,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
     )

@@ -95,6 +95,7 @@ def nadam(
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
         shared={COUNT: NONE, "product": torch.ones(())},
         constants=constants,
+        by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={"maximize": maximize},

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ftrain import backends, tree
+from ftrain import _torch, backends, tree
+from ftrain._torch import dtensor
 from ftrain.backends import Copier
 from ftrain.backends.transfers import copier_of, in_file, is_abstract, is_in_file, on_host
 from ftrain.optim.nested import wrap_split
@@ -71,7 +72,7 @@ def offload_state(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
         leaves = tree.leaves(params)
         if any(map(is_abstract, leaves)):
             return tree.map(lambda leaf: _abstract_copy(leaf) if home.is_large(leaf) else leaf, optimizer.init(params))
-        on_meta = optimizer.init(tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params))
+        on_meta = optimizer.init(tree.map(_torch.on_meta, params))
         state, spec = tree.flatten(on_meta)
         device = tree.device_of(params)
         copier = copier_of(device)
@@ -103,7 +104,11 @@ def offload_state(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
         return grouped.finish()
 
     split = wrap_split(optimizer, lambda each: _at_once(each, home))
-    return dataclasses.replace(optimizer, init=init, update=update, split=split, offloaded=True)
+
+    def around(transform: Callable[[Optimizer], Optimizer]) -> Optimizer:
+        return offload_state(function, transform(optimizer), home)
+
+    return dataclasses.replace(optimizer, init=init, update=update, split=split, offloaded=around)
 
 
 def _at_once(optimizer: Optimizer, home: Home) -> Optimizer:
@@ -149,6 +154,8 @@ def _all_stored(
 
 def _stored(home: Home, copier: Copier, place: Tensor | None, leaf: Tensor, device: torch.device) -> Tensor:
     """Return the stored copy of a leaf: in `place`, if that is given and fits, else in new memory or a new file."""
+    if dtensor.is_dtensor(leaf):
+        return dtensor.with_local_part(leaf, _stored(home, copier, place, dtensor.local_part(leaf), device))
     if is_abstract(leaf) and home.is_large(leaf):
         return _abstract_copy(leaf) if place is None else place
     if not home.takes(leaf, device) or (leaf is place and home.holds(leaf)):

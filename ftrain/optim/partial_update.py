@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import optree
-import torch
 from torch import Tensor
 
 from ftrain import _torch, tree
 from ftrain.errors import ComposeError
 from ftrain.optim.structure_cache import StructureCache
+from ftrain.tree import sharding
 from ftrain.types import Hyper, Optimizer, PyTree
 
 
@@ -116,7 +116,7 @@ class UpdateSplitter:
     Args:
         function: name of the caller, for error messages.
         optimizer: one that has a `split`.
-        group: leaves of the parameters -> groups, each a sequence of indices of leaves.
+        group: leaves of the parameters, whole ones -> groups, each a sequence of indices of leaves.
 
     Raises:
         ComposeError: the optimizer has no `split`.
@@ -131,7 +131,9 @@ class UpdateSplitter:
             specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]
         ) -> tuple[list[ParamGroup], tuple[optree.PyTreeSpec, optree.PyTreeSpec]]:
             params, opt_state = map(tree.unflatten, specs, columns)
-            return list(param_groups(function, optimizer, params, opt_state, group(columns[0]))), (specs[0], specs[1])
+            # By the size of whole leaves, so that all ranks have the same groups.
+            parts = group(sharding.wholes(tree.leaf_names(params), columns[0]))
+            return list(param_groups(function, optimizer, params, opt_state, parts)), (specs[0], specs[1])
 
         self._split = StructureCache(split)
 
@@ -181,7 +183,7 @@ def param_groups(
         leaves = {param_names[place]: param_leaves[place] for place in part}
         # Only the names of the state are needed, so nothing of this may be captured or counted by an active mode.
         with _torch.without_modes():
-            state = group_optimizer.init({name: _on_meta(leaf) for name, leaf in leaves.items()})
+            state = group_optimizer.init({name: _torch.on_meta(leaf) for name, leaf in leaves.items()})
         names = tree.leaf_names(state)
         if not place_of.keys() >= set(names):
             other = next(name for name in names if name not in place_of)
@@ -197,10 +199,6 @@ def _require_unique(function: str, what: str, names: list[str]) -> None:
     if len(set(names)) < len(names):
         name = next(name for name, count in Counter(names).items() if count > 1)
         raise ComposeError(f"{function}: two {what} are called {name}; rename one, for updates go by name")
-
-
-def _on_meta(leaf: Tensor) -> Tensor:
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def by_size(leaves: Sequence[Tensor], most: int) -> list[list[int]]:

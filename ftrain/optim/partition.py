@@ -72,7 +72,7 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
         named = dict(zip(names, leaves, strict=True))
         split = [part.split(named, [[names[index] for index in group] for group in groups]) for part in parts]
         chosen = [[each[number] for each in split if number in each] for number in range(len(groups))]
-        return [dataclasses.replace(whole, init=partial(_init, each), update=partial(_update, each)) for each in chosen]
+        return [_of_parts(whole, each) for each in chosen]
 
     text = ", ".join(f"{label}: {optimizer.text}" for label, optimizer in optimizers.items())
     needs_rng = any(optimizer.needs_rng for optimizer in optimizers.values())
@@ -108,6 +108,12 @@ class _Part(NamedTuple):
         optimizers = self.optimizer.split(leaves, places) if self.optimizer.split else []
         split = zip(names.items(), optimizers, strict=True)
         return {number: _Part(self.label, self.rank, group, optimizer) for (number, group), optimizer in split}
+
+
+def _of_parts(whole: Optimizer, parts: Sequence[_Part]) -> Optimizer:
+    """Return the optimizer of some leaves, given the parts of the labels that these have."""
+    by_element = all(part.optimizer.by_element for part in parts)
+    return dataclasses.replace(whole, init=partial(_init, parts), update=partial(_update, parts), by_element=by_element)
 
 
 def _init(parts: Sequence[_Part], params: PyTree) -> PyTree:

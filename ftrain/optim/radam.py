@@ -100,6 +100,7 @@ def radam(
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
         shared={COUNT: NONE},
         constants=constants,
+        by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={"maximize": maximize},

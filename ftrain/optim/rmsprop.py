@@ -76,6 +76,7 @@ def rmsprop(
         lr,
         rule,
         state={name: torch.zeros_like for name, is_used in used.items() if is_used},
+        by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={"momentum": momentum, "centered": centered, "maximize": maximize},

@@ -97,6 +97,7 @@ def schedule_free_adamw(
         state={"z": torch.clone, "nu": torch.zeros_like},
         shared={COUNT: NONE, "weights": exact, "peak": exact, "b1": exact + b1},
         constants=constants,
+        by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
     )

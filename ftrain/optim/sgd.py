@@ -93,6 +93,7 @@ def sgd(
         # torch's fused kernel for the CPU is wrong for 16-bit parameters (torch 2.13).
         half=False,
         storage=low_precision("sgd", state_dtype, stochastic_rounding, ["momentum"] if momentum else []),
+        by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
         options={"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "maximize": maximize},

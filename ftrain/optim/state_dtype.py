@@ -144,6 +144,11 @@ class Storage:
         """Elements that cannot be parted."""
         return max([form.align for form in self.formats.values()], default=1)
 
+    @property
+    def by_element(self) -> bool:
+        """Whether each element is stored by itself: no scale of a block, no draw by the place in a leaf."""
+        return not self.stochastic and all(isinstance(form, Floats) for form in self.formats.values())
+
     def begin(self, state: Mapping[str, Callable[[Tensor], Tensor]], params: PyTree) -> dict[str, PyTree]:
         """Return the trees of the state, from what each moment begins as for a leaf."""
         leaves, spec = tree.flatten(params)

@@ -10,13 +10,16 @@ from torch import Tensor
 
 from ftrain import _torch
 from ftrain.errors import StructureError
+from ftrain.tree import sharding
 from ftrain.tree.fast_flatten import Flattener
+from ftrain.tree.sharding import Shards
 from ftrain.types import PyTree
 
 T = TypeVar("T")
 
 
 class _Cached(NamedTuple, Generic[T]):
+    shards: Shards | None
     spec: optree.PyTreeSpec
     is_like: Callable[..., bool]
     slices: list[slice]
@@ -28,7 +31,8 @@ class StructureCache(Generic[T]):
 
     Args:
         compute: ``(specs, columns) -> value``, from the structure and the leaves of each tree. The value may depend on
-            the shapes, strides, dtypes and devices of the leaves, not on their elements.
+            the shapes, strides, dtypes and devices of the leaves, and on the ranks over which these are divided
+            (`ftrain.tree.sharding`), not on their elements.
     """
 
     def __init__(self, compute: Callable[[Sequence[optree.PyTreeSpec], list[list[Tensor]]], T]) -> None:
@@ -39,18 +43,18 @@ class StructureCache(Generic[T]):
     def __call__(self, *trees: PyTree) -> tuple[T, list[list[Tensor]]]:
         """Return the value for these trees, and the leaves of each of them."""
         leaves, spec = self._flatten(trees)
-        last = self._last
-        if last is None or last.spec is not spec or not last.is_like(*leaves):
-            last = self._last = self._computed(spec, leaves)
+        last, shards = self._last, sharding.current()
+        if last is None or last.spec is not spec or last.shards is not shards or not last.is_like(*leaves):
+            last = self._last = self._computed(shards, spec, leaves)
         return last.value, [leaves[part] for part in last.slices]
 
-    def _computed(self, spec: optree.PyTreeSpec, leaves: list[Tensor]) -> _Cached[T]:
+    def _computed(self, shards: Shards | None, spec: optree.PyTreeSpec, leaves: list[Tensor]) -> _Cached[T]:
         specs, slices, start = spec.children(), list[slice](), 0
         for each in specs:
             slices.append(slice(start, start + each.num_leaves))
             start += each.num_leaves
         value = self._compute(specs, [leaves[part] for part in slices])
-        return _Cached(spec, _torch.tensor_guard(leaves), slices, value)
+        return _Cached(shards, spec, _torch.tensor_guard(leaves), slices, value)
 
 
 def common_spec(specs: Sequence[optree.PyTreeSpec]) -> optree.PyTreeSpec:

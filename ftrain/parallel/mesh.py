@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -113,20 +113,34 @@ class Group:
         """Start to sum a tensor over the ranks, of which each gets its part of the first axis."""
         if self.size == 1 or self.has_reduce_scatter:
             return self._result(collectives.reduce_scatter(tensor, self.size, self.name) if self.size > 1 else tensor)
-        exchanged = self._result(collectives.all_to_all(tensor, self.size, self.name))
+        lengths = [tensor.shape[0] // self.size for _ in range(self.size)]
+        exchanged = self.start_exchange(tensor, lengths, lengths)
         return lambda: exchanged().view(self.size, -1, *tensor.shape[1:]).sum(0, dtype=tensor.dtype)
+
+    def start_exchange(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Result:
+        """Start to send rows of the first axis to each rank; the result joins what the ranks have sent to this one.
+
+        Args:
+            tensor: the rows for each rank, in the order of ranks.
+            sent: how many rows each rank gets.
+            received: how many rows each rank sends.
+        """
+        return self._result(collectives.all_to_all(tensor, received, sent, self.name) if self.size > 1 else tensor)
 
     def start_broadcast_(self, tensor: Tensor) -> Result:
         """Start to give every rank the tensor of the first one."""
         return self._result(collectives.broadcast_(tensor, 0, self.name) if self.size > 1 else tensor)
 
+    def shards(self, shapes: Mapping[str, tuple[int, ...]]) -> Shards | None:
+        """Return what `ftrain.tree` needs to know of leaves divided over this group; None for one rank.
+
+        Args:
+            shapes: name of a parameter -> shape of the whole parameter.
+        """
+        return Shards(self.sum, self.rank == 0, shapes) if self.size > 1 else None
+
     def _result(self, started: Tensor) -> Result:
         return partial(collectives.wait, started) if self.size > 1 else lambda: started
-
-    @property
-    def shards(self) -> Shards | None:
-        """What `ftrain.tree` needs to know of leaves that are divided over this group; None for one rank."""
-        return Shards(self.sum, self.rank == 0) if self.size > 1 else None
 
 
 def planned_mesh(replicate: int, shard: int) -> DeviceMesh:

@@ -23,8 +23,10 @@ from ftrain.parallel.rows import Rows, computing_on, current, require_scalars, r
 from ftrain.parallel.same_inputs import SameInputs, digest
 from ftrain.parallel.state import WHOLE, Layout, as_dtensors, divide, local_parts, require_whole
 from ftrain.parallel.stock_draws import StockDraws
-from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, Wrapper, wrapper
+from ftrain.parallel.whole_update import whole_update
+from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, wrapper
 from ftrain.tree import sharding
+from ftrain.tree.sharding import Shards
 from ftrain.types import (
     GradFn,
     Gradients,
@@ -33,6 +35,7 @@ from ftrain.types import (
     LossRanks,
     Mean,
     Metrics,
+    Optimizer,
     PyTree,
     Runner,
     TrainState,
@@ -42,6 +45,8 @@ from ftrain.types import (
 
 NAME = "sharded"
 LEVELS = range(4)
+STREAM_BYTES = 1 << 19
+"""Bytes of gradients that travel together while the backward pass runs, as `update_in_backward` takes them."""
 
 
 @wrapper
@@ -82,7 +87,8 @@ def sharded(mesh: DeviceMesh, level: int = 3) -> Wrapper:
         NAME,
         text,
         loss=OnLoss(ranks.on_loss, order=1),
-        grad=OnGrad(ranks.on_grad, across_ranks=True),
+        grad=OnGrad(ranks.on_grad, reads_gradients=False, across_ranks=True),
+        update=OnUpdate(optimizer=ranks.on_optimizer),
         validate=ranks.validate,
         step=OnStep(place=ranks.place, on_ranks=ranks.on_ranks, ranks=mesh.size()),
     )
@@ -99,15 +105,17 @@ class _Ranks:
         self._shard, self._replicate = (group(mesh, axis) for axis in (SHARD, REPLICATE))
         self._all = all_ranks(mesh)
         self._same_inputs = SameInputs(self._all)
+        self._parts: list[Any] = []
+        self._shards: Shards | None = None
 
     def validate(self, step: Any) -> None:
         """Refuse what does not compute on parts of leaves, or draws by the place on a rank."""
         optimizer = step.optimizer
-        if self._level and not (optimizer.by_element and not optimizer.offloaded):
-            needs = "visits the device in parts" if optimizer.offloaded else "may need more of a leaf than a rank has"
+        if self._level and not optimizer.by_element and optimizer.split is None:
             raise ComposeError(
-                f"{NAME}: the update of {optimizer.text} {needs}; use level=0, or an optimizer that updates each "
-                "element by itself (Optimizer.by_element), such as ft.optim.adamw"
+                f"{NAME}: {optimizer.text} says neither that it updates each element by itself "
+                "(Optimizer.by_element) nor how it updates a leaf without the others (Optimizer.split); say one of "
+                "them, or use level=0"
             )
         for other in step.wrappers:
             options = other.options or {}
@@ -116,6 +124,14 @@ class _Ranks:
                     f"{NAME}: {other.text} compiles the loss alone, in which random operations would draw by their "
                     "place on a rank; leave out lowering='split' and dynamic=True"
                 )
+
+    def on_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Let an optimizer that needs whole leaves have them."""
+        if self._level == 0 or optimizer.by_element or optimizer.split is None:
+            return optimizer
+        if optimizer.offloaded is not None:
+            return optimizer.offloaded(partial(whole_update, ranks=self._shard))
+        return whole_update(optimizer, self._shard)
 
     def place(self, params: PyTree, frozen: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """Return the tensors of the first rank on every rank; what the level divides as DTensors."""
@@ -140,7 +156,7 @@ class _Ranks:
         rows = rows_of(batch, self._all.rank, self._all.size, microbatches)
         self._same_inputs.require(state, batch)
         local, layout = local_parts(state, self._mesh, self._level)
-        shards = self._shard.shards if self._level else None
+        shards = self._shards_of(layout) if self._level else None
 
         def around(runner: Runner) -> Callable[..., Any]:
             def run(*args: Any) -> tuple[TrainState, Metrics]:
@@ -155,6 +171,14 @@ class _Ranks:
             return run
 
         return local, rows, around
+
+    def _shards_of(self, layout: Layout) -> Shards | None:
+        parts = tree.leaves(layout.params)
+        if parts != self._parts:
+            names = tree.leaf_names(layout.params)
+            shapes = {name: () if part is WHOLE else part.shape for name, part in zip(names, parts, strict=True)}
+            self._parts, self._shards = parts, self._shard.shards(shapes)
+        return self._shards
 
     def on_loss(self, loss: Loss) -> Loss:
         """Compute a loss on this rank's rows with the weight of all ranks, so that gradients need only be summed."""
@@ -203,11 +227,33 @@ class _Ranks:
                 leaves, spec = tree.flatten(state.params)
                 state = replace(state, params=tree.unflatten(spec, gather_all(self._shard, leaves, parts)))
             local = draws.run(partial(_of_rows, grad, state, rows, rng), state)
-            leaves, spec = tree.flatten(local.grads)
             whole = self._results(replace(local, grads=None), state.buffers, rows)
+            if local.stream_grads is not None:
+                return replace(whole, stream_grads=partial(self._stream, local.stream_grads, parts))
+            leaves, spec = tree.flatten(local.grads)
             return replace(whole, grads=tree.unflatten(spec, self._combined(leaves, parts)))
 
         return combined
+
+    def _stream(self, stream_grads: Callable[..., None], parts: list[Part | None], take: Callable[..., None]) -> None:
+        """Run the backward pass, and give `take` the gradients of all ranks; a few travel together."""
+        waiting: dict[int, Tensor] = {}
+
+        def send() -> None:
+            combined = self._combined([*waiting.values()], [parts[index] for index in waiting])
+            indices = [*waiting]
+            waiting.clear()
+            for index, grad in zip(indices, combined, strict=True):
+                take(index, grad)
+
+        def take_local(index: int, grad: Tensor) -> None:
+            waiting[index] = grad
+            if sum(grad.nbytes for grad in waiting.values()) >= STREAM_BYTES:
+                send()
+
+        stream_grads(take_local)
+        if waiting:
+            send()
 
     def _results(self, local: Gradients, buffers: PyTree, rows: Rows) -> Gradients:
         """Return the loss, the metrics, the buffers and `finite` of all ranks."""

@@ -47,12 +47,13 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
         if not leaf.ndim:
             return leaf
         part = Part(tuple(leaf.shape), axis_to_divide(leaf.shape, size), size)
-        return _block(leaf, part, mesh, rank)
+        return block_of(leaf, part, mesh, rank)
 
     return tree.map(block, params)
 
 
-def _block(whole: Tensor | StoredTensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
+def block_of(whole: Tensor | StoredTensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
+    """Return the DTensor of a whole tensor, of which this rank keeps a copy of its block alone."""
     strides = torch.empty(whole.shape, device="meta").stride()
     return dtensor.from_block(part.take(whole, rank).contiguous().clone(), mesh, part.axis, whole.shape, strides)
 
@@ -79,7 +80,7 @@ def divided(state: PyTree, like: PyTree) -> PyTree:
         if not dtensor.is_dtensor(other):
             return leaf
         mesh = other.device_mesh
-        return _block(leaf.to(other.device), _part(other), mesh, mesh.get_local_rank(1))
+        return block_of(leaf.to(other.device), _part(other), mesh, mesh.get_local_rank(1))
 
     return tree.map(leaf_like, state, like)
 

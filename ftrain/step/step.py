@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ftrain import backends, random, tree
+from ftrain import _torch, backends, random, tree
 from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.step.across_ranks import order
 from ftrain.step.eager import Eager
@@ -258,7 +258,8 @@ class Step:
             state, batch, around = self._on_ranks(state, batch, self.microbatches)
             run = around(self.runner)
         if getattr(argument, "_origin", None) is not self._origin:
-            self.require(state)
+            # As all ranks have it: a part does not tell the shape of a leaf.
+            self.require(argument)
         if self.donate and not is_donatable(argument):
             # Others may hold the tensors of a state that was not made by `init` or a donating step.
             state = tree.clone(state)
@@ -350,7 +351,7 @@ class Step:
             raise StructureError(f"Step: the state is {type(state).__name__}; needs the TrainState of step.init()")
         require_params(state.params)
         self._require_device(state.params)
-        params = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), state.params)
+        params = tree.map(_torch.on_meta, state.params)
         needed = {
             "opt_state": self.optimizer.init(params),
             "slots": self.init_slots(params),

@@ -6,25 +6,30 @@ divided: every rank has it, and the first one counts it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from ftrain import _torch
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Shards:
-    """The ranks over which leaves are divided.
+    """The ranks over which leaves are divided; the same object for as long as they are divided in the same way.
 
     Args:
         sum: ``tensor -> tensor``, its sum over these ranks.
         is_first: whether this is the first of the ranks.
+        shapes: name of a parameter -> shape of the whole parameter.
     """
 
     sum: Callable[[Tensor], Tensor]
     is_first: bool
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 _shards: ContextVar[Shards | None] = ContextVar("ftrain_shards", default=None)
@@ -42,3 +47,16 @@ def over(shards: Shards | None) -> Iterator[None]:
         yield
     finally:
         _shards.reset(token)
+
+
+def abstract(leaves: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return tensors without values (`FakeTensor`) with the dtypes and devices of some leaves, and other shapes."""
+    with _torch.without_modes(), _torch.FakeTensorMode():
+        pairs = zip(leaves, shapes, strict=True)
+        return [torch.empty(tuple(shape), dtype=leaf.dtype, device=leaf.device) for leaf, shape in pairs]
+
+
+def wholes(names: Sequence[str], params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the whole parameters of which a rank has parts, without values; outside of `over`, these themselves."""
+    shards = current()
+    return list(params) if shards is None else abstract(params, [shards.shapes[name] for name in names])

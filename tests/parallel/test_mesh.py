@@ -1,5 +1,7 @@
 """The mesh of ranks, and the batches that they share."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -66,20 +68,17 @@ def test_a_batch_that_ranks_cannot_share_is_an_error_on_every_rank(batch, messag
     run(2, rank)
 
 
-PARTITION = ft.optim.partition({"a": ft.optim.adamw(1e-3), "b": ft.optim.lamb(1e-3)}, lambda name, leaf: "a")
+UNDECLARED = dataclasses.replace(ft.optim.adamw(1e-3), by_element=False, split=None)
 
 
 @pytest.mark.parametrize(
     ("optimizer", "wrappers", "message"),
     [
-        (ft.optim.lamb(1e-3), (), r"lamb\(.*may need more of a leaf than a rank has; use level=0"),
-        (ft.optim.adamw_8bit(1e-3), (), "use level=0"),
-        (PARTITION, (), "use level=0"),
-        (ft.optim.adamw(1e-3), (ft.offload("opt_state"),), "visits the device in parts"),
+        (UNDECLARED, (), r"adamw\(.*says neither .*by_element.* nor .*split.*; say one of them, or use level=0"),
+        (ft.optim.chain(ft.optim.centralize(), UNDECLARED), (), r"chain\(centralize.*says neither"),
         (ft.optim.adamw(1e-3), (ft.compiled(lowering="split"),), "leave out lowering='split'"),
-        (ft.optim.adamw(1e-3), (ft.update_in_backward(),), "needs all gradients at once"),
     ],
-    ids=["lamb", "8bit", "partition", "offload", "split", "update_in_backward"],
+    ids=["undeclared", "chain", "split"],
 )
 def test_what_does_not_compute_on_parts_is_refused_when_it_is_composed(optimizer, wrappers, message):
     def rank(_):

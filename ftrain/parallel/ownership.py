@@ -1,0 +1,177 @@
+"""Which rank updates which leaves whole, and in which order: balanced, and only some of the leaves at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import optree
+from torch import Tensor
+
+from ftrain import _torch, tree
+from ftrain.optim.partial_update import ParamGroup, by_size, param_groups, require_splittable
+from ftrain.parallel.mesh import Group
+from ftrain.parallel.partition import Part, axis_to_divide
+from ftrain.tree import sharding
+from ftrain.types import Optimizer, PyTree
+
+FUNCTION = "sharded"
+ROUND_BYTES = 1 << 26
+"""Bytes of parameters that a rank has whole at a time, or one parameter that is larger."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Tensors that travel to their owners: indices of leaves of a tree, how these are divided, and to whom they go."""
+
+    places: list[int]
+    parts: list[Part]
+    owners: list[int]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Leaves that are updated at the same time: their parameters, their state, and the group of this rank, if any."""
+
+    params: Moved
+    state: Moved
+    group: ParamGroup | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How divided leaves are updated; the same on all ranks, but for the groups.
+
+    Args:
+        specs: structures of the parameters and of the state.
+        local: the leaves of which every rank has all that their update needs.
+        rounds: the other leaves.
+        shared: indices of the leaves of the state that every rank has.
+        idle: leaves of another rank as `FakeTensor`s, and their group, when this rank has no leaf to update.
+    """
+
+    specs: tuple[optree.PyTreeSpec, optree.PyTreeSpec]
+    local: ParamGroup | None
+    rounds: list[Round]
+    shared: set[int]
+    idle: tuple[ParamGroup, list[Tensor]] | None
+
+
+def assign(optimizer: Optimizer, wholes: PyTree, ranks: int) -> dict[str, int]:
+    """Return the owners of the parameters whose update needs a whole leaf: name -> rank, with equal sums of sizes.
+
+    Args:
+        optimizer: one that has a `split`.
+        wholes: the whole parameters, perhaps without values.
+        ranks: how many there are.
+    """
+    names, leaves, owners = tree.leaf_names(wholes), tree.leaves(wholes), dict[str, int]()
+    singles = split_of(optimizer, wholes, [[index] for index in range(len(leaves))])
+    needing = [index for index, leaf in enumerate(leaves) if leaf.ndim and not singles[index].by_element]
+    loads = [0] * ranks
+    for index in sorted(needing, key=lambda index: leaves[index].numel(), reverse=True):
+        owners[names[index]] = rank = loads.index(min(loads))
+        loads[rank] += leaves[index].numel()
+    return owners
+
+
+def split_of(optimizer: Optimizer, params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
+    """Return the optimizers of some leaves each, as `Optimizer.split` does.
+
+    Raises:
+        ComposeError: the optimizer has no `split`.
+    """
+    require_splittable(FUNCTION, optimizer)
+    return optimizer.split(params, parts) if optimizer.split is not None else []
+
+
+def parts_of_state(optimizer: Optimizer, wholes: PyTree, opt_state: PyTree, ranks: int) -> list[Part | None]:
+    """Return how each leaf of an optimizer state is divided: None for one that every rank has.
+
+    Every rank has what belongs to no parameter alone, such as a count of updates, or to a parameter without an axis.
+
+    Args:
+        optimizer: one that has a `split`.
+        wholes: the whole parameters, as `FakeTensor`s.
+        opt_state: a state of the same structure.
+        ranks: how many there are.
+    """
+    leaves = tree.leaves(wholes)
+    with _torch.without_modes():
+        state = tree.leaves(optimizer.init(wholes))
+    groups = list(param_groups(FUNCTION, optimizer, wholes, opt_state, [[index] for index in range(len(leaves))]))
+    counts = Counter(place for group in groups for place in group.state_places)
+    of_params = {place for group in groups if leaves[group.places[0]].ndim for place in group.state_places}
+    divided = {place for place in of_params if counts[place] == 1 and state[place].ndim and state[place].numel()}
+    return [part_of(leaf, ranks) if place in divided else None for place, leaf in enumerate(state)]
+
+
+def part_of(leaf: Tensor, ranks: int) -> Part:
+    """Return how a whole leaf with at least one axis is divided."""
+    return Part(tuple(leaf.shape), axis_to_divide(leaf.shape, ranks), ranks)
+
+
+def wholes_of(params: PyTree) -> PyTree:
+    """Return the whole parameters of which this rank has parts, as `FakeTensor`s; where nothing is divided, these."""
+    leaves, spec = tree.flatten(params)
+    return tree.unflatten(spec, sharding.wholes(tree.leaf_names(params), leaves))
+
+
+def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mapping[str, int], ranks: Group) -> Plan:
+    """Return how this rank updates its parts of leaves, and the leaves that it owns.
+
+    Args:
+        optimizer: one that has a `split`.
+        params: the parts of this rank.
+        opt_state: their state.
+        owners: name of a parameter -> the rank that updates it whole; the others are updated part by part.
+        ranks: over which leaves are divided.
+    """
+    wholes = wholes_of(params)
+    names, leaves = tree.leaf_names(wholes), tree.leaves(wholes)
+    chunks = [_chunks(leaves, [i for i, name in enumerate(names) if owners.get(name) == r]) for r in range(ranks.size)]
+    local = [index for index, name in enumerate(names) if name not in owners]
+    lists = [*itertools.chain.from_iterable(chunks), *([local] if local else [])]
+    groups = iter(list(param_groups(FUNCTION, optimizer, wholes, opt_state, lists)))
+    groups_of = [[next(groups) for _ in of_rank] for of_rank in chunks]
+    local_group = next(groups, None)
+    parts = [part_of(leaf, ranks.size) if leaf.ndim else None for leaf in leaves]
+    state_parts = parts_of_state(optimizer, wholes, opt_state, ranks.size)
+    rounds = [
+        Round(
+            _moved([None if group is None else group.places for group in groups], parts),
+            _moved([None if group is None else group.state_places for group in groups], state_parts),
+            groups[ranks.rank],
+        )
+        for groups in itertools.zip_longest(*groups_of)
+    ]
+    shared = {place for place, part in enumerate(state_parts) if part is None}
+    idle = None
+    if local_group is None and not groups_of[ranks.rank]:
+        others = [
+            (group, [leaves[place] for place in group.places]) for group in itertools.chain.from_iterable(groups_of)
+        ]
+        idle = min(others, key=lambda other: sum(leaf.numel() for leaf in other[1]))
+    return Plan((tree.flatten(params)[1], tree.flatten(opt_state)[1]), local_group, rounds, shared, idle)
+
+
+def _chunks(leaves: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:
+    """Return indices of the leaves that a rank updates in each round: the largest ones first."""
+    largest_first = sorted(indices, key=lambda index: leaves[index].numel(), reverse=True)
+    return [
+        [largest_first[number] for number in chunk]
+        for chunk in by_size([leaves[index] for index in largest_first], ROUND_BYTES)
+    ]
+
+
+def _moved(places_of: Sequence[Sequence[int] | None], parts: Sequence[Part | None]) -> Moved:
+    """Return how the divided ones among leaves travel, given the indices of those of each rank."""
+    moved = [
+        (place, part, owner)
+        for owner, places in enumerate(places_of)
+        for place in places or ()
+        if (part := parts[place]) is not None
+    ]
+    return Moved([place for place, _, _ in moved], [part for _, part, _ in moved], [owner for _, _, owner in moved])

@@ -1,0 +1,214 @@
+"""Optimizers that need a leaf whole, as Muon does: each rank updates whole the leaves that it owns.
+
+Between steps all leaves are divided. For the update, the parts of the gradient, the parameter and the state of a leaf
+travel to one rank, and their new parts travel back: of n ranks, each sends and receives about an n-th of all leaves,
+and computes an n-th of the update. That is exact for whatever an optimizer needs of a leaf: its norm, the means of its
+rows, blocks of its elements, its singular values, or the places of elements, for which random numbers are drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import optree
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain._torch import dtensor
+from ftrain.optim.partial_update import ParamGroup, param_groups
+from ftrain.optim.structure_cache import StructureCache
+from ftrain.parallel.exchange import from_owners, to_owners
+from ftrain.parallel.mesh import Group
+from ftrain.parallel.ownership import FUNCTION, Plan, Round, assign, parts_of_state, plan, split_of, wholes_of
+from ftrain.parallel.state import block_of
+from ftrain.tree import sharding
+from ftrain.types import Hyper, Optimizer, PyTree
+
+
+def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] | None = None) -> Optimizer:
+    """Return an optimizer of divided leaves that computes the same, to the bit, as one of whole leaves does.
+
+    Its `init` makes DTensors of DTensors. Its `update` gets the parts of this rank within `ftrain.tree.sharding.over`;
+    all ranks must call both.
+
+    Args:
+        optimizer: one that has a `split`.
+        ranks: over which leaves are divided.
+        owners: name of a parameter -> the rank that updates it. Default: so that all update about as much.
+    """
+
+    def make_plan(specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]) -> Plan:
+        params, opt_state, _ = map(tree.unflatten, specs, columns)
+        owner_of = assign(optimizer, wholes_of(params), ranks.size) if owners is None else owners
+        return plan(optimizer, params, opt_state, owner_of, ranks)
+
+    plans = StructureCache(make_plan)
+
+    def update(
+        grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        if sharding.current() is None:
+            return optimizer.update(grads, opt_state, params, hyper, donate=donate)
+        current, (leaves, state, gradients) = plans(params, opt_state, grads)
+        return _Update(current, ranks, leaves, state, hyper, donate=donate).make(gradients)
+
+    def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
+        wholes = wholes_of(params)
+        owner_of = assign(optimizer, wholes, ranks.size) if owners is None else owners
+        again = partial(_split_of_part, optimizer, wholes)
+        groups = split_of(optimizer, wholes, parts)
+        return [whole_update(dataclasses.replace(group, split=again), ranks, owner_of) for group in groups]
+
+    def init(params: PyTree) -> PyTree:
+        is_divided = any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(params))
+        return _divided_state(optimizer, params, ranks) if is_divided else optimizer.init(params)
+
+    return dataclasses.replace(optimizer, init=init, update=update, split=split)
+
+
+def _split_of_part(
+    optimizer: Optimizer, wholes: PyTree, params: PyTree, parts: Sequence[Sequence[int]]
+) -> list[Optimizer]:
+    """Split the optimizer of all leaves, given indices among the leaves of one of its parts."""
+    names, index_of = tree.leaf_names(params), {name: index for index, name in enumerate(tree.leaf_names(wholes))}
+    return split_of(optimizer, wholes, [[index_of[names[index]] for index in part] for part in parts])
+
+
+def _divided_state(optimizer: Optimizer, params: PyTree, ranks: Group) -> PyTree:
+    """Return the first state of parameters that are DTensors, made of one whole parameter after another."""
+    leaves, spec = tree.flatten(params)
+    wholes = tree.unflatten(spec, sharding.abstract(leaves, [leaf.shape for leaf in leaves]))
+    state, state_spec = tree.flatten(optimizer.init(wholes))
+    opt_state = tree.unflatten(state_spec, state)
+    parts = parts_of_state(optimizer, wholes, opt_state, ranks.size)
+    singles = [[index] for index in range(len(leaves))]
+    for group, leaf in zip(param_groups(FUNCTION, optimizer, wholes, opt_state, singles), leaves, strict=True):
+        is_gathered = dtensor.is_dtensor(leaf) and not group.optimizer.by_element
+        whole = leaf.full_tensor() if is_gathered else leaf
+        (name,) = group.names
+        for place, new in zip(group.state_places, tree.leaves(group.optimizer.init({name: whole})), strict=True):
+            part = parts[place]
+            if part is not None and not dtensor.is_dtensor(new):
+                new = block_of(new, part, leaf.device_mesh, ranks.rank)
+            state[place] = new
+    return tree.unflatten(state_spec, state)
+
+
+class _Update:
+    """One update of the parts of this rank, and of the leaves that it owns.
+
+    Args:
+        plan: for these leaves.
+        ranks: over which they are divided.
+        params: leaves of the parameters.
+        state: leaves of the optimizer state.
+        hyper: the scheduled values of the step.
+        donate: whether `params` and `state` may be written.
+    """
+
+    def __init__(
+        self, plan: Plan, ranks: Group, params: list[Tensor], state: list[Tensor], hyper: Hyper, *, donate: bool
+    ) -> None:
+        self._plan, self._ranks, self._hyper, self._donate = plan, ranks, hyper, donate
+        self._params, self._state = params, state
+        self._new_params, self._new_state = list(params), list(state)
+        self._of_all_ranks: dict[int, Tensor] = {}
+
+    def make(self, grads: list[Tensor]) -> tuple[PyTree, PyTree]:
+        """Return the new parts of the parameters and of the state, given those of the gradients."""
+        if self._plan.local is not None:
+            self._make_local(self._plan.local, grads)
+        for each in self._plan.rounds:
+            self._make_round(each, grads)
+        if self._plan.idle is not None:
+            self._make_idle(*self._plan.idle)
+        for place, new in self._of_all_ranks.items():
+            self._new_state[place] = self._state[place].copy_(new) if self._donate else new
+        specs = self._plan.specs
+        return tree.unflatten(specs[0], self._new_params), tree.unflatten(specs[1], self._new_state)
+
+    def _make_local(self, group: ParamGroup, grads: list[Tensor]) -> None:
+        """Update the parts of leaves of which this rank needs no more."""
+        state = [self._old_state(place) for place in group.state_places]
+        params, new_state = group.update(
+            [grads[place] for place in group.places],
+            state,
+            [self._params[place] for place in group.places],
+            self._hyper,
+            donate=self._donate,
+        )
+        for place, leaf in zip(group.places, params, strict=True):
+            self._new_params[place] = leaf
+        for place, leaf in zip(group.state_places, new_state, strict=True):
+            if not self._is_shared(place, leaf):
+                self._new_state[place] = leaf
+
+    def _make_round(self, each: Round, grads: list[Tensor]) -> None:
+        """Update the leaves that ranks own, and this rank's parts of them."""
+        params, state = each.params, each.state
+        old = [*(self._params[place] for place in params.places), *(self._state[place] for place in state.places)]
+        parts, owners = [*params.parts, *state.parts], [*params.owners, *state.owners]
+        wholes = to_owners(
+            self._ranks,
+            [*old, *(grads[place] for place in params.places)],
+            [*parts, *params.parts],
+            [*owners, *params.owners],
+        )
+        if each.group is not None:
+            wholes = self._updated(each.group, params.places, state.places, wholes)
+        new = iter(from_owners(self._ranks, wholes, parts, owners, old))
+        for place in params.places:
+            self._new_params[place] = self._stored(self._params[place], next(new))
+        for place in state.places:
+            self._new_state[place] = self._stored(self._state[place], next(new))
+
+    def _updated(
+        self, group: ParamGroup, places: list[int], state_places: list[int], wholes: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """Return the new whole parameters and leaves of their state by their numbers in a round."""
+        number_of = {place: number for number, place in enumerate(places)}
+        number_of_state = {place: number for number, place in enumerate(state_places, len(places))}
+        first_grad = len(places) + len(state_places)
+        params, new_state = group.update(
+            [wholes[first_grad + number_of[place]] for place in group.places],
+            [
+                wholes[number_of_state[place]] if place in number_of_state else self._old_state(place)
+                for place in group.state_places
+            ],
+            [wholes[number_of[place]] for place in group.places],
+            self._hyper,
+            donate=True,
+        )
+        new = {number_of[place]: leaf for place, leaf in zip(group.places, params, strict=True)}
+        for place, leaf in zip(group.state_places, new_state, strict=True):
+            if not self._is_shared(place, leaf):
+                new[number_of_state[place]] = leaf
+        return new
+
+    def _make_idle(self, group: ParamGroup, leaves: list[Tensor]) -> None:
+        """Update zeros, for what every rank has of the state, such as the count of updates."""
+        zeros = [torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
+        own = tree.leaves(group.optimizer.init(dict(zip(group.names, zeros, strict=True))))
+        pairs = zip(group.state_places, own, strict=True)
+        state = [self._old_state(place) if place in self._plan.shared else leaf for place, leaf in pairs]
+        grads = [torch.zeros_like(leaf) for leaf in zeros]
+        _, new_state = group.update(grads, state, zeros, self._hyper, donate=True)
+        for place, leaf in zip(group.state_places, new_state, strict=True):
+            self._is_shared(place, leaf)
+
+    def _old_state(self, place: int) -> Tensor:
+        # What every rank has may be read for several groups, for each of which it must have its old value.
+        return self._state[place].clone() if place in self._plan.shared else self._state[place]
+
+    def _is_shared(self, place: int, new: Tensor) -> bool:
+        """Return whether every rank has a leaf of the state, and if so remember its new value."""
+        if place in self._plan.shared:
+            self._of_all_ranks[place] = new
+        return place in self._plan.shared
+
+    def _stored(self, old: Tensor, new: Tensor) -> Tensor:
+        # A copy, for what ranks have sent is one buffer.
+        return old.copy_(new) if self._donate else new.clone()
