@@ -370,8 +370,8 @@ class Optimizer:
             `update` cannot be part of a graph: ``transform -> optimizer``, the same for a transformed optimizer.
         name: of the factory, such as ``"adamw"``; empty for one that is made of others.
         by_element: whether the update of an element depends on nothing but the gradient and the state of that element,
-            so that ranks can update parts of a leaf. Otherwise one rank updates a leaf whole, for which `split` must be
-            there. The state of a leaf then has leaves of its shape or 0-d ones.
+            and the state has 0-d leaves and leaves of the shapes of parameters only: ranks can then update parts of a
+            leaf. Where it is false, one rank updates a leaf whole, by `split`.
     """
 
     init: Callable[[PyTree], PyTree]

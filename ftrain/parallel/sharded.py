@@ -62,6 +62,7 @@ def sharded(mesh: DeviceMesh, level: int = 3) -> Wrapper:
 
     Levels are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054). At 1 and above the leaves of the state are
     DTensors, divided over the axis ``shard`` of the mesh, and ``state.params[name].full_tensor()`` is a whole one.
+    A leaf that its optimizer needs whole (`Optimizer.by_element` is false) is updated by one of the ranks.
 
     Args:
         mesh: of `ftrain.parallel.mesh`.
@@ -70,8 +71,8 @@ def sharded(mesh: DeviceMesh, level: int = 3) -> Wrapper:
 
     Raises:
         OptionError: for another level, or a mesh with other axes.
-        ComposeError: at level 1 and above, for an optimizer that needs whole leaves or keeps its state elsewhere; for a
-            step that is compiled in parts.
+        ComposeError: at level 1 and above, for an optimizer that can update neither parts of a leaf nor a leaf without
+            the others; for a step that is compiled in parts.
         BatchError: from the step, for a batch that cannot be divided into rows; from the first one, on every rank, when
             they have different batches.
         StructureError: from the step, for a state that is divided otherwise; from the first one, on every rank, when

@@ -1,6 +1,8 @@
 """Every optimizer on many ranks: with divided leaves the same bits as with whole ones."""
 
 import importlib
+import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -9,13 +11,18 @@ import ftrain as ft
 from ftrain.optim import offloaded
 from ftrain.parallel import ownership
 from tests.laws.optimizers import COMBINED, MATRICES_ONLY, OPTIMIZERS
+from tests.parallel import models
 from tests.parallel.ranks import run
 
 sharded = importlib.import_module("ftrain.parallel.sharded")
+muon = importlib.import_module("ftrain.optim.muon")
 update_in_backward = importlib.import_module("ftrain.transforms.update_in_backward")
 
 EVERY = {**OPTIMIZERS, **COMBINED}
 
+
+WHOLE = [name for name in EVERY if not EVERY[name]().by_element]
+"""Those that need whole leaves."""
 
 SOME = ["adamw", "stochastic", "adamw_8bit", "lamb", "adafactor", "muon", "noisy", "nested"]
 """Those whose leaves differ in what they need whole."""
@@ -119,3 +126,112 @@ def test_an_offloaded_state_on_ranks_equals_one_rank(name, small, tmp_path):
     (reference,) = trained(1, 0, name, dtype=dtype)
     assert_equal(trained(3, 3, name, offload, dtype=dtype), reference, tolerance)
     assert_equal(trained(2, 1, name, after=offload, dtype=dtype), reference, tolerance)
+
+
+def of_model(name):
+    """Return an optimizer for a model whose parameters are not all matrices."""
+    if name not in MATRICES_ONLY:
+        return EVERY[name]()
+    parts = {"matrices": EVERY[name](), "rest": ft.optim.adamw(0.01)}
+    return ft.optim.partition(parts, {"matrices": lambda name, leaf: leaf.ndim == 2})
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", [*WHOLE, "adamw"])
+def test_a_stack_with_each_optimizer_on_ranks_equals_one_rank(name, compiled):
+    """The gradients differ in their last bits, and so the moments in 8 bits by a code here and there."""
+
+    def train(size, level, **mesh):
+        def rank(_):
+            more = [ft.compiled(lowering="whole", backend="aot_eager")] if compiled else []
+            wrappers = ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), ft.skip_nonfinite(3)
+            step = models.step_of(
+                *wrappers, ft.sharded(ft.parallel.mesh(**mesh), level), *more, optimizer=of_model(name)
+            )
+            return models.train(step)
+
+        return run(size, rank)
+
+    ((reference, _),) = train(1, 0)
+    for state, _ in (*train(3, 1), *train(4, 3, replicate=2)):
+        torch.testing.assert_close(state.params, reference.params, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(state.opt_state, reference.opt_state, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(state.slots, reference.slots, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_donated_state_is_updated_in_its_memory(name):
+    def rank(_):
+        step = ft.compose(ft.train_step(linear, EVERY[name]()), ft.sharded(ft.parallel.mesh(), 1), ft.donated())
+        params = params_of(name)
+        state = step.init(params, seed=4)
+
+        def pointers(state):
+            leaves = ft.tree.leaves((state.params, state.opt_state))
+            return [getattr(leaf, "_local_tensor", leaf).data_ptr() for leaf in leaves]
+
+        first = pointers(state)
+        for seed in range(3):
+            state, _ = step(state, batch_of(params, seed))
+        return ft.parallel.whole((state.params, state.opt_state)), pointers(state) == first
+
+    (reference,) = trained(1, 0, name)
+    for state, is_in_place in run(3, rank):
+        assert is_in_place
+        if not EVERY[name]().by_element:
+            assert_equal([state], reference)
+
+
+def test_ranks_share_the_work_and_each_matrix_is_updated_once(monkeypatch, small):
+    """Ten matrices of one size on four ranks: each has two or three of them, and no rank waits for another's."""
+    elements = []
+    orthogonal = muon._orthogonal
+
+    def counted(matrices, *options):
+        elements.append((threading.get_ident(), len(matrices)))
+        return orthogonal(matrices, *options)
+
+    monkeypatch.setattr(muon, "_orthogonal", counted)
+    params = {str(number): torch.randn(4, 5) for number in range(10)}
+
+    def rank(_):
+        step = ft.compose(ft.train_step(linear, ft.optim.muon(0.1)), ft.sharded(ft.parallel.mesh(), 1))
+        step(step.init(params), batch_of(params, 0))
+
+    run(4, rank)
+    counts = Counter()
+    for thread, count in elements:
+        counts[thread] += count
+    assert sorted(counts.values()) == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adafactor", "muon", "stochastic"])
+def test_a_state_continues_on_another_mesh_to_the_bit(name):
+    def half(size, level, start=None):
+        def rank(_):
+            params = params_of(name)
+            step = ft.compose(ft.train_step(linear, EVERY[name]()), ft.sharded(ft.parallel.mesh(), level))
+            state = step.init(params, seed=4)
+            if start is not None:
+                state = ft.parallel.divided(start, like=state)
+            for seed in (2, 3) if start is not None else (0, 1):
+                state, _ = step(state, batch_of(params, seed))
+            return ft.parallel.whole(state)
+
+        return run(size, rank)
+
+    (reference,) = half(1, 0, half(1, 0)[0])
+    for state in half(2, 3, half(3, 1)[0]):
+        assert_equal([(state.params, state.opt_state)], (reference.params, reference.opt_state))
+
+
+def test_a_rank_without_any_leaf_counts_the_updates_too():
+    def rank(_):
+        step = ft.compose(ft.train_step(linear, ft.optim.lamb(0.1)), ft.sharded(ft.parallel.mesh(), 3))
+        params = {"w": torch.ones(3, 2), "v": torch.ones(2)}
+        state = step.init(params)
+        for seed in range(2):
+            state, _ = step(state, batch_of(params, seed))
+        return float(state.opt_state["count"])
+
+    assert run(4, rank) == [2.0] * 4

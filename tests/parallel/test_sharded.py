@@ -153,31 +153,3 @@ def test_random_numbers_of_the_loss_are_by_example():
 
     (reference,) = trained(1, 0, lambda: [ft.accumulate(2)], criterion=noisy)
     assert_same(trained(4, 2, lambda: [ft.accumulate(2)], criterion=noisy), reference)
-
-
-ELEMENTWISE = {
-    "adam": ft.optim.adam(1e-2),
-    "sgd": ft.optim.sgd(1e-2, momentum=0.9, nesterov=True),
-    "lion": ft.optim.lion(1e-3),
-    "rmsprop": ft.optim.rmsprop(1e-2),
-    "adagrad": ft.optim.adagrad(1e-2),
-    "nadam": ft.optim.nadam(1e-2),
-    "radam": ft.optim.radam(1e-2),
-    "schedule_free": ft.optim.schedule_free_adamw(1e-2),
-    "lookahead": ft.optim.lookahead(ft.optim.adamw(1e-2), 2),
-}
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_each_optimizer_by_element_on_ranks_equals_one(name):
-    assert ELEMENTWISE[name].by_element
-    (reference,) = trained(1, 0, optimizer=ELEMENTWISE[name])
-    assert_same(trained(4, 3, optimizer=ELEMENTWISE[name]), reference)
-
-
-@pytest.mark.parametrize("name", ["lamb", "adafactor", "adamw_8bit"])
-def test_optimizers_of_whole_leaves_work_on_replicated_states(name):
-    optimizer = getattr(ft.optim, name)(1e-2)
-    (reference,) = trained(1, 0, optimizer=optimizer)
-    # The quantised moments round what differs in the last bits.
-    assert_same(trained(3, 0, optimizer=optimizer), reference, 1e-6 if name == "adamw_8bit" else 1e-10)
