@@ -362,10 +362,9 @@ class Optimizer:
         needs_rng: whether `update` draws random numbers, from the key ``hyper["rng"]``.
         factors: ``opt_state -> {name: 0-d tensor on the CPU}``: factors by which the scheduled values of these names
             are multiplied on the host.
-        split: ``(params, parts) -> optimizers``: an optimizer for each part, which is a list of indices of leaves. It
-            takes these leaves as a dict by name, updates them to the same bits as this optimizer does among all
-            leaves, and names the leaves of its state as this one does. None if a leaf cannot be updated without the
-            others.
+        split: ``(params, parts) -> optimizers``: for each part, a list of indices of leaves, one that takes these as a
+            dict by name, updates them to the same bits as this optimizer does among all leaves, and names the leaves of
+            its state as this one does. None if a leaf cannot be updated without the others.
         offloaded: None; or for a state that is kept on the host or in files and copied to the device in parts, so that
             `update` cannot be part of a graph: ``transform -> optimizer``, the same for a transformed optimizer.
         name: of the factory, such as ``"adamw"``; empty for one that is made of others.
