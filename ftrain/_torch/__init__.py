@@ -182,8 +182,9 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def original(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` was given, when this is what it returned; any other module itself."""
     # Nothing can be compiled where Dynamo was never imported, which takes seconds.
-    dynamo = sys.modules.get("torch._dynamo")
-    return module._orig_mod if dynamo and isinstance(module, dynamo.OptimizedModule) else module
+    # Another thread may be importing it just now.
+    optimized = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
+    return module._orig_mod if optimized and isinstance(module, optimized) else module
 
 
 # Operations and dispatch modes

@@ -68,11 +68,6 @@ def test_the_order_among_wrappers_of_the_gradient_is_kept():
         assert_same(trained(3, 2, wrappers), reference)
 
 
-def test_the_same_mesh_twice_has_the_same_bits():
-    (first, _), (second, _) = (trained(3, 3, lambda: [ft.clip(0.05)])[0] for _ in range(2))
-    assert all(map(torch.equal, ft.tree.leaves(first), ft.tree.leaves(second)))
-
-
 def test_elementwise_updates_have_the_bits_of_one_rank():
     """From equal gradients: those of a loss that is linear in the parameters with examples of a power of two."""
 
