@@ -51,7 +51,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     Raises:
         LossError: when `module` is no module, is scripted or traced by `torch.jit`, or the criterion cannot be
             called; and from the loss, when it gets parameters that are not the module's, or changes a buffer in
-            place that has memory in common with another one (not seen in a split-compiled step).
+            place that has memory in common with another one (a split-compiled step warns of such buffers instead).
     """
     _require_module(module, criterion)
     # What torch.compile wraps is the module itself: its names have no prefix, and the step is compiled as a whole.

@@ -66,6 +66,13 @@ def test_a_change_of_a_buffer_that_another_would_not_see(write, names, wrappers)
         step(step.init(), torch.ones(2, 3))
 
 
+def test_a_split_step_says_what_it_does_not_see(caplog):
+    step_of(Views(not_at_all), ft.compiled(lowering="split", backend="eager"))
+    assert [
+        record.getMessage() for record in caplog.records if "table and rest have memory in common" in record.message
+    ]
+
+
 @pytest.mark.parametrize("write", [anew, not_at_all])
 def test_buffers_that_torch_would_not_change_together_either(write):
     module = Views(write)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ftrain import backends, random, tree
 from ftrain.errors import ComposeError, OptionError, TraceError, require_positive
@@ -20,6 +20,7 @@ from ftrain.step import purity
 from ftrain.step.across_ranks import combines_ranks
 from ftrain.step.eager import Eager
 from ftrain.step.lowered import Lowered
+from ftrain.step.shared_memory import overlaps
 from ftrain.step.step import Step
 from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
@@ -181,6 +182,7 @@ class _Compiled:
             around_update=lambda update: until_update.around_update(self._cached_update(update)),
         )
         what = described(self._step.base)
+        _warn_of_shared_buffers(self._step.base.module)
 
         def run(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
             new = self._shapes.admit(batch=batch)
@@ -282,6 +284,17 @@ def _why(error: TraceError | CompilerError, falls: bool, lowering: str) -> str:
     if not falls:
         raise cause
     return str(error) if isinstance(error, TraceError) else f"{error} (lowering={lowering!r} raises the whole error)"
+
+
+def _warn_of_shared_buffers(module: nn.Module | None) -> None:
+    """Log which buffers a split step may not change in place; what it changes is only known while it is compiled."""
+    for first, second in overlaps(dict(module.named_buffers())) if module is not None else ():
+        log.warning(
+            "compiled: the buffers %s and %s have memory in common. A split step does not see whether the model "
+            "changes one of them in place; the other would keep its old value. Eager and whole steps raise an error",
+            first,
+            second,
+        )
 
 
 def _groups(step: Step) -> Mapping[str, Group]:
