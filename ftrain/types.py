@@ -96,10 +96,7 @@ def tree_class(kind: type[T]) -> type[T]:
 
 
 def replace(record: T, **changes: Any) -> T:
-    """Return a copy of a dataclass with some fields changed: a faster `dataclasses.replace`.
-
-    It does not call ``__init__`` or ``__post_init__``, which takes a third of the time.
-    """
+    """`dataclasses.replace` without a call of ``__init__`` or ``__post_init__``, in a third of the time."""
     new = object.__new__(type(record))
     values = vars(new)
     # Fields only: the mark that `mark_donatable` sets on a state does not apply to a changed one.
@@ -314,8 +311,8 @@ class Gradients:
             ``take(index, gradient)`` for each leaf of the parameters when its gradient is complete; `grads` is None.
         accept: 0-d bool, whether the update may be made; None: it may. Read when a wrapper of the gradient has
             `OnGrad.may_refuse_updates`.
-        slots: new values of slots in the state, by the names of their wrappers; they are stored whether or not the
-            update is made.
+        slots: new values of slots, by the names of their wrappers, stored whether or not the update is made.
+        accepted_slots: the same, stored only if the update is made.
     """
 
     grads: PyTree
@@ -326,6 +323,7 @@ class Gradients:
     stream_grads: Callable[[Callable[[int, Tensor], None]], None] | None = field(default=None, metadata=STATIC)
     accept: Tensor | None = None
     slots: dict[str, PyTree] = field(default_factory=dict)
+    accepted_slots: dict[str, PyTree] = field(default_factory=dict)
 
 
 GradFn: TypeAlias = Callable[[TrainState, PyTree, Tensor | None], Gradients]

@@ -155,7 +155,7 @@ MODULES = {
         "sgd",
         "sign",
     ],
-    "parallel": ["divided", "mesh", "whole"],
+    "parallel": ["divided", "mesh", "powersgd", "sign", "whole"],
     "random": [
         "bernoulli",
         "bits",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
 from torch import Size, Tensor
 
 from ftrain._torch import private_names
@@ -57,6 +58,29 @@ def from_block(block: Tensor, mesh: DeviceMesh, axis: int, shape: Sequence[int],
         block, mesh, placements, run_check=False, shape=Size(shape), stride=tuple(strides)
     )
     return tensor
+
+
+def from_local(local: Tensor, mesh: DeviceMesh, axes: Sequence[int | None], shape: Sequence[int]) -> DTensor:
+    """Return the contiguous DTensor of which this rank has a part.
+
+    Args:
+        local: the part of this rank.
+        mesh: over which it is divided.
+        axes: for each axis of the mesh the axis of the tensor that it divides; None where it is replicated.
+        shape: of the whole tensor.
+    """
+    names = _names()
+    placements = [names.Replicate() if axis is None else names.Shard(axis) for axis in axes]
+    strides = torch.empty(shape, device="meta").stride()
+    tensor: DTensor = names.DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=Size(shape), stride=strides
+    )
+    return tensor
+
+
+def axes_of(tensor: DTensor) -> list[int | None]:
+    """Return for each axis of the mesh the axis of the tensor that it divides; None where it is replicated."""
+    return [each.dim if isinstance(each, _names().Shard) else None for each in tensor.placements]
 
 
 def axis_of(tensor: DTensor) -> int:

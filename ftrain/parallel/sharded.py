@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ftrain import tree
 from ftrain.errors import ComposeError, OptionError
 from ftrain.parallel.block_gather import BlockGather
+from ftrain.parallel.compression import Compression, compression_of
+from ftrain.parallel.compression.memory import SLOT
+from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.gather import gathered
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
 from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
@@ -43,14 +46,14 @@ from ftrain.types import (
     zero_if_empty,
 )
 
-NAME = "sharded"
+NAME = SLOT
 LEVELS = range(4)
 STREAM_BYTES = 1 << 19
 """Bytes of gradients that travel together while the backward pass runs, as `update_in_backward` takes them."""
 
 
 @wrapper
-def sharded(mesh: DeviceMesh, level: int = 3) -> Wrapper:
+def sharded(mesh: DeviceMesh, level: int = 3, reduce: str | Compression = "fp32") -> Wrapper:
     """Run the step on the ranks of a mesh, so that they compute together what one rank would on the whole batch.
 
     Every rank calls the step with the same batch and computes on its rows of it. They start with the parameters and
@@ -68,11 +71,17 @@ def sharded(mesh: DeviceMesh, level: int = 3) -> Wrapper:
         mesh: of `ftrain.parallel.mesh`.
         level: 0 copies the whole state to each rank. From 1 on, parameters and optimizer state are divided between
             steps; at 1 and 2, which are equal so far, parameters are gathered once a step, at 3 block by block.
+        reduce: how gradients travel between ranks: ``"fp32"`` in their own dtype, ``"bf16"`` or ``"fp16"`` in 16 bits,
+            or with fewer bits by `ftrain.parallel.powersgd` or `ftrain.parallel.sign`. From level 1 on, gradients
+            travel in their own dtype within a copy of the state, where there are several (``replicate``), and like this
+            between the copies; at level 3 only between them. One rank has nothing to send.
 
     Raises:
-        OptionError: for another level, or a mesh with other axes.
-        ComposeError: at level 1 and above, for an optimizer that can update neither parts of a leaf nor a leaf without
-            the others; for a step that is compiled in parts.
+        OptionError: for another level, a mesh with other axes, another `reduce`, or one at level 3 on a mesh with one
+            copy of the state.
+        ComposeError: for a `reduce` that remembers what it has not sent, beside a wrapper that takes the gradient more
+            than once (`sam`); at level 1 and above, for an optimizer that can update neither parts of a leaf nor a leaf
+            without the others; for a step that is compiled in parts.
         BatchError: from the step, for a batch that cannot be divided into rows; from the first one, on every rank, when
             they have different batches.
         StructureError: from the step, for a state that is divided otherwise; from the first one, on every rank, when
@@ -82,16 +91,18 @@ def sharded(mesh: DeviceMesh, level: int = 3) -> Wrapper:
         raise OptionError(f"sharded: level is {level!r}; needs 0, 1, 2 or 3")
     if getattr(mesh, "mesh_dim_names", None) != (REPLICATE, SHARD):
         raise OptionError(f"sharded: the mesh is {mesh!r}; needs one of ft.parallel.mesh(), with axes replicate, shard")
-    text = f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level})"
-    ranks = _Ranks(mesh, level, text)
+    reduction = Reduction(compression_of(reduce), mesh, level)
+    text = f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level}{reduction.text})"
+    ranks = _Ranks(mesh, level, text, reduction)
     return Wrapper(
         NAME,
         text,
         loss=OnLoss(ranks.on_loss, order=1),
-        grad=OnGrad(ranks.on_grad, reads_gradients=False, across_ranks=True),
+        grad=OnGrad(ranks.on_grad, reads_gradients=reduction.needs_all, across_ranks=True),
         update=OnUpdate(optimizer=ranks.on_optimizer),
         validate=ranks.validate,
         step=OnStep(place=ranks.place, on_ranks=ranks.on_ranks, ranks=mesh.size()),
+        slot=reduction.slot,
     )
 
 
@@ -101,8 +112,8 @@ _layout: ContextVar[Layout] = ContextVar("ftrain_layout")
 class _Ranks:
     """The groups of ranks of a mesh, and what they exchange in a step."""
 
-    def __init__(self, mesh: DeviceMesh, level: int, text: str) -> None:
-        self._mesh, self._level, self._text = mesh, level, text
+    def __init__(self, mesh: DeviceMesh, level: int, text: str, reduction: Reduction) -> None:
+        self._mesh, self._level, self._text, self._reduction = mesh, level, text, reduction
         self._shard, self._replicate = (group(mesh, axis) for axis in (SHARD, REPLICATE))
         self._all = all_ranks(mesh)
         self._same_inputs = SameInputs(self._all)
@@ -118,6 +129,7 @@ class _Ranks:
                 "(Optimizer.by_element) nor how it updates a leaf without the others (Optimizer.split); say one of "
                 "them, or use level=0"
             )
+        self._reduction.require_once(step.wrappers)
         for other in step.wrappers:
             options = other.options or {}
             if options.get("lowering") == "split" or options.get("dynamic"):
@@ -232,6 +244,9 @@ class _Ranks:
             if local.stream_grads is not None:
                 return replace(whole, stream_grads=partial(self._stream, local.stream_grads, parts))
             leaves, spec = tree.flatten(local.grads)
+            if self._reduction.is_active:
+                grads, slots = self._reduction(leaves, parts, state.slots, spec)
+                return replace(whole, grads=tree.unflatten(spec, grads), accepted_slots=slots)
             return replace(whole, grads=tree.unflatten(spec, self._combined(leaves, parts)))
 
         return combined

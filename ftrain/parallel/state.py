@@ -13,6 +13,7 @@ from ftrain import tree
 from ftrain._torch import dtensor
 from ftrain.checkpoint.stored_tensor import StoredTensor
 from ftrain.errors import StructureError
+from ftrain.parallel.compression.memory import carried
 from ftrain.parallel.partition import Part, axis_to_divide
 from ftrain.types import PyTree, TrainState, replace
 
@@ -69,18 +70,25 @@ def whole(state: PyTree) -> PyTree:
 def divided(state: PyTree, like: PyTree) -> PyTree:
     """Return a state of whole tensors, divided as another state of the same structure is: the inverse of `whole`.
 
-    Use it to continue on another mesh: ``ft.parallel.divided(whole_state, like=step.init())``.
+    Use it to continue on another mesh: ``ft.parallel.divided(whole_state, like=step.init())``. Of what a compression of
+    gradients has not sent yet, each of another number of ranks gets an equal part.
 
     Raises:
         StructureError: when the states differ in the name, shape or dtype of a leaf.
     """
+    if isinstance(like, TrainState) and isinstance(state, TrainState):
+        state = carried(state, like)
     tree.require_same("divided", "the state", state, like)
 
     def leaf_like(leaf: Any, other: Any) -> Any:
-        if not dtensor.is_dtensor(other):
+        if not dtensor.is_dtensor(other) or dtensor.is_dtensor(leaf):
             return leaf
-        mesh = other.device_mesh
-        return block_of(leaf.to(other.device), _part(other), mesh, mesh.get_local_rank(1))
+        local, mesh = leaf.to(other.device), other.device_mesh
+        for index, axis in enumerate(dtensor.axes_of(other)):
+            if axis is not None:
+                part = Part(tuple(local.shape), axis, mesh.size(index))
+                local = part.take(local, mesh.get_local_rank(index))
+        return dtensor.with_local_part(other, local.contiguous().clone())
 
     return tree.map(leaf_like, state, like)
 
@@ -112,10 +120,11 @@ def local_parts(state: TrainState, mesh: DeviceMesh, level: int) -> tuple[TrainS
             f"sharded: the state is divided over {', '.join(map(str, meshes))}; this step works on {mesh}. Bring it "
             "there with ft.parallel.divided(ft.parallel.whole(state), like=step.init())"
         )
-    if bool(meshes) != (level > 0):
+    is_divided = any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(state.params))
+    if is_divided != (level > 0):
         needs = "whole tensors, as level 0" if level == 0 else f"DTensors, as level {level}"
         raise StructureError(
-            f"sharded: the leaves of the state are {'DTensors' if meshes else 'whole tensors'}; this step needs "
+            f"sharded: the leaves of the state are {'DTensors' if is_divided else 'whole tensors'}; this step needs "
             f"{needs} has them. Make the state with step.init(), or ft.parallel.divided(state, like=step.init())"
         )
     local: TrainState = tree.unflatten(

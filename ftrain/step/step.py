@@ -287,10 +287,10 @@ class Step:
             raise ComposeError(f"Step.lower: the step is not compiled; use ft.compiled()(step).lower(...):\n{self}")
         batch, lowering = as_tree(batch), Lowering(lower)
         run: Callable[..., tuple[TrainState, Metrics]] = lowering
+        self.require(state)
         if self._on_ranks is not None:
             state, batch, around = self._on_ranks(state, batch, self.microbatches)
             run = around(lowering)
-        self.require(state)
         with self.loss.scope(True):
             run(state, batch, *self._known_to_the_host(state))
         return lowering.result

@@ -16,7 +16,8 @@ def optimize(optimizer: Optimizer) -> UpdateFn:
 
     def update(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
         params, opt_state = optimizer.update(gradients.grads, state.opt_state, state.params, hyper, donate=donate)
-        return replace(state, params=params, opt_state=opt_state, buffers=gradients.buffers)
+        slots = {**state.slots, **gradients.accepted_slots} if gradients.accepted_slots else state.slots
+        return replace(state, params=params, opt_state=opt_state, buffers=gradients.buffers, slots=slots)
 
     return update
 

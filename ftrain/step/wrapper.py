@@ -52,6 +52,7 @@ class OnGrad:
         may_refuse_updates: whether it sets `Gradients.accept`.
         across_ranks: whether it combines the gradients of ranks. It then goes around those that take a batch in pieces
             and inside of all others, wherever it stands: ranks communicate once a step.
+        evaluations: how many gradients of the whole batch it takes in a step.
     """
 
     wrap: Callable[[GradFn], GradFn]
@@ -61,6 +62,7 @@ class OnGrad:
     loss_scale: Callable[[TrainState], Tensor] | None = None
     may_refuse_updates: bool = False
     across_ranks: bool = False
+    evaluations: int = 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.testing._internal.distributed import multi_threaded_pg
 
+from ftrain.parallel import stock_draws
+
 
 def run(size, function):
     """Call ``function(rank)`` on each of `size` ranks; return the results in the order of ranks.
@@ -27,6 +29,9 @@ def run(size, function):
             dist.destroy_process_group()
 
     restore = _settings_of_process()
+    if size > 1:
+        # Steps seed torch's generator and restore it; where threads share it, it seems to have moved.
+        stock_draws._generator_state = lambda device: torch.zeros(())
     multi_threaded_pg.ProcessLocalGroup.pg_name = property(_name_of_group)
     multi_threaded_pg._install_threaded_pg()
     _set_thread_isolation_mode(True)
@@ -50,10 +55,11 @@ def run(size, function):
 def _settings_of_process():
     """Return a function that restores what ranks change in a process: as threads they share it, and may leave it on."""
     excepthook = sys.excepthook  # To which `init_process_group` adds the rank.
+    generator_state = stock_draws._generator_state
     precision, is_deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
 
     def restore():
-        sys.excepthook = excepthook
+        sys.excepthook, stock_draws._generator_state = excepthook, generator_state
         torch.set_float32_matmul_precision(precision)
         torch.use_deterministic_algorithms(is_deterministic)
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from tests.parallel import script
+from tests.parallel import compression_script, script
 
 
-def results(directory, size):
+def results(directory, size, script=script):
     output = directory / f"{size}.pt"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["", *filter(None, sys.path)])}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"] if size > 1 else []
@@ -29,3 +29,10 @@ def test_the_same_script_computes_the_same_alone_and_under_torchrun(size, tmp_pa
         torch.testing.assert_close(params, reference, rtol=1e-12, atol=1e-12)
         for step, expected in zip(metrics, history, strict=True):
             assert step == pytest.approx(expected, rel=1e-12)
+
+
+def test_compressed_gradients_are_the_same_in_eager_and_compiled_steps(tmp_path):
+    states = results(tmp_path, 2, compression_script)
+    assert states.keys() == set(compression_script.METHODS)
+    for eager, compiled in states.values():
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,92 @@
+"""Gradients that travel as matrices of low rank."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ftrain import random
+from ftrain.errors import require_positive
+from ftrain.parallel.compression.method import (
+    RESIDUAL,
+    Compression,
+    Exchange,
+    Memory,
+    no_residual,
+    with_residuals,
+)
+
+BASIS = "q"
+"""The name of the right factors of the last step: a matrix of (columns, rank) for each leaf."""
+
+
+def powersgd(rank: int = 4) -> Compression:
+    r"""Send a gradient as two thin matrices: PowerSGD (Vogels et al. 2019, arXiv:1905.13727).
+
+    For each rank's matrix :math:`M = g + e` of (rows, columns), with :math:`\Sigma` a sum over ranks,
+
+    .. math::
+        P = \operatorname{orthogonal}(\Sigma M Q) \qquad Q_i = M^\top P \qquad Q \leftarrow \Sigma Q_i \qquad
+        e \leftarrow M - P Q_i^\top
+
+    and the gradient is :math:`P Q^\top`. So rank times (rows + columns) numbers travel, whatever the number of ranks. A
+    leaf is a matrix whose rows are its first axis. Leaves with fewer than two axes, and those for which the factors
+    would not be smaller, travel as they are. The residual e and Q, with which the next step begins, are in the state;
+    e has the size of a rank's gradient. It is added to later gradients, not to updates: these may be of any optimizer.
+
+    Args:
+        rank: columns of P and Q: more are more exact.
+
+    Raises:
+        OptionError: when the rank is not a positive whole number.
+    """
+    require_positive("powersgd", "rank", rank)
+
+    def init(index: int, leaf: Tensor, axis: int | None) -> Memory:
+        # Of blocks of columns, ranks would have different numbers.
+        if axis or not _is_compressed(leaf, rank):
+            return {}
+        # Of a key, so that all ranks start with the same.
+        shape = leaf.numel() // leaf.shape[0], rank
+        start = random.normal(random.fold_in(random.key(0), index), shape)
+        residual = no_residual(leaf)
+        return {RESIDUAL: residual, BASIS: start.to(residual)}
+
+    def combine(grads: list[Tensor], memories: list[Memory], exchange: Exchange) -> tuple[list[Tensor], list[Memory]]:
+        chosen = [index for index, memory in enumerate(memories) if memory]
+        others = [index for index, memory in enumerate(memories) if not memory]
+        uncompressed = Exchange(exchange.group, [exchange.parts[index] for index in others])
+        sums = dict(zip(others, uncompressed.needed_sums([grads[index] for index in others]), strict=True))
+        wanted = with_residuals([grads[index] for index in chosen], [memories[index][RESIDUAL] for index in chosen])
+        matrices = [each.flatten(1) for each in wanted]
+        bases = [memories[index][BASIS] for index in chosen]
+        lefts = exchange.sums([matrix @ basis for matrix, basis in zip(matrices, bases, strict=True)])
+        lefts = [_orthogonal(left, rank) for left in lefts]
+        rights = [matrix.mT @ left for matrix, left in zip(matrices, lefts, strict=True)]
+        memories = list(memories)
+        for index, matrix, left, right, total in zip(
+            chosen, matrices, lefts, rights, exchange.sums(rights), strict=True
+        ):
+            shape = grads[index].shape
+            sums[index] = exchange.needed(index, (left @ total.mT).view(shape)).to(grads[index].dtype)
+            memories[index] = {RESIDUAL: torch.addmm(matrix, left, right.mT, alpha=-1).view(shape), BASIS: total}
+        return [sums[index] for index in range(len(grads))], memories
+
+    return Compression(f"powersgd({rank})", combine, init)
+
+
+def _is_compressed(leaf: Tensor, rank: int) -> bool:
+    """Return whether the factors of a leaf are smaller than it is."""
+    if leaf.ndim < 2 or not leaf.numel():
+        return False
+    rows, columns = leaf.shape[0], math.prod(leaf.shape[1:])
+    return rank * (rows + columns) < rows * columns
+
+
+def _orthogonal(matrix: Tensor, rank: int) -> Tensor:
+    """Return `rank` columns that span those of a matrix, orthonormal, or 0 if it has fewer rows."""
+    # NaN must not reach the decomposition; the product with the matrix itself has it again.
+    columns = torch.linalg.qr(torch.nan_to_num(matrix, 0.0, 0.0, 0.0)).Q
+    return torch.nn.functional.pad(columns, (0, rank - columns.shape[1]))
