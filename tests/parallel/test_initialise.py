@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch import nn
 
@@ -11,6 +10,7 @@ from ftrain.checkpoint.stored_tensor import StoredTensor
 from ftrain.errors import CheckpointError, StructureError
 from ftrain.step.initialise import initialised
 from tests.parallel.ranks import run
+from tests.parallel.transformers_models import TINY
 
 
 class Block(nn.Module):
@@ -128,32 +128,6 @@ def test_adapters_are_those_of_the_same_model_with_values():
         return {name: leaf for name, leaf in state.params.items() if "lora_" in name}
 
     torch.testing.assert_close(adapters(on_meta(Model)), adapters(Model()), rtol=0, atol=0)
-
-
-TINY = {
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-    ),
-    "bert": lambda: transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
-        )
-    ),
-    "llama": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-        )
-    ),
-    "t5": lambda: transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=2)
-    ),
-    "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, num_local_experts=4,
-        )
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TINY)
