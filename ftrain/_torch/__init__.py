@@ -82,6 +82,7 @@ with private_names():
 
     _ = Tensor._version, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
     # The public function also imports Inductor, and turns off the choice of kernels by their speed.
+    _make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
     _set_deterministic = torch._C._set_deterministic_algorithms
     _has_kernel = torch._C._dispatch_has_kernel
     _has_kernel_for = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -125,6 +126,11 @@ def is_wrapper_subclass(tensor: Tensor) -> bool:
     """Whether a tensor is of a subclass that wraps others, as quantised weights are."""
     wraps: bool = is_traceable_wrapper_subclass(tensor)
     return wraps
+
+
+def tensor_without_values(kind: type[Any], shape: Sequence[int], like: Tensor, *, requires_grad: bool) -> Any:
+    """Return an instance of a subclass of Tensor that has a shape and no memory, with dtype and device of a tensor."""
+    return _make_wrapper_subclass(kind, tuple(shape), dtype=like.dtype, device=like.device, requires_grad=requires_grad)
 
 
 def is_batched(tensor: Tensor) -> bool:

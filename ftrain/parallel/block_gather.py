@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ftrain import _torch
 from ftrain.parallel.gather import gathered
 from ftrain.parallel.mesh import Group
+from ftrain.parallel.not_gathered import NotGathered
 from ftrain.parallel.partition import Part, gather_all
 from ftrain.step.blocks import forwarding, repeated_children
 from ftrain.step.swap_params import Slot, bound, slots_of
@@ -41,21 +43,39 @@ class BlockGather:
         self._gathered_again: deque[_Again] = deque()
         self._locals: Mapping[str, Tensor] = {}
         self._parts: Mapping[str, Part | None] = {}
+        self._latest: dict[str, tuple[_Again, int]] = {}
+        self._placeholders: dict[tuple[str, torch.dtype, bool], NotGathered] = {}
 
     def leave_out(self, params: Mapping[str, Tensor], parts: Mapping[str, Part | None]) -> dict[str, Tensor]:
         """Take the parameters of blocks out of a dict by name; each block gathers its own from now on.
 
-        In their place stands NaN: who reads the parameter of a block outside of its forward gets no number.
+        In their place stands what has no values: to read the parameter of a block outside of its forward is an error.
         """
         self._locals = {name: params[name] for name in self.names}
         self._parts = {name: parts[name] for name in self.names}
-        return {name: _nan_like(leaf, parts[name]) if name in self.names else leaf for name, leaf in params.items()}
+        return {name: self._placeholder(name) if name in self.names else leaf for name, leaf in params.items()}
+
+    def _placeholder(self, name: str) -> NotGathered:
+        local, part = self._locals[name], self._parts[name]
+        key = name, local.dtype, local.requires_grad
+        if key not in self._placeholders:
+            shape = local.shape if part is None else part.shape
+            self._placeholders[key] = NotGathered(name, shape, local, partial(self._gather_latest, name))
+        return self._placeholders[key]
+
+    def _gather_latest(self, name: str) -> Tensor:
+        """Return a whole parameter in the backward pass of its block, of which a part is computed again."""
+        again, index = self._latest[name]
+        return again.whole(index)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Context in which the forward of every block gathers its parameters first."""
         with forwarding([(block, self._gathering(block, slots)) for block, slots in self._slots.items()]):
-            yield
+            try:
+                yield
+            finally:
+                self._locals, self._latest = {}, {}
 
     def _gathering(self, block: nn.Module, slots: Sequence[Slot]) -> Callable[..., Any]:
         forward, slots = block.forward, [slot for slot in slots if slot.name in self.names]
@@ -66,6 +86,7 @@ class BlockGather:
             again = _Again(self._group, [local.detach() for local in locals_], parts, self._gathered_again)
             wholes = gathered(self._group, locals_, parts, again.forget)
             again.watch(wholes)
+            self._latest.update((name, (again, index)) for index, name in enumerate(names))
             by_name = dict(zip(names, wholes, strict=True))
             # An outer hook takes all saved tensors: rematerialisation runs this again, and so gathers again.
             is_outermost = _torch.saved_tensors_pack_hook() is None
@@ -101,13 +122,17 @@ class _Again:
         if isinstance(saved, Tensor):
             return saved
         place, shape, strides, offset = cast(_View, saved)
+        return self.whole(place).as_strided(shape, strides, offset)
+
+    def whole(self, place: int) -> Tensor:
+        """Return a tensor of a number, gathered again."""
         if self._wholes is None:
             self._wholes = gather_all(self._group, self._locals, self._parts)
             # Of a block that trains nothing no gradient tells when it is done: the next but one block does.
             self._gathered_again.append(self)
             if len(self._gathered_again) > MOST_BLOCKS:
                 self._gathered_again.popleft().forget()
-        return self._wholes[place].as_strided(shape, strides, offset)
+        return self._wholes[place]
 
     def forget(self) -> None:
         """Free what was gathered again."""
@@ -126,7 +151,3 @@ def _only_in(blocks: Any, everywhere: Sequence[Slot]) -> set[str]:
     outside = {slot.name for slot in everywhere if (id(slot.place), slot.key) not in within}
     floating = {slot.name for slots in blocks for slot in slots if slot.place[slot.key].is_floating_point()}
     return floating - outside
-
-
-def _nan_like(leaf: Tensor, part: Part | None) -> Tensor:
-    return leaf.new_full((), float("nan")).expand(leaf.shape if part is None else part.shape)

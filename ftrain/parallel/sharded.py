@@ -232,7 +232,7 @@ class _Ranks:
 
     def on_grad(self, grad: GradFn) -> GradFn:
         """Compute the gradient of this rank's rows, and combine those of all ranks."""
-        draws = StockDraws(self._all, can_repeat=self._level < 3)
+        draws = StockDraws(self._all, can_repeat=self._all.size == 1)
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
             parts = _without_marks(_layout.get().params)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ftrain as ft
-from ftrain.errors import LossError, StructureError
+from ftrain.errors import LossError
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -93,10 +94,51 @@ def test_a_metric_by_example_is_an_error_on_every_rank():
         trained(2, 0, lambda outputs: {"rows": outputs.detach().sum(1)})
 
 
-def test_the_evaluation_of_a_divided_state_says_how_to_gather_it():
-    def rank(_):
-        step = models.step_of(ft.sharded(ft.parallel.mesh()))
-        with pytest.raises(StructureError, match=r"ft.parallel.whole\(state\)"):
-            ft.eval_step(step.loss)(step.init(), next(models.batches()))
+class Checkpointed(nn.Module):
+    """A block that recomputes two parts of itself, one within the other's neighbour, with dropout beside them."""
 
-    run(2, rank)
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        hidden = checkpoint(lambda x: self.up(self.norm(x)).tanh(), x, use_reentrant=False)
+        return x + checkpoint(lambda hidden: self.down(hidden) * self.gain, hidden, use_reentrant=False)
+
+
+def of_blocks(size, level, forward, *wrappers, steps=3):
+    """Return the whole parameters after a few steps of a model of two blocks, on all ranks."""
+
+    def rank(_):
+        with models._seeding:
+            torch.manual_seed(2)
+            net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(Checkpointed(), Checkpointed())).double()
+        loss = ft.from_module(net, lambda net, x: forward(net, x).square().mean())
+        step = ft.compose(ft.train_step(loss, ft.optim.adamw(0.1)), *wrappers, ft.sharded(ft.parallel.mesh(), level))
+        state = step.init()
+        for seed in range(steps):
+            x = torch.randn(7, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            state, _ = step(state, x)
+        return ft.parallel.whole(state).params
+
+    return run(size, rank)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.accumulate(7),), (ft.remat(),)], ids=["alone", "accumulate", "remat"])
+def test_a_block_may_recompute_parts_of_itself(wrappers):
+    (one,) = of_blocks(1, 0, lambda net, x: net(x), *wrappers)
+    for many in of_blocks(3, 3, lambda net, x: net(x), *wrappers):
+        torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-12)
+
+
+def test_a_parameter_of_a_block_has_a_shape_outside_of_its_forward_and_no_values():
+    def reading(read):
+        return lambda net, x: net(x) + read(net[1][1].up.weight)
+
+    shapes = []
+    of_blocks(2, 3, reading(lambda weight: shapes.append((weight.shape, weight.dtype, weight.device.type)) or 0))
+    assert set(shapes) == {((8, 4), torch.float64, "cpu")}
+    for read in (torch.sum, lambda weight: weight[0, 0], lambda weight: weight.max().item()):
+        with pytest.raises(LossError, match=r"reads the parameter 1\.1\.up\.weight outside of .* level=2"):
+            of_blocks(2, 3, reading(read))

@@ -17,7 +17,9 @@ TINY = {
         )
     ),
     "t5": lambda: transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0)
+        transformers.T5Config(
+            vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
+        )
     ),
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
