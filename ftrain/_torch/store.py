@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,7 +21,36 @@ def rank_and_size() -> tuple[int, int]:
 
 def store() -> Any:
     """Return the store of the process group over a connection of its own."""
+    return _default_store().clone()
+
+
+def are_processes() -> bool:
+    """Whether the ranks are processes; in tests they may be threads of one."""
+    with private_names():
+        from torch._C._distributed_c10d import HashStore, PrefixStore
+    below = _default_store()
+    while isinstance(below, PrefixStore):
+        below = below.underlying_store
+    return not isinstance(below, HashStore)
+
+
+def set_timeout(groups: Iterable[Any], seconds: float) -> None:
+    """Set after how long the collectives of some groups fail, and what waits for messages in the store."""
+    with private_names():
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+    timeout = timedelta(seconds=seconds)
+    _default_store().set_timeout(timeout)
+    for group in groups:
+        _set_pg_timeout(timeout, group)
+
+
+def timeout() -> timedelta:
+    """Return what `set_timeout` has set last."""
+    seconds: timedelta = _default_store().timeout
+    return seconds
+
+
+def _default_store() -> Any:
     with private_names():
         from torch.distributed.distributed_c10d import _get_default_store
-    default: Any = _get_default_store()
-    return default.clone()
+    return _get_default_store()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -14,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ftrain import backends, tree
-from ftrain._torch import collectives
+from ftrain._torch import collectives, store
 from ftrain._torch.planned_mesh import PlannedMesh
-from ftrain.errors import OptionError
+from ftrain.errors import OptionError, require_positive_number
+from ftrain.parallel.deadline import watch
 from ftrain.tree.sharding import Shards
 
 REPLICATE, SHARD = "replicate", "shard"
@@ -26,7 +28,7 @@ ALL = "all"
 """Stands for all ranks where others stand for an axis."""
 
 
-def mesh(*, replicate: int | None = None, shard: int | None = None) -> DeviceMesh:
+def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: float = 600.0) -> DeviceMesh:
     """Return the mesh of all ranks, an array of shape (replicate, shard), and join them if that is not done yet.
 
     The state is divided over the ranks of one row, and each row has a copy of it. Neighbouring ranks are in one row:
@@ -39,11 +41,14 @@ def mesh(*, replicate: int | None = None, shard: int | None = None) -> DeviceMes
     Args:
         replicate: rows. Default: what `shard` leaves, or 1 when neither is given.
         shard: columns. Default: what `replicate` leaves.
+        timeout: seconds for which ranks wait for each other; then a step raises a RankError that names the rank that
+            did not come. It must be longer than whatever one rank does while the others wait.
 
     Raises:
-        OptionError: when the product of the sizes is not the number of ranks.
+        OptionError: when the product of the sizes is not the number of ranks, or the timeout is not positive.
     """
-    join()
+    require_positive_number("mesh", "timeout", timeout)
+    join(timeout)
     world = dist.get_world_size()
     for name, size in ((REPLICATE, replicate), (SHARD, shard)):
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or world % size):
@@ -55,11 +60,17 @@ def mesh(*, replicate: int | None = None, shard: int | None = None) -> DeviceMes
             f"mesh: replicate={replicate} times shard={shard} is {replicate * shard}; there are {world} ranks: give "
             "one size and leave out the other"
         )
-    return init_device_mesh(backends.default().device.type, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
+    device = backends.default().device.type
+    result = init_device_mesh(device, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
+    if store.are_processes():
+        # Torch makes the groups of the axes without it.
+        store.set_timeout([dist.group.WORLD, *result.get_all_groups()], timeout)
+    watch()
+    return result
 
 
-def join() -> None:
-    """Make the process group of all ranks, if there is none."""
+def join(timeout: float) -> None:
+    """Make the process group of all ranks, if there is none; its collectives fail after `timeout` seconds."""
     if dist.is_initialized():
         return
     backend = backends.default()
@@ -68,7 +79,7 @@ def join() -> None:
         return
     if backend.device.type != tree.HOST.type:
         torch.get_device_module(backend.device).set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(backend.distributed)
+    dist.init_process_group(backend.distributed, timeout=timedelta(seconds=timeout))
 
 
 Result: TypeAlias = Callable[[], Tensor]

@@ -19,6 +19,7 @@ from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.compression import Compression, compression_of
 from ftrain.parallel.compression.memory import SLOT
 from ftrain.parallel.compression.reduction import Reduction
+from ftrain.parallel.deadline import watch
 from ftrain.parallel.gather import gathered
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
 from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
@@ -86,6 +87,7 @@ def sharded(mesh: DeviceMesh, level: int = 3, reduce: str | Compression = "fp32"
             they have different batches.
         StructureError: from the step, for a state that is divided otherwise; from the first one, on every rank, when
             they have different states.
+        RankError: from the step, when another rank died, hangs or failed, within the timeout of the mesh.
     """
     if isinstance(level, bool) or level not in LEVELS:
         raise OptionError(f"sharded: level is {level!r}; needs 0, 1, 2 or 3")
@@ -119,6 +121,7 @@ class _Ranks:
         self._same_inputs = SameInputs(self._all)
         self._parts: list[Any] = []
         self._shards: Shards | None = None
+        self._watch = watch()
 
     def validate(self, step: Any) -> None:
         """Refuse what does not compute on parts of leaves, or draws by the place on a rank."""
@@ -167,7 +170,9 @@ class _Ranks:
     ) -> tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]:
         """Return the local part of a state, this rank's rows, and what makes a state of all ranks of the result."""
         rows = rows_of(batch, self._all.rank, self._all.size, microbatches)
-        self._same_inputs.require(state, batch)
+        self._watch.begin(state.step)
+        with self._watch:
+            self._same_inputs.require(state, batch)
         local, layout = local_parts(state, self._mesh, self._level)
         shards = self._shards_of(layout) if self._level else None
 
@@ -175,7 +180,7 @@ class _Ranks:
             def run(*args: Any) -> tuple[TrainState, Metrics]:
                 token = _layout.set(layout)
                 try:
-                    with sharding.over(shards):
+                    with self._watch, sharding.over(shards):
                         new, metrics = runner(*args)
                 finally:
                     _layout.reset(token)

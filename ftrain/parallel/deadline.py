@@ -1,0 +1,156 @@
+"""Name the rank for which a collective has waited in vain, and what that rank was doing.
+
+Every rank writes once a second into the store of the process group that it lives, and what it does. When a collective
+fails, because a connection broke or time ran out, the others read who has stopped writing, and who is elsewhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ftrain import _torch, backends
+from ftrain._torch import store
+from ftrain.errors import RankError
+
+BEAT = 1.0
+"""Seconds between two signs of life."""
+PATIENCE = 3.0
+"""Seconds in which a rank that lives gives a sign of it."""
+IN_STEP, BETWEEN_STEPS, FAILED, GAVE_UP = "in", "after", "failed in", "gave up in"
+"""What a rank does; with the number of a step."""
+
+
+class Watch:
+    """What this rank does, for the others: a context around the part of a step in which it may wait for them.
+
+    An error of a collective in this context is raised as a `RankError`.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = store.rank_and_size()
+        self.group = dist.group.WORLD
+        self._number, self._doing, self._text = 0, BETWEEN_STEPS, ""
+        self._beats = 0
+        self._ended = threading.Event()
+        self._is_telling = self.size > 1 and store.are_processes()
+        if self._is_telling:
+            self._store = store.store()
+            self._tell()
+            thread = threading.Thread(target=self._keep_telling, name="ftrain-watch", daemon=True)
+            thread.start()
+            # A thread that is in the store when the interpreter ends would abort the process.
+            atexit.register(self._end, thread)
+
+    def begin(self, step: Tensor) -> None:
+        """Note the number of the step that begins; reads it, and so waits for the device, at the first one only."""
+        if not self._number and not _torch.is_fake(step):
+            self._number = int(step)
+        self._number += 1
+
+    def __enter__(self) -> None:
+        self._doing = IN_STEP
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._doing = BETWEEN_STEPS
+        else:
+            self.explain(error, f"step {self._number}")
+
+    def explain(self, error: BaseException, what: str) -> None:
+        """Tell the others of an error, and say more of one of a collective.
+
+        Args:
+            error: of this rank.
+            what: has failed.
+
+        Raises:
+            RankError: for the error of a collective; names the rank that it has waited for.
+        """
+        if not self._is_telling:
+            return
+        if not is_failed_collective(error):
+            self._doing, self._text = FAILED, f"{type(error).__name__}: {error!s:.200}"
+            self._tell()
+            return
+        doing, self._doing = self._doing, GAVE_UP
+        self._tell()
+        raise RankError(
+            f"sharded: {what} did not end on rank {self.rank}: {self._blame(doing)}. What was saved is as it was: run "
+            f"the program again. The error of the collective: {error!s:.200}"
+        ) from error
+
+    def _blame(self, doing: str) -> str:
+        """Return which other ranks are to blame, and for what; waits for their signs of life."""
+        try:
+            earlier = self._told()
+            threading.Event().wait(PATIENCE)
+            later = self._told()
+        except RuntimeError:
+            return "the rank or launcher that keeps the store of the process group has ended; see the log of each rank"
+        dead, failed, behind, beside = [], [], [], []
+        for rank, note in later.items():
+            where = f"{note['doing']} step {note['number']}" if note else ""
+            if note is None:
+                dead.append(f"rank {rank} never came")
+            elif note["doing"] == FAILED:
+                failed.append(f"rank {rank} {where}: {note['text']}")
+            elif note["doing"] == GAVE_UP:  # It has waited, too.
+                continue
+            elif note == earlier[rank]:
+                dead.append(f"rank {rank} died or hangs, and was {where} when it was last heard of")
+            elif (note["number"], note["doing"]) < (self._number, doing):
+                behind.append(f"rank {rank} is {where}, and hangs there or runs another program")
+            else:
+                beside.append(f"rank {rank} is still {where}, and hangs there")
+        return "; ".join(failed or dead or behind or beside or ["no rank has said why; see the log of each"])
+
+    def _told(self) -> dict[int, Any]:
+        """Return what every other rank has told last; None for one that never came."""
+        keys = {rank: _key(rank) for rank in range(self.size) if rank != self.rank}
+        came = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        return {rank: json.loads(self._store.get(key)) if rank in came else None for rank, key in keys.items()}
+
+    def _tell(self) -> None:
+        self._beats += 1
+        note = {"number": self._number, "doing": self._doing, "text": self._text, "beats": self._beats}
+        self._store.set(_key(self.rank), json.dumps(note))
+
+    def _keep_telling(self) -> None:
+        while dist.group.WORLD is self.group and not self._ended.wait(BEAT):
+            try:
+                self._tell()
+            except RuntimeError:  # The run is over, and the process that has the store is gone.
+                return
+
+    def _end(self, thread: threading.Thread) -> None:
+        self._ended.set()
+        thread.join()
+
+
+_watch: Watch | None = None
+
+
+def watch() -> Watch:
+    """Return the watch of this process; of ranks that are threads each has its own."""
+    global _watch
+    if not dist.is_initialized() or not store.are_processes():
+        return Watch()
+    if _watch is None or _watch.group is not dist.group.WORLD:
+        _watch = Watch()
+    return _watch
+
+
+def is_failed_collective(error: BaseException) -> bool:
+    """Whether an error says that a collective has failed: the libraries put their names into their messages."""
+    library = backends.default().distributed
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and library in str(error).lower())
+
+
+def _key(rank: int) -> str:
+    return f"ftrain/watch/{rank}"

@@ -1,0 +1,94 @@
+"""A rank that dies, hangs or fails: an error on the others within the deadline, which names it and what it did."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import OptionError, RankError
+from ftrain.parallel import deadline
+from tests.faults.forks import FOREVER, quiet_forks
+from tests.parallel import models
+from tests.parallel.processes import started
+
+SIZE, FAULTY, AT = 3, 2, 3
+"""Ranks; the one that fails; its last step."""
+SECONDS = 4.0
+"""The deadline."""
+
+
+def dies(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hangs(*_):
+    time.sleep(FOREVER)
+
+
+def has_no_memory(*_):
+    raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+
+def is_stopped(*_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+FAULTS = {
+    "dies before a step": (dies, False, r"rank 2 died or hangs, and was (in|after) step [12]"),
+    "dies in its loss": (dies, True, r"rank 2 died or hangs, and was .* step [23]"),
+    "hangs before a step": (hangs, False, r"rank 2 is after step 2, and hangs there or runs another program"),
+    "hangs in its loss": (hangs, True, r"rank 2 is still in step 3, and hangs there"),
+    "is stopped": (is_stopped, True, r"rank 2 died or hangs, and was .* step [23]"),
+    "runs out of memory": (has_no_memory, True, r"rank 2 failed in step 3: OutOfMemoryError: tried to allocate 3 GiB"),
+}
+"""Name -> what happens, whether in the loss or before the step, and what the others say."""
+
+
+def training(tell, rank, name):
+    fault, in_loss, _ = FAULTS[name]
+    deadline.BEAT, deadline.PATIENCE = 0.1, 1.5
+
+    def loss(model, batch):
+        if rank == FAULTY and batch["x"].sum() == 0:
+            fault()
+        return models.loss(model, batch)
+
+    step = models.step_of(ft.sharded(ft.parallel.mesh(timeout=SECONDS)), criterion=loss)
+    state = step.init(seed=5)
+    for number, batch in enumerate(models.batches(AT), 1):
+        if number == AT and not in_loss and rank == FAULTY:
+            fault()
+        last = {**batch, "x": torch.zeros_like(batch["x"])}
+        start_of_step = time.monotonic()
+        try:
+            state, _ = step(state, batch if number < AT else last)
+        except Exception as error:
+            tell([number, time.monotonic() - start_of_step, type(error).__name__, str(error)])
+            return
+
+
+def each_time(name):
+    every_time = "dies before a step", "hangs before a step", "runs out of memory"
+    return name if name in every_time else pytest.param(name, marks=pytest.mark.exhaustive)
+
+
+@quiet_forks
+@pytest.mark.parametrize("name", [*map(each_time, FAULTS)])
+def test_a_rank_that_fails_is_named_on_every_other_one_within_the_deadline(name):
+    with started(SIZE, training, name) as ranks:
+        for number, rank in enumerate(ranks[:FAULTY]):
+            step, seconds, kind, text = rank.hear()
+            assert (step, kind) == (AT, RankError.__name__)
+            assert re.match(rf"sharded: step {AT} did not end on rank {number}: {FAULTS[name][2]}", text), text
+            # With much patience: the machine may be busy. Without a deadline it would be half an hour.
+            assert seconds < 15 * SECONDS
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), "600", None])
+def test_the_deadline_must_be_a_positive_number(timeout):
+    with pytest.raises(OptionError, match="mesh: timeout is"):
+        ft.parallel.mesh(timeout=timeout)
