@@ -62,7 +62,8 @@ def fit(
     A step on many ranks (`ftrain.sharded`) trains when every rank calls this with the same arguments. The first rank
     shows progress and calls the loggers, and its records are the history of all ranks. They stop after the same step:
     where `stop` says so on the first rank, or one step after any of them got a signal. `evaluate` and `adapt` run on
-    every rank. What fails in one of them, in `stop` or in a logger, on one rank, is an error on all.
+    every rank. What fails in one of them, in `stop` or in a logger, on one rank, is an error on all. All write each
+    checkpoint together, and signals end each process with the same code.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.
@@ -102,7 +103,7 @@ def fit(
 
     Raises:
         ComposeError: when `step` cannot be called, is a class, or stands where the state does; or is to be split and
-            is no `Step`; for `checkpoints` or ``on_oom="split"`` on several ranks; or when `adapt` returns None.
+            is no `Step`; for ``on_oom="split"`` on several ranks; or when `adapt` returns None.
         OptionError: for an `evaluate`, `stop`, `adapt` or logger that is no function, `evaluate_every` without
             `evaluate`, a metric that is not recorded (`patience`, `plateau`, ``best=``), numbers that are not positive,
             or another `resume`, `on_oom` or `on_nonfinite`.
@@ -122,16 +123,18 @@ def fit(
     ranks = ranks_of(step.wrappers) if isinstance(step, Step) else 1
     _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
     _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
-    _warn_if_best_is_missed(checkpoints, evaluate_every)
+    _require_unsplit(ranks, on_oom)
+    agreement = Agreement(ranks)
+    if agreement.is_first:
+        _warn_if_best_is_missed(checkpoints, evaluate_every)
     options = Options(
         steps, epochs, evaluate, evaluate_every, stop, adapt, loggers, log_every, throughput or {}, on_oom
     )
-    check_loss = NonFiniteLossCheck(on_nonfinite, checkpoints)
-    saves = RunCheckpoints(checkpoints, data, resume)
+    check_loss = NonFiniteLossCheck(on_nonfinite, checkpoints, is_first=agreement.is_first)
+    saves = RunCheckpoints(checkpoints, data, resume, is_first=agreement.is_first)
     signals = [signal.SIGINT] if checkpoints is None else [signal.SIGINT, signal.SIGTERM]
-    _require_one_rank(ranks, checkpoints, on_oom)
     with (
-        Agreement(ranks) as agreement,
+        agreement,
         checkpoints or nullcontext(),
         show(progress and agreement.is_first) as display,
         # A rank that abandons a step leaves the others in it.
@@ -156,7 +159,7 @@ def fit(
     data_ended = steps is None or run.step < steps
     run.history.stopped = "interrupt" if interrupted() else run.stopped or ("data" if data_ended else "steps")
     if checkpoints and (number := interrupted()):
-        raise _interrupted(number, checkpoints, run.result)
+        raise _interrupted(number, checkpoints, run.result, say=agreement.is_first)
     return run.result
 
 
@@ -177,11 +180,13 @@ def _train(run: Run, interrupted: AgreedSignal) -> None:
         raise
 
 
-def _interrupted(number: signal.Signals, checkpoints: Checkpoints, result: FitResult[Any]) -> Interrupted:
-    """Print where the run is saved, and return the error that ends the process."""
-    steps = checkpoints.steps()
-    where = f"saved in {checkpoints.path(steps[-1])}; the same call goes on from there" if steps else "before any step"
-    Lines().say(f"fit: ended by {number.name}, {where}")
+def _interrupted(number: signal.Signals, checkpoints: Checkpoints, result: FitResult[Any], *, say: bool) -> Interrupted:
+    """Print where the run is saved, if this rank is to say so, and return the error that ends the process."""
+    if say:
+        steps = checkpoints.steps()
+        path = checkpoints.path(steps[-1]) if steps else None
+        where = f"saved in {path}; the same call goes on from there" if path else "before any step"
+        Lines().say(f"fit: ended by {number.name}, {where}")
     error = Interrupted(EXIT_CODE_BASE + number)
     error.result = result
     return error
@@ -218,11 +223,11 @@ def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:
             require_positive("fit", name, value)
 
 
-def _require_one_rank(ranks: int, checkpoints: Checkpoints | None, on_oom: str) -> None:
-    if ranks > 1 and (checkpoints is not None or on_oom == SPLIT):
+def _require_unsplit(ranks: int, on_oom: str) -> None:
+    if ranks > 1 and on_oom == SPLIT:
         raise ComposeError(
-            f"fit: the step runs on {ranks} ranks, on which fit cannot save or split yet; leave out checkpoints= and "
-            "on_oom=, and save ft.parallel.whole(state) on rank 0 with another function"
+            f"fit: the step runs on {ranks} ranks, on which fit cannot split it yet; leave out on_oom='split', and use "
+            "ft.accumulate(n)"
         )
 
 

@@ -19,15 +19,16 @@ class NonFiniteLossCheck:
     Args:
         action: what to do then: ``"warn"``, ``"raise"`` or ``"ignore"``.
         checkpoints: whose newest one from before such a loss is kept for good; None when nothing is saved.
+        is_first: whether this is the first rank of the run, which warns and keeps it for all.
 
     Raises:
         OptionError: for another action.
     """
 
-    def __init__(self, action: str, checkpoints: Checkpoints | None) -> None:
+    def __init__(self, action: str, checkpoints: Checkpoints | None, *, is_first: bool = True) -> None:
         if action not in (WARN, RAISE, IGNORE):
             raise OptionError(f"fit: on_nonfinite is {action!r}; choices are {WARN}, {RAISE}, {IGNORE}")
-        self._action, self._checkpoints = action, checkpoints
+        self._action, self._checkpoints, self._is_first = action, checkpoints, is_first
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Warn of the first loss that is not finite, or raise.
@@ -49,6 +50,8 @@ class NonFiniteLossCheck:
         if self._action == RAISE:
             raise NonFiniteError(text + (f". The newest checkpoint from before is that of step {good}" if good else ""))
         self._action = IGNORE
+        if not self._is_first:
+            return
         if self._checkpoints is not None and good:
             self._checkpoints.pin(good)
             text += f". The checkpoint of step {good}, the newest from before, is pinned: it will not be removed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ftrain.checkpoint.checkpoints import LoadedCheckpoint
 from ftrain.checkpoint.journal import Journal, Mark, check, parse_mark, read
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.saving import require_savable
-from ftrain.errors import CheckpointError, DeviceError, OptionError
+from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError
 from ftrain.training.history import History, record_of, unpack
 from ftrain.training.iterate import Position, device_of
 from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatable
@@ -66,18 +67,22 @@ class RunCheckpoints:
         checkpoints: where to save; None to save nothing.
         data: the source of batches, whose position is saved with the state.
         resume: ``"auto"``, ``"must"`` or ``"never"``, as for `fit`.
+        is_first: whether this is the first rank of the run, which warns and writes the history for all.
 
     Raises:
         OptionError: for another `resume`, or ``"must"`` without checkpoints.
     """
 
-    def __init__(self, checkpoints: Checkpoints | None, data: Iterable[PyTree], resume: str) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints | None, data: Iterable[PyTree], resume: str, *, is_first: bool = True
+    ) -> None:
         if resume not in RESUME:
             raise OptionError(f"fit: resume is {resume!r}; choices are {', '.join(RESUME)}")
         if checkpoints is None and resume == "must":
             raise OptionError("fit: resume='must' needs checkpoints=")
         self._checkpoints, self._data, self._resume = checkpoints, data, resume
-        self._journal = Journal(checkpoints.directory) if checkpoints is not None else None
+        self._is_first = is_first
+        self._journal = Journal(checkpoints.directory) if checkpoints is not None and is_first else None
         self._began: dict[str, Any] = {}
         self._saved = -1, -1
 
@@ -124,7 +129,8 @@ class RunCheckpoints:
         refill = donate and isinstance(state, TrainState) and is_donatable(state)
         checkpoint = self._checkpoints.latest({"state": state}, on_host=refill, accept=_require_history)
         if checkpoint is not None:
-            _warn_of_environment(checkpoint, device_of(state))
+            if self._is_first:
+                _warn_of_environment(checkpoint, device_of(state))
             return self._resume_point(checkpoint, state, refill=refill)
         if self._resume == "must":
             raise CheckpointError(f"fit: there is no checkpoint in {directory}, and resume='must'")
@@ -181,6 +187,12 @@ class RunCheckpoints:
         if self._checkpoints is not None:
             self._checkpoints.check()
 
+    def wait(self) -> None:
+        """Wait for a save in the background, whether it succeeds or not."""
+        if self._checkpoints is not None:
+            with suppress(FtrainError):
+                self._checkpoints.wait()
+
     def needs(self, step: int, last: LastSteps) -> bool:
         """Whether a state is not saved yet: that of another step, or evaluated since."""
         return self._checkpoints is not None and self._saved != (step, last.last_evaluation)
@@ -195,12 +207,15 @@ class RunCheckpoints:
         Raises:
             CheckpointError: when this save or the one before could not be written.
         """
-        if self._checkpoints is None or self._journal is None or point.position is None:
+        if self._checkpoints is None or point.position is None:
             return
         # A save that is still being written adds to the journal, too.
         self._checkpoints.wait()
-        mark, append = self._journal.prepare_append(point.history)
-        record = {"history": mark._asdict(), **point.last._asdict()}
+        history, append = None, None
+        if self._journal is not None:
+            mark, append = self._journal.prepare_append(point.history)
+            history = mark._asdict()
+        record = {"history": history, **point.last._asdict()}
         run = {"record": record, "position": point.position._asdict(), "began": self._began}
         self._checkpoints.save(
             point.step,

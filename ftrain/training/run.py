@@ -197,6 +197,9 @@ class Run:
         """Attach what was trained to an error, and save it if it is whole."""
         attach_result(error, self.result)
         shared = self._agreement.shares(error)
+        if shared and not self._agreement.is_alone:
+            # Leaving the context of checkpoints with an error would not wait for the other ranks.
+            self._checkpoints.wait()
         # The other ranks are elsewhere, or do as this one does: there is nothing more to agree on.
         self._agreement = Agreement(1)
         try:

@@ -112,3 +112,67 @@ def test_a_vote_is_known_one_call_later_and_the_largest_wins():
             return [*votes, agreement.last_vote(), agreement.largest(number), agreement.from_first(str(number))]
 
     assert run(3, rank) == [[0, 0, 2, 0, 0, 2, "0"]] * 3
+
+
+def samples():
+    """Return the examples of a few batches, one by one."""
+    return [{name: tensor[row] for name, tensor in batch.items()} for batch in models.batches(4) for row in range(12)]
+
+
+@pytest.mark.parametrize(("size", "level"), [(2, 0), (4, 3)])
+def test_a_run_that_resumes_on_ranks_has_the_bits_of_one_that_was_not_interrupted(size, level, tmp_path):
+    def fit(rank, directory, steps, **options):
+        step = models.step_of(ft.ema(0.8), ft.sharded(ft.parallel.mesh(), level))
+        data = ft.data.loader(samples(), 7, seed=3)
+        checkpoints = ft.Checkpoints(tmp_path / directory, every=2, best="eval_loss")
+        evaluate = lambda state: ft.evaluate(ft.eval_step(step.loss), state, models.batches(1))  # noqa: E731
+        named = {"evaluate": evaluate, "evaluate_every": 2, "progress": False, "log_every": 3}
+        result = ft.fit(step, step.init(seed=5), data, steps=steps, checkpoints=checkpoints, **named, **options)
+        return ft.parallel.whole(result.state), result.history, checkpoints.latest(best=True).step
+
+    once = run(size, lambda rank: fit(rank, "once", 9))
+    run(size, lambda rank: fit(rank, "twice", 5, loggers=[ft.loggers.jsonl(tmp_path / "log")]))
+    twice = run(size, lambda rank: fit(rank, "twice", 9, resume="must", loggers=[ft.loggers.jsonl(tmp_path / "log")]))
+    for (state, history, best), (resumed, records, best_resumed) in zip(once, twice, strict=True):
+        assert all(map(torch.equal, ft.tree.leaves(resumed), ft.tree.leaves(state)))
+        assert best == best_resumed
+        without = [[{**record, "seconds": 0} for record in each] for each in (records, history)]
+        # The end of the first part was evaluated, too.
+        assert [record for record in without[0] if record["step"] != 5] == [r for r in without[1] if r["step"] != 5]
+    logged = [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()]
+    assert logged == [record["step"] for record in twice[0][1]]
+
+
+def test_an_error_of_a_logger_saves_the_newest_state_on_all_ranks(tmp_path):
+    def rank(number):
+        def log(record):
+            if record["step"] == 3:
+                raise OSError("disk full")
+
+        step = models.step_of(ft.sharded(ft.parallel.mesh()))
+        checkpoints = ft.Checkpoints(tmp_path, every=100)
+        options = {"loggers": [log], "log_every": 1, "checkpoints": checkpoints, "progress": False}
+        with pytest.raises((OSError, RankError)):
+            ft.fit(step, step.init(), list(models.batches(6)), **options)
+        return checkpoints.steps()
+
+    assert run(3, rank) == [[3]] * 3
+
+
+def test_the_first_rank_warns_of_a_loss_that_is_not_finite_and_all_raise(tmp_path):
+    def rank(number):
+        def loss(model, batch):
+            return models.plain_loss(model, batch) / (batch["weight"].sum() != 0)
+
+        step = models.step_of(ft.sharded(ft.parallel.mesh()), criterion=loss)
+        data = [{**batch, "weight": batch["weight"] * (index != 4)} for index, batch in enumerate(models.batches(6))]
+        checkpoints = ft.Checkpoints(tmp_path, every=2)
+        options = {"checkpoints": checkpoints, "progress": False, "on_nonfinite": "raise", "log_every": 1}
+        with pytest.raises(ft.errors.NonFiniteError) as caught:
+            ft.fit(step, step.init(), data, **options)
+        return str(caught.value)
+
+    messages = run(2, rank)
+    assert messages[0] == messages[1]
+    assert "the loss of step 5" in messages[0]
+    assert messages[0].endswith("The newest checkpoint from before is that of step 2")

@@ -7,15 +7,22 @@ import sys
 import pytest
 import torch
 
-from tests.parallel import compression_script, script
+import ftrain as ft
+from tests.parallel import compression_script, fit_script, models, script
+from tests.parallel.ranks import run
+
+
+def launched(size, file, *arguments):
+    """Return the finished process of a script on some ranks."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["", *filter(None, sys.path)])}
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"] if size > 1 else []
+    command = [sys.executable, *launcher, file, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 def results(directory, size, script=script):
     output = directory / f"{size}.pt"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["", *filter(None, sys.path)])}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"] if size > 1 else []
-    command = [sys.executable, *launcher, script.__file__, str(output)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = launched(size, script.__file__, output)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(output)
 
@@ -36,3 +43,21 @@ def test_compressed_gradients_are_the_same_in_eager_and_compiled_steps(tmp_path)
     assert states.keys() == set(compression_script.METHODS)
     for eager, compiled in states.values():
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
+
+
+def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_the_run_resumes(tmp_path):
+    done = launched(2, fit_script.__file__, tmp_path, "SIGTERM", 1)
+    ends = [torch.load(tmp_path / f"SIGTERM{rank}.pt", weights_only=False) for rank in (0, 1)]
+    # The second rank was told while it read batch 4, and said so after it; the first one knows after batch 5.
+    assert ends == [("Interrupted: 143 ", 5)] * 2
+    assert done.stderr.count("fit: ended by SIGTERM, saved in") == 1
+    done = launched(2, fit_script.__file__, tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    state, losses = torch.load(tmp_path / "end0.pt", weights_only=False)
+
+    def alone(_):
+        return models.train(models.step_of(ft.ema(0.8), ft.sharded(ft.parallel.mesh())), models.batches(8))
+
+    ((reference, history),) = run(1, alone)
+    torch.testing.assert_close(state.params, reference.params, rtol=1e-12, atol=1e-12)
+    assert losses == pytest.approx([record["loss"] for record in history], rel=1e-12)
