@@ -162,7 +162,7 @@ TECHNIQUES_TRIED = (
     "way to them each time."
 )
 
-CLAIMS = (
+ON_ONE_DEVICE = (
     Claim("eager step / eager loop by hand", "", 1.02, 1.00, ratios(EAGER, [field.HAND_EAGER.name], ALL), EAGER_TRIED),
     Claim(
         "compiled step / torch.compile loops, launch-bound",
@@ -213,6 +213,10 @@ CLAIMS = (
         1.30,
         _of_budget(f"{RATIO}{c9.KEEPING_ALL.name}"),
     ),
+)
+"""The worst of all cases and peers counts, not a mean. For the leaves the aim is flat: a tenth of the bound."""
+
+ON_RANKS = (
     Claim("many ranks: level 0 / DDP", "", 1.00, 0.95, _on_ranks(0, c11.DDP)),
     Claim("many ranks: level 0 / Accelerate", "", 1.00, 0.95, _on_ranks(0, [field.ACCELERATE_FUSED])),
     Claim("many ranks: level 1 / DDP + ZeroRedundancyOptimizer", "", 0.80, 0.70, _on_ranks(1, c11.ZERO)),
@@ -227,7 +231,9 @@ CLAIMS = (
     Claim("many ranks: peak memory, level 3 / FSDP2", "", 1.00, 0.95, _on_ranks(3, [c11.FSDP], f"{MEMORY}, ")),
     Claim("one rank: level 0 / no mesh", "", 1.02, 1.00, _on_ranks(0, [c11.NO_MESH])),
 )
-"""The worst of all cases and peers counts, not a mean. For the leaves the aim is flat: a tenth of the bound."""
+"""Of many devices, which `docs/parallel.md` shows too."""
+
+CLAIMS = (*ON_ONE_DEVICE, *ON_RANKS)
 
 
 def times(rows: Sequence[Row], question: str) -> list[Row]:

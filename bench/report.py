@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench.claims import Verdict, judge, times
+from bench.claims import ON_RANKS, Verdict, judge, times
 from bench.plots import plot
 from bench.rows import FAILED, MISSING, RATIO, SKIPPED, TIME, Row, read
 
+RANKS = Path(__file__).parents[1] / "docs" / "parallel.md"
+BEGIN, END = "<!-- written by python -m bench -->", "<!-- end of what is written -->"
 NOTES = (MISSING, FAILED, SKIPPED)
 INTRODUCTION = """# Bench
 
@@ -26,7 +28,17 @@ def write_report(folder: Path) -> Path:
     path = (folder.parent if folder.name == "results" else folder) / "REPORT.md"
     drawn = plot(rows, folder / "plots")
     path.write_text(report(rows, [str(p.relative_to(path.parent)) for p in drawn]), encoding="utf-8")
+    if folder.name == "results":
+        RANKS.write_text(fill(RANKS.read_text(encoding="utf-8"), rows), encoding="utf-8")
     return path
+
+
+def fill(page: str, rows: Sequence[Row]) -> str:
+    """Return the text of a page with the claims about many ranks between its two marks, as the rows bear them out."""
+    head, rest = page.split(BEGIN)
+    lines = [_verdict(verdict)[:6] for verdict in judge(rows, ON_RANKS)]
+    filled = table(("ratio of medians", "must", "aim", "measured", "95%", "met"), lines)
+    return f"{head}{BEGIN}\n\n{filled}\n{END}{rest.split(END)[1]}"
 
 
 def report(rows: Sequence[Row], drawn: Sequence[str] = ()) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import ftrain as ft
+from bench.report import RANKS, fill
 from bench.rows import TIME, WITHIN, read
 from tests import pages
 from tests.test_architecture import STAIRCASE
@@ -63,6 +64,11 @@ def test_every_public_function_is_on_a_page(module):
     words = set(re.findall(r"\w+", "".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)))
     functions = {name for name in module.__all__ if name.islower() and not name.startswith("_")}
     assert not functions - words
+
+
+def test_ratios_on_ranks_are_those_of_the_bench():
+    page = RANKS.read_text(encoding="utf-8")
+    assert fill(page, ROWS) == page
 
 
 def test_times_of_the_optimizers_are_those_of_the_bench():

@@ -19,6 +19,8 @@ from bench.tasks import Entrant
 
 STEPS = 5
 """Of a turn."""
+PATIENCE = 900.0
+"""Seconds, for ranks that compile side by side on a few cores."""
 
 CODE = "bench.data_parallel:"
 ALONE = Entrant("loop, no communication", "control", "bench.loops:eager", checked=False)
@@ -29,7 +31,13 @@ ZERO = (
 )
 FSDP = Entrant("FSDP2 by block", "torch", f"{CODE}fsdp")
 FSDP_COMPILED = tuple(
-    Entrant(f"FSDP2 by block, compiled {what}", "torch compile", f"{CODE}fsdp", options=(("compiled", what),))
+    Entrant(
+        f"FSDP2 by block, compiled {what}",
+        "torch compile",
+        f"{CODE}fsdp",
+        patience=PATIENCE,
+        options=(("compiled", what),),
+    )
     for what in ("blocks", "model")
 )
 NO_MESH = field.OURS_EAGER
@@ -41,7 +49,9 @@ def ours(level: int) -> Entrant:
     return Entrant(f"ftrain, level {level}", "ours", "bench.ours:eager", options=(("level", level),))
 
 
-COMPILED = Entrant("ftrain, compiled, level 3", "ours", "bench.ours:compiled", options=(("level", 3),))
+COMPILED = Entrant(
+    "ftrain, compiled, level 3", "ours", "bench.ours:compiled", patience=PATIENCE, options=(("level", 3),)
+)
 PEERS = (*DDP, field.ACCELERATE_FUSED, *ZERO, FSDP)
 
 

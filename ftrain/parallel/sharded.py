@@ -105,7 +105,16 @@ def sharded(mesh: DeviceMesh, level: int = 3, reduce: str | Compression = "fp32"
         validate=ranks.validate,
         step=OnStep(place=ranks.place, on_ranks=ranks.on_ranks, ranks=mesh.size()),
         slot=reduction.slot,
+        choice=partial(_communication, *mesh.shape, level),
     )
+
+
+def _communication(replicate: int, shard: int, level: int) -> str:
+    """Return what travels in a step, as it prints; nothing on one rank."""
+    if level == 0 or shard == 1:
+        return "sums gradients" if replicate * shard > 1 else ""
+    gathered = "blocks, twice" if level == 3 else "parameters"
+    return f"gathers {gathered}; scatters gradients" + ("; sums shards of copies" if replicate > 1 else "")
 
 
 _layout: ContextVar[Layout] = ContextVar("ftrain_layout")

@@ -145,7 +145,8 @@ class Wrapper:
         validate: ``Step -> None``, called whenever the step gets another wrapper: raises a ComposeError when the step
             has something that this one cannot be combined with, in either order.
         require: ``(Backend, params) -> None``, raises when the device or the trained parameters cannot do this.
-        choice: ``() -> str``, what it has chosen for the devices that it has met, for `print`; empty before.
+        choice: ``() -> str``, what it has chosen for the devices that it has met, or what it sends to others, for
+            `print`; empty where there is nothing to say.
         innermost: whether tools that add it to a step put it inside of the other wrappers.
         options: the arguments that make it what it is, by name: two wrappers of one name with equal options do the
             same. Default: the arguments of the factory, when `wrapper` decorates it, and else None: not known.
