@@ -105,7 +105,7 @@ def sharded(mesh: DeviceMesh, level: int = 3, reduce: str | Compression = "fp32"
         validate=ranks.validate,
         step=OnStep(place=ranks.place, on_ranks=ranks.on_ranks, ranks=mesh.size()),
         slot=reduction.slot,
-        choice=partial(_communication, *mesh.shape, level),
+        choice=partial(_communication, mesh.size(0), mesh.size(1), level),
     )
 
 

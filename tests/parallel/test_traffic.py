@@ -75,3 +75,18 @@ def test_accumulation_sums_once_a_step():
 def test_what_is_sent_is_printed():
     _, lowered = sent({}, 1)
     assert "sends     756 B in 1 all-gather (shard)\n" in f"{lowered}\n"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "level", "text"),
+    [
+        ({}, 0, "sharded(1x8, level=0) [sums gradients]"),
+        ({"shard": 1}, 3, "sharded(8x1, level=3) [sums gradients]"),
+        ({}, 2, "sharded(1x8, level=2) [gathers parameters; scatters gradients]"),
+        ({"shard": 2}, 3, "sharded(4x2, level=3) [gathers blocks, twice; scatters gradients; sums shards of copies]"),
+    ],
+)
+def test_the_pipeline_shows_the_mesh_and_what_is_sent(mesh, level, text):
+    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1))
+    loss, *_ = repr(ft.sharded(ft.parallel.mesh(**mesh), level)(step)).splitlines()
+    assert loss.endswith(text)
