@@ -29,12 +29,14 @@ class Rows:
         start: the number of the first of them in its microbatch.
         length: how many they are in each microbatch.
         total: how many examples a microbatch has on all ranks.
+        consecutive: how many of these examples follow each other in the batch of all ranks.
     """
 
     batch: PyTree
     start: int = field(metadata=STATIC)
     length: int = field(metadata=STATIC)
     total: int = field(metadata=STATIC)
+    consecutive: int = field(metadata=STATIC)
 
     def key(self, key: Tensor | None) -> Tensor | None:
         """Return the key with which these examples draw what they draw in the whole batch, given that of all."""
@@ -69,7 +71,8 @@ class Rows:
 
     def _number_of(self, first: int | Tensor) -> int | Tensor:
         """Return the number in the whole batch of the first example of a microbatch, given its number among these."""
-        return first // max(self.length, 1) * self.total + self.start
+        each = max(self.consecutive, 1)
+        return first // each * self.total + first % each + self.start
 
 
 def require_scalars(metrics: Metrics) -> None:
@@ -126,4 +129,16 @@ def rows_of(batch: PyTree, rank: int, size: int, microbatches: int) -> Rows:
             return first
         return first[rows_taken] if microbatches == 1 else torch.cat([leaf[rows_taken] for leaf in leaves])
 
-    return Rows(tree.map(rows, *pieces), start, length, total)
+    return Rows(tree.map(rows, *pieces), start, length, total, length)
+
+
+def own_rows(batch: PyTree, rank: int, size: int, microbatches: int) -> Rows:
+    """Return the rows of one rank, given its own examples; those of all ranks are one batch, in the order of ranks.
+
+    Raises:
+        BatchError: for tensors whose first axes differ in length or are not divided by the microbatches, or a batch
+            without any example.
+    """
+    pieces = split_batch(batch, microbatches, require_equal=f"accumulate({microbatches})")
+    length = tree.batch_length(pieces[0]) or 0
+    return Rows(batch, rank * length * microbatches, length, length * size, length * microbatches)

@@ -13,12 +13,15 @@ from ftrain.parallel.mesh import Group
 from ftrain.step.across_ranks import DIFFERENT_BATCHES
 from ftrain.types import PyTree, TrainState
 
+UNEVEN = "with batches='rows' the batches of all ranks and steps need the same number of examples"
+
 
 class SameInputs:
     """Compares the inputs of the first step on all ranks; later ones are not compared, which takes time."""
 
-    def __init__(self, ranks: Group) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Group, *, whole_batches: bool) -> None:
+        self._ranks, self._whole_batches = ranks, whole_batches
+        self._length: int | None = None
         self._is_checked = ranks.size == 1
 
     def require(self, state: TrainState, batch: PyTree) -> None:
@@ -26,12 +29,15 @@ class SameInputs:
 
         Args:
             state: with DTensors or whole tensors as leaves; names and shapes are compared.
-            batch: of which every value is compared.
+            batch: of which every value is compared; of the rows of a rank only how many they are.
 
         Raises:
             StructureError: on every rank, when the states have different structures.
-            BatchError: on every rank, when the batches differ.
+            BatchError: on every rank, when the batches differ. With the rows of each rank, also when their number is
+                not that of the first step: on this rank alone, if other ranks have as many as before.
         """
+        if not self._whole_batches:
+            self._require_length(tree.batch_length(batch))
         if self._is_checked or any(_torch.is_fake(leaf) for leaf in tree.leaves(batch)):
             return
         device = tree.device_of(state.params)
@@ -41,9 +47,20 @@ class SameInputs:
                 "sharded: the ranks have states of different structures; every rank must build the same model, "
                 "optimizer and wrappers"
             )
-        if not _agree(self._ranks, digest(batch), device):
-            raise BatchError(f"sharded: {DIFFERENT_BATCHES}")
+        if self._whole_batches and not _agree(self._ranks, digest(batch), device):
+            raise BatchError(f"sharded: {DIFFERENT_BATCHES}, or pass sharded(batches='rows')")
+        count = tree.batch_length(batch)
+        if not self._whole_batches and not _agree(self._ranks, _digest(repr(count).encode()), device):
+            raise BatchError(f"sharded: {UNEVEN}; this one has {count} examples, and another has more or fewer")
         self._is_checked = True
+
+    def _require_length(self, count: int | None) -> None:
+        self._length = self._length or count
+        if self._length != count:
+            raise BatchError(
+                f"sharded: {UNEVEN}; the first batch had {self._length} examples, and this one has {count}: leave out "
+                "the last, smaller batch of a pass (drop_last=True)"
+            )
 
 
 def digest(batch: PyTree) -> int:

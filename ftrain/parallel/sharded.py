@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ftrain.parallel.deadline import watch
 from ftrain.parallel.gather import gathered
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
 from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
-from ftrain.parallel.rows import Rows, computing_on, current, require_scalars, rows_of
+from ftrain.parallel.rows import Rows, computing_on, current, own_rows, require_scalars, rows_of
 from ftrain.parallel.same_inputs import SameInputs, digest
 from ftrain.parallel.state import WHOLE, Layout, as_dtensors, divide, local_parts, require_whole
 from ftrain.parallel.stock_draws import StockDraws
@@ -54,15 +54,20 @@ STREAM_BYTES = 1 << 19
 
 
 @wrapper
-def sharded(mesh: DeviceMesh, level: int = 3, reduce: str | Compression = "fp32") -> Wrapper:
+def sharded(
+    mesh: DeviceMesh,
+    level: int = 3,
+    reduce: str | Compression = "fp32",
+    batches: Literal["whole", "rows"] = "whole",
+) -> Wrapper:
     """Run the step on the ranks of a mesh, so that they compute together what one rank would on the whole batch.
 
-    Every rank calls the step with the same batch and computes on its rows of it. They start with the parameters and
-    buffers of the first rank. Gradients are summed over ranks with
-    the weights of the losses (`Mean`), so that the result does not depend on how examples or tokens are spread; a loss
-    that is a plain number is weighted by the examples of each rank. Random numbers are drawn by example, those of stock
-    modules too. Means over ranks, weighted by examples: metrics that are no `Mean`, and floating-point buffers (the
-    statistics of BatchNorm are of each rank's rows).
+    Every rank calls the step with the same batch and computes on its rows of it, or reads its rows alone
+    (``batches="rows"``). They start with the parameters and buffers of the first rank. Gradients are summed over ranks
+    with the weights of the losses (`Mean`), so that the result does not depend on how examples or tokens are spread; a
+    loss that is a plain number is weighted by the examples of each rank. Random numbers are drawn by example, those of
+    stock modules too. Means over ranks, weighted by examples: metrics that are no `Mean`, and floating-point buffers
+    (the statistics of BatchNorm are of each rank's rows).
 
     Levels are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054). At 1 and above the leaves of the state are
     DTensors, divided over the axis ``shard`` of the mesh, and ``state.params[name].full_tensor()`` is a whole one.
@@ -76,10 +81,13 @@ def sharded(mesh: DeviceMesh, level: int = 3, reduce: str | Compression = "fp32"
             or with fewer bits by `ftrain.parallel.powersgd` or `ftrain.parallel.sign`. From level 1 on, gradients
             travel in their own dtype within a copy of the state, where there are several (``replicate``), and like this
             between the copies; at level 3 only between them. One rank has nothing to send.
+        batches: ``"whole"``: each rank calls the step with the batch of all ranks. ``"rows"``: with its own part of it,
+            as ``ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size())`` or a ``DistributedSampler`` reads
+            it; all need the same number of examples. The batch is then that of all ranks, one after the other.
 
     Raises:
         OptionError: for another level, a mesh with other axes, another `reduce`, or one at level 3 on a mesh with one
-            copy of the state.
+            copy of the state; or other `batches`.
         ComposeError: for a `reduce` that remembers what it has not sent, beside a wrapper that takes the gradient more
             than once (`sam`); at level 1 and above, for an optimizer that can update neither parts of a leaf nor a leaf
             without the others; for a step that is compiled in parts.
@@ -93,9 +101,12 @@ def sharded(mesh: DeviceMesh, level: int = 3, reduce: str | Compression = "fp32"
         raise OptionError(f"sharded: level is {level!r}; needs 0, 1, 2 or 3")
     if getattr(mesh, "mesh_dim_names", None) != (REPLICATE, SHARD):
         raise OptionError(f"sharded: the mesh is {mesh!r}; needs one of ft.parallel.mesh(), with axes replicate, shard")
+    if batches not in ("whole", "rows"):
+        raise OptionError(f"sharded: batches is {batches!r}; needs 'whole' or 'rows'")
     reduction = Reduction(compression_of(reduce), mesh, level)
-    text = f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level}{reduction.text})"
-    ranks = _Ranks(mesh, level, text, reduction)
+    rows = ", rows" if batches == "rows" else ""
+    text = f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level}{reduction.text}{rows})"
+    ranks = _Ranks(mesh, level, text, reduction, whole_batches=batches == "whole")
     return Wrapper(
         NAME,
         text,
@@ -123,11 +134,12 @@ _layout: ContextVar[Layout] = ContextVar("ftrain_layout")
 class _Ranks:
     """The groups of ranks of a mesh, and what they exchange in a step."""
 
-    def __init__(self, mesh: DeviceMesh, level: int, text: str, reduction: Reduction) -> None:
+    def __init__(self, mesh: DeviceMesh, level: int, text: str, reduction: Reduction, *, whole_batches: bool) -> None:
         self._mesh, self._level, self._text, self._reduction = mesh, level, text, reduction
         self._shard, self._replicate = (group(mesh, axis) for axis in (SHARD, REPLICATE))
         self._all = all_ranks(mesh)
-        self._same_inputs = SameInputs(self._all)
+        self._same_inputs = SameInputs(self._all, whole_batches=whole_batches)
+        self._rows_of = rows_of if whole_batches else own_rows
         self._parts: list[Any] = []
         self._shards: Shards | None = None
         self._watch = watch()
@@ -178,7 +190,7 @@ class _Ranks:
         self, state: TrainState, batch: PyTree, microbatches: int
     ) -> tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]:
         """Return the local part of a state, this rank's rows, and what makes a state of all ranks of the result."""
-        rows = rows_of(batch, self._all.rank, self._all.size, microbatches)
+        rows = self._rows_of(batch, self._all.rank, self._all.size, microbatches)
         self._watch.begin(state.step)
         with self._watch:
             self._same_inputs.require(state, batch)

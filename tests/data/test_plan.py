@@ -59,6 +59,10 @@ def test_shares_of_ranks(size, batch_size, num_ranks, shuffle, drop_last, by_len
     assert counts == {len(made(size, batch_size, num_ranks=num_ranks, **options))}
     seen = Counter(flat(flat(ranks)))
     rest = size % whole
+    if drop_last and not by_length:
+        # One rank reads the same batches.
+        joined = [flat(parts) for parts in zip(*ranks, strict=True)]
+        assert joined == passes(size, whole, **options)[0]
     if drop_last:
         assert {len(batch) for batch in flat(ranks)} == {batch_size}
         assert set(seen.values()) == {1}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ftrain as ft
+from ftrain.errors import BatchError
 from tests.laws import registry
 from tests.parallel import models
 from tests.parallel.ranks import run
@@ -53,6 +54,34 @@ def test_any_number_of_ranks_equals_one_also_without_examples(size, levels):
     (reference,) = trained(1, 0, wrappers)
     for level in levels:
         assert_same(trained(size, level, wrappers), reference)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("criterion", [models.loss, models.plain_loss])
+def test_ranks_that_read_their_rows_alone_equal_one_with_the_whole_batch(criterion, level):
+    """Dropout too: one rank has their examples one after the other, whatever its microbatches are."""
+
+    def rank(number):
+        step = models.step_of(ft.accumulate(2), ft.sharded(ft.parallel.mesh(), level, batches="rows"), **options)
+        parts = [ft.tree.map(lambda leaf: leaf.chunk(3)[number], batch) for batch in models.batches()]
+        return models.train(step, parts)
+
+    options = {"criterion": criterion}
+    assert_same(run(3, rank), models.train(models.step_of(ft.accumulate(2), **options)))
+
+
+def test_rows_of_different_lengths_are_an_error_on_every_rank():
+    def rank(number):
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), 0, batches="rows"))
+        state, batch = step.init(seed=0), next(models.batches())
+        with pytest.raises(BatchError, match=f"this one has {4 + number} examples, and another has more or fewer"):
+            step(state, ft.tree.map(lambda leaf: leaf[: 4 + number], batch))
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), 0, batches="rows"))
+        state, _ = step(state, batch)
+        with pytest.raises(BatchError, match=r"the first batch had 12 examples, and this one has 4.*drop_last=True"):
+            step(state, ft.tree.map(lambda leaf: leaf[:4], batch))
+
+    run(2, rank)
 
 
 @pytest.mark.parametrize("shape", [{"replicate": 2}, {"shard": 4, "replicate": 1}, {"shard": 1}])
