@@ -67,7 +67,8 @@ def test_ranks_that_read_their_rows_alone_equal_one_with_the_whole_batch(criteri
         return models.train(step, parts)
 
     options = {"criterion": criterion}
-    assert_same(run(3, rank), models.train(models.step_of(ft.accumulate(2), **options)))
+    (reference,) = trained(1, 0, lambda: (ft.accumulate(2),), **options)
+    assert_same(run(3, rank), reference)
 
 
 def test_rows_of_different_lengths_are_an_error_on_every_rank():
