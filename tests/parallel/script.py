@@ -20,11 +20,31 @@ STEPS = {
 """Name -> level, and further wrappers."""
 
 
+def optimizer():
+    """Return one that needs of each leaf something else: the matrix, means, a norm, blocks, places, single elements."""
+    optimizers = {
+        "muon": ft.optim.muon(0.01, ns_steps=2),
+        "adafactor": ft.optim.adafactor(0.01),
+        "lamb": ft.optim.lamb(0.01),
+        "blocks": ft.optim.adamw_8bit(0.01, block=4, min_size=1),
+        "places": ft.optim.adamw(0.01, state_dtype="bf16"),
+        "rest": ft.optim.adamw(0.01, weight_decay=0.1),
+    }
+    patterns = {
+        "muon": ["blocks.*.out.weight", "blocks.0.hidden.weight"],
+        "adafactor": ["inner.*"],
+        "lamb": ["blocks.1.hidden.weight"],
+        "blocks": ["head.weight"],
+        "places": ["blocks.*.hidden.bias"],
+    }
+    return ft.optim.partition(optimizers, patterns)
+
+
 def main(output):
     mesh, results = ft.parallel.mesh(), {}
     for name, (level, wrappers) in STEPS.items():
         wrappers = ft.remat(), ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), ft.sharded(mesh, level), *wrappers
-        state, history = models.train(models.step_of(*wrappers))
+        state, history = models.train(models.step_of(*wrappers, optimizer=optimizer()))
         results[name] = state.params, history
     if dist.get_rank() == 0:
         torch.save(results, output)

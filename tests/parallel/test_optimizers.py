@@ -10,6 +10,7 @@ import torch
 import ftrain as ft
 from ftrain.optim import offloaded
 from ftrain.parallel import ownership
+from ftrain.parallel.mesh import Group
 from tests.laws.optimizers import COMBINED, MATRICES_ONLY, OPTIMIZERS
 from tests.parallel import models
 from tests.parallel.ranks import run
@@ -136,19 +137,13 @@ def of_model(name):
     return ft.optim.partition(parts, {"matrices": lambda name, leaf: leaf.ndim == 2})
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", [*WHOLE, "adamw"])
-def test_a_stack_with_each_optimizer_on_ranks_equals_one_rank(name, compiled):
-    """The gradients differ in their last bits, and so the moments in 8 bits by a code here and there."""
-
+def test_a_stack_with_each_optimizer_on_ranks_equals_one_rank(name):
     def train(size, level, **mesh):
         def rank(_):
-            more = [ft.compiled(lowering="whole", backend="aot_eager")] if compiled else []
             wrappers = ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), ft.skip_nonfinite(3)
-            step = models.step_of(
-                *wrappers, ft.sharded(ft.parallel.mesh(**mesh), level), *more, optimizer=of_model(name)
-            )
-            return models.train(step)
+            mesh_of_ranks = ft.parallel.mesh(**mesh)
+            return models.train(models.step_of(*wrappers, ft.sharded(mesh_of_ranks, level), optimizer=of_model(name)))
 
         return run(size, rank)
 
@@ -223,6 +218,32 @@ def test_a_state_continues_on_another_mesh_to_the_bit(name):
     (reference,) = half(1, 0, half(1, 0)[0])
     for state in half(2, 3, half(3, 1)[0]):
         assert_equal([(state.params, state.opt_state)], (reference.params, reference.opt_state))
+
+
+def test_of_a_partition_only_the_leaves_travel_that_are_needed_whole(monkeypatch):
+    """Parameter, gradient and momentum of the matrices to their owners; the first and the last of these back."""
+    sent = []
+    start_exchange = Group.start_exchange
+
+    def counted(group, tensor, *counts):
+        sent.append(tensor.numel())
+        return start_exchange(group, tensor, *counts)
+
+    monkeypatch.setattr(Group, "start_exchange", counted)
+    params = {"big": torch.ones(50, 4), "matrix": torch.ones(6, 5), "vector": torch.ones(7)}
+    labels = {"muon": ["matrix"]}
+
+    def rank(_):
+        optimizer = ft.optim.partition({"muon": ft.optim.muon(0.1), "rest": ft.optim.adamw(0.1)}, labels)
+        step = ft.compose(ft.train_step(linear, optimizer), ft.sharded(ft.parallel.mesh(), 1))
+        state = step.init(params)
+        sent.clear()
+        step(state, batch_of(params, 0))
+
+    run(1, rank)
+    assert not sent
+    run(3, rank)
+    assert sum(sent) == 5 * params["matrix"].numel()
 
 
 def test_a_rank_without_any_leaf_counts_the_updates_too():
