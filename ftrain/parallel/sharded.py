@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
@@ -265,10 +265,10 @@ class _Ranks:
             if 0 < self._level < 3:
                 leaves, spec = tree.flatten(state.params)
                 state = replace(state, params=tree.unflatten(spec, gather_all(self._shard, leaves, parts)))
-            local = draws.run(partial(_of_rows, grad, state, rows, rng), state)
+            local, drawing = draws.run(partial(_of_rows, grad, state, rows, rng), state)
             whole = self._results(replace(local, grads=None), state.buffers, rows)
             if local.stream_grads is not None:
-                return replace(whole, stream_grads=partial(self._stream, local.stream_grads, parts))
+                return replace(whole, stream_grads=partial(self._stream, local.stream_grads, drawing, parts))
             leaves, spec = tree.flatten(local.grads)
             if self._reduction.is_active:
                 grads, slots = self._reduction(leaves, parts, state.slots, spec)
@@ -277,7 +277,13 @@ class _Ranks:
 
         return combined
 
-    def _stream(self, stream_grads: Callable[..., None], parts: list[Part | None], take: Callable[..., None]) -> None:
+    def _stream(
+        self,
+        stream_grads: Callable[..., None],
+        drawing: AbstractContextManager[Any],
+        parts: list[Part | None],
+        take: Callable[[int, Tensor], None],
+    ) -> None:
         """Run the backward pass, and give `take` the gradients of all ranks; a few travel together."""
         waiting: dict[int, Tensor] = {}
 
@@ -293,7 +299,8 @@ class _Ranks:
             if sum(grad.nbytes for grad in waiting.values()) >= STREAM_BYTES:
                 send()
 
-        stream_grads(take_local)
+        with drawing:
+            stream_grads(take_local)
         if waiting:
             send()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,16 +35,19 @@ class StockDraws:
         self._ranks, self._can_repeat = ranks, can_repeat
         self._is_drawing: bool | None = None
 
-    def run(self, function: Callable[[], T], state: TrainState) -> T:
-        """Return what a function returns, called once, or once more where a draw comes unexpected."""
+    def run(self, function: Callable[[], T], state: TrainState) -> tuple[T, AbstractContextManager[Any]]:
+        """Return what a function returns, called once, or once more where a draw comes unexpected.
+
+        With it comes the context for a backward pass that is run later, and may run parts of the function again.
+        """
         device = tree.device_of(state.params)
         if torch_ops.current() is not None or _torch.is_fake(tree.leaves(state.params)[0]):
-            return function()
+            return function(), nullcontext()
         if self._is_drawing is False:
             generator = _generator_state(device)
             result = function()
             if torch.equal(generator, _generator_state(device)):
-                return result
+                return result, nullcontext()
             self._is_drawing = True
             if not self._can_repeat:
                 log.warning(
@@ -51,14 +55,14 @@ class StockDraws:
                     "this step depends on the number of ranks; from now on it does not",
                     int(state.step),
                 )
-                return result
+                return result, nullcontext()
         words = random.fold_in_words(random.key_data(state.rng), int(state.step))
         with torch_ops.Keyed(random.from_words(random.stock_words(words))) as stream:
             result = function()
         if self._is_drawing is None:
             draws = torch.tensor(stream.offset, device=device)
             self._is_drawing = bool(self._ranks.sum(draws) > 0)
-        return result
+        return result, stream
 
 
 def _generator_state(device: torch.device) -> Tensor:

@@ -255,3 +255,33 @@ def test_a_rank_without_any_leaf_counts_the_updates_too():
         return float(state.opt_state["count"])
 
     assert run(4, rank) == [2.0] * 4
+
+
+@pytest.mark.parametrize("names", [("remat", "ema"), ("donated", "swa"), ("lora",), ("bf16",)], ids="+".join)
+def test_update_in_backward_of_a_model_with_other_wrappers_equals_one_rank(names):
+    """At level 3 the gradients of a block come while it is gathered, and its dropout draws as in the forward pass."""
+    factories = {
+        "remat": ft.remat,
+        "ema": lambda: ft.ema(0.8),
+        "swa": lambda: ft.swa(1),
+        "donated": ft.donated,
+        "lora": lambda: ft.lora(2, targets=["blocks.*.hidden", "head"]),
+        "bf16": lambda: ft.with_amp("bf16"),
+    }
+
+    def train(size, level):
+        def rank(_):
+            wrappers = [ft.update_in_backward(), *(factories[name]() for name in names)]
+            step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), level), optimizer=optimizer)
+            return models.train(step)
+
+        return run(size, rank)
+
+    optimizer = ft.optim.muon(0.01) if "lora" in names else of_model("muon")
+    ((reference, history),) = train(1, 0)
+    tolerance = 2e-3 if "bf16" in names else 1e-11
+    for size, level in ((2, 0), (3, 1), (3, 3)):
+        for state, metrics in train(size, level):
+            torch.testing.assert_close(state.params, reference.params, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(state.slots, reference.slots, rtol=tolerance, atol=tolerance)
+            assert [each["loss"] for each in metrics] == pytest.approx([each["loss"] for each in history], tolerance)
