@@ -70,6 +70,7 @@ from ftrain.transforms.sam import sam as sam
 from ftrain.transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
 from ftrain.transforms.skip_spikes import skip_spikes as skip_spikes
 from ftrain.transforms.swa import swa as swa
+from ftrain.transforms.sync_batch_norm import sync_batch_norm as sync_batch_norm
 from ftrain.transforms.update_in_backward import update_in_backward as update_in_backward
 from ftrain.types import Gradients as Gradients
 from ftrain.types import Mean as Mean
@@ -137,6 +138,7 @@ __all__ = [
     "skip_nonfinite",
     "skip_spikes",
     "swa",
+    "sync_batch_norm",
     "to_module",
     "train_step",
     "tree",

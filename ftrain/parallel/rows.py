@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.errors import LossError
+from ftrain.parallel.mesh import Group
 from ftrain.random import torch_ops
 from ftrain.step.microbatch import split_batch
 from ftrain.types import STATIC, Mean, Metrics, PyTree, tree_class
@@ -30,6 +31,7 @@ class Rows:
         length: how many they are in each microbatch.
         total: how many examples a microbatch has on all ranks.
         consecutive: how many of these examples follow each other in the batch of all ranks.
+        ranks: all ranks; None where nothing that computes on the rows asks others.
     """
 
     batch: PyTree
@@ -37,6 +39,7 @@ class Rows:
     length: int = field(metadata=STATIC)
     total: int = field(metadata=STATIC)
     consecutive: int = field(metadata=STATIC)
+    ranks: Group | None = field(default=None, metadata=STATIC)
 
     def key(self, key: Tensor | None) -> Tensor | None:
         """Return the key with which these examples draw what they draw in the whole batch, given that of all."""

@@ -67,7 +67,7 @@ def sharded(
     with the weights of the losses (`Mean`), so that the result does not depend on how examples or tokens are spread; a
     loss that is a plain number is weighted by the examples of each rank. Random numbers are drawn by example, those of
     stock modules too. Means over ranks, weighted by examples: metrics that are no `Mean`, and floating-point buffers
-    (the statistics of BatchNorm are of each rank's rows).
+    (the statistics of BatchNorm are of each rank's rows, without `sync_batch_norm`).
 
     Levels are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054). At 1 and above the leaves of the state are
     DTensors, divided over the axis ``shard`` of the mesh, and ``state.params[name].full_tensor()`` is a whole one.
@@ -190,7 +190,7 @@ class _Ranks:
         self, state: TrainState, batch: PyTree, microbatches: int
     ) -> tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]:
         """Return the local part of a state, this rank's rows, and what makes a state of all ranks of the result."""
-        rows = self._rows_of(batch, self._all.rank, self._all.size, microbatches)
+        rows = replace(self._rows_of(batch, self._all.rank, self._all.size, microbatches), ranks=self._all)
         self._watch.begin(state.step)
         with self._watch:
             self._same_inputs.require(state, batch)

@@ -74,6 +74,7 @@ ELSEWHERE = (
     Entry("compiled", ft.compiled, laws="tests/laws/test_compiled.py"),
     Entry("donated", ft.donated, laws="tests/laws/test_pipelines.py"),
     Entry("sharded", ft.sharded, laws="tests/parallel/test_sharded.py", part="loss"),
+    Entry("sync_batch_norm", ft.sync_batch_norm, laws="tests/parallel/test_sync_batch_norm.py"),
 )
 """Wrappers that are not in the matrix, for their laws compare whole pipelines with and without them."""
 

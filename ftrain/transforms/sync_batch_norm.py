@@ -1,0 +1,148 @@
+"""BatchNorm with the statistics of the examples of all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ftrain.errors import ComposeError
+from ftrain.parallel.mesh import Group
+from ftrain.parallel.rows import current
+from ftrain.step.blocks import forwarding
+from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
+from ftrain.types import Loss
+
+NAME = "sync_batch_norm"
+FORWARDS = _BatchNorm.forward, nn.SyncBatchNorm.forward
+
+
+@wrapper
+def sync_batch_norm() -> Wrapper:
+    """Let BatchNorm normalise by the mean and variance over the examples of all ranks of `sharded`.
+
+    In a training step, every `torch.nn` BatchNorm of the module in training mode has the statistics of the whole batch,
+    with `accumulate` of the whole microbatch, forward and backward, and in its running statistics: N ranks compute what
+    one does. A rank without examples adds nothing. Three times the channels travel, and wait, for each layer and pass.
+    On one rank, and without `sharded`, BatchNorm runs as it is. ``F.batch_norm`` in a forward of your own is not seen.
+
+    Raises:
+        ComposeError: from the step, for a loss without a module or without BatchNorm, or a BatchNorm with a forward of
+            its own.
+    """
+
+    def wrap(loss: Loss) -> Loss:
+        parts = _batch_norms(loss)
+
+        @contextmanager
+        def scope(training: bool) -> Iterator[None]:
+            # Inside of the loss's own scope, in which others may have replaced forwards too.
+            with loss.scope(training):
+                forwards = [(part, partial(_forward, part, part.forward)) for part in parts]
+                with forwarding(forwards) if training else nullcontext():
+                    yield
+
+        return dataclasses.replace(loss, scope=scope, wrappers=(*loss.wrappers, NAME))
+
+    return Wrapper(NAME, NAME, loss=OnLoss(wrap))
+
+
+def _batch_norms(loss: Loss) -> list[nn.Module]:
+    """Return the layers of a loss that normalise over a batch.
+
+    Raises:
+        ComposeError: when there are none, or one whose forward is not that of torch.
+    """
+    parts = {
+        name: part for name, part in (loss.module or nn.Identity()).named_modules() if isinstance(part, _BatchNorm)
+    }
+    if not parts:
+        raise ComposeError(
+            f"{NAME}: {loss.text} has no torch.nn.BatchNorm; leave it out, or make the loss of the module that has one "
+            "with ft.from_module"
+        )
+    for name, part in parts.items():
+        if type(part).forward not in FORWARDS:
+            raise ComposeError(
+                f"{NAME}: {name} is a {type(part).__name__} with a forward of its own, which may compute more than "
+                "torch's; put a torch.nn.BatchNorm and the rest into a module"
+            )
+    return list(parts.values())
+
+
+def _forward(part: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    rows = current()
+    if rows is None or rows.ranks is None or rows.ranks.size == 1 or not part.training:
+        return forward(x)
+    y, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+        rows.ranks, rows.length > 0, part.eps, x, part.weight, part.bias
+    )
+    if part.track_running_stats and part.running_mean is not None:
+        _track(part, mean, variance * (count / (count - 1)))
+    return y  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _track(part: Any, mean: Tensor, variance: Tensor) -> None:
+    """Move the running statistics towards those of a batch, as `torch.nn.BatchNorm1d` does."""
+    part.num_batches_tracked.add_(1)
+    factor = part.momentum if part.momentum is not None else 1.0 / part.num_batches_tracked.to(mean.dtype)
+    for running, new in ((part.running_mean, mean), (part.running_var, variance)):
+        running.copy_(running * (1 - factor) + new.to(running.dtype) * factor)
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalises by mean and variance over the examples of all ranks, and returns these too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ranks: Group, has_examples: bool, eps: float, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        others = [axis for axis in range(x.ndim) if axis != 1]
+        counted = wide if has_examples else wide[:0]
+        count = counted.new_full((1,), counted.numel() // x.shape[1])
+        sums = ranks.sum(torch.cat([counted.sum(others), count]))
+        count, mean = sums[-1], sums[:-1] / sums[-1]
+        # Not the mean of squares less the square of the mean, which cancels.
+        variance = ranks.sum((counted - _by_channel(mean, x)).square().sum(others)) / count
+        inverse = (variance + eps).rsqrt()
+        y = (wide - _by_channel(mean, x)) * _by_channel(inverse if weight is None else inverse * weight, x)
+        y = y if bias is None else y + _by_channel(bias, x)
+        ctx.save_for_backward(x, mean, inverse, count, weight)
+        ctx.ranks, ctx.has_examples, ctx.has_bias = ranks, has_examples, bias is not None
+        ctx.mark_non_differentiable(mean, variance, count)
+        return y.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *others: Any) -> tuple[Any, ...]:
+        x, mean, inverse, count, weight = ctx.saved_tensors
+        axes = [axis for axis in range(x.ndim) if axis != 1]
+        grad_wide = grad.to(mean.dtype)
+        normalised = (x.to(mean.dtype) - _by_channel(mean, x)) * _by_channel(inverse, x)
+        sums = torch.cat([grad_wide.sum(axes), (grad_wide * normalised).sum(axes)])
+        total, products = (ctx.ranks.sum(sums) / count).chunk(2)
+        centred = grad_wide
+        if ctx.has_examples:  # Others have no part in mean and variance.
+            centred = grad_wide - _by_channel(total, x) - normalised * _by_channel(products, x)
+        grad_x = centred * _by_channel(inverse if weight is None else inverse * weight, x)
+        grad_bias, grad_weight = sums.chunk(2)
+        return (
+            None,
+            None,
+            None,
+            grad_x.to(x.dtype),
+            None if weight is None else grad_weight.to(weight.dtype),
+            grad_bias.to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None,
+        )
+
+
+def _by_channel(values: Tensor, x: Tensor) -> Tensor:
+    """Return one value for each channel, to broadcast with a tensor of shape (examples, channels, ...)."""
+    return values.view(1, -1, *[1] * (x.ndim - 2))

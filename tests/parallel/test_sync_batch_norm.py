@@ -1,0 +1,114 @@
+"""BatchNorm over the examples of all ranks is BatchNorm on one."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import ComposeError
+from tests.parallel import models
+from tests.parallel.ranks import run
+
+
+class Images(nn.Module):
+    """Convolution, BatchNorm2d in a block, and BatchNorm1d without parameters and with a cumulative average."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(2, 2, 3, padding=1, bias=False), nn.BatchNorm2d(2), nn.Dropout(0.1))
+            for _ in range(2)
+        )
+        self.cumulative = nn.BatchNorm1d(2, momentum=None, affine=False)
+        self.untracked = nn.BatchNorm1d(2, track_running_stats=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.untracked(self.cumulative(x.mean((2, 3))) ** 2)
+
+
+def criterion(model, batch):
+    """Return the mean over weights, of which some examples have none."""
+    outputs = (model(batch["x"]) - batch["y"]).square().sum(1)
+    return ft.Mean((outputs * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def images(count=3, length=6):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        x, y, weight = (torch.randn(length, *shape, generator=generator).double() for shape in ((2, 3, 3), (2,), ()))
+        # Examples whose mean is far from 0, where differences of squares would cancel.
+        yield {"x": x + 10.0, "y": y, "weight": weight.abs() * torch.arange(length).ge(2)}
+
+
+def trained(size, level, wrappers=tuple, mesh=None, synced=True):
+    def rank(_):
+        with models._seeding:
+            torch.manual_seed(0)
+            module = Images().double()
+        step = ft.train_step(ft.from_module(module, criterion), ft.optim.adamw(1e-2))
+        sync = [ft.sync_batch_norm()] if synced else []
+        step = ft.compose(step, *wrappers(), *sync, ft.sharded(ft.parallel.mesh(**(mesh or {})), level))
+        return models.train(step, images())
+
+    return run(size, rank)
+
+
+def assert_same(results, expected):
+    for state, history in results:
+        for part in ("params", "buffers", "opt_state"):
+            torch.testing.assert_close(getattr(state, part), getattr(expected[0], part), rtol=1e-12, atol=1e-12)
+        assert history == [pytest.approx(metrics, rel=1e-12) for metrics in expected[1]]
+
+
+@pytest.mark.parametrize(("size", "level"), [(2, 0), (4, 1), (5, 3), (8, 2)])
+def test_ranks_normalise_as_one_does_also_without_examples(size, level):
+    """Six examples: four ranks have one or two each, and of eight two have none."""
+    (expected,) = trained(1, 0, synced=False)
+    assert_same(trained(size, level), expected)
+
+
+@pytest.mark.parametrize("wrappers", ["accumulate", "remat", "sam"])
+def test_beside_wrappers_that_run_the_model_more_than_once(wrappers):
+    def make():
+        return {"accumulate": [ft.accumulate(2)], "remat": [ft.remat()], "sam": [ft.sam(0.05)]}[wrappers]
+
+    (expected,) = trained(1, 0, make, synced=False)
+    assert_same(trained(3, 3, make), expected)
+
+
+def test_between_copies_of_a_state():
+    (expected,) = trained(1, 0, synced=False)
+    assert_same(trained(4, 3, mesh={"replicate": 2}), expected)
+
+
+def test_on_one_rank_it_is_batch_norm_to_the_bit():
+    (plain, _), (synced, _) = trained(1, 3, synced=False)[0], trained(1, 3)[0]
+    assert all(map(torch.equal, ft.tree.leaves(plain), ft.tree.leaves(synced)))
+
+
+def test_an_evaluation_normalises_by_the_running_statistics():
+    def rank(_):
+        module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+        loss_fn = ft.from_module(module, models.plain_loss)
+        step = ft.compose(
+            ft.train_step(loss_fn, ft.optim.sgd(0.1)), ft.sync_batch_norm(), ft.sharded(ft.parallel.mesh(), 0)
+        )
+        state, _ = step(step.init(), next(models.batches()))
+        module = ft.to_module(module, state).eval()
+        batch = next(models.batches())
+        return float(ft.eval_step(step.loss)(state, batch)["loss"]), models.plain_loss(module, batch).item()
+
+    for found, needed in run(3, rank):
+        assert found == pytest.approx(needed, rel=1e-12)
+
+
+def test_what_has_no_batch_norm_or_one_of_its_own_is_refused():
+    class Scaled(nn.BatchNorm1d):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    for module, text in ((nn.Linear(5, 3), "no torch.nn.BatchNorm"), (nn.Sequential(Scaled(3)), "0 is a Scaled")):
+        with pytest.raises(ComposeError, match=text):
+            ft.sync_batch_norm()(ft.train_step(ft.from_module(module, models.plain_loss), ft.optim.sgd(0.1)))
