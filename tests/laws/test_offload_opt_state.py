@@ -71,7 +71,11 @@ def test_no_bit_changes_beside_other_wrappers(names, more, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "donate"), [((), False), (("bf16", "accumulate", "clip", "ema"), True)], ids=["plain", "donated pipeline"]
+    ("names", "donate"),
+    [
+        pytest.param((), False, marks=pytest.mark.exhaustive, id="plain"),
+        pytest.param(("bf16", "accumulate", "clip", "ema"), True, id="donated pipeline"),
+    ],
 )
 def test_the_loss_alone_is_compiled(names, donate, tmp_path):
     _, plain = build(names, *[ft.donated()] * donate)

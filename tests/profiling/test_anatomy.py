@@ -20,6 +20,7 @@ from ftrain.profiling.step_variants import outline
 from ftrain.step.eager import Eager
 from ftrain.step.flops import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
 from ftrain.transforms.compile import capture
+from tests.exhaustive import exhaustive
 from tests.profiling import problem
 
 
@@ -207,7 +208,7 @@ def test_the_tensors_of_other_convolutions_are_predicted(name, wrapper):
     assert found.overhead == found.measured - found.peak
 
 
-@pytest.mark.parametrize("wrapper", ["plain", "bf16", "fp16", "remat", "accumulate"])
+@pytest.mark.parametrize("wrapper", ["plain", *exhaustive(["fp16"]), "bf16", "remat", "accumulate"])
 def test_the_tensors_of_residual_convolutions_are_predicted(wrapper):
     body = nn.Sequential(Residual(32, 32, 1), Residual(32, 64, 2), Residual(64, 128, 2))
     model = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1), body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
