@@ -21,8 +21,8 @@ from bench.memory import MALLOC, Peak, measure
 from bench.tasks import Entrant, Run, Task
 from bench.timing import LocalRacer
 
-PATIENCE = 300.0
-"""Seconds in which ranks must answer; they then wait for each other, and are ended."""
+PATIENCE = 900.0
+"""Seconds after which ranks that do not answer, or wait for each other, are given up: long, for they may compile."""
 
 
 class Ranks:
@@ -49,7 +49,7 @@ class Ranks:
         """Make an entrant ready on all ranks."""
         entrant.require()
         self.ask("enter", entrant, task, patience=entrant.patience)
-        return RankRacer(self, entrant.name)
+        return RankRacer(self, entrant)
 
     def ask(self, *command: Any, patience: float = PATIENCE) -> list[Any]:
         """Send a command to all ranks, and return their answers in the order of ranks.
@@ -83,12 +83,13 @@ class Ranks:
 class RankRacer:
     """An entrant on a set of ranks."""
 
-    def __init__(self, ranks: Ranks, name: str) -> None:
-        self._ranks, self._name = ranks, name
+    def __init__(self, ranks: Ranks, entrant: Entrant) -> None:
+        self._ranks, self._name, self._patience = ranks, entrant.name, entrant.patience
 
     def losses(self, steps: int) -> list[float]:
         """Means over ranks: an entrant may know the loss of its rows alone."""
-        return torch.tensor(self._ranks.ask("losses", self._name, steps)).mean(0).tolist()  # type: ignore[no-any-return]
+        losses = torch.tensor(self._ranks.ask("losses", self._name, steps, patience=self._patience))
+        return losses.mean(0).tolist()  # type: ignore[no-any-return]
 
     def turn(self, steps: int) -> float:
         """The seconds of the slowest rank, after all have waited for each other."""

@@ -12,15 +12,13 @@ from functools import partial
 
 from bench import field
 from bench.race import Race, memory_rows
-from bench.ranks import Ranks, peak
+from bench.ranks import PATIENCE, Ranks, peak
 from bench.rows import Row
 from bench.settings import Settings
 from bench.tasks import Entrant
 
 STEPS = 5
 """Of a turn."""
-PATIENCE = 900.0
-"""Seconds, for ranks that compile side by side on a few cores."""
 
 CODE = "bench.data_parallel:"
 ALONE = Entrant("loop, no communication", "control", "bench.loops:eager", checked=False)
