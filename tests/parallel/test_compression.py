@@ -251,6 +251,20 @@ def test_a_run_goes_on_to_the_bit_from_its_whole_state(name, size, level, mesh):
         assert all(map(torch.equal, ft.tree.leaves(state.slots), ft.tree.leaves(reference.slots)))
 
 
+@pytest.mark.parametrize(("size", "level", "mesh"), [(2, 0, {}), (4, 1, {"replicate": 2})])
+def test_a_checkpoint_has_what_each_rank_has_not_sent(size, level, mesh, tmp_path):
+    def rank(_):
+        step = models.step_of(ft.sharded(ft.parallel.mesh(**mesh), level, ft.parallel.sign()))
+        state, _ = step(step.init(), next(models.batches()))
+        ft.checkpoint.save(tmp_path / "saved", state)
+        loaded = ft.checkpoint.load(tmp_path / "saved", like=step.init())
+        return [ft.parallel.whole(each).slots["sharded"] for each in (state, loaded)]
+
+    for saved, loaded in run(size, rank):
+        assert any(memory["residual"].any() for memory in saved.values())
+        assert all(map(torch.equal, ft.tree.leaves(loaded), ft.tree.leaves(saved)))
+
+
 @pytest.mark.parametrize("name", REMEMBERING)
 def test_on_another_mesh_the_sum_of_what_is_left_stays(name):
     saved = trained(4, 1, name, mesh={"replicate": 2})[0][0]
