@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ftrain import backends, tree
+from ftrain._torch import store
 from ftrain.errors import RankError
+from ftrain.parallel.deadline import watch
 
 T = TypeVar("T")
 
@@ -38,7 +40,8 @@ class Agreement:
         if self._ranks > 1:
             # The library of the default group may know tensors on the device only.
             on_host = backends.default().device == tree.HOST
-            self._group = dist.new_group(backend=None if on_host else backends.of(tree.HOST).distributed)
+            library = None if on_host else backends.of(tree.HOST).distributed
+            self._group = dist.new_group(backend=library, timeout=store.timeout())
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -85,7 +88,11 @@ class Agreement:
 
     def _finished(self, started: tuple[torch.Tensor, Any]) -> int:
         tensor, work = started
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            watch().explain(error, "fit, after its last step,")
+            raise
         return int(tensor)
 
     def from_first(self, value: T) -> T:
