@@ -24,7 +24,7 @@ from ftrain.checkpoint.saving import Notes, device_of, remove_abandoned, write
 from ftrain.checkpoint.saving_on_ranks import LocalTree, help_write, lead_write, local_tree
 from ftrain.checkpoint.staging import Staging
 from ftrain.checkpoint.treedef import FlatTree, flatten
-from ftrain.errors import CheckpointError, OptionError, RankError, require_positive
+from ftrain.errors import CheckpointError, OptionError, require_positive
 from ftrain.types import PyTree
 
 NAME = re.compile(r"step-(\d{12,})(?:\.new)?")
@@ -119,11 +119,15 @@ class Checkpoints:
         return was_used
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Wait for the save in the background, and release the lock."""
+        """Wait for the save in the background, and release the lock.
+
+        After an error on many ranks nothing waits for the others, which may be no more: a save that they have not
+        finished is given up.
+        """
         try:
             if kind is None:
                 self.wait()
-            elif issubclass(kind, RankError) and self._saving is not None:
+            elif self._saving is not None:
                 self._saving.abandon()
         finally:
             if self._pool is not None:

@@ -103,7 +103,11 @@ class Agreement:
         if self._ranks == 1:
             return value
         values: list[Any] = [value if self._rank == rank else None]
-        dist.broadcast_object_list(values, src=rank, group=self._group)
+        try:
+            dist.broadcast_object_list(values, src=rank, group=self._group)
+        except RuntimeError as error:
+            watch().explain(error, "fit, after its last step,")
+            raise
         return values[0]  # type: ignore[no-any-return]
 
     def together(self, name: str, function: Callable[[], T]) -> T:

@@ -1,10 +1,17 @@
 """Checkpoints of divided states: the files are those that one rank writes, and any number of ranks reads them."""
 
+import errno
+import threading
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import ftrain as ft
-from ftrain.checkpoint import Checkpoints
+from ftrain._torch import store
+from ftrain.checkpoint import Checkpoints, files
+from ftrain.errors import CheckpointError, RankError
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -14,15 +21,6 @@ MESHES = [(1, 0, {}), (2, 3, {}), (3, 1, {}), (4, 3, {"replicate": 2}), (4, 0, {
 
 def sharded_step(level=3, **mesh):
     return models.step_of(ft.ema(0.8), ft.sharded(ft.parallel.mesh(**mesh), level))
-
-
-def trained(level=3, count=2, **mesh):
-    """Return a step, and a state of it after a few batches."""
-    step = sharded_step(level, **mesh)
-    state = step.init(seed=5)
-    for batch in models.batches(count):
-        state, _ = step(state, batch)
-    return step, state
 
 
 def drawn(level=3, **mesh):
@@ -92,3 +90,117 @@ def test_a_run_is_saved_and_goes_on_with_other_ranks(tmp_path):
     reference = run(1, lambda rank: models.train(sharded_step(0)))[0][0]
     torch.testing.assert_close(state.params, reference.params, rtol=1e-12, atol=1e-12)
     assert int(state.step) == 3
+
+
+def at_step(state, step):
+    return {"state": replace(state, step=torch.tensor(step))}
+
+
+@pytest.mark.parametrize(
+    ("function", "failing"),
+    [("write_at", 0), ("write_at", 2), ("opened", 2), ("created", 0), ("sync_directory", 0), ("rename", 0)],
+)
+def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_and_leaves_the_older_one(
+    function, failing, tmp_path, monkeypatch
+):
+    original, is_full = getattr(files, function), threading.Event()
+
+    def full(*args):
+        if is_full.is_set() and dist.get_rank() == failing and not str(args[0]).endswith(".lock"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args)
+
+    def rank(number):
+        state = drawn()
+        with Checkpoints(tmp_path, every=1, async_=False) as checkpoints:
+            checkpoints.save(1, at_step(state, 1))
+            dist.barrier()
+            is_full.set()
+            dist.barrier()
+            with pytest.raises(CheckpointError, match="No space left on device") as caught:
+                checkpoints.save(2, at_step(state, 2))
+            assert str(caught.value).startswith(f"rank {failing}: ") == (number != failing)
+            dist.barrier()
+            is_full.clear()
+            dist.barrier()
+            assert checkpoints.steps() == [1]
+            assert_bits(checkpoints.latest({"state": state}).parts["state"], at_step(state, 1)["state"])
+            checkpoints.save(3, at_step(state, 3))
+            assert checkpoints.steps() == [1, 3]
+
+    monkeypatch.setattr(files, function, full)
+    run(3, rank)
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_what_a_rank_has_written_is_compared_with_what_is_on_the_disk(tmp_path, monkeypatch):
+    original = files.write_at
+
+    def flipped(descriptor, data, offset):
+        data = bytearray(data)
+        data[0] ^= dist.get_rank() == 1
+        original(descriptor, memoryview(data), offset)
+
+    def rank(_):
+        with pytest.raises(CheckpointError, match=r"\.safetensors: .*: on the disk is not what rank 1 wrote"):
+            ft.checkpoint.save(tmp_path / "a", drawn())
+
+    monkeypatch.setattr(files, "write_at", flipped)
+    run(3, rank)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoints. going back to step 1:UserWarning")
+@pytest.mark.parametrize("file", ["params/model.safetensors", "state.safetensors"])
+def test_damage_in_the_part_of_any_rank_is_named_on_every_rank_and_the_older_one_is_taken(file, tmp_path):
+    def write(_):
+        with Checkpoints(tmp_path, every=1) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, at_step(drawn(), step))
+
+    run(3, write)
+    damaged = tmp_path / "step-000000000002" / file
+    tensors = [item for item in ft.checkpoint.verify(damaged.parents[file.count("/")]).tensors if item.file == file]
+    data = damaged.read_bytes()
+
+    def read(number):
+        state = drawn()
+        with pytest.raises(CheckpointError, match=rf"{file}: .*: the bytes are not those that were saved"):
+            ft.checkpoint.load(tmp_path / "step-000000000002", like={"state": state})
+        newest = Checkpoints(tmp_path, every=1).latest({"state": state})
+        assert newest.step == 1
+        assert_bits(newest.parts["state"], at_step(state, 1)["state"])
+
+    assert len(tensors) > 5
+    for end in (len(data) - 1, len(data) // 2, len(data) - len(data) // 3):
+        damaged.write_bytes(data[:end] + bytes([data[end] ^ 1]) + data[end + 1 :])
+        run(3, read)
+
+
+def test_ranks_that_save_different_states_are_told_so(tmp_path):
+    def rank(number):
+        state = drawn()
+        other = {"other" if number == 2 else name: leaf for name, leaf in state.params.items()}
+        with pytest.raises(CheckpointError, match=r"rank 2 something else in its place"):
+            ft.checkpoint.save(tmp_path / "a", replace(state, params=dict(list(other.items())[-1:])))
+
+    run(3, rank)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_is_written_to_by_one_run_of_many_ranks(tmp_path):
+    with Checkpoints(tmp_path, every=1), pytest.raises(CheckpointError, match="is being written to by"):
+        run(2, lambda rank: Checkpoints(tmp_path, every=1).__enter__())
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    def rank(number):
+        store.set_timeout([], 0.5)
+        dist.barrier()
+        if number != 1:
+            with pytest.raises(RankError, match=r"save: rank 1 did not come within"):
+                ft.checkpoint.save(tmp_path / "a", drawn_state[number])
+
+    drawn_state = run(3, lambda rank: drawn())
+    run(3, rank)
+    assert not list(tmp_path.iterdir())
