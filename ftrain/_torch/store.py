@@ -24,6 +24,11 @@ def store() -> Any:
     return _default_store().clone()
 
 
+def sign_of_life(rank: int) -> str:
+    """Return the key under which a rank writes again and again that it lives (`ftrain.parallel.deadline`)."""
+    return f"ftrain/watch/{rank}"
+
+
 def are_processes() -> bool:
     """Whether the ranks are processes; in tests they may be threads of one."""
     with private_names():

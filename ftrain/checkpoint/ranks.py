@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 from ftrain import errors
-from ftrain._torch.store import rank_and_size, store
+from ftrain._torch.store import rank_and_size, sign_of_life, store
 from ftrain.errors import FtrainError, RankError
 
 T = TypeVar("T")
@@ -20,6 +20,8 @@ Json: TypeAlias = Any
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.001, 0.1
 """Seconds between two looks for messages: at first, and at last."""
+SILENCE = 20.0
+"""Seconds without a sign of life after which a rank counts as dead, where ranks give one every second."""
 
 
 class Ranks:
@@ -98,8 +100,12 @@ class Ranks:
         keys = [f"{self._keys}/{self._count}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], json.dumps(message))
         waited, pause = 0.0, SHORTEST_WAIT
+        heard, heard_at, is_silent = self._signs_of_life(keys), 0.0, False
         while not self._store.check(keys):
-            if waited > self._seconds or self._abandoned.is_set():
+            if waited - heard_at > SILENCE:
+                earlier, heard, heard_at = heard, self._signs_of_life(keys), waited
+                is_silent = any(text == earlier.get(rank) for rank, text in heard.items())
+            if is_silent or waited > self._seconds or self._abandoned.is_set():
                 self._has_failed = True
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise RankError(
@@ -114,6 +120,11 @@ class Ranks:
             self._store.delete_key(f"{self._keys}/{self._count - 1}/{self.rank}")
         self._count += 1
         return messages
+
+    def _signs_of_life(self, keys: list[str]) -> dict[int, bytes]:
+        """Return what ranks whose messages are missing have written last to say that they live."""
+        lives = {rank: sign_of_life(rank) for rank, key in enumerate(keys) if not self._store.check([key])}
+        return {rank: self._store.get(life) for rank, life in lives.items() if self._store.check([life])}
 
 
 def _raising(error: BaseException) -> Callable[[], None]:

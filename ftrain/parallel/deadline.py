@@ -112,14 +112,14 @@ class Watch:
 
     def _told(self) -> dict[int, Any]:
         """Return what every other rank has told last; None for one that never came."""
-        keys = {rank: _key(rank) for rank in range(self.size) if rank != self.rank}
+        keys = {rank: store.sign_of_life(rank) for rank in range(self.size) if rank != self.rank}
         came = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return {rank: json.loads(self._store.get(key)) if rank in came else None for rank, key in keys.items()}
 
     def _tell(self) -> None:
         self._beats += 1
         note = {"number": self._number, "doing": self._doing, "text": self._text, "beats": self._beats}
-        self._store.set(_key(self.rank), json.dumps(note))
+        self._store.set(store.sign_of_life(self.rank), json.dumps(note))
 
     def _keep_telling(self) -> None:
         while dist.group.WORLD is self.group and not self._ended.wait(BEAT):
@@ -150,7 +150,3 @@ def is_failed_collective(error: BaseException) -> bool:
     """Whether an error says that a collective has failed: the libraries put their names into their messages."""
     library = backends.default().distributed
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and library in str(error).lower())
-
-
-def _key(rank: int) -> str:
-    return f"ftrain/watch/{rank}"
