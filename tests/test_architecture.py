@@ -82,7 +82,7 @@ RAISED = {
     "data/device_prefetch.py": {"first.error"},
     "parallel/agreement.py": {"error"},
     "step/across_ranks.py": {"error"},
-    "training/oom_retry.py": {"Abandoned", "StateOverwrittenError"},
+    "training/oom_retry.py": {"Abandoned", "OutOfMemoryOnRankError", "StateOverwrittenError"},
     "training/signals.py": {"Abandoned"},
     "transforms/compile/fallback.py": {"CompilerError"},
     "transforms/compile/wrapper.py": {"cause"},

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, random, tree
+from ftrain._torch import collectives
 from ftrain.parallel.mesh import Group
 from ftrain.random import torch_ops
 from ftrain.types import TrainState
@@ -61,7 +62,8 @@ class StockDraws:
             result = function()
         if self._is_drawing is None:
             draws = torch.tensor(stream.offset, device=device)
-            self._is_drawing = bool(self._ranks.sum(draws) > 0)
+            with collectives.uncounted():
+                self._is_drawing = bool(self._ranks.sum(draws) > 0)
         return result, stream
 
 

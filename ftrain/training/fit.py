@@ -93,7 +93,8 @@ def fit(
             counter-based, are those of each piece. A loss that is a plain number must be a mean over examples; `fit`
             warns if it sees that it is not: return a `Mean` then. The record of that step has the number of pieces as
             ``split``, and a run that resumes keeps it. If the step had begun to overwrite its state, the run goes back
-            to the newest checkpoint. `Step` only.
+            to the newest checkpoint. `Step` only. On many ranks all split when one runs out of memory before the
+            update.
         on_nonfinite: what to do about the first metric ``loss`` that is infinite or NaN, except in steps that
             `skip_nonfinite` or fp16 have skipped: ``"warn"``, and keep the newest checkpoint from before it for good;
             ``"raise"`` a NonFiniteError, so that no later state is saved; or ``"ignore"`` it.
@@ -103,7 +104,8 @@ def fit(
 
     Raises:
         ComposeError: when `step` cannot be called, is a class, or stands where the state does; or is to be split and
-            is no `Step`; for ``on_oom="split"`` on several ranks; or when `adapt` returns None.
+            is no `Step`; for ``on_oom="split"`` on several ranks with
+            `compiled` or `update_in_backward`; or when `adapt` returns None.
         OptionError: for an `evaluate`, `stop`, `adapt` or logger that is no function, `evaluate_every` without
             `evaluate`, a metric that is not recorded (`patience`, `plateau`, ``best=``), numbers that are not positive,
             or another `resume`, `on_oom` or `on_nonfinite`.
@@ -123,7 +125,7 @@ def fit(
     ranks = ranks_of(step.wrappers) if isinstance(step, Step) else 1
     _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
     _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
-    _require_unsplit(ranks, on_oom)
+    _require_eager(step, ranks, on_oom)
     agreement = Agreement(ranks)
     if agreement.is_first:
         _warn_if_best_is_missed(checkpoints, evaluate_every)
@@ -223,11 +225,11 @@ def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:
             require_positive("fit", name, value)
 
 
-def _require_unsplit(ranks: int, on_oom: str) -> None:
-    if ranks > 1 and on_oom == SPLIT:
+def _require_eager(step: Any, ranks: int, on_oom: str) -> None:
+    if ranks > 1 and on_oom == SPLIT and (step.is_compiled or step.pulls):
         raise ComposeError(
-            f"fit: the step runs on {ranks} ranks, on which fit cannot split it yet; leave out on_oom='split', and use "
-            "ft.accumulate(n)"
+            f"fit: on_oom='split' on {ranks} ranks needs a step that is not compiled, and no update_in_backward: all "
+            "ranks must know that one has run out of memory before they update; use ft.accumulate(n)"
         )
 
 

@@ -15,13 +15,13 @@ TOLERANCE, NARROW_TOLERANCE = 1e-3, 2e-2
 16 bits."""
 
 
-def warn_of_pieces(function: str, loss: Loss, state: TrainState, batch: PyTree) -> None:
+def warn_of_pieces(function: str, loss: Loss, state: TrainState, batch: PyTree, *, is_first: bool = True) -> None:
     """Warn when splitting a batch changes its loss, as its first two examples show.
 
     The loss of the two together is compared with the combined losses of each alone, evaluated without dropout or a
     gradient. They differ if the loss is a sum, a plain mean over tokens whose number differs between examples, or if it
     compares examples. There is no warning for a loss that cannot be evaluated so. Waits for the device. The message
-    begins with `function`, that which splits the batch.
+    begins with `function`, that which splits the batch. Of many ranks all evaluate, and the first one warns.
     """
     if most_pieces(batch) < 2:
         return
@@ -34,7 +34,9 @@ def warn_of_pieces(function: str, loss: Loss, state: TrainState, batch: PyTree) 
     combined = functools.reduce(lambda a, b: a + b, means[1:])
     narrow = loss.narrow or any(leaf.itemsize < 4 for leaf in tree.leaves(state.params))
     together, separate, *single = (float(mean) for mean in (means[0], combined, *means[1:]))
-    if abs(together - separate) > (NARROW_TOLERANCE if narrow else TOLERANCE) * max(map(abs, (together, *single))):
+    if is_first and abs(together - separate) > (NARROW_TOLERANCE if narrow else TOLERANCE) * max(
+        map(abs, (together, *single))
+    ):
         warnings.warn(
             f"{function}: the loss of two examples is {together:.4g}, and over each alone {separate:.4g}, so that the "
             "update depends on how a batch is cut. Return ft.Mean(total, weight): of a sum over examples with their "

@@ -12,8 +12,11 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError
+from ftrain.parallel.agreement import Agreement
+from ftrain.parallel.stand_in import StandIn, without_examples
 from ftrain.profiling.oom_report import shortage
 from ftrain.step.accumulation import accumulate_grads
+from ftrain.step.across_ranks import ranks_of
 from ftrain.step.microbatch import most_pieces, split_batch
 from ftrain.step.step import Step
 from ftrain.step.value_and_grad import ForwardResult, around_forward, report
@@ -44,6 +47,10 @@ class StateOverwrittenError(DeviceError):
         self.state = state
 
 
+class OutOfMemoryOnRankError(DeviceError):
+    """Memory ran out on one rank at least, before any of them has updated its state."""
+
+
 class OomRetry:
     """A step that is tried again in twice as many pieces when memory runs out, and stays at that number.
 
@@ -59,12 +66,23 @@ class OomRetry:
         pieces: in how many pieces to begin.
         say: prints a line.
         interrupted: whether a signal has come, after which nothing is tried again.
+        agreement: of the ranks, which split a step together.
     """
 
-    def __init__(self, step: Step, pieces: int, say: Callable[[str], None], interrupted: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        step: Step,
+        pieces: int,
+        say: Callable[[str], None],
+        interrupted: Callable[[], Any],
+        agreement: Agreement,
+    ) -> None:
         self._original, self._say, self._interrupted = step, say, interrupted
-        self._compiled = step.is_compiled
+        self._compiled, self._agreement = step.is_compiled, agreement
+        self._stand_in = StandIn()
         self._writes = _StateWrites(not self._compiled and step.may_refuse_updates)
+        if not agreement.is_alone:
+            self._writes = _AgreedStateWrites(agreement, self._stand_in)
         self._recorded = pieces
         self._split_into(pieces)
 
@@ -80,7 +98,17 @@ class OomRetry:
     def _split_into(self, pieces: int) -> None:
         self._pieces = pieces
         self._fitting: set[Hashable] = set()
-        self._step = split_step(self._original, pieces, self._writes)
+        self._steps: dict[int, Step] = {}
+
+    def _step_for(self, batch: PyTree) -> Step:
+        """Return the step that takes a batch in pieces; on ranks in equal ones, of which there may be more."""
+        pieces = self._pieces
+        if not self._agreement.is_alone:
+            examples = max((tree.batch_length(batch) or 1) // self._original.microbatches, 1)
+            pieces = next(n for n in range(min(pieces, examples), examples + 1) if examples % n == 0)
+        if pieces not in self._steps:
+            self._steps[pieces] = split_step(self._original, pieces, self._writes)
+        return self._steps[pieces]
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Run the step, in more pieces if memory runs out.
@@ -100,9 +128,9 @@ class OomRetry:
                 if structure is not None and structure not in self._fitting:
                     copy = _copy_to_host(state)
                 self._writes.begun = self._compiled
-                new_state, metrics = self._step(state, batch)
+                new_state, metrics = self._run(state, batch)
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not (is_out_of_memory(error) or isinstance(error, OutOfMemoryOnRankError)):
                     self._note_pieces(error, batch)
                     raise
                 out_of_memory = error
@@ -117,11 +145,40 @@ class OomRetry:
             # This frees the code that was compiled for fewer pieces, too.
             release(out_of_memory, device_of(state))
             if not can_retry:
-                raise _too_large(self._original, state, batch, pieces, lost=lost) from out_of_memory
+                explain = shortage if self._agreement.is_alone else None
+                raise _too_large(self._original, state, batch, pieces, explain, lost=lost) from out_of_memory
             if lost:
                 raise StateOverwrittenError(state) from out_of_memory
             if self._interrupted():
                 raise Abandoned
+
+    def _run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Run the step. What fails on one of many ranks for want of memory fails on all."""
+        step = self._step_for(batch)
+        if self._agreement.is_alone:
+            return step(state, batch)
+        with self._stand_in:
+            try:
+                return step(state, batch)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if self._writes.begun:
+                    raise DeviceError(
+                        "fit: memory ran out on this rank in the update, which the others make; use a higher level of "
+                        "ft.sharded, or ft.offload('opt_state')"
+                    ) from error
+                release(error, device_of(state))
+            try:
+                with self._stand_in.active():
+                    return step(state, batch)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise DeviceError(
+                    "fit: memory ran out on this rank with one example of each microbatch; use a higher level of "
+                    "ft.sharded, ft.remat() or shorter examples"
+                ) from error
 
     def _note_pieces(self, error: Exception, batch: PyTree) -> None:
         """Say with an error that the batch was split, which may be its cause."""
@@ -138,7 +195,8 @@ class OomRetry:
         if self._pieces == self._recorded:
             return metrics
         if self._recorded == 1:
-            warn_of_pieces("fit(on_oom='split')", self._original.loss, state, batch)
+            is_first = self._agreement.is_first
+            warn_of_pieces("fit(on_oom='split')", self._original.loss, state, batch, is_first=is_first)
         self._recorded = self._pieces
         self._say(f"step {int(state.step)}  out of memory: from now on in {self._pieces} pieces, one after the other")
         return report(metrics, "fit", **{SPLIT_METRIC: self._pieces})
@@ -155,16 +213,18 @@ def split_step(step: Step, pieces: int, writes: _StateWrites | None = None) -> S
 
     Batch statistics are those of each piece, and so is dropout that is not counter-based, as `accumulate` says. A loss
     that is a `Mean` counts by its weight, and one that is a plain number by its examples. Where the pieces are equal,
-    the result is bitwise that of ``accumulate(pieces)``.
+    the result is bitwise that of ``accumulate(pieces)``. On many ranks they must be: `pieces` divides each microbatch.
 
     Args:
         step: the step.
         pieces: the number of pieces; a batch with fewer examples is split into single examples.
         writes: notes when the step begins to overwrite its state.
     """
-    wrappers = step.wrappers
+    wrappers, ranks = step.wrappers, ranks_of(step.wrappers)
     if pieces > 1:
         split = OnGrad(lambda grad: _split(grad, pieces), compile_inner=True)
+        if ranks > 1:
+            split = OnGrad(lambda grad: _split_evenly(grad, pieces), microbatches=pieces)
         wrappers = (Wrapper(SPLIT_METRIC, f"split({pieces})", grad=split), *wrappers)
     if writes is not None:
         wrappers = (*wrappers, Wrapper("watched", "fit(on_oom='split')", grad=OnGrad(writes.watch)))
@@ -191,6 +251,40 @@ class _StateWrites:
             return gradients
 
         return watched
+
+
+class _AgreedStateWrites(_StateWrites):
+    """The same on ranks: none begins to overwrite its state before all have a gradient.
+
+    Args:
+        agreement: of the ranks.
+        stand_in: for a rank that has no gradient.
+    """
+
+    def __init__(self, agreement: Agreement, stand_in: StandIn) -> None:
+        super().__init__(refusable=False)
+        self._agreement, self._stand_in = agreement, stand_in
+
+    def watch(self, grad: GradFn) -> GradFn:
+        def watched(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+            self.begun = False
+            self._stand_in.begin()
+            is_without = self._stand_in.is_active
+            gradients = grad(state, without_examples(batch) if is_without else batch, rng)
+            if self._agreement.largest(int(is_without)):
+                raise OutOfMemoryOnRankError("fit: memory ran out on a rank")
+            self.begun = True
+            return gradients
+
+        return watched
+
+
+def _split_evenly(grad: GradFn, pieces: int) -> GradFn:
+    def splitting(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        microbatches = split_batch(batch, pieces, require_equal="fit(on_oom='split')")
+        return accumulate_grads(grad, state, microbatches, rng)
+
+    return splitting
 
 
 def _split(grad: GradFn, pieces: int) -> GradFn:
@@ -247,7 +341,9 @@ def _restore(state: TrainState, copy: list[Any] | None) -> bool:
     return True
 
 
-def _too_large(step: Step, state: TrainState, batch: PyTree, pieces: int, *, lost: bool) -> DeviceError:
+def _too_large(
+    step: Step, state: TrainState, batch: PyTree, pieces: int, explain: Callable[..., list[str]] | None, *, lost: bool
+) -> DeviceError:
     """Return the error of a step that does not fit even in the smallest pieces that were tried."""
     examples = most_pieces(batch)
     piece = split_batch(batch, pieces)[0]
@@ -260,7 +356,7 @@ def _too_large(step: Step, state: TrainState, batch: PyTree, pieces: int, *, los
         )
     else:
         text = "fit: the step runs out of memory with one example at a time"
-    lines = [text, *shortage(step, state, piece)]
+    lines = [text, *(explain(step, state, piece) if explain else [])]
     if lost:
         lines.append("The step had begun to overwrite the state, which is lost; checkpoints are as they were.")
         consume(state)

@@ -145,7 +145,8 @@ class Run:
         """
         options, retry = self._options, None
         if options.on_oom == SPLIT and isinstance(self._step, Step):
-            retry = OomRetry(self._step, recorded_pieces(self.history), self._display.say, self._interrupted)
+            pieces = recorded_pieces(self.history)
+            retry = OomRetry(self._step, pieces, self._display.say, self._interrupted, self._agreement)
         step = self._step if retry is None else retry
         loop = functools.partial(iterate, step, data=self._data, steps=options.steps)
         while True:
@@ -177,7 +178,8 @@ class Run:
         self._between_steps = False
         if self._accumulates and record.step % self._options.log_every == 0:
             self._accumulates = False
-            warn_of_pieces("accumulate", self._step.loss, self._newest.state, record.batch)
+            is_first = self._agreement.is_first
+            warn_of_pieces("accumulate", self._step.loss, self._newest.state, record.batch, is_first=is_first)
         if self._tracks_position:
             # The compilation of a later step may be abandoned, when its batch was already taken from the data.
             self._position = position_of(record, self._data)

@@ -68,5 +68,5 @@ def _settings_of_process():
 
 def _name_of_group(group):
     """Return the name of a group, also while it is destroyed, when its world has forgotten it already."""
-    group.last_name = group._world().pg_names.get(group, getattr(group, "last_name", None))
+    group.last_name = group._world().pg_names.get(group, getattr(group, "last_name", ""))
     return group.last_name

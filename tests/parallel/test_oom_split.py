@@ -1,0 +1,140 @@
+"""Memory runs out on one rank, at any operation of its gradient: all split the step, and the update is the same."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ftrain as ft
+from ftrain.errors import ComposeError, DeviceError
+from ftrain.parallel.agreement import Agreement
+from ftrain.step.step import Step
+from tests.parallel import models
+from tests.parallel.ranks import run
+from tests.parallel.test_sharded import assert_same
+
+SCARCE_STEP = 1
+"""The step, counted from 0, in which memory runs out."""
+
+
+class Scarce(TorchDispatchMode):
+    """Counts the operations of a step, and runs out of memory at one of them."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.seen = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        if self.seen == self.at:
+            self.at = None
+            raise torch.OutOfMemoryError("out of memory, on purpose")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(name="modes")
+def _modes(monkeypatch):
+    """Return what holds, for each thread, the mode in which its scarce step runs."""
+    modes, call = threading.local(), Step.__call__
+
+    def scarcely(self, state, batch):
+        mode = getattr(modes, "mode", None)
+        if mode is None or int(state.step) != SCARCE_STEP:
+            return call(self, state, batch)
+        with mode:
+            return call(self, state, batch)
+
+    monkeypatch.setattr(Step, "__call__", scarcely)
+    return modes
+
+
+def trained(size, level, modes, at=None, faulty=1, wrappers=(), criterion=models.loss, **options):
+    """Return the whole states and histories of ranks, of which one runs out of memory at some operation."""
+
+    def rank(number):
+        modes.mode = Scarce(at) if at is not None and number == faulty else None
+        step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), level), criterion=criterion)
+        options_of_fit = {"on_oom": "split", "progress": False, **options}
+        state, history = ft.fit(step, step.init(seed=5), list(models.batches()), **options_of_fit)
+        if at is not None:
+            assert [record.get("split") for record in history] == [None, 2, None]
+        return ft.parallel.whole(state), [
+            {name: value for name, value in record.items() if name not in ("seconds", "split")} for record in history
+        ]
+
+    return run(size, rank)
+
+
+def operations_of_gradient(size, level, modes, monkeypatch, **options):
+    """Return how many operations a rank makes before the ranks agree that all have their gradients."""
+    counts, largest = [], Agreement.largest
+
+    def counting(self, number):
+        mode = getattr(modes, "mode", None)
+        if mode is not None and mode.seen:
+            counts.append(mode.seen)
+        return largest(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Agreement, "largest", counting)
+        with pytest.raises(AssertionError):
+            trained(size, level, modes, at=-1, **options)
+    return counts[0]
+
+
+@pytest.mark.parametrize("level", [0, *(pytest.param(level, marks=pytest.mark.exhaustive) for level in (1, 2)), 3])
+def test_one_rank_runs_out_of_memory_at_any_operation_of_its_gradient(level, modes, monkeypatch):
+    options = {"wrappers": (ft.accumulate(2), ft.clip(0.05), ft.ema(0.8))}
+    (reference,) = trained(1, 0, modes, **options)
+    count = operations_of_gradient(2, level, modes, monkeypatch, **options)
+    assert count > 100
+    for at in (1, count // 2, count):
+        assert_same(trained(2, level, modes, at, **options), reference)
+
+
+def test_a_plain_loss_on_three_ranks_runs_out_of_memory_in_its_first_step(modes):
+    """When the ranks find out whether the loss draws random numbers."""
+
+    def scarce(number):
+        def loss(model, batch):
+            if number == 2 and len(batch["x"]) > 2:
+                raise torch.OutOfMemoryError("out of memory, on purpose")
+            return models.plain_loss(model, batch)
+
+        return loss
+
+    def rank(number):
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), 3), criterion=scarce(number))
+        state, history = ft.fit(step, step.init(seed=5), list(models.batches()), on_oom="split", progress=False)
+        return ft.parallel.whole(state), [{"loss": record["loss"]} for record in history], history["split"]
+
+    ((expected, losses, splits),) = run(1, rank)
+    assert not splits
+    for state, found, pieces in run(3, rank):
+        assert_same([(state, found)], (expected, losses))
+        assert pieces == [2]
+
+
+def test_a_rank_without_memory_for_one_example_says_so():
+    def rank(number):
+        def loss(model, batch):
+            if number == 1:
+                raise torch.OutOfMemoryError("out of memory, on purpose")
+            return models.plain_loss(model, batch)
+
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), 0), criterion=loss)
+        ft.fit(step, step.init(seed=5), list(models.batches()), on_oom="split", progress=False)
+
+    with pytest.raises(DeviceError, match="fit: memory ran out on this rank with one example of each microbatch"):
+        run(2, rank)
+
+
+@pytest.mark.parametrize("wrapper", [ft.compiled, ft.update_in_backward])
+def test_steps_whose_gradient_is_not_computed_before_the_update_are_refused(wrapper):
+    def rank(number):
+        step = models.step_of(wrapper(), ft.sharded(ft.parallel.mesh(), 0))
+        with pytest.raises(ComposeError, match="fit: on_oom='split' on 2 ranks needs a step that is not compiled"):
+            ft.fit(step, step.init(seed=5), list(models.batches()), on_oom="split", progress=False)
+
+    run(2, rank)
