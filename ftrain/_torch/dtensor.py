@@ -106,3 +106,26 @@ def with_local_part(tensor: DTensor, local: Tensor) -> DTensor:
         spec = names.DTensorSpec(tensor.device_mesh, tensor.placements, meta)
     other: DTensor = names.DTensor(local, spec, requires_grad=False)
     return other
+
+
+def specs(leaves: Sequence[Any]) -> list[Any]:
+    """Return of each DTensor how it is divided, an object that tensors made by `with_local_parts` share; else None."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return [None] * len(leaves)
+    kind = _names().DTensor
+    return [leaf._spec if isinstance(leaf, kind) else None for leaf in leaves]
+
+
+def local_parts(leaves: Sequence[Any]) -> list[Any]:
+    """Return `local_part` of each DTensor, and other leaves as they are."""
+    kind = _names().DTensor
+    return [leaf._local_tensor if isinstance(leaf, kind) else leaf for leaf in leaves]
+
+
+def with_local_parts(likes: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """Return `with_local_part` where `likes` has a DTensor, or that itself if the leaf is its part; else the leaf."""
+    kind, pairs = _names().DTensor, zip(likes, leaves, strict=True)
+    return [
+        leaf if not isinstance(like, kind) else like if like._local_tensor is leaf else with_local_part(like, leaf)
+        for like, leaf in pairs
+    ]

@@ -25,7 +25,7 @@ from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
 from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
 from ftrain.parallel.rows import Rows, computing_on, current, own_rows, require_scalars, rows_of
 from ftrain.parallel.same_inputs import SameInputs, digest
-from ftrain.parallel.state import WHOLE, Layout, as_dtensors, divide, local_parts, require_whole
+from ftrain.parallel.state import WHOLE, Layout, LocalStates, divide, require_whole
 from ftrain.parallel.stock_draws import StockDraws
 from ftrain.parallel.whole_update import whole_update
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, wrapper
@@ -140,7 +140,8 @@ class _Ranks:
         self._all = all_ranks(mesh)
         self._same_inputs = SameInputs(self._all, whole_batches=whole_batches)
         self._rows_of = rows_of if whole_batches else own_rows
-        self._parts: list[Any] = []
+        self._local_states = LocalStates(mesh, level)
+        self._shards_layout: Layout | None = None
         self._shards: Shards | None = None
         self._watch = watch()
 
@@ -194,7 +195,7 @@ class _Ranks:
         self._watch.begin(state.step)
         with self._watch:
             self._same_inputs.require(state, batch)
-        local, layout = local_parts(state, self._mesh, self._level)
+        local, layout = self._local_states.take(state)
         shards = self._shards_of(layout) if self._level else None
 
         def around(runner: Runner) -> Callable[..., Any]:
@@ -205,18 +206,18 @@ class _Ranks:
                         new, metrics = runner(*args)
                 finally:
                     _layout.reset(token)
-                return as_dtensors(new, state), metrics
+                return self._local_states.put_back(new, state), metrics
 
             return run
 
         return local, rows, around
 
     def _shards_of(self, layout: Layout) -> Shards | None:
-        parts = tree.leaves(layout.params)
-        if parts != self._parts:
+        if layout is not self._shards_layout:
+            parts = tree.leaves(layout.params)
             names = tree.leaf_names(layout.params)
             shapes = {name: () if part is WHOLE else part.shape for name, part in zip(names, parts, strict=True)}
-            self._parts, self._shards = parts, self._shard.shards(shapes)
+            self._shards_layout, self._shards = layout, self._shard.shards(shapes)
         return self._shards
 
     def on_loss(self, loss: Loss) -> Loss:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,42 +107,66 @@ def require_whole(params: PyTree, text: str) -> None:
         )
 
 
-def local_parts(state: TrainState, mesh: DeviceMesh, level: int) -> tuple[TrainState, Layout]:
-    """Return a state of the local parts of all DTensors, and how the parameters are divided.
+class LocalStates:
+    """Takes states of DTensors apart, and puts them together again.
 
-    Raises:
-        StructureError: for a DTensor of another mesh, or parameters that are whole at a level that divides them.
+    How the leaves are divided is found once for states that follow each other.
+
+    Args:
+        mesh: over which the leaves must be divided.
+        level: of `sharded`; at 0 leaves are whole.
     """
-    layout = Layout(tree.map(_part, state.params), tree.map(_part, state.frozen))
-    leaves, spec = tree.flatten(state)
-    meshes = {leaf.device_mesh for leaf in leaves if dtensor.is_dtensor(leaf)}
-    if any(other != mesh for other in meshes):
-        raise StructureError(
-            f"sharded: the state is divided over {', '.join(map(str, meshes))}; this step works on {mesh}. Bring it "
-            "there with ft.parallel.divided(ft.parallel.whole(state), like=step.init())"
-        )
-    is_divided = any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(state.params))
-    if is_divided != (level > 0):
-        needs = "whole tensors, as level 0" if level == 0 else f"DTensors, as level {level}"
-        raise StructureError(
-            f"sharded: the leaves of the state are {'DTensors' if is_divided else 'whole tensors'}; this step needs "
-            f"{needs} has them. Make the state with step.init(), or ft.parallel.divided(state, like=step.init())"
-        )
-    local: TrainState = tree.unflatten(
-        spec, [dtensor.local_part(leaf) if dtensor.is_dtensor(leaf) else leaf for leaf in leaves]
-    )
-    return local, layout
+
+    def __init__(self, mesh: DeviceMesh, level: int) -> None:
+        self._mesh, self._level = mesh, level
+        self._structure: Any = None
+        self._specs: list[Any] = []
+        self._is_divided = False
+        self._layout = Layout(None, None)
+
+    def take(self, state: TrainState) -> tuple[TrainState, Layout]:
+        """Return a state of the local parts of all DTensors, and how the parameters are divided.
+
+        Raises:
+            StructureError: for a DTensor of another mesh, or parameters that are whole at a level that divides them.
+        """
+        leaves, structure = tree.flatten(state)
+        specs = dtensor.specs(leaves)
+        if structure != self._structure or not all(map(operator.is_, specs, self._specs)):
+            self._require_fitting(state, leaves)
+            self._layout = Layout(tree.map(_part, state.params), tree.map(_part, state.frozen))
+            self._structure, self._specs = structure, specs
+            self._is_divided = any(specs)
+        local = tree.unflatten(structure, dtensor.local_parts(leaves)) if self._is_divided else state
+        return local, self._layout
+
+    def put_back(self, local: TrainState, state: TrainState) -> TrainState:
+        """Return a state of local parts as the DTensors that the same leaves of another state are."""
+        local = replace(local, step=state.step, rng=state.rng)
+        if not self._is_divided:
+            return local
+        leaves, structure = tree.flatten(local)
+        new: TrainState = tree.unflatten(structure, dtensor.with_local_parts(tree.leaves(state), leaves))
+        return new
+
+    def _require_fitting(self, state: TrainState, leaves: list[Any]) -> None:
+        meshes = {leaf.device_mesh for leaf in leaves if dtensor.is_dtensor(leaf)}
+        if any(other != self._mesh for other in meshes):
+            raise StructureError(
+                f"sharded: the state is divided over {', '.join(map(str, meshes))}; this step works on {self._mesh}. "
+                "Bring it there with ft.parallel.divided(ft.parallel.whole(state), like=step.init())"
+            )
+        is_divided = any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(state.params))
+        if is_divided != (self._level > 0):
+            needs = "whole tensors, as level 0" if self._level == 0 else f"DTensors, as level {self._level}"
+            raise StructureError(
+                f"sharded: the leaves of the state are {'DTensors' if is_divided else 'whole tensors'}; this step "
+                f"needs {needs} has them. Make the state with step.init(), or ft.parallel.divided(state, "
+                "like=step.init())"
+            )
 
 
 def _part(leaf: Tensor) -> Any:
     if not dtensor.is_dtensor(leaf):
         return WHOLE
     return Part(tuple(leaf.shape), dtensor.axis_of(leaf), leaf.device_mesh.size(1))
-
-
-def as_dtensors(state: TrainState, like: TrainState) -> TrainState:
-    """Return a state of local parts as the DTensors that the same leaves of another state are."""
-    leaves, spec = tree.flatten(replace(state, step=like.step, rng=like.rng))
-    pairs = zip(leaves, tree.leaves(like), strict=True)
-    new = [dtensor.with_local_part(old, leaf) if dtensor.is_dtensor(old) else leaf for leaf, old in pairs]
-    return replace(like, **vars(tree.unflatten(spec, new)))
