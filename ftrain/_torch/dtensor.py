@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Size, Tensor
 
-from ftrain._torch import private_names
+from ftrain._torch import is_fake, private_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +39,15 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a whole tensor of a DTensor, for which every rank must call this; another tensor as it is."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    local, device = tensor._local_tensor, tensor.device_mesh.device_type
+    if is_fake(local):  # Without values there is nothing to gather, nor need the ranks of a planned mesh exist.
+        return local.new_empty(tensor.shape)
+    if local.device.type == device:
+        return tensor.full_tensor()
+    # An offloaded part: the ranks of a mesh of GPUs exchange nothing that is on the host.
+    return with_local_part(tensor, local.to(device)).full_tensor().to(local.device)
 
 
 def from_block(block: Tensor, mesh: DeviceMesh, axis: int, shape: Sequence[int], strides: Sequence[int]) -> DTensor:

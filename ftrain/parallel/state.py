@@ -65,7 +65,7 @@ def whole(state: PyTree) -> PyTree:
 
     Use it to evaluate, to save, or to fill a module: ``ft.to_module(module, ft.parallel.whole(state))``.
     """
-    return tree.map(lambda leaf: leaf.full_tensor() if dtensor.is_dtensor(leaf) else leaf, state)
+    return tree.map(dtensor.whole, state)
 
 
 def divided(state: PyTree, like: PyTree) -> PyTree:

@@ -86,8 +86,7 @@ def _divided_state(optimizer: Optimizer, params: PyTree, ranks: Group) -> PyTree
     parts = parts_of_state(optimizer, wholes, opt_state, ranks.size)
     singles = [[index] for index in range(len(leaves))]
     for group, leaf in zip(param_groups(FUNCTION, optimizer, wholes, opt_state, singles), leaves, strict=True):
-        is_gathered = dtensor.is_dtensor(leaf) and not group.optimizer.by_element
-        whole = leaf.full_tensor() if is_gathered else leaf
+        whole = leaf if group.optimizer.by_element else dtensor.whole(leaf)
         (name,) = group.names
         for place, new in zip(group.state_places, tree.leaves(group.optimizer.init({name: whole})), strict=True):
             part = parts[place]

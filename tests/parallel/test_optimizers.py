@@ -12,7 +12,7 @@ from ftrain.optim import offloaded
 from ftrain.parallel import ownership
 from ftrain.parallel.mesh import Group
 from tests.laws.optimizers import COMBINED, MATRICES_ONLY, OPTIMIZERS
-from tests.parallel import models
+from tests.parallel import models, script
 from tests.parallel.ranks import run
 
 sharded = importlib.import_module("ftrain.parallel.sharded")
@@ -21,9 +21,6 @@ update_in_backward = importlib.import_module("ftrain.transforms.update_in_backwa
 
 EVERY = {**OPTIMIZERS, **COMBINED}
 
-
-WHOLE = [name for name in EVERY if not EVERY[name]().by_element]
-"""Those that need whole leaves."""
 
 SOME = ["adamw", "stochastic", "adamw_8bit", "lamb", "adafactor", "muon", "noisy", "nested"]
 """Those whose leaves differ in what they need whole."""
@@ -52,7 +49,7 @@ def batch_of(params, seed):
     }
 
 
-def trained(size, level, name, *wrappers, after=None, steps=3, dtype=torch.float32):
+def trained(size, level, name, *wrappers, after=None, steps=2, dtype=torch.float32):
     """Return the whole states of all ranks after some steps, as pairs of parameters and optimizer state.
 
     Args:
@@ -106,7 +103,7 @@ def small(monkeypatch):
 def test_each_optimizer_on_ranks_equals_one(name):
     dtype, tolerance = tolerance_of(name)
     (reference,) = trained(1, 0, name, dtype=dtype)
-    for size, level in ((2, 1), (3, 3)):
+    for size, level in ((2, 1), (3, 3)) if name in SOME else ((3, 3),):
         assert_equal(trained(size, level, name, dtype=dtype), reference, tolerance)
 
 
@@ -114,7 +111,7 @@ def test_each_optimizer_on_ranks_equals_one(name):
 def test_update_in_backward_on_ranks_equals_one_rank(name, small):
     dtype, tolerance = tolerance_of(name)
     (reference,) = trained(1, 0, name, dtype=dtype)
-    for size, level in ((2, 0), (3, 1), (2, 3)):
+    for size, level in ((3, 1), (2, 3)):
         assert_equal(trained(size, level, name, ft.update_in_backward, dtype=dtype), reference, tolerance)
 
 
@@ -129,16 +126,7 @@ def test_an_offloaded_state_on_ranks_equals_one_rank(name, small, tmp_path):
     assert_equal(trained(2, 1, name, after=offload, dtype=dtype), reference, tolerance)
 
 
-def of_model(name):
-    """Return an optimizer for a model whose parameters are not all matrices."""
-    if name not in MATRICES_ONLY:
-        return EVERY[name]()
-    parts = {"matrices": EVERY[name](), "rest": ft.optim.adamw(0.01)}
-    return ft.optim.partition(parts, {"matrices": lambda name, leaf: leaf.ndim == 2})
-
-
-@pytest.mark.parametrize("name", [*WHOLE, "adamw"])
-def test_a_stack_with_each_optimizer_on_ranks_equals_one_rank(name):
+def test_a_stack_with_optimizers_of_every_kind_on_ranks_equals_one_rank():
     def train(size, level, **mesh):
         def rank(_):
             wrappers = ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), ft.skip_nonfinite(3)
@@ -166,7 +154,7 @@ def test_a_donated_state_is_updated_in_its_memory(name):
             return [getattr(leaf, "_local_tensor", leaf).data_ptr() for leaf in leaves]
 
         first = pointers(state)
-        for seed in range(3):
+        for seed in range(2):
             state, _ = step(state, batch_of(params, seed))
         return ft.parallel.whole((state.params, state.opt_state)), pointers(state) == first
 
@@ -277,7 +265,7 @@ def test_update_in_backward_of_a_model_with_other_wrappers_equals_one_rank(names
 
         return run(size, rank)
 
-    optimizer = ft.optim.muon(0.01) if "lora" in names else of_model("muon")
+    optimizer = ft.optim.muon(0.01) if "lora" in names else script.optimizer()
     ((reference, history),) = train(1, 0)
     tolerance = 2e-3 if "bf16" in names else 1e-11
     for size, level in ((2, 0), (3, 1), (3, 3)):
