@@ -49,14 +49,15 @@ class Plan:
         local: the leaves of which every rank has all that their update needs.
         rounds: the other leaves.
         shared: indices of the leaves of the state that every rank has.
-        idle: leaves of another rank as `FakeTensor`s, and their group, when this rank has no leaf to update.
+        idle: groups of a parameter that other ranks update, with that parameter as a `FakeTensor`: this rank has
+            leaves of their state, and updates no other parameter that these belong to.
     """
 
     specs: tuple[optree.PyTreeSpec, optree.PyTreeSpec]
     local: ParamGroup | None
     rounds: list[Round]
     shared: set[int]
-    idle: tuple[ParamGroup, list[Tensor]] | None
+    idle: list[tuple[ParamGroup, Tensor]]
 
 
 def assign(optimizer: Optimizer, wholes: PyTree, ranks: int) -> dict[str, int]:
@@ -87,7 +88,21 @@ def split_of(optimizer: Optimizer, params: PyTree, parts: Sequence[Sequence[int]
     return optimizer.split(params, parts) if optimizer.split is not None else []
 
 
-def parts_of_state(optimizer: Optimizer, wholes: PyTree, opt_state: PyTree, ranks: int) -> list[Part | None]:
+def single_groups(optimizer: Optimizer, wholes: PyTree, opt_state: PyTree) -> list[ParamGroup]:
+    """Return the group of each parameter alone.
+
+    Args:
+        optimizer: one that has a `split`.
+        wholes: the whole parameters, perhaps without values.
+        opt_state: a state of these, of which the structure counts.
+    """
+    singles = [[index] for index in range(len(tree.leaves(wholes)))]
+    return list(param_groups(FUNCTION, optimizer, wholes, opt_state, singles))
+
+
+def parts_of_state(
+    optimizer: Optimizer, wholes: PyTree, singles: Sequence[ParamGroup], ranks: int
+) -> list[Part | None]:
     """Return how each leaf of an optimizer state is divided: None for one that every rank has.
 
     Every rank has what belongs to no parameter alone, such as a count of updates, or to a parameter without an axis.
@@ -95,15 +110,14 @@ def parts_of_state(optimizer: Optimizer, wholes: PyTree, opt_state: PyTree, rank
     Args:
         optimizer: one that has a `split`.
         wholes: the whole parameters, as `FakeTensor`s.
-        opt_state: a state of the same structure.
+        singles: their `single_groups`.
         ranks: how many there are.
     """
     leaves = tree.leaves(wholes)
     with _torch.without_modes():
         state = tree.leaves(optimizer.init(wholes))
-    groups = list(param_groups(FUNCTION, optimizer, wholes, opt_state, [[index] for index in range(len(leaves))]))
-    counts = Counter(place for group in groups for place in group.state_places)
-    of_params = {place for group in groups if leaves[group.places[0]].ndim for place in group.state_places}
+    counts = Counter(place for group in singles for place in group.state_places)
+    of_params = {place for group in singles if leaves[group.places[0]].ndim for place in group.state_places}
     divided = {place for place in of_params if counts[place] == 1 and state[place].ndim and state[place].numel()}
     return [part_of(leaf, ranks) if place in divided else None for place, leaf in enumerate(state)]
 
@@ -130,7 +144,7 @@ def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mappin
         ranks: over which leaves are divided.
     """
     wholes = wholes_of(params)
-    names, leaves = tree.leaf_names(wholes), tree.leaves(wholes)
+    names, leaves, state = tree.leaf_names(wholes), tree.leaves(wholes), tree.leaves(opt_state)
     chunks = [_chunks(leaves, [i for i, name in enumerate(names) if owners.get(name) == r]) for r in range(ranks.size)]
     local = [index for index, name in enumerate(names) if name not in owners]
     lists = [*itertools.chain.from_iterable(chunks), *([local] if local else [])]
@@ -138,7 +152,8 @@ def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mappin
     groups_of = [[next(groups) for _ in of_rank] for of_rank in chunks]
     local_group = next(groups, None)
     parts = [part_of(leaf, ranks.size) if leaf.ndim else None for leaf in leaves]
-    state_parts = parts_of_state(optimizer, wholes, opt_state, ranks.size)
+    singles = single_groups(optimizer, wholes, opt_state)
+    state_parts = parts_of_state(optimizer, wholes, singles, ranks.size)
     rounds = [
         Round(
             _moved([None if group is None else group.places for group in groups], parts),
@@ -148,12 +163,13 @@ def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mappin
         for groups in itertools.zip_longest(*groups_of)
     ]
     shared = {place for place, part in enumerate(state_parts) if part is None}
-    idle = None
-    if local_group is None and not groups_of[ranks.rank]:
-        others = [
-            (group, [leaves[place] for place in group.places]) for group in itertools.chain.from_iterable(groups_of)
-        ]
-        idle = min(others, key=lambda other: sum(leaf.numel() for leaf in other[1]))
+    mine = [*groups_of[ranks.rank], *([local_group] if local_group else [])]
+    updated = {place for group in mine for place in group.state_places}
+    idle = list[tuple[ParamGroup, Tensor]]()
+    for group, leaf in sorted(zip(singles, leaves, strict=True), key=lambda pair: pair[1].numel()):
+        if any(place in shared and state[place].numel() and place not in updated for place in group.state_places):
+            idle.append((group, leaf))
+            updated.update(group.state_places)
     return Plan((tree.flatten(params)[1], tree.flatten(opt_state)[1]), local_group, rounds, shared, idle)
 
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain._torch import dtensor
-from ftrain.optim.partial_update import ParamGroup, param_groups
+from ftrain.optim.partial_update import ParamGroup
 from ftrain.optim.structure_cache import StructureCache
 from ftrain.parallel.exchange import from_owners, to_owners
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.ownership import FUNCTION, Plan, Round, assign, parts_of_state, plan, split_of, wholes_of
+from ftrain.parallel.ownership import Plan, Round, assign, parts_of_state, plan, single_groups, split_of, wholes_of
 from ftrain.parallel.state import block_of
 from ftrain.tree import sharding
 from ftrain.types import Hyper, Optimizer, PyTree
@@ -82,10 +82,9 @@ def _divided_state(optimizer: Optimizer, params: PyTree, ranks: Group) -> PyTree
     leaves, spec = tree.flatten(params)
     wholes = tree.unflatten(spec, sharding.abstract(leaves, [leaf.shape for leaf in leaves]))
     state, state_spec = tree.flatten(optimizer.init(wholes))
-    opt_state = tree.unflatten(state_spec, state)
-    parts = parts_of_state(optimizer, wholes, opt_state, ranks.size)
-    singles = [[index] for index in range(len(leaves))]
-    for group, leaf in zip(param_groups(FUNCTION, optimizer, wholes, opt_state, singles), leaves, strict=True):
+    singles = single_groups(optimizer, wholes, tree.unflatten(state_spec, state))
+    parts = parts_of_state(optimizer, wholes, singles, ranks.size)
+    for group, leaf in zip(singles, leaves, strict=True):
         whole = leaf if group.optimizer.by_element else dtensor.whole(leaf)
         (name,) = group.names
         for place, new in zip(group.state_places, tree.leaves(group.optimizer.init({name: whole})), strict=True):
@@ -122,8 +121,8 @@ class _Update:
             self._make_local(self._plan.local, grads)
         for each in self._plan.rounds:
             self._make_round(each, grads)
-        if self._plan.idle is not None:
-            self._make_idle(*self._plan.idle)
+        for group, leaf in self._plan.idle:
+            self._make_idle(group, leaf)
         for place, new in self._of_all_ranks.items():
             self._new_state[place] = self._state[place].copy_(new) if self._donate else new
         specs = self._plan.specs
@@ -187,16 +186,15 @@ class _Update:
                 new[number_of_state[place]] = leaf
         return new
 
-    def _make_idle(self, group: ParamGroup, leaves: list[Tensor]) -> None:
+    def _make_idle(self, group: ParamGroup, leaf: Tensor) -> None:
         """Update zeros, for what every rank has of the state, such as the count of updates."""
-        zeros = [torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
-        own = tree.leaves(group.optimizer.init(dict(zip(group.names, zeros, strict=True))))
-        pairs = zip(group.state_places, own, strict=True)
-        state = [self._old_state(place) if place in self._plan.shared else leaf for place, leaf in pairs]
-        grads = [torch.zeros_like(leaf) for leaf in zeros]
-        _, new_state = group.update(grads, state, zeros, self._hyper, donate=True)
-        for place, leaf in zip(group.state_places, new_state, strict=True):
-            self._is_shared(place, leaf)
+        zeros = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        (name,) = group.names
+        pairs = zip(group.state_places, tree.leaves(group.optimizer.init({name: zeros})), strict=True)
+        state = [self._old_state(place) if place in self._plan.shared else new for place, new in pairs]
+        _, new_state = group.update([torch.zeros_like(zeros)], state, [zeros], self._hyper, donate=True)
+        for place, new in zip(group.state_places, new_state, strict=True):
+            self._is_shared(place, new)
 
     def _old_state(self, place: int) -> Tensor:
         # What every rank has may be read for several groups, for each of which it must have its old value.

@@ -131,7 +131,9 @@ def test_a_stack_with_optimizers_of_every_kind_on_ranks_equals_one_rank():
         def rank(_):
             wrappers = ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), ft.skip_nonfinite(3)
             mesh_of_ranks = ft.parallel.mesh(**mesh)
-            return models.train(models.step_of(*wrappers, ft.sharded(mesh_of_ranks, level), optimizer=of_model(name)))
+            return models.train(
+                models.step_of(*wrappers, ft.sharded(mesh_of_ranks, level), optimizer=script.optimizer())
+            )
 
         return run(size, rank)
 
@@ -166,7 +168,7 @@ def test_a_donated_state_is_updated_in_its_memory(name):
 
 
 def test_ranks_share_the_work_and_each_matrix_is_updated_once(monkeypatch, small):
-    """Ten matrices of one size on four ranks: each has two or three of them, and no rank waits for another's."""
+    """Ten matrices of one size on four ranks: each updates two or three of them."""
     elements = []
     orthogonal = muon._orthogonal
 
