@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ftrain import _torch
+from ftrain import _torch, tree
 from ftrain.parallel.gather import gathered
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.not_gathered import NotGathered
 from ftrain.parallel.partition import Part, gather_all
+from ftrain.parallel.same_program import require_same_block
 from ftrain.step.blocks import forwarding, repeated_children
 from ftrain.step.swap_params import Slot, bound, slots_of
 
@@ -38,6 +39,8 @@ class BlockGather:
     def __init__(self, module: nn.Module, group: Group) -> None:
         self._group = group
         self._slots = {block: _parameters(block, module) for block in repeated_children(module)}
+        module_names = {part: name for name, part in module.named_modules()}
+        self._block_names = [module_names[block] for block in self._slots]
         self.names = _only_in(self._slots.values(), slots_of(module))
         """The names of parameters that are gathered by block."""
         self._gathered_again: deque[_Again] = deque()
@@ -71,20 +74,31 @@ class BlockGather:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Context in which the forward of every block gathers its parameters first."""
-        with forwarding([(block, self._gathering(block, slots)) for block, slots in self._slots.items()]):
+        gathering = [
+            (block, self._gathering(number, block, slots)) for number, (block, slots) in enumerate(self._slots.items())
+        ]
+        with forwarding(gathering):
             try:
                 yield
             finally:
                 self._locals, self._latest = {}, {}
 
-    def _gathering(self, block: nn.Module, slots: Sequence[Slot]) -> Callable[..., Any]:
+    def finish(self) -> None:
+        """Check, in the first step, that no other rank runs one more block."""
+        self._require_same(len(self._block_names))
+
+    def _require_same(self, number: int) -> None:
+        require_same_block(self._group, self._block_names, number, tree.device_of(self._locals))
+
+    def _gathering(self, number: int, block: nn.Module, slots: Sequence[Slot]) -> Callable[..., Any]:
         forward, slots = block.forward, [slot for slot in slots if slot.name in self.names]
         names = list(dict.fromkeys(slot.name for slot in slots))
 
         def gathering(*args: Any, **kwargs: Any) -> Any:
             locals_, parts = [self._locals[name] for name in names], [self._parts[name] for name in names]
+            self._require_same(number)
             again = _Again(self._group, [local.detach() for local in locals_], parts, self._gathered_again)
-            wholes = gathered(self._group, locals_, parts, again.forget)
+            wholes = gathered(self._group, locals_, parts, names, again.forget)
             again.watch(wholes)
             self._latest.update((name, (again, index)) for index, name in enumerate(names))
             by_name = dict(zip(names, wholes, strict=True))

@@ -25,6 +25,7 @@ from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
 from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
 from ftrain.parallel.rows import Rows, computing_on, current, own_rows, require_scalars, rows_of
 from ftrain.parallel.same_inputs import SameInputs, digest
+from ftrain.parallel.same_program import SameProgram
 from ftrain.parallel.state import WHOLE, Layout, LocalStates, divide, require_whole
 from ftrain.parallel.stock_draws import StockDraws
 from ftrain.parallel.whole_update import whole_update
@@ -233,6 +234,8 @@ class _Ranks:
             params = self._gathered(params, blocks) if gathers else params
             with rows.stock_draws():
                 mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
+            if blocks is not None:
+                blocks.finish()
             mean = rows.weighted(mean)
             metrics = {name: rows.weighted(each) if isinstance(each, Mean) else each for name, each in metrics.items()}
             return replace(zero_if_empty(mean), weight=self._all.sum(mean.weight.detach())), metrics, buffers
@@ -250,23 +253,24 @@ class _Ranks:
         parts = layout.params if layout.frozen is None else tree.overlay(layout.params, layout.frozen)
         leaves, spec = tree.flatten(params)
         if blocks is None:
-            return tree.unflatten(spec, gathered(self._shard, leaves, _without_marks(parts)))
+            return tree.unflatten(spec, gathered(self._shard, leaves, _without_marks(parts), tree.leaf_names(params)))
         by_name = {name: None if part is WHOLE else part for name, part in parts.items()}
         left = blocks.leave_out(params, by_name)
         others = {name: leaf for name, leaf in left.items() if name not in blocks.names}
-        wholes = gathered(self._shard, list(others.values()), [by_name[name] for name in others])
+        wholes = gathered(self._shard, list(others.values()), [by_name[name] for name in others], list(others))
         return {**left, **dict(zip(others, wholes, strict=True))}
 
     def on_grad(self, grad: GradFn) -> GradFn:
         """Compute the gradient of this rank's rows, and combine those of all ranks."""
-        draws = StockDraws(self._all, can_repeat=self._all.size == 1)
+        draws, program = StockDraws(self._all, can_repeat=self._all.size == 1), SameProgram(self._all)
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
             parts = _without_marks(_layout.get().params)
             if 0 < self._level < 3:
                 leaves, spec = tree.flatten(state.params)
                 state = replace(state, params=tree.unflatten(spec, gather_all(self._shard, leaves, parts)))
-            local, drawing = draws.run(partial(_of_rows, grad, state, rows, rng), state)
+            with program.required(state.params):
+                local, drawing = draws.run(partial(_of_rows, grad, state, rows, rng), state)
             whole = self._results(replace(local, grads=None), state.buffers, rows)
             if local.stream_grads is not None:
                 return replace(whole, stream_grads=partial(self._stream, local.stream_grads, drawing, parts))

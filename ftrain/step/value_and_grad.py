@@ -18,6 +18,7 @@ from ftrain import _torch, backends, tree
 from ftrain.errors import LossError
 from ftrain.step import purity
 from ftrain.step.reentrant_checkpoint import REMEDY, CheckpointInputs
+from ftrain.step.unused_params import listed, unused_error, watching
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import (
     GradFn,
@@ -364,29 +365,24 @@ def _filled(
     grads: tuple[Tensor | None, ...], result: ForwardResult, params: PyTree, name: str, allow_unused: bool
 ) -> list[Tensor]:
     """Return the gradients with zeros for unused parameters, if these are allowed."""
+    on_rank = watching()
     irregular = [index for index, grad in enumerate(grads) if grad is None or grad.is_sparse]
+    if on_rank is not None:
+        on_rank.note_call([index for index in irregular if grads[index] is None], name, allow_unused)
     if not irregular:
         return list(grads)  # type: ignore[arg-type]
     unused = [index for index in irregular if grads[index] is None]
     if len(unused) < len(irregular):
         raise _sparse(params, next(index for index in irregular if index not in unused), name)
-    if hidden := result.hidden(unused):
+    # On one of many ranks the loss must not run again alone, and others may use what it does not.
+    if on_rank is None and (hidden := result.hidden(unused)):
         raise LossError(
             f"{name}: {len(hidden)} parameters are used only within torch.utils.checkpoint(use_reentrant=True), which "
-            f"gives them no gradient: {_listed(params, hidden)}; use {REMEDY}"
+            f"gives them no gradient: {listed(params, hidden)}; use {REMEDY}"
         )
-    if not allow_unused:
-        raise LossError(
-            f"{name}: the loss does not use {len(unused)} of {len(grads)} parameters: {_listed(params, unused)}; use "
-            "them, freeze them with trainable=, or allow it with train_step(..., allow_unused=True)"
-        )
+    if on_rank is None and not allow_unused:
+        raise unused_error(name, params, unused)
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(result.params, grads, strict=True)]
-
-
-def _listed(params: PyTree, indices: list[int]) -> str:
-    names = tree.leaf_names(params)
-    listed = ", ".join(names[index] for index in indices[: tree.MAX_LISTED])
-    return f"{listed}, ..." if len(indices) > tree.MAX_LISTED else listed
 
 
 def _sparse(params: PyTree, index: int, name: str) -> LossError:

@@ -1,0 +1,89 @@
+"""Check that all ranks run the same blocks, and that each parameter is used by one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ftrain import _torch, tree
+from ftrain.errors import LossError
+from ftrain.parallel.mesh import Group
+from ftrain.step.unused_params import UnusedOnRank, unused_error, watched, watching
+from ftrain.types import PyTree
+
+
+class SameProgram:
+    """Compares what the ranks have run in the first step; in later ones, which would take time, nothing is compared."""
+
+    def __init__(self, ranks: Group) -> None:
+        self._ranks = ranks
+        self._is_checked = ranks.size == 1
+
+    @contextmanager
+    def required(self, params: PyTree) -> Iterator[None]:
+        """Context of a gradient of this rank; at the end of the first one it waits for the device.
+
+        What is captured as a graph is the same on all ranks, and is checked without them.
+
+        Args:
+            params: those that train.
+
+        Raises:
+            LossError: on every rank, for parameters that none uses where that is not allowed, or a block that only some
+                ranks run.
+        """
+        if self._ranks.size == 1:
+            yield
+            return
+        leaf = tree.leaves(params)[0]
+        is_captured = _torch.is_capturing() or _torch.is_fake(leaf)
+        is_first = not (is_captured or self._is_checked)
+        with watched(tree.leaf_names(params), is_first) as unused:
+            yield
+        if is_captured:
+            _require_used(unused, params, [sorted(each) for each in unused.calls])
+        elif is_first:
+            _require_used(unused, params, self._unused_by_all(unused, leaf.device))
+            self._is_checked = True
+
+    def _unused_by_all(self, unused: UnusedOnRank, device: torch.device) -> list[list[int]]:
+        """Return for each backward pass the numbers of the parameters that no rank has used."""
+        flags = torch.zeros(len(unused.calls), len(unused.names), dtype=torch.int32, device=device)
+        for flag, indices in zip(flags, unused.calls, strict=True):
+            flag[sorted(indices)] = 1
+        counts: Tensor = self._ranks.sum(flags).to(tree.HOST)
+        return [torch.nonzero(row == self._ranks.size).flatten().tolist() for row in counts]
+
+
+def _require_used(unused: UnusedOnRank, params: PyTree, calls: list[list[int]]) -> None:
+    indices = next(filter(None, calls), None)
+    if indices and not unused.is_allowed:
+        raise unused_error(unused.loss, params, indices)
+
+
+def require_same_block(ranks: Group, blocks: Sequence[str], number: int, device: torch.device) -> None:
+    """Check that ranks run the same block next, where they compare what they do; waits for the device then.
+
+    Args:
+        ranks: that gather their parameters together.
+        blocks: the names of the blocks.
+        number: that of the block; that of blocks after the last one.
+        device: of the parameters.
+
+    Raises:
+        LossError: on every rank, when they run different blocks.
+    """
+    unused = watching()
+    if unused is None or not unused.is_first:
+        return
+    last, minus_first = ranks.max(torch.tensor([number, -number], device=device)).tolist()
+    if last != -minus_first:
+        names = [*blocks, "none"]
+        raise LossError(
+            f"sharded: the next block that ranks run is {names[-minus_first]} on some and {names[last]} on others. "
+            "Level 3 gathers a block on all ranks at once, so all must run the same blocks in one order, whatever "
+            "their examples are: run a block everywhere, with a factor of 0 where it is not wanted, or use level=2"
+        )

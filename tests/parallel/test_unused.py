@@ -1,0 +1,101 @@
+"""Parameters that some ranks or none use, and blocks that not all ranks run."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import LossError
+from tests.parallel import models
+from tests.parallel.ranks import run
+
+
+class Net(nn.Module):
+    """Blocks with a spare layer each, and two experts outside of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.first, self.second, self.spare = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, layers=(0, 1, 2), *, spare=False):
+        for k in layers:
+            x = self.blocks[k](x, spare)
+        # Only some examples go to the second expert, and on some ranks none.
+        second = x[:, 0] > x[:, 0].mean() if len(x) > 4 else torch.zeros(len(x), dtype=torch.bool)
+        x = torch.cat([each(part) for each, part in ((self.first, x[~second]), (self.second, x[second])) if len(part)])
+        return self.spare(x) if spare else x
+
+
+class Block(nn.Module):
+    """A residual layer, and one more that is not always used."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, spare):
+        x = x + self.layer(x).tanh()
+        return self.spare(x) if spare else x
+
+
+def trained(size, level, forward, *wrappers, length=9, steps=2, **options):
+    def rank(number):
+        with models._seeding:
+            torch.manual_seed(2)
+            net = Net().double()
+        loss = ft.from_module(net, lambda net, x: forward(net, x, number).square().mean())
+        step = ft.compose(
+            ft.train_step(loss, ft.optim.adamw(0.1), **options), *wrappers, ft.sharded(ft.parallel.mesh(), level)
+        )
+        state = step.init()
+        for seed in range(steps):
+            x = torch.randn(length, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            state, _ = step(state, x)
+        return ft.parallel.whole(state).params
+
+    return run(size, rank)
+
+
+COMPILED = ft.compiled(lowering="whole", backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("size", "level", "wrappers"),
+    [(1, 3, ()), (2, 0, ()), (2, 1, ()), (3, 3, ()), (2, 3, (ft.accumulate(3),)), (2, 3, (COMPILED,))],
+    ids=["one", "0", "1", "3", "3-accumulate", "3-compiled"],
+)
+def test_parameters_that_no_rank_uses_are_an_error_on_all(size, level, wrappers):
+    with pytest.raises(LossError, match=r"does not use 12 of 18 parameters: blocks.0.spare.bias, .*allow_unused=True"):
+        trained(size, level, lambda net, x, number: net.first(net.blocks[1](net.blocks[0](x, False), False)), *wrappers)
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_a_parameter_that_some_ranks_use_is_used(level):
+    """Of 9 examples ranks have 5 and 4: the second one has none for the second expert."""
+    (one,) = trained(1, 0, lambda net, x, number: torch.cat([net(x[:5], spare=True), net(x[5:], spare=True)]))
+    for many in trained(2, level, lambda net, x, number: net(x, spare=True)):
+        torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_unused_parameters_that_are_allowed_have_a_gradient_of_zero(level):
+    def forward(net, x, number):
+        return net.first(net.blocks[0](x, False))
+
+    (one,) = trained(1, 0, forward, allow_unused=True)
+    for many in trained(2, level, forward, allow_unused=True):
+        torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (([0, 1, 2], [0, 2, 1]), "is blocks.1 on some and blocks.2 on others"),
+        (([0, 1], [0, 1, 2]), "is blocks.2 on some and none on others"),
+    ],
+    ids=["order", "number"],
+)
+def test_blocks_that_not_all_ranks_run_are_named(layers, message):
+    with pytest.raises(LossError, match=message):
+        trained(2, 3, lambda net, x, number: net(x, layers[number], spare=True))
