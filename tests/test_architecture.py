@@ -69,6 +69,8 @@ WAITS = {
     ("optim/elementwise.py", "_number"),
     ("parallel/same_inputs.py", "_agree"),
     ("parallel/same_inputs.py", "_bytes"),
+    ("parallel/same_program.py", "_unused_by_all"),
+    ("parallel/same_program.py", "require_same_block"),
     ("profiling/anatomy/measured.py", "measure"),
     ("random/keys.py", "key_data"),
     ("training/history.py", "_values"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from ftrain import _torch, tree
 from ftrain.errors import LossError
 from ftrain.parallel.mesh import Group
-from ftrain.step.unused_params import UnusedOnRank, unused_error, watched, watching
+from ftrain.step.unused_params import UnusedOnRank, refuse_unused, watched, watching
 from ftrain.types import PyTree
 
 
@@ -50,7 +50,7 @@ class SameProgram:
             self._is_checked = True
 
     def _unused_by_all(self, unused: UnusedOnRank, device: torch.device) -> list[list[int]]:
-        """Return for each backward pass the numbers of the parameters that no rank has used."""
+        """Return for each backward pass the numbers of the parameters that no rank has used; waits for all."""
         flags = torch.zeros(len(unused.calls), len(unused.names), dtype=torch.int32, device=device)
         for flag, indices in zip(flags, unused.calls, strict=True):
             flag[sorted(indices)] = 1
@@ -61,7 +61,7 @@ class SameProgram:
 def _require_used(unused: UnusedOnRank, params: PyTree, calls: list[list[int]]) -> None:
     indices = next(filter(None, calls), None)
     if indices and not unused.is_allowed:
-        raise unused_error(unused.loss, params, indices)
+        refuse_unused(unused.loss, params, indices)
 
 
 def require_same_block(ranks: Group, blocks: Sequence[str], number: int, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NoReturn
 
 from ftrain import tree
 from ftrain.errors import LossError
@@ -63,10 +64,14 @@ def watched(names: Sequence[str], is_first: bool) -> Iterator[UnusedOnRank]:
         _watching.reset(token)
 
 
-def unused_error(loss: str, params: PyTree, indices: Sequence[int]) -> LossError:
-    """Return the error for parameters that a loss does not use, of which these are the numbers."""
+def refuse_unused(loss: str, params: PyTree, indices: Sequence[int]) -> NoReturn:
+    """Raise the error for parameters that a loss does not use, of which these are the numbers.
+
+    Raises:
+        LossError: always.
+    """
     names = tree.leaf_names(params)
-    return LossError(
+    raise LossError(
         f"{loss}: the loss does not use {len(indices)} of {len(names)} parameters: {listed(params, indices)}; use "
         "them, freeze them with trainable=, or allow it with train_step(..., allow_unused=True)"
     )

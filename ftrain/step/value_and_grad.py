@@ -18,7 +18,7 @@ from ftrain import _torch, backends, tree
 from ftrain.errors import LossError
 from ftrain.step import purity
 from ftrain.step.reentrant_checkpoint import REMEDY, CheckpointInputs
-from ftrain.step.unused_params import listed, unused_error, watching
+from ftrain.step.unused_params import listed, refuse_unused, watching
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import (
     GradFn,
@@ -381,7 +381,7 @@ def _filled(
             f"gives them no gradient: {listed(params, hidden)}; use {REMEDY}"
         )
     if on_rank is None and not allow_unused:
-        raise unused_error(name, params, unused)
+        refuse_unused(name, params, unused)
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(result.params, grads, strict=True)]
 
 
