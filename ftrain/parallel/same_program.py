@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from ftrain import _torch, tree
 from ftrain.errors import LossError
@@ -46,16 +45,17 @@ class SameProgram:
         if is_captured:
             _require_used(unused, params, [sorted(each) for each in unused.calls])
         elif is_first:
-            _require_used(unused, params, self._unused_by_all(unused, leaf.device))
+            _require_used(unused, params, _unused_by_all(self._ranks, unused, leaf.device))
             self._is_checked = True
 
-    def _unused_by_all(self, unused: UnusedOnRank, device: torch.device) -> list[list[int]]:
-        """Return for each backward pass the numbers of the parameters that no rank has used; waits for all."""
-        flags = torch.zeros(len(unused.calls), len(unused.names), dtype=torch.int32, device=device)
-        for flag, indices in zip(flags, unused.calls, strict=True):
-            flag[sorted(indices)] = 1
-        counts: Tensor = self._ranks.sum(flags).to(tree.HOST)
-        return [torch.nonzero(row == self._ranks.size).flatten().tolist() for row in counts]
+
+def _unused_by_all(ranks: Group, unused: UnusedOnRank, device: torch.device) -> list[list[int]]:
+    """Return for each backward pass the numbers of the parameters that no rank has used; waits for all ranks."""
+    flags = torch.zeros(len(unused.calls), len(unused.names), dtype=torch.int32, device=device)
+    for flag, indices in zip(flags, unused.calls, strict=True):
+        flag[sorted(indices)] = 1
+    counts: list[list[int]] = ranks.sum(flags).tolist()
+    return [[index for index, count in enumerate(row) if count == ranks.size] for row in counts]
 
 
 def _require_used(unused: UnusedOnRank, params: PyTree, calls: list[list[int]]) -> None:
