@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ftrain import backends, tree
+from ftrain import _torch, backends, tree
 from ftrain._torch import collectives, store
 from ftrain._torch.planned_mesh import PlannedMesh
 from ftrain.errors import OptionError, require_positive_number
@@ -157,6 +157,20 @@ class Group:
 def planned_mesh(replicate: int, shard: int) -> DeviceMesh:
     """Return a mesh of ranks that do not exist, as the first of them sees it, for tensors without values."""
     return PlannedMesh(tree.HOST.type, (REPLICATE, SHARD), (replicate, shard))
+
+
+def require_ranks(mesh: DeviceMesh, leaves: Iterable[Any]) -> None:
+    """Check that the ranks of a mesh exist, if tensors have values to compute with.
+
+    Raises:
+        OptionError: when the mesh is planned.
+    """
+    if isinstance(mesh, PlannedMesh) and any(isinstance(leaf, Tensor) and not _torch.is_fake(leaf) for leaf in leaves):
+        sizes = f"replicate={mesh.size(0)}, shard={mesh.size(1)}"
+        raise OptionError(
+            f"sharded: the {mesh.size():,} ranks of this step are planned, and do not exist; start as many with "
+            f"torchrun, and make the step with ft.sharded(ft.parallel.mesh({sizes}), level=...)"
+        )
 
 
 def group(mesh: DeviceMesh, axis: str) -> Group:

@@ -21,7 +21,7 @@ from ftrain.parallel.compression.memory import SLOT
 from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.deadline import watch
 from ftrain.parallel.gather import gathered
-from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
+from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group, require_ranks
 from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
 from ftrain.parallel.rows import Rows, computing_on, current, own_rows, require_scalars, rows_of
 from ftrain.parallel.same_inputs import SameInputs, digest
@@ -175,6 +175,7 @@ class _Ranks:
     def place(self, params: PyTree, frozen: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """Return the tensors of the first rank on every rank; what the level divides as DTensors."""
         leaves, spec = tree.flatten((params, frozen, buffers))
+        require_ranks(self._mesh, leaves)
         if self._all.size > 1:
             # What is in a file is the same on all ranks.
             tensors = [leaf for leaf in leaves if tree.is_tensor(leaf)]
@@ -192,6 +193,7 @@ class _Ranks:
         self, state: TrainState, batch: PyTree, microbatches: int
     ) -> tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]:
         """Return the local part of a state, this rank's rows, and what makes a state of all ranks of the result."""
+        require_ranks(self._mesh, tree.leaves(batch))
         rows = replace(self._rows_of(batch, self._all.rank, self._all.size, microbatches), ranks=self._all)
         self._watch.begin(state.step)
         with self._watch:

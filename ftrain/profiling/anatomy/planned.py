@@ -7,6 +7,7 @@ from typing import Any
 
 from ftrain import tree
 from ftrain._torch import FakeTensorMode, fake_like
+from ftrain._torch.planned_mesh import PlannedMesh
 from ftrain.errors import OptionError
 from ftrain.parallel.mesh import planned_mesh
 from ftrain.parallel.sharded import NAME as SHARDED
@@ -24,6 +25,12 @@ def layout_of(step: Step) -> MeshLayout | None:
         return None
     mesh = wrapper.options["mesh"]
     return MeshLayout(mesh.size(0), mesh.size(1), wrapper.options["level"])
+
+
+def is_planned(step: Step) -> bool:
+    """Whether a step is on ranks that do not exist."""
+    wrapper = _sharded(step)
+    return wrapper is not None and isinstance((wrapper.options or {}).get("mesh"), PlannedMesh)
 
 
 def on_one_device(step: Step) -> Step:
@@ -56,7 +63,12 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
     planned = sharded(**options)
     if wrapper is None:
         return step.wrapped(planned)
-    return dataclasses.replace(step, wrappers=tuple(planned if each is wrapper else each for each in step.wrappers))
+    wrappers = tuple(planned if each is wrapper else each for each in step.wrappers)
+    # Around what `sharded` made of the optimizer before, which outside of its ranks is the optimizer itself.
+    replaces = planned.update.optimizer if planned.update else None
+    return dataclasses.replace(
+        step, wrappers=wrappers, optimizer=replaces(step.optimizer) if replaces else step.optimizer
+    )
 
 
 def require_pair(function: str, mesh: Any, names: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from ftrain.profiling.anatomy.timeline import AllocationRecorder, Timeline
 from ftrain.step.eager import Eager
 from ftrain.step.step import Step
 from ftrain.step.swap_params import bound, preserve_attributes, slots_of
-from ftrain.types import Gradients, Hyper, Metrics, PyTree, TrainState, UpdateFn, replace
+from ftrain.types import Gradients, Hyper, LossFn, LossOutput, Metrics, PyTree, TrainState, UpdateFn, replace
 
 
 def abstract_state(step: Step, module: nn.Module) -> TrainState:
@@ -70,7 +70,7 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hyper = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}
-    state = replace(state, step=None, rng=None)
+    state = replace(state, rng=None)
     is_offloaded = _is_offloaded(state)
     # While the step uses them, offloaded tensors have device memory.
     state = replace(state, opt_state=tree.map(_materialized, state.opt_state))
@@ -103,7 +103,7 @@ class _RecordedRun(Eager):
     """Runs a step operation by operation, and tells a recorder what its tensors are for."""
 
     def __init__(self, step: Step, recorder: AllocationRecorder) -> None:
-        super().__init__(step, around_update=self._marking)
+        super().__init__(step, around_loss=self._counting, around_update=self._marking)
         self._recorder = recorder
 
     def __call__(
@@ -113,6 +113,14 @@ class _RecordedRun(Eager):
         new_state, metrics = super().__call__(state, batch, hyper, words)
         self._recorder.mark(_tensors(new_state), NEXT)
         return new_state, metrics
+
+    def _counting(self, loss: LossFn) -> LossFn:
+        def counted(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+            timeline = self._recorder.timeline
+            timeline.losses.append((len(timeline.operations), len(timeline.collectives)))
+            return loss(params, batch, rng=rng, buffers=buffers)
+
+        return counted
 
     def _marking(self, update: UpdateFn) -> UpdateFn:
         def marked(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:

@@ -7,7 +7,7 @@ import dataclasses
 from ftrain import tree
 from ftrain.errors import StructureError
 from ftrain.profiling.anatomy.measured import measure as run_measured
-from ftrain.profiling.anatomy.planned import layout_of, on_one_device, plan, planned_state
+from ftrain.profiling.anatomy.planned import is_planned, layout_of, on_one_device, plan, planned_state
 from ftrain.profiling.anatomy.predicted import abstract_state, predict
 from ftrain.profiling.anatomy.record import Anatomy
 from ftrain.profiling.step_variants import require_step
@@ -58,16 +58,17 @@ def anatomy(
         TraceError: when the step asks for the value of a tensor.
     """
     require_step("anatomy", step, state)
-    is_planned = mesh is not None or level is not None
     batch = as_tree(batch)
     if state is not None:
         step.require(state)
-    on_ranks = plan("anatomy", step, mesh, level) if is_planned or layout_of(step) else step
-    started = _state_of(on_ranks, state)
+    is_for_others = mesh is not None or level is not None
+    on_ranks = plan("anatomy", step, mesh, level) if is_for_others or layout_of(step) else step
+    started = whole_state(step, state)
+    started = started if layout_of(on_ranks) is None else planned_state(on_ranks, started)
     params = sum(leaf.numel() for leaf in tree.leaves(started.params))
     predicted = Anatomy(predict(on_ranks, started, batch), params, step.is_compiled, layout=layout_of(on_ranks))
     is_meta = any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch))
-    if not measure or state is None or is_planned or is_meta:
+    if not measure or state is None or is_for_others or is_planned(step) or is_meta:
         return predicted
     # Only a step that donates writes to its state.
     measured = run_measured(step, tree.clone(state) if step.donate else state, batch)
@@ -75,10 +76,15 @@ def anatomy(
     return dataclasses.replace(predicted, measured=at_peak, seconds=measured.seconds)
 
 
-def _state_of(step: Step, state: TrainState | None) -> TrainState:
-    if state is None:
-        if step.base.module is None:
-            text = step.base.text
-            raise StructureError(f"anatomy: {text} is no module; pass a state: anatomy(step, step.init(params), batch)")
-        state = abstract_state(on_one_device(step), step.base.module)
-    return state if layout_of(step) is None else planned_state(step, state)
+def whole_state(step: Step, state: TrainState | None) -> TrainState:
+    """Return a state, or without one that of the module of a step, on one device and as tensors without values.
+
+    Raises:
+        StructureError: for no state where the loss is no module.
+    """
+    if state is not None:
+        return state
+    if step.base.module is None:
+        text = step.base.text
+        raise StructureError(f"anatomy: {text} is no module; pass a state: anatomy(step, step.init(params), batch)")
+    return abstract_state(on_one_device(step), step.base.module)

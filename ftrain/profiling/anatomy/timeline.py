@@ -60,11 +60,15 @@ class Operation:
 
 @dataclass
 class Timeline:
-    """The allocations, the operations and the collectives of one step, in order."""
+    """The allocations, the operations and the collectives of one step, in order.
+
+    `losses` has for each call of the loss the numbers of operations and of collectives before it.
+    """
 
     allocations: list[Allocation] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
+    losses: list[tuple[int, int]] = field(default_factory=list)
 
     def end(self, allocation: Allocation) -> int:
         """Return the index of the first operation after an allocation was freed; their number if it never was."""

@@ -15,6 +15,7 @@ from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints import Hint, facts_of, run_rules
 from ftrain.profiling.step_variants import require_step
 from ftrain.profiling.timing import interval, race
+from ftrain.profiling.tuning.mesh_search import mesh_trials
 from ftrain.profiling.tuning.record import Trial, Trials
 from ftrain.profiling.tuning.search import Search
 from ftrain.step.purity import as_tree
@@ -30,7 +31,13 @@ log = logging.getLogger("ftrain")
 
 
 def tune(
-    step: Step, state: TrainState | None, batch: PyTree, *, memory: int | str | None = None, rounds: int = ROUNDS
+    step: Step,
+    state: TrainState | None,
+    batch: PyTree,
+    *,
+    memory: int | str | None = None,
+    rounds: int = ROUNDS,
+    mesh: tuple[int, int] | None = None,
 ) -> Step:
     """Return the same step with the microbatch and the rematerialisation that make it fastest within so much memory.
 
@@ -51,22 +58,33 @@ def tune(
             by default what is free on the device, plus what the state takes. The step is measured as it is passed:
             `fit` donates, and then takes less; add ``ft.donated()`` to measure that.
         rounds: how often each is timed.
+        mesh: ranks to plan for, as (nodes, devices of each); they need not exist, and nothing is timed. Chosen anew are
+            then `sharded`, `accumulate` and `remat`, for the batch of all ranks and the memory of one. The step that is
+            returned has `sharded` on ranks that do not exist: make it with ``ft.parallel.mesh`` where they do. Least is
+            an estimate of the time, from operations and bytes that are predicted (`Trials` prints how).
 
     Raises:
         ComposeError: when `step` is no `Step`.
         StructureError: when the state is that of another step, or is None and the loss is no module.
         ConsumedError: when the state was donated.
         OptionError: when `memory` is no amount, or less than the state takes; the message says what takes it.
+        BatchError: when the ranks of `mesh` do not divide the batch.
         DeviceError: when nothing fits, with the anatomy of what takes least, or when the device cannot tell what is
             free.
     """
-    tried = trials(step, state, batch, memory=memory, rounds=rounds)
+    tried = trials(step, state, batch, memory=memory, rounds=rounds, mesh=mesh)
     log.info("tune: %s\n%s", tried.step, tried)
     return tried.step
 
 
 def trials(
-    step: Step, state: TrainState | None, batch: PyTree, *, memory: int | str | None = None, rounds: int = ROUNDS
+    step: Step,
+    state: TrainState | None,
+    batch: PyTree,
+    *,
+    memory: int | str | None = None,
+    rounds: int = ROUNDS,
+    mesh: tuple[int, int] | None = None,
 ) -> Trials:
     """Do what `tune` does, with the same arguments, and return all that was tried with the step that was chosen.
 
@@ -77,6 +95,9 @@ def trials(
     require_positive("tune", "rounds", rounds)
     if state is not None:
         step.require(state)
+    if mesh is not None:
+        return mesh_trials(step, state, as_tree(batch), memory, mesh)
+    if state is not None:
         batch = tree.to(as_tree(batch), tree.device_of(state.params))
     search = Search(step, state, as_tree(batch), memory)
     rows = search.predict()

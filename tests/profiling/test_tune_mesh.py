@@ -1,0 +1,134 @@
+"""Layouts of ranks that need not exist: what is planned, what is taken, and what is said when nothing fits."""
+
+import pytest
+import torch
+from torch import nn
+
+import ftrain as ft
+from ftrain.errors import BatchError, DeviceError, OptionError
+from ftrain.profiling.anatomy.mesh_layout import MeshLayout
+from ftrain.profiling.tuning.mesh_record import FLOPS, NETWORK, NODE, MeshTrial
+from ftrain.profiling.tuning.mesh_search import _MeshSearch
+from tests.profiling.problem import batch, make
+
+WIDTH = 16
+
+
+def rows(found):
+    return {(row.layout.level, row.policy): row for row in found.rows}
+
+
+def test_with_enough_memory_what_takes_least_time_is_taken():
+    step, given = make(ft.clip(1.0)), batch(2, WIDTH)
+    found = ft.trials(step, None, given, memory="1GB", mesh=(1, 2))
+    assert rows(found).keys() == {(level, policy) for level in range(4) for policy in ("none", "full")}
+    estimates = [row.estimate for row in found.rows]
+    assert estimates == sorted(estimates)
+    best = found.rows[0]
+    assert (best.policy, best.pieces, best.verdict) == ("none", 1, "<- least time")
+    assert best.layout.level < 3  # Which gathers parameters twice.
+    assert f"sharded({best.layout.replicate}x{best.layout.shard}, level={best.layout.level})" in repr(found.step)
+    with pytest.raises(OptionError, match=r"sharded: the 2 ranks of this step are planned, and do not exist; start as"):
+        found.step.init()
+    whole = found.rows[0]
+    planned = ft.anatomy(step, None, given, mesh=whole.layout[:2], level=whole.layout.level)
+    assert (whole.predicted, whole.sent) == (planned.peak, sum(row.sent for row in planned.traffic))
+    assert whole.estimate == pytest.approx(whole.flops / FLOPS + whole.sent / NODE)
+    assert repr(ft.anatomy(found.step, None, given)) == repr(planned)
+    assert found.rows[0].between == 0
+    text = repr(found)
+    for part in ("1 x 2 ranks, 2 examples, each rank within 953.7 MiB", "without overlap", "<- least time", "x1.00"):
+        assert part in text
+
+
+def test_what_is_taken_fits_in_the_fewest_pieces(monkeypatch):
+    search, layout = _MeshSearch(make(), None, batch(32, WIDTH), 100, (1, 2)), MeshLayout(1, 2, 3)
+    tried = []
+
+    def predict(layout, policy, pieces):
+        tried.append(pieces)
+        peak = 50 + 200 // pieces
+        return MeshTrial(
+            pieces, policy, None, peak, verdict="does not fit" if peak > search.memory else "", layout=layout
+        )
+
+    monkeypatch.setattr(search, "_predict", predict)
+    for memory, fewest in ((250, 1), (100, 4), (99, 8), (62, 16)):
+        search.memory = memory
+        row = search._fewest(layout, "none")
+        assert (row.pieces, row.verdict) == (fewest, "")
+    search.memory, tried[:] = 61, []
+    assert search._fewest(layout, "none").verdict == "does not fit"
+    assert tried == [16]
+
+
+@pytest.mark.parametrize(("level", "policy"), [pytest.param(1, "none", marks=pytest.mark.exhaustive), (3, "full")])
+def test_two_of_many_pieces_show_what_all_take_and_send(level, policy):
+    step, given = make(ft.clip(1.0), width=32), batch(32, 32)
+    search, layout = _MeshSearch(step, None, given, 10**9, (2, 2)), MeshLayout(2, 2, level)
+    row = search._predict(layout, policy, 8)
+    planned = ft.anatomy(row.step, None, given)
+    assert "accumulate(8)" in repr(row.step)
+    assert row.predicted == pytest.approx(planned.peak, rel=2e-3)
+    assert row.sent == pytest.approx(sum(each.sent for each in planned.traffic), rel=1e-3)
+    assert row.flops == pytest.approx(sum(planned.flops.values()), rel=0.05)  # Of sums over pieces there is one less.
+    sent = {each.axis: 0 for each in planned.traffic}
+    for each in planned.traffic:
+        sent[each.axis] += each.sent
+    # Two of the ranks of a node share what all send to another node; copies of the state are on different nodes.
+    assert row.between == pytest.approx(sent["replicate"] + sent["all"] / 2, rel=1e-2)
+    seconds = row.flops / FLOPS + (row.sent - row.between) / NODE + row.between / NETWORK
+    assert row.estimate == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices", "shares"),
+    [
+        (MeshLayout(1, 8, 3), 8, (0, 0, 0)),
+        (MeshLayout(4, 8, 3), 8, (1, 0, 1 / 8)),
+        (MeshLayout(1, 32, 3), 8, (0, 1 / 8, 1 / 8)),
+        (MeshLayout(32, 1, 0), 8, (1 / 8, 0, 1 / 8)),
+        (MeshLayout(8, 4, 1), 8, (1 / 2, 0, 1 / 8)),
+        (MeshLayout(2, 16, 1), 8, (1, 1 / 8, 1 / 8)),
+    ],
+)
+def test_the_share_that_goes_to_another_node(layout, devices, shares):
+    assert tuple(layout.between_nodes(devices).values()) == shares
+
+
+def test_pieces_that_are_clipped_and_models_without_blocks_stay_as_they_are():
+    model = nn.Linear(WIDTH, WIDTH)
+    loss = ft.from_module(model, lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean())
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.clip(1.0), ft.accumulate(2))
+    found = ft.trials(step, step.init(), batch(8, WIDTH), memory="1GB", mesh=(1, 2))
+    assert "value_and_grad <- clip(norm<=1) <- accumulate(2)" in repr(found.step)
+    refused = [row for row in found.rows if row.policy == "full"]
+    assert all("Linear has no repeated children" in row.verdict for row in refused)
+    assert len(refused) == 4
+
+
+def test_nothing_fits():
+    step, given = make(width=64), batch(8, 64)
+    with pytest.raises(
+        DeviceError, match=r"tune: nothing fits into 400\.0 KiB a rank; in 4 pieces with remat=full on 1 x 2, level 3"
+    ) as caught:
+        ft.tune(step, None, given, memory="400KiB", mesh=(1, 2))
+    assert "at the peak of one of 2 ranks (replicate=1, shard=2, level=3), predicted" in str(caught.value)
+    with pytest.raises(
+        DeviceError, match=r"nothing fits into 10.0 KiB a rank; .* More ranks divide the state further$"
+    ):
+        ft.tune(step, None, given, memory="10KiB", mesh=(1, 2))
+
+
+def test_what_tune_refuses_of_a_mesh():
+    step, given = make(), batch(6, WIDTH)
+    with pytest.raises(OptionError, match="tune: the ranks of a mesh need not be here; say what memory each has"):
+        ft.tune(step, None, given, mesh=(1, 2))
+    with pytest.raises(OptionError, match=r"tune: mesh is 8; needs \(nodes, devices\), two positive"):
+        ft.tune(step, None, given, memory="1GB", mesh=8)
+    with pytest.raises(
+        BatchError, match="a batch of 6 examples has no equal part for each of 4 ranks; 2 examples more"
+    ):
+        ft.tune(step, None, given, memory="1GB", mesh=(2, 2))
+    with pytest.raises(BatchError, match="do not say how many examples"):
+        ft.tune(step, None, {"x": torch.ones(())}, memory="1GB", mesh=(2, 2))
