@@ -8,7 +8,7 @@ from typing import Any
 from ftrain import tree
 from ftrain._torch import FakeTensorMode, fake_like
 from ftrain._torch.planned_mesh import PlannedMesh
-from ftrain.errors import OptionError
+from ftrain.errors import ComposeError, OptionError
 from ftrain.parallel.mesh import planned_mesh
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.parallel.sharded import sharded
@@ -16,6 +16,10 @@ from ftrain.profiling.anatomy.mesh_layout import MeshLayout
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.types import TrainState, replace
+
+
+DEFAULT_LEVEL = 3
+"""That of `sharded`."""
 
 
 def layout_of(step: Step) -> MeshLayout | None:
@@ -49,7 +53,8 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
 
     Raises:
         OptionError: for no pair of sizes; for another level; for a level without a mesh.
-        ComposeError: when the step has something that cannot be on ranks, or not at this level.
+        ComposeError: when the step has something that cannot be on ranks, or not at this level; for an optimizer that
+            needs whole leaves, from level 1 on.
     """
     wrapper, options = _sharded(step), dict[str, Any]()
     if wrapper is not None:
@@ -61,14 +66,15 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
     if level is not None:
         options["level"] = level
     planned = sharded(**options)
+    if options.get("level", DEFAULT_LEVEL) > 0 and not step.optimizer.by_element:
+        raise ComposeError(
+            f"{function}: {step.optimizer.text} needs whole leaves, which ranks that do not exist cannot exchange; plan "
+            "with level=0, or with an optimizer that updates each element by itself, such as ft.optim.adamw"
+        )
     if wrapper is None:
         return step.wrapped(planned)
     wrappers = tuple(planned if each is wrapper else each for each in step.wrappers)
-    # Around what `sharded` made of the optimizer before, which outside of its ranks is the optimizer itself.
-    replaces = planned.update.optimizer if planned.update else None
-    return dataclasses.replace(
-        step, wrappers=wrappers, optimizer=replaces(step.optimizer) if replaces else step.optimizer
-    )
+    return dataclasses.replace(step, wrappers=wrappers)
 
 
 def require_pair(function: str, mesh: Any, names: str) -> tuple[int, int]:
