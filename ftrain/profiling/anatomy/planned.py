@@ -17,7 +17,6 @@ from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.types import TrainState, replace
 
-
 DEFAULT_LEVEL = 3
 """That of `sharded`."""
 
@@ -68,8 +67,8 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
     planned = sharded(**options)
     if options.get("level", DEFAULT_LEVEL) > 0 and not step.optimizer.by_element:
         raise ComposeError(
-            f"{function}: {step.optimizer.text} needs whole leaves, which ranks that do not exist cannot exchange; plan "
-            "with level=0, or with an optimizer that updates each element by itself, such as ft.optim.adamw"
+            f"{function}: {step.optimizer.text} needs whole leaves, which ranks that do not exist cannot exchange; "
+            "plan with level=0, or with an optimizer that updates each element by itself, such as ft.optim.adamw"
         )
     if wrapper is None:
         return step.wrapped(planned)
