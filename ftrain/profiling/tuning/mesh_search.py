@@ -52,7 +52,7 @@ def mesh_trials(
     fitting = sorted((row for row in rows if not row.verdict), key=lambda row: (row.estimate, row.layout.level))
     others = [row for row in rows if row.verdict]
     if not fitting:
-        raise search.nothing_fits(rows)
+        raise _nothing_fits(search, rows)
     best = dataclasses.replace(fitting[0], verdict="<- least time")
     ordered = [best, *fitting[1:], *others]
     return MeshTrials(best.step, ordered, search.memory, search.examples, mesh=search.mesh)
@@ -125,7 +125,7 @@ class _MeshSearch:
         return row
 
     def _predict(self, layout: MeshLayout, policy: str, microbatches: int) -> MeshTrial:
-        parts = self._anatomy(layout, policy, microbatches)
+        parts = self.anatomy(layout, policy, microbatches)
         more = max(microbatches - 2, 0)
         sent, shares = _sent(parts, layout, more), layout.between_nodes(self.mesh[1])
         step = self._compose(policy, microbatches, self._batch)
@@ -144,7 +144,7 @@ class _MeshSearch:
             between=round(sum(nbytes * shares[axis] for axis, nbytes in sent.items())),
         )
 
-    def _anatomy(self, layout: MeshLayout, policy: str, microbatches: int) -> Anatomy:
+    def anatomy(self, layout: MeshLayout, policy: str, microbatches: int) -> Anatomy:
         """Return the anatomy of at most two microbatches, of which more take no more memory."""
         simulated = min(microbatches, 2)
         length = self.examples // max(microbatches, 1) * max(simulated, 1)
@@ -156,21 +156,22 @@ class _MeshSearch:
         step = add_wrapper(self._step, remat()) if policy == FULL else self._step
         return with_microbatches(step, microbatches, batch) if microbatches else step
 
-    def nothing_fits(self, rows: list[MeshTrial]) -> DeviceError:
-        """Return the error that says what takes least."""
-        known = [row for row in rows if row.predicted is not None]
-        if not known:
-            return DeviceError(f"tune: nothing could be planned: {rows[0].verdict}")
-        # Of what was not run on tensors, the bytes are too few.
-        least = min(known, key=lambda row: (not row.flops, row.predicted or 0))
-        pieces = f"{least.pieces} {'piece' if least.pieces == 1 else 'pieces'}"
-        lines = [
-            f"tune: nothing fits into {format_bytes(self.memory)} a rank; in {pieces} with remat={least.policy} on "
-            f"{least.layout} it is {format_bytes(least.predicted or 0)}. More ranks divide the state further"
-        ]
-        if least.flops:
-            lines.append(repr(self._anatomy(least.layout, least.policy, least.pieces)))
-        return DeviceError("\n".join(lines))
+
+def _nothing_fits(search: _MeshSearch, rows: list[MeshTrial]) -> DeviceError:
+    """Return the error that says what takes least."""
+    known = [row for row in rows if row.predicted is not None]
+    if not known:
+        return DeviceError(f"tune: nothing could be planned: {rows[0].verdict}")
+    # Of what was not run on tensors, the bytes are too few.
+    least = min(known, key=lambda row: (not row.flops, row.predicted or 0))
+    pieces = f"{least.pieces} {'piece' if least.pieces == 1 else 'pieces'}"
+    lines = [
+        f"tune: nothing fits into {format_bytes(search.memory)} a rank; in {pieces} with remat={least.policy} on "
+        f"{least.layout} it is {format_bytes(least.predicted or 0)}. More ranks divide the state further"
+    ]
+    if least.flops:
+        lines.append(repr(search.anatomy(least.layout, least.policy, least.pieces)))
+    return DeviceError("\n".join(lines))
 
 
 def _flops(parts: Anatomy, more: int) -> int:
