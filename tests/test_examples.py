@@ -116,3 +116,16 @@ def test_finetune_lora_trains_few_parameters_and_saves_them(tmp_path: Path) -> N
     else:
         assert differs, printed
         assert float(differs[1]) < 1e-4
+
+
+@pytest.mark.parametrize("cell", ["| 70B | 8 |", *exhaustive(["| 7B | 8 |", "| 70B | 64 |", "| 8x22B | 1,024 |"])])
+def test_plans_are_those_of_the_documentation(cell: str) -> None:
+    model, gpus = (part.strip().replace(",", "") for part in cell.strip("| ").split("|"))
+    printed = run("plan.py", "--models", model, "--gpus", gpus)
+    page = (ROOT / "docs" / "parallel.md").read_text()
+    found, documented = (next(line for line in text.splitlines() if line.startswith(cell)) for text in (printed, page))
+    assert ("fit" in found) == ("fit" in documented)
+    for a, b in zip(
+        re.findall(r"([\d,.]+) GB", found), re.findall(r"([\d,.]+) GB", documented), strict="fit" not in found
+    ):
+        assert float(a.replace(",", "")) == pytest.approx(float(b.replace(",", "")), rel=0.1, abs=0.1)
