@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ftrain import backends
-from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError, OptionError
+from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError, OptionError, RankError
 from ftrain.parallel.agreement import Agreement
+from ftrain.parallel.deadline import watch
 from ftrain.step.microbatch import SPLIT
 from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop, column
@@ -202,6 +203,8 @@ class Run:
         if shared and not self._agreement.is_alone:
             # Leaving the context of checkpoints with an error would not wait for the other ranks.
             self._checkpoints.wait()
+        if not shared and not isinstance(error, RankError):
+            watch().explain(error, "fit")
         # The other ranks are elsewhere, or do as this one does: there is nothing more to agree on.
         self._agreement = Agreement(1)
         try:

@@ -61,3 +61,12 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_the_run_resumes(t
     ((reference, history),) = run(1, alone)
     torch.testing.assert_close(state.params, reference.params, rtol=1e-12, atol=1e-12)
     assert losses == pytest.approx([record["loss"] for record in history], rel=1e-12)
+
+
+def test_an_error_in_the_data_of_one_rank_ends_the_others_which_name_it(tmp_path):
+    assert launched(2, fit_script.__file__, tmp_path, "error", 1).returncode
+    ends = [torch.load(tmp_path / f"error{rank}.pt", weights_only=False) for rank in (0, 1)]
+    assert ends[1] == ("OSError: disk gone ", 3)
+    assert ends[0][0].startswith("RankError: ")
+    assert "rank 1 failed in step 3: OSError: disk gone" in ends[0][0]
+    assert ends[0][1] == 3
