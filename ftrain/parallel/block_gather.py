@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ftrain import _torch, tree
-from ftrain.parallel.gather import gathered
-from ftrain.parallel.mesh import Group
+from ftrain import _torch
+from ftrain.parallel.gather import Parameters
 from ftrain.parallel.not_gathered import NotGathered
-from ftrain.parallel.partition import Part, gather_all
 from ftrain.parallel.same_program import require_same_block
 from ftrain.step.blocks import forwarding, repeated_children
 from ftrain.step.swap_params import Slot, bound, slots_of
@@ -33,33 +31,29 @@ class BlockGather:
 
     Args:
         module: the model.
-        group: the ranks that have a part of each parameter.
     """
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
-        self._group = group
+    def __init__(self, module: nn.Module) -> None:
         self._slots = {block: _parameters(block, module) for block in repeated_children(module)}
         module_names = {part: name for name, part in module.named_modules()}
         self._block_names = [module_names[block] for block in self._slots]
         self.names = _only_in(self._slots.values(), slots_of(module))
         """The names of parameters that are gathered by block."""
         self._gathered_again: deque[_Again] = deque()
-        self._locals: Mapping[str, Tensor] = {}
-        self._parts: Mapping[str, Part | None] = {}
+        self._params: Parameters | None = None
         self._latest: dict[str, tuple[_Again, int]] = {}
         self._placeholders: dict[tuple[str, torch.dtype, bool], NotGathered] = {}
 
-    def leave_out(self, params: Mapping[str, Tensor], parts: Mapping[str, Part | None]) -> dict[str, Tensor]:
-        """Take the parameters of blocks out of a dict by name; each block gathers its own from now on.
+    def leave_out(self, params: Parameters) -> dict[str, Tensor]:
+        """Return what stands for the parameters of blocks from now on; each block gathers its own.
 
-        In their place stands what has no values: to read the parameter of a block outside of its forward is an error.
+        It has no values: to read the parameter of a block outside of its forward is an error.
         """
-        self._locals = {name: params[name] for name in self.names}
-        self._parts = {name: parts[name] for name in self.names}
-        return {name: self._placeholder(name) if name in self.names else leaf for name, leaf in params.items()}
+        self._params = params
+        return {name: self._placeholder(params, name) for name in self.names}
 
-    def _placeholder(self, name: str) -> NotGathered:
-        local, part = self._locals[name], self._parts[name]
+    def _placeholder(self, params: Parameters, name: str) -> NotGathered:
+        local, part = params.leaves[name], params.parts[name]
         key = name, local.dtype, local.requires_grad
         if key not in self._placeholders:
             shape = local.shape if part is None else part.shape
@@ -81,24 +75,25 @@ class BlockGather:
             try:
                 yield
             finally:
-                self._locals, self._latest = {}, {}
+                self._params, self._latest = None, {}
 
     def finish(self) -> None:
         """Check, in the first step, that no other rank runs one more block."""
         self._require_same(len(self._block_names))
 
     def _require_same(self, number: int) -> None:
-        require_same_block(self._group, self._block_names, number, tree.device_of(self._locals))
+        params = cast(Parameters, self._params)
+        require_same_block(params.group, self._block_names, number, params.device)
 
     def _gathering(self, number: int, block: nn.Module, slots: Sequence[Slot]) -> Callable[..., Any]:
         forward, slots = block.forward, [slot for slot in slots if slot.name in self.names]
         names = list(dict.fromkeys(slot.name for slot in slots))
 
         def gathering(*args: Any, **kwargs: Any) -> Any:
-            locals_, parts = [self._locals[name] for name in names], [self._parts[name] for name in names]
+            params = cast(Parameters, self._params)
             self._require_same(number)
-            again = _Again(self._group, [local.detach() for local in locals_], parts, self._gathered_again)
-            wholes = gathered(self._group, locals_, parts, names, again.forget)
+            again = _Again(params, names, self._gathered_again)
+            wholes = params.joined(names, params.start_gather(names)(), again.forget)
             again.watch(wholes)
             self._latest.update((name, (again, index)) for index, name in enumerate(names))
             by_name = dict(zip(names, wholes, strict=True))
@@ -114,17 +109,19 @@ class BlockGather:
 class _Again:
     """Saves parts of gathered tensors for the backward pass in place of these, and gathers them again there."""
 
-    def __init__(
-        self, group: Group, locals_: list[Tensor], parts: list[Part | None], gathered_again: deque[_Again]
-    ) -> None:
-        self._group, self._locals, self._parts, self._gathered_again = group, locals_, parts, gathered_again
+    def __init__(self, params: Parameters, names: Sequence[str], gathered_again: deque[_Again]) -> None:
+        self._params, self._names, self._gathered_again = params, names, gathered_again
         self._places: dict[int, int] = {}
         self._wholes: list[Tensor] | None = None
 
     def watch(self, wholes: Sequence[Tensor]) -> None:
         """Replace these tensors, and views of them, when autograd saves them."""
         # Only while the forward runs, when they exist: the number of freed memory may come back for other memory.
-        self._places = {_torch.storage_id(whole): index for index, whole in enumerate(wholes) if self._parts[index]}
+        self._places = {
+            _torch.storage_id(whole): index
+            for index, whole in enumerate(wholes)
+            if self._params.parts[self._names[index]]
+        }
 
     def pack(self, tensor: Tensor) -> Any:
         """Return what is saved for a tensor."""
@@ -141,7 +138,7 @@ class _Again:
     def whole(self, place: int) -> Tensor:
         """Return a tensor of a number, gathered again."""
         if self._wholes is None:
-            self._wholes = gather_all(self._group, self._locals, self._parts)
+            self._wholes = self._params.start_gather(self._names)()
             # Of a block that trains nothing no gradient tells when it is done: the next but one block does.
             self._gathered_again.append(self)
             if len(self._gathered_again) > MOST_BLOCKS:

@@ -2,72 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from ftrain.parallel.gradient_sums import GradientSums, plan_of
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.partition import Part, gather_all, scatter_all
-from ftrain.step.unused_params import watching
+from ftrain.parallel.partition import Part, Results, start_gather_all, start_scatter_all
 
 
-def gathered(
-    group: Group,
-    locals_: Sequence[Tensor],
-    parts: Sequence[Part | None],
-    names: Sequence[str],
-    on_backward: Callable[[], None] = lambda: None,
-) -> list[Tensor]:
-    """Return the whole tensors; the gradients of the local parts are sums over the ranks of the group.
+class Parameters:
+    """The parameters of one forward pass, of which this rank has parts; the gradients of the parts are sums over ranks.
 
     Args:
         group: the ranks that have a part each.
-        locals_: the parts of this rank; those that require no gradient are gathered without one.
-        parts: how each tensor is divided; None for one that every rank has.
-        names: of the tensors.
-        on_backward: called when the gradients of all whole tensors are complete.
+        locals_: the parts of this rank by name; those that require no gradient are gathered without one.
+        parts: how each is divided; None for one that every rank has.
     """
-    wholes: dict[int, Tensor] = {}
-    for trained in (True, False):
-        indices = [index for index, local in enumerate(locals_) if local.requires_grad == trained]
-        tensors, their_parts = [locals_[index] for index in indices], [parts[index] for index in indices]
-        join: Any = partial(_Gather.apply, group, their_parts, [names[index] for index in indices], on_backward)
-        joined = join(*tensors) if trained and tensors else gather_all(group, tensors, their_parts)
-        wholes.update(zip(indices, joined, strict=True))
-    return [wholes[index] for index in range(len(locals_))]
+
+    def __init__(self, group: Group, locals_: Mapping[Hashable, Tensor], parts: Mapping[Hashable, Part | None]) -> None:
+        self.group, self.leaves, self.parts = group, locals_, parts
+        trained = [name for name, local in locals_.items() if local.requires_grad]
+        self._sums = GradientSums([str(name) for name in trained])
+        self._numbers = {name: number for number, name in enumerate(trained)}
+        self._entered = self._sums.entered([locals_[name] for name in trained]) if trained else []
+        self._trained_parts = [parts[name] for name in trained]
+        self._locals = {name: local.detach() for name, local in locals_.items()}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(iter(self.leaves.values())).device
+
+    def start_gather(self, names: Sequence[Hashable]) -> Results:
+        """Start to gather whole tensors, which have no gradient yet."""
+        return start_gather_all(
+            self.group, [self._locals[name] for name in names], [self.parts[name] for name in names]
+        )
+
+    def joined(
+        self, names: Sequence[Hashable], wholes: Sequence[Tensor], on_backward: Callable[[], None] = lambda: None
+    ) -> list[Tensor]:
+        """Return gathered tensors with their gradients, which travel when all of them are complete.
+
+        Args:
+            names: of the parameters.
+            wholes: what `start_gather` has gathered for these names.
+            on_backward: called when the gradients are complete.
+        """
+
+        def combine(numbers: Sequence[int], grads: list[Tensor]) -> Results:
+            on_backward()
+            return self._scattered(numbers, grads)
+
+        indices = self._trained_of(names)
+        numbers = [self._numbers[names[index]] for index in indices]
+        entered = [self._entered[number] for number in numbers]
+        new = self._sums.at_once(entered, [wholes[index] for index in indices], numbers, combine) if indices else []
+        return _replaced(wholes, indices, new)
+
+    def joined_in_buckets(self, names: Sequence[Hashable], wholes: Sequence[Tensor]) -> list[Tensor]:
+        """As `joined`, for parameters that are used in this order throughout the model."""
+        indices = self._trained_of(names)
+        numbers = [self._numbers[names[index]] for index in indices]
+        trained = {number: wholes[index] for number, index in zip(numbers, indices, strict=True)}
+        new = self._sums.in_buckets(self._entered, trained, plan_of(trained), self._scattered)
+        return _replaced(wholes, indices, [new[number] for number in numbers])
+
+    def _trained_of(self, names: Sequence[Hashable]) -> list[int]:
+        return [index for index, name in enumerate(names) if name in self._numbers]
+
+    def _scattered(self, numbers: Sequence[int], grads: list[Tensor]) -> Results:
+        return start_scatter_all(self.group, grads, [self._trained_parts[number] for number in numbers])
 
 
-class _Gather(torch.autograd.Function):
-    """Joins the parts of all ranks; its transpose sums what each rank has for every part."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: Group,
-        parts: Sequence[Part | None],
-        names: Sequence[str],
-        on_backward: Callable[[], None],
-        *locals_: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.parts, ctx.names, ctx.on_backward = group, parts, names, on_backward
-        ctx.set_materialize_grads(False)
-        # A tensor that is whole already must not be returned itself.
-        wholes = gather_all(group, locals_, parts)
-        ctx.shapes = [(whole.shape, whole.dtype, whole.device) for whole in wholes]
-        pairs = zip(wholes, locals_, strict=True)
-        return tuple(whole.view_as(whole) if whole is local else whole for whole, local in pairs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.on_backward()
-        on_rank = watching()
-        if on_rank is not None:
-            on_rank.note_gathered(ctx.names, [grad is not None for grad in grads])
-        wholes = [
-            torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-            for grad, (shape, dtype, device) in zip(grads, ctx.shapes, strict=True)
-        ]
-        return None, None, None, None, *scatter_all(ctx.group, wholes, ctx.parts)
+def _replaced(tensors: Sequence[Tensor], indices: Sequence[int], new: Sequence[Tensor]) -> list[Tensor]:
+    results = list(tensors)
+    for index, tensor in zip(indices, new, strict=True):
+        results[index] = tensor
+    return results

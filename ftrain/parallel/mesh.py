@@ -110,20 +110,22 @@ class Group:
 
     def max(self, tensor: Tensor) -> Tensor:
         """Return the largest values of a tensor over the ranks."""
-        return self._result(collectives.all_reduce_(tensor.clone(), "max", self.name))() if self.size > 1 else tensor
+        return collectives.wait(collectives.all_reduce_(tensor.clone(), "max", self.name)) if self.size > 1 else tensor
 
     def start_sum_(self, tensor: Tensor) -> Result:
         """Start to sum a tensor over the ranks."""
-        return self._result(collectives.all_reduce_(tensor, "sum", self.name) if self.size > 1 else tensor)
+        return self._result(collectives.all_reduce_(tensor, "sum", self.name) if self.size > 1 else tensor, tensor)
 
     def start_gather(self, tensor: Tensor) -> Result:
         """Start to join the tensors of all ranks along the first axis."""
-        return self._result(collectives.all_gather(tensor, self.size, self.name) if self.size > 1 else tensor)
+        return self._result(collectives.all_gather(tensor, self.size, self.name) if self.size > 1 else tensor, tensor)
 
     def start_scatter(self, tensor: Tensor) -> Result:
         """Start to sum a tensor over the ranks, of which each gets its part of the first axis."""
         if self.size == 1 or self.has_reduce_scatter:
-            return self._result(collectives.reduce_scatter(tensor, self.size, self.name) if self.size > 1 else tensor)
+            return self._result(
+                collectives.reduce_scatter(tensor, self.size, self.name) if self.size > 1 else tensor, tensor
+            )
         lengths = [tensor.shape[0] // self.size for _ in range(self.size)]
         exchanged = self.start_exchange(tensor, lengths, lengths)
         return lambda: exchanged().view(self.size, -1, *tensor.shape[1:]).sum(0, dtype=tensor.dtype)
@@ -136,11 +138,13 @@ class Group:
             sent: how many rows each rank gets.
             received: how many rows each rank sends.
         """
-        return self._result(collectives.all_to_all(tensor, received, sent, self.name) if self.size > 1 else tensor)
+        return self._result(
+            collectives.all_to_all(tensor, received, sent, self.name) if self.size > 1 else tensor, tensor
+        )
 
     def start_broadcast_(self, tensor: Tensor) -> Result:
         """Start to give every rank the tensor of the first one."""
-        return self._result(collectives.broadcast_(tensor, 0, self.name) if self.size > 1 else tensor)
+        return self._result(collectives.broadcast_(tensor, 0, self.name) if self.size > 1 else tensor, tensor)
 
     def shards(self, shapes: Mapping[str, tuple[int, ...]]) -> Shards | None:
         """Return what `ftrain.tree` needs to know of leaves divided over this group; None for one rank.
@@ -150,8 +154,13 @@ class Group:
         """
         return Shards(self.sum, self.rank == 0, shapes) if self.size > 1 else None
 
-    def _result(self, started: Tensor) -> Result:
-        return partial(collectives.wait, started) if self.size > 1 else lambda: started
+    def _result(self, started: Tensor, source: Tensor) -> Result:
+        return partial(_wait, started, source) if self.size > 1 else lambda: started
+
+
+def _wait(started: Tensor, source: Tensor) -> Tensor:
+    # The source is in memory until then, for tensors without values too, whose collectives do not keep it.
+    return collectives.wait(started)
 
 
 def planned_mesh(replicate: int, shard: int) -> DeviceMesh:

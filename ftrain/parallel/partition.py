@@ -6,11 +6,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ftrain import _torch
 from ftrain.checkpoint.stored_tensor import StoredTensor
 from ftrain.parallel.mesh import Group, Result
 
@@ -73,12 +74,9 @@ class Part:
         return first.reshape(self.size, self.padded)
 
     def whole(self, rows: Tensor) -> Tensor:
-        """Return the whole tensor from the matrix of `rows`: contiguous, in memory of its own."""
-        first = rows.reshape(self.size * self.block, *self.rest)[: self.shape[self.axis]]
-        whole = first.movedim(0, self.axis).contiguous() if self.axis else first
-        # Where blocks have one row, all of this is a view of the buffer in which other tensors travel too.
-        is_view = _torch.storage_id(whole) == _torch.storage_id(rows)
-        return whole.clone(memory_format=torch.contiguous_format) if is_view else whole
+        """Return the whole tensor from the matrix of `rows`, which has memory of its own; contiguous."""
+        first = rows.view(self.size * self.block, *self.rest)[: self.shape[self.axis]]
+        return first.movedim(0, self.axis).contiguous() if self.axis else first
 
     def row(self, local: Tensor) -> Tensor:
         """Return the block of one rank as a padded row: (padded,)."""
@@ -94,68 +92,103 @@ class Part:
         return first.movedim(0, self.axis).contiguous() if self.axis else first
 
 
-def buckets(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indices of tensors that travel together: of one dtype, and of `BUCKET_BYTES` or a little more.
+def buckets(tensors: Sequence[Tensor], sizes: Sequence[int], limit: int = BUCKET_BYTES) -> Iterator[list[int]]:
+    """Yield the indices of tensors that travel together: of one dtype, and of `limit` bytes or a little more.
 
     Args:
         tensors: of which the dtypes count.
         sizes: how many elements each has in a buffer.
+        limit: in bytes.
     """
     by_dtype: dict[torch.dtype, tuple[list[int], int]] = {}
     for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
         members, nbytes = by_dtype.get(tensor.dtype, ([], 0))
         members, nbytes = [*members, index], nbytes + size * tensor.element_size()
-        if nbytes >= BUCKET_BYTES:
+        if nbytes >= limit:
             yield members
             members, nbytes = [], 0
         by_dtype[tensor.dtype] = members, nbytes
     yield from (members for members, _ in by_dtype.values() if members)
 
 
+_split_copy: Any = torch.split_with_sizes_copy
+"""Torch declares that it returns nothing."""
+
+Results: TypeAlias = Callable[[], list[Tensor]]
+"""Waits for collectives, and returns a result for each tensor."""
+
+
 def sum_all(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the sums of whole tensors over the ranks."""
-    return list(tensors) if group.size == 1 else _in_buckets(group, tensors, group.start_sum_)
+    return start_sum_all(group, tensors)()
+
+
+def start_sum_all(group: Group, tensors: Sequence[Tensor]) -> Results:
+    """Start `sum_all`."""
+    return _start_in_buckets(group, tensors, group.start_sum_)
 
 
 def broadcast_all(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors of the first rank."""
-    return list(tensors) if group.size == 1 else _in_buckets(group, tensors, group.start_broadcast_)
+    return _start_in_buckets(group, tensors, group.start_broadcast_)()
 
 
-def _in_buckets(group: Group, tensors: Sequence[Tensor], start: Callable[[Tensor], Result]) -> list[Tensor]:
-    """Return the results of a collective that keeps shapes, for which whole tensors travel together."""
-    started = []
-    for members in buckets(tensors, [tensor.numel() for tensor in tensors]):
-        started.append((members, start(torch.cat([tensors[index].reshape(-1) for index in members]))))
-    results: dict[int, Tensor] = {}
-    for members, wait in started:
-        parts = wait().split_with_sizes([tensors[index].numel() for index in members])
-        results.update((index, part.view(tensors[index].shape)) for index, part in zip(members, parts, strict=True))
-    return [results[index] for index in range(len(tensors))]
+def _start_in_buckets(group: Group, tensors: Sequence[Tensor], start: Callable[[Tensor], Result]) -> Results:
+    """Start a collective that keeps shapes, for which whole tensors travel together."""
+    if group.size == 1:
+        return partial(list, tensors)
+    shapes, sizes = [tensor.shape for tensor in tensors], [tensor.numel() for tensor in tensors]
+    started = [
+        (members, start(torch.cat([tensors[index].reshape(-1) for index in members])))
+        for members in buckets(tensors, sizes)
+    ]
+
+    def results() -> list[Tensor]:
+        by_index: dict[int, Tensor] = {}
+        for members, wait in started:
+            parts = wait().split_with_sizes([sizes[index] for index in members])
+            by_index.update((index, part.view(shapes[index])) for index, part in zip(members, parts, strict=True))
+        return [by_index[index] for index in range(len(shapes))]
+
+    return results
 
 
 def gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Part | None]) -> list[Tensor]:
     """Return the whole tensors of which each rank has a block; those without a part are whole already."""
+    return start_gather_all(group, locals_, parts)()
+
+
+def start_gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Part | None]) -> Results:
+    """Start `gather_all`."""
     if group.size == 1:
-        return list(locals_)
-    wholes = dict(enumerate(locals_))
+        return partial(list, locals_)
     divided = [(index, part) for index, part in enumerate(parts) if part is not None]
     started = []
     for members in buckets([locals_[index] for index, _ in divided], [part.padded for _, part in divided]):
         bucket = [divided[member] for member in members]
         flat = torch.cat([part.row(locals_[index]) for index, part in bucket])
         started.append((bucket, group.start_gather(flat)))
-    for bucket, wait in started:
-        rows = wait().view(group.size, -1)
-        columns = rows.split_with_sizes([part.padded for _, part in bucket], 1)
-        wholes.update((index, part.whole(rows)) for (index, part), rows in zip(bucket, columns, strict=True))
-    return [wholes[index] for index in range(len(locals_))]
+
+    def results() -> list[Tensor]:
+        wholes = dict(enumerate(locals_))
+        for bucket, wait in started:
+            # Copies, so that each tensor has memory of its own.
+            columns: Any = _split_copy(wait().view(group.size, -1), [part.padded for _, part in bucket], 1)
+            wholes.update((index, part.whole(rows)) for (index, part), rows in zip(bucket, columns, strict=True))
+        return [wholes[index] for index in range(len(locals_))]
+
+    return results
 
 
 def scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Part | None]) -> list[Tensor]:
     """Return this rank's blocks of the sums of whole tensors over the ranks; those without a part are summed whole."""
+    return start_scatter_all(group, wholes, parts)()
+
+
+def start_scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Part | None]) -> Results:
+    """Start `scatter_all`."""
     if group.size == 1:
-        return list(wholes)
+        return partial(list, wholes)
     divided = [(index, part) for index, part in enumerate(parts) if part is not None]
     undivided = [index for index, part in enumerate(parts) if part is None]
     started = []
@@ -163,8 +196,13 @@ def scatter_all(group: Group, wholes: Sequence[Tensor], parts: Sequence[Part | N
         bucket = [divided[member] for member in members]
         flat = torch.cat([part.rows(wholes[index]) for index, part in bucket], 1).view(-1)
         started.append((bucket, group.start_scatter(flat)))
-    sums = dict(zip(undivided, sum_all(group, [wholes[index] for index in undivided]), strict=True))
-    for bucket, wait in started:
-        rows = wait().split_with_sizes([part.padded for _, part in bucket])
-        sums.update((index, part.local(row, group.rank)) for (index, part), row in zip(bucket, rows, strict=True))
-    return [sums[index] for index in range(len(wholes))]
+    undivided_sums = start_sum_all(group, [wholes[index] for index in undivided])
+
+    def results() -> list[Tensor]:
+        sums = dict(zip(undivided, undivided_sums(), strict=True))
+        for bucket, wait in started:
+            rows = wait().split_with_sizes([part.padded for _, part in bucket])
+            sums.update((index, part.local(row, group.rank)) for (index, part), row in zip(bucket, rows, strict=True))
+        return [sums[index] for index in range(len(parts))]
+
+    return results

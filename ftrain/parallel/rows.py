@@ -31,6 +31,7 @@ class Rows:
         length: how many they are in each microbatch.
         total: how many examples a microbatch has on all ranks.
         consecutive: how many of these examples follow each other in the batch of all ranks.
+        microbatches: how many there are.
         ranks: all ranks; None where nothing that computes on the rows asks others.
     """
 
@@ -39,6 +40,7 @@ class Rows:
     length: int = field(metadata=STATIC)
     total: int = field(metadata=STATIC)
     consecutive: int = field(metadata=STATIC)
+    microbatches: int = field(metadata=STATIC)
     ranks: Group | None = field(default=None, metadata=STATIC)
 
     def key(self, key: Tensor | None) -> Tensor | None:
@@ -132,7 +134,7 @@ def rows_of(batch: PyTree, rank: int, size: int, microbatches: int) -> Rows:
             return first
         return first[rows_taken] if microbatches == 1 else torch.cat([leaf[rows_taken] for leaf in leaves])
 
-    return Rows(tree.map(rows, *pieces), start, length, total, length)
+    return Rows(tree.map(rows, *pieces), start, length, total, length, microbatches)
 
 
 def own_rows(batch: PyTree, rank: int, size: int, microbatches: int) -> Rows:
@@ -144,4 +146,5 @@ def own_rows(batch: PyTree, rank: int, size: int, microbatches: int) -> Rows:
     """
     pieces = split_batch(batch, microbatches, require_equal=f"accumulate({microbatches})")
     length = tree.batch_length(pieces[0]) or 0
-    return Rows(batch, rank * length * microbatches, length, length * size, length * microbatches)
+    start = rank * length * microbatches
+    return Rows(batch, start, length, length * size, length * microbatches, microbatches)

@@ -20,7 +20,7 @@ from ftrain.parallel.compression import Compression, compression_of
 from ftrain.parallel.compression.memory import SLOT
 from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.deadline import watch
-from ftrain.parallel.gather import gathered
+from ftrain.parallel.loss_params import LossParams, passing
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group, require_ranks
 from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
 from ftrain.parallel.rows import Rows, computing_on, current, own_rows, require_scalars, rows_of
@@ -29,6 +29,7 @@ from ftrain.parallel.same_program import SameProgram
 from ftrain.parallel.state import WHOLE, Layout, LocalStates, divide, require_whole
 from ftrain.parallel.stock_draws import StockDraws
 from ftrain.parallel.whole_update import whole_update
+from ftrain.step.value_and_grad import StreamingGrad
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, wrapper
 from ftrain.tree import sharding
 from ftrain.tree.sharding import Shards
@@ -77,7 +78,8 @@ def sharded(
     Args:
         mesh: of `ftrain.parallel.mesh`.
         level: 0 copies the whole state to each rank. From 1 on, parameters and optimizer state are divided between
-            steps; at 1 and 2, which are equal so far, parameters are gathered once a step, at 3 block by block.
+            steps; at 1 and 2 parameters are gathered once a step, at 3 block by block. At 2 and 3 the gradients
+            of each microbatch are divided as soon as they are complete.
         reduce: how gradients travel between ranks: ``"fp32"`` in their own dtype, ``"bf16"`` or ``"fp16"`` in 16 bits,
             or with fewer bits by `ftrain.parallel.powersgd` or `ftrain.parallel.sign`. From level 1 on, gradients
             travel in their own dtype within a copy of the state, where there are several (``replicate``), and like this
@@ -140,6 +142,7 @@ class _Ranks:
         self._shard, self._replicate = (group(mesh, axis) for axis in (SHARD, REPLICATE))
         self._all = all_ranks(mesh)
         self._same_inputs = SameInputs(self._all, whole_batches=whole_batches)
+        self._loss_params = LossParams(level, self._all, self._shard)
         self._rows_of = rows_of if whole_batches else own_rows
         self._local_states = LocalStates(mesh, level)
         self._shards_layout: Layout | None = None
@@ -226,14 +229,15 @@ class _Ranks:
     def on_loss(self, loss: Loss) -> Loss:
         """Compute a loss on this rank's rows with the weight of all ranks, so that gradients need only be summed."""
         gathers = self._level == 3 and self._shard.size > 1
-        blocks = BlockGather(loss.module, self._shard) if gathers and loss.module is not None else None
+        blocks = BlockGather(loss.module) if gathers and loss.module is not None else None
+        order = dict.fromkeys(name for name, _ in loss.module.named_parameters()) if loss.module is not None else {}
 
         def of_rows(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             rows = current()
             if rows is None:  # Not in a step of ranks: an evaluation, of whole parameters.
                 require_whole(params, self._text)
                 return loss.fn(params, batch, rng=rng, buffers=buffers)
-            params = self._gathered(params, blocks) if gathers else params
+            params = self._loss_params(params, _layout.get(), blocks, order)
             with rows.stock_draws():
                 mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
             if blocks is not None:
@@ -250,52 +254,54 @@ class _Ranks:
         ranks = LossRanks(self._all.rank, self._all.size, self._all.sum, digest) if self._all.size > 1 else None
         return dataclasses.replace(loss, fn=of_rows, scope=scope, wrappers=(*loss.wrappers, self._text), ranks=ranks)
 
-    def _gathered(self, params: PyTree, blocks: BlockGather | None) -> PyTree:
-        layout = _layout.get()
-        parts = layout.params if layout.frozen is None else tree.overlay(layout.params, layout.frozen)
-        leaves, spec = tree.flatten(params)
-        if blocks is None:
-            return tree.unflatten(spec, gathered(self._shard, leaves, _without_marks(parts), tree.leaf_names(params)))
-        by_name = {name: None if part is WHOLE else part for name, part in parts.items()}
-        left = blocks.leave_out(params, by_name)
-        others = {name: leaf for name, leaf in left.items() if name not in blocks.names}
-        wholes = gathered(self._shard, list(others.values()), [by_name[name] for name in others], list(others))
-        return {**left, **dict(zip(others, wholes, strict=True))}
-
     def on_grad(self, grad: GradFn) -> GradFn:
         """Compute the gradient of this rank's rows, and combine those of all ranks."""
         draws, program = StockDraws(self._all, can_repeat=self._all.size == 1), SameProgram(self._all)
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
-            parts = _without_marks(_layout.get().params)
+            parts = _layout.get().params_parts
+            in_backward = self._combines_in_backward(grad, rows)
+            wholes = None
             if 0 < self._level < 3:
                 leaves, spec = tree.flatten(state.params)
-                state = replace(state, params=tree.unflatten(spec, gather_all(self._shard, leaves, parts)))
-            with program.required(state.params):
+                wholes = gather_all(self._shard, leaves, parts)
+                state = state if in_backward else replace(state, params=tree.unflatten(spec, wholes))
+            with program.required(state.params), passing(in_backward, wholes):
                 local, drawing = draws.run(partial(_of_rows, grad, state, rows, rng), state)
             whole = self._results(replace(local, grads=None), state.buffers, rows)
             if local.stream_grads is not None:
-                return replace(whole, stream_grads=partial(self._stream, local.stream_grads, drawing, parts))
+                stream = partial(self._stream, local.stream_grads, drawing, parts, in_backward)
+                return replace(whole, stream_grads=stream)
             leaves, spec = tree.flatten(local.grads)
             if self._reduction.is_active:
                 grads, slots = self._reduction(leaves, parts, state.slots, spec)
                 return replace(whole, grads=tree.unflatten(spec, grads), accepted_slots=slots)
-            return replace(whole, grads=tree.unflatten(spec, self._combined(leaves, parts)))
+            return replace(whole, grads=tree.unflatten(spec, self._combined(leaves, parts, in_backward)))
 
         return combined
+
+    def _combines_in_backward(self, grad: GradFn, rows: Rows) -> bool:
+        """Return whether gradients travel in the backward pass, and not after that of the last microbatch."""
+        if self._level == 3:
+            return self._shard.size > 1
+        if self._reduction.is_active or isinstance(grad, StreamingGrad):
+            return False
+        ranks = self._shard if self._level else self._all
+        return ranks.size > 1 and (self._level == 2 or rows.microbatches == 1)
 
     def _stream(
         self,
         stream_grads: Callable[..., None],
         drawing: AbstractContextManager[Any],
         parts: list[Part | None],
+        in_backward: bool,
         take: Callable[[int, Tensor], None],
     ) -> None:
         """Run the backward pass, and give `take` the gradients of all ranks; a few travel together."""
         waiting: dict[int, Tensor] = {}
 
         def send() -> None:
-            combined = self._combined([*waiting.values()], [parts[index] for index in waiting])
+            combined = self._combined([*waiting.values()], [parts[index] for index in waiting], in_backward)
             indices = [*waiting]
             waiting.clear()
             for index, grad in zip(indices, combined, strict=True):
@@ -334,11 +340,17 @@ class _Ranks:
             finite=None if local.finite is None else total["not_finite"] == 0,
         )
 
-    def _combined(self, grads: list[Tensor], parts: list[Part | None]) -> list[Tensor]:
-        """Return the gradients of all ranks; at level 1 and above, this rank's parts of them."""
+    def _combined(self, grads: list[Tensor], parts: list[Part | None], in_backward: bool) -> list[Tensor]:
+        """Return the gradients of all ranks; at level 1 and above, this rank's parts of them.
+
+        Args:
+            grads: whole ones of this rank; or what the backward pass has combined.
+            parts: how they are divided.
+            in_backward: whether it has.
+        """
         if self._level == 0:
-            return sum_all(self._all, grads)
-        if self._level < 3:
+            return grads if in_backward else sum_all(self._all, grads)
+        if self._level < 3 and not in_backward:
             grads = scatter_all(self._shard, grads, parts)
         return sum_all(self._replicate, grads)
 
@@ -356,7 +368,3 @@ def _change(new: Tensor, old: Tensor) -> Tensor:
 
 def _changed(new: Tensor, old: Tensor, change: Tensor) -> Tensor:
     return old + change.to(old.dtype) if new.is_floating_point() else new
-
-
-def _without_marks(parts: PyTree) -> list[Part | None]:
-    return [None if part is WHOLE else part for part in tree.leaves(parts)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,16 @@ class Layout:
 
     params: PyTree
     frozen: PyTree
+
+    @functools.cached_property
+    def params_parts(self) -> list[Part | None]:
+        """The parts of the parameters; None for one that every rank has."""
+        return _without_marks(self.params)
+
+    @functools.cached_property
+    def parts(self) -> list[Part | None]:
+        """The parts of the parameters and the frozen ones together, in the order of `ftrain.tree.leaves`."""
+        return _without_marks(self.params if self.frozen is None else tree.overlay(self.params, self.frozen))
 
 
 def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
@@ -170,3 +181,7 @@ def _part(leaf: Tensor) -> Any:
     if not dtensor.is_dtensor(leaf):
         return WHOLE
     return Part(tuple(leaf.shape), dtensor.axis_of(leaf), leaf.device_mesh.size(1))
+
+
+def _without_marks(parts: PyTree) -> list[Part | None]:
+    return [None if part is WHOLE else part for part in tree.leaves(parts)]

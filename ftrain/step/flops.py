@@ -28,6 +28,7 @@ REDUCTIONS = (
 )
 MOVES = (
     *("_to_copy", "to", "copy_", "_foreach_copy_", "clone", "cat", "stack", "contiguous", "constant_pad_nd", "fill_"),
+    "split_with_sizes_copy",
     *("index", "index_select", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"),
     *("index_add", "index_add_", "index_copy", "index_copy_", "gather", "scatter", "scatter_", "scatter_add"),
     *("scatter_add_", "take", "embedding", "embedding_dense_backward", "slice_backward", "select_backward"),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ftrain import _torch, backends, tree
 from ftrain.errors import LossError
 from ftrain.step import purity
+from ftrain.step.differentiable import require_differentiable
 from ftrain.step.reentrant_checkpoint import REMEDY, CheckpointInputs
 from ftrain.step.unused_params import listed, refuse_unused, watching
 from ftrain.tree.fast_flatten import Flattener
@@ -150,7 +151,7 @@ def value_and_grad(
     """
     forward = _Forward(loss, name)
     if late:
-        return _late(forward, name, allow_unused)
+        return StreamingGrad(forward, name, allow_unused)
     return ValueAndGrad(forward, name, allow_unused, scale, watch)
 
 
@@ -207,7 +208,7 @@ class _Forward:
                 params = [leaf.detach().requires_grad_() for leaf in leaves[: params_spec.num_leaves]]
             leaves[: len(params)] = params
             mean, metrics, buffers = purity.call(self._loss, leaves, spec, rng=rng, name=self._name)
-        _require_differentiable(mean, self._name)
+        require_differentiable(mean, self._name)
         # An integer count of tokens, or a narrower float, must not lower the precision of the gradient.
         loss = Mean(mean.total.detach(), mean.weight, mean.plain)
         if not mean.plain:
@@ -300,13 +301,19 @@ def run_backward(result: ForwardResult, cotangent: Tensor, *, add: bool = False)
         ) from error
 
 
-def _late(forward: _Forward, name: str, allow_unused: bool) -> GradFn:
-    def grad(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        result = forward(state, batch, rng)
-        stream = _stream(result, state.params, name, allow_unused)
-        return Gradients(None, result.loss, result.metrics, result.buffers, stream_grads=stream)
+@dataclass(frozen=True)
+class StreamingGrad:
+    """As `ValueAndGrad`, with a backward pass that runs later, by `Gradients.stream_grads`."""
 
-    return grad
+    forward: Callable[..., ForwardResult]
+    name: str
+    allow_unused: bool
+
+    def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        """Return the results of the forward pass, and what runs the backward pass."""
+        result = self.forward(state, batch, rng)
+        stream = _stream(result, state.params, self.name, self.allow_unused)
+        return Gradients(None, result.loss, result.metrics, result.buffers, stream_grads=stream)
 
 
 def detach(values: PyTree) -> PyTree:
@@ -314,19 +321,6 @@ def detach(values: PyTree) -> PyTree:
     if values is None or values == {}:
         return values
     return tree.map(lambda leaf: leaf.detach() if tree.is_tensor(leaf) else leaf, values)
-
-
-def _require_differentiable(mean: Mean, name: str) -> None:
-    if not mean.total.is_floating_point():
-        raise LossError(f"{name}: the loss is {tree.describe(mean.total)}; needs a floating-point tensor")
-    if not mean.total.requires_grad:
-        raise LossError(
-            f"{name}: the loss does not depend on the parameters (it has no grad_fn); look for .detach(), "
-            ".item(), torch.no_grad(), torch.utils.checkpoint with use_reentrant=True, or a computation that does not "
-            "read its first argument"
-        )
-    if mean.weight.requires_grad:
-        raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")
 
 
 def _stream(

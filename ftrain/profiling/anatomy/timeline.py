@@ -20,7 +20,7 @@ from ftrain.step.traffic import SENT_PER_BYTE, Collective
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 """The phases of a step."""
 
-COPYING = "clone", "cat"
+COPYING = "clone", "cat", "split_with_sizes_copy"
 """Operations whose result has the values of their first tensor in other memory."""
 
 

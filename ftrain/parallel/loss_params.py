@@ -1,0 +1,106 @@
+"""The parameters that the loss of a rank reads, whose gradients travel while the backward pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.parallel.block_gather import BlockGather
+from ftrain.parallel.gather import Parameters
+from ftrain.parallel.gradient_sums import GradientSums, plan_of
+from ftrain.parallel.mesh import Group
+from ftrain.parallel.partition import Part, Results, start_scatter_all, start_sum_all
+from ftrain.parallel.state import Layout
+from ftrain.types import PyTree
+
+
+class _Passing(NamedTuple):
+    """How the loss of a rank gets its parameters.
+
+    Args:
+        in_backward: whether their gradients travel in the backward pass.
+        wholes: those that were gathered for all microbatches; None where the loss gathers them, or there are no parts.
+    """
+
+    in_backward: bool
+    wholes: list[Tensor] | None
+
+
+_passing: ContextVar[_Passing] = ContextVar("ftrain_passing")
+
+
+@contextmanager
+def passing(in_backward: bool, wholes: list[Tensor] | None) -> Iterator[None]:
+    """Context of the forward passes of a step.
+
+    Args:
+        in_backward: whether gradients travel in the backward pass.
+        wholes: the trained parameters, where they are gathered once for all microbatches.
+    """
+    token = _passing.set(_Passing(in_backward, wholes))
+    try:
+        yield
+    finally:
+        _passing.reset(token)
+
+
+class LossParams:
+    """Makes the parameters of a loss from those of a rank.
+
+    Args:
+        level: of `sharded`.
+        all_ranks: between which the gradients of level 0 are summed.
+        shard: the ranks that have a part each from level 1 on.
+    """
+
+    def __init__(self, level: int, all_ranks: Group, shard: Group) -> None:
+        self._level, self._all, self._shard = level, all_ranks, shard
+
+    def __call__(self, params: PyTree, layout: Layout, blocks: BlockGather | None, order: Mapping[str, None]) -> PyTree:
+        """Return whole parameters.
+
+        Args:
+            params: trained and frozen ones, of which this rank has parts from level 1 on.
+            layout: how they are divided.
+            blocks: what gathers the parameters of blocks, if anything does.
+            order: names in the order of their use, as far as they are known.
+        """
+        if not _passing.get().in_backward:
+            return params
+        leaves, spec = tree.flatten(params)
+        is_named = isinstance(params, dict) and len(params) == len(leaves)
+        names = sorted(params) if is_named else tree.leaf_names(params)
+        by_name = dict(zip(names, leaves, strict=True))
+        used = [*(name for name in order if name in by_name), *(name for name in names if name not in order)]
+        if self._level < 3:
+            new = self._in_buckets(names, by_name, used, layout.params_parts)
+        else:
+            of_ranks = Parameters(self._shard, by_name, dict(zip(names, layout.parts, strict=True)))
+            new = dict(blocks.leave_out(of_ranks)) if blocks is not None else {}
+            others = [name for name in used if name not in new]
+            new.update(zip(others, of_ranks.joined_in_buckets(others, of_ranks.start_gather(others)()), strict=True))
+        return tree.unflatten(spec, [new[name] for name in names])
+
+    def _in_buckets(
+        self, names: Sequence[Any], params: Mapping[Any, Tensor], used: Sequence[Any], parts: Sequence[Part | None]
+    ) -> dict[Any, Tensor]:
+        """Return the whole parameters of levels 0 to 2."""
+        trained = [name for name in names if params[name].requires_grad]
+        numbers = {name: number for number, name in enumerate(trained)}
+        wholes, sums = _passing.get().wholes, GradientSums([str(name) for name in trained])
+
+        def combine(indices: Sequence[int], grads: list[Tensor]) -> Results:
+            if wholes is None:
+                return start_sum_all(self._all, grads)
+            return start_scatter_all(self._shard, grads, [parts[index] for index in indices])
+
+        entered = sums.entered([params[name] for name in trained])
+        tensors = entered if wholes is None else wholes
+        read = {numbers[name]: tensors[numbers[name]] for name in used if name in numbers}
+        new = sums.in_buckets(entered, read, plan_of(read), combine)
+        return {**params, **{name: new[number] for name, number in numbers.items()}}
