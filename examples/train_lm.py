@@ -6,6 +6,7 @@ is the standard library of the interpreter that runs it.
 
     python examples/train_lm.py            # a few minutes on a laptop CPU
     python examples/train_lm.py --help
+    torchrun --nproc-per-node=4 examples/train_lm.py --shard 4   # the same on four devices
 
 Writes ``metrics.jsonl`` (a record a step), ``model.safetensors`` (the averaged weights) and checkpoints into ``--out``.
 Stop it with Ctrl-C or with kill -9: the same command resumes the run, which ends with the same bits (as long as the
@@ -27,6 +28,7 @@ import torch
 from einops import rearrange, reduce
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import ftrain as ft
@@ -243,6 +245,9 @@ def options() -> argparse.Namespace:
         choices=["auto", "bf16", "fp16", "none"],
     )
     parser.add_argument("--remat", action="store_true", help="keep no activations inside of blocks, compute them twice")
+    add("shard", 1, "ranks that divide the state; start them with torchrun")
+    add("replicate", 1, "copies of the state, each divided over so many ranks")
+    add("level", 3, "what ranks divide, as the levels of ZeRO; 0 copies the whole state", choices=range(4))
     parser.add_argument("--no-compile", action="store_true", help="run the step operation by operation")
     add("eval-batches", 100, "batches of held-out text to evaluate on")
     add("prompt", "def ", "what the sampled text continues")
@@ -252,8 +257,8 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def pipeline(model: nn.Module, o: argparse.Namespace) -> ft.Step:
-    """Compose the training step."""
+def pipeline(model: nn.Module, o: argparse.Namespace, mesh: DeviceMesh | None) -> ft.Step:
+    """Compose the training step; with a mesh, that of its ranks."""
 
     def off(step: ft.Step) -> ft.Step:
         return step
@@ -267,6 +272,7 @@ def pipeline(model: nn.Module, o: argparse.Namespace) -> ft.Step:
         ft.accumulate(o.accumulate),
         ft.clip(o.clip),
         ft.ema(o.ema),
+        ft.sharded(mesh, o.level) if mesh else off,
         ft.compiled() if not o.no_compile else off,
     )
     return step
@@ -291,19 +297,23 @@ def sample(model: nn.Module, prompt: str, count: int, length: int, seed: int, te
 def main() -> None:
     """Train, evaluate, sample and save."""
     o = options()
+    # First, because it chooses the device of this rank.
+    mesh = ft.parallel.mesh(replicate=o.replicate, shard=o.shard) if o.shard * o.replicate > 1 else None
+    speaks = mesh is None or mesh.get_rank() == 0
     torch.manual_seed(o.seed)
     model = GPT(width=o.width, layers=o.layers, heads=o.heads).to(o.device)
-    step = pipeline(model, o)
+    step = pipeline(model, o, mesh)
 
     train_files, held_out_files = standard_library()
     train, held_out = as_tensor(train_files), as_tensor(held_out_files)
     o.out.mkdir(parents=True, exist_ok=True)
     metrics, checkpoints = o.out / "metrics.jsonl", ft.Checkpoints(o.out / "checkpoints", every=o.save_every, keep=2)
-    if not checkpoints.steps():
+    if speaks and not checkpoints.steps():
         metrics.unlink(missing_ok=True)
 
     def tell(name: str, text: str) -> None:
-        print(f"{name:<9}{text}", flush=True)
+        if speaks:
+            print(f"{name:<9}{text}", flush=True)
 
     tell("text", f"{len(train_files)} files, {len(train) / 1e6:.1f} MB of Python's standard library")
     tell("held out", f"{len(held_out_files)} files, {len(held_out) / 1e6:.2f} MB")
@@ -313,9 +323,10 @@ def main() -> None:
         tell("resumed", f"after step {made[-1]}, from {checkpoints.directory}")
     state = step.init(seed=o.seed)
     # Printed after init, so that it shows the dtype that with_amp("auto") takes on this device.
-    print(f"\n{step}\n", flush=True)
+    if speaks:
+        print(f"\n{step}\n", flush=True)
 
-    eval_step = ft.eval_step(ft.from_module(model, predict_bytes))
+    eval_step = ft.eval_step(step.loss)
     windows = SpreadWindows(held_out, o.batch, o.length, o.eval_batches)
 
     def evaluate(state: ft.TrainState) -> dict[str, float]:
@@ -334,11 +345,11 @@ def main() -> None:
     )
     seconds = time.perf_counter() - start
 
-    save_file(
-        {name: weight.contiguous() for name, weight in ft.averaged(state).params.items()}, o.out / "model.safetensors"
-    )
-    text = sample(ft.to_module(model, ft.averaged(state)), o.prompt, o.sample, o.length, o.seed)
-    print(f"\n{text}\n")
+    averaged = ft.parallel.whole(ft.averaged(state))  # Gathers what ranks have of each weight.
+    if not speaks:
+        return
+    save_file({name: weight.contiguous() for name, weight in averaged.params.items()}, o.out / "model.safetensors")
+    print(f"\n{sample(ft.to_module(model, averaged), o.prompt, o.sample, o.length, o.seed)}\n")
     bpb, made = history["eval_bpb"][-1], len(history["loss"])
     tell("result", f"{bpb:.3f} bits per byte held out, after {made} steps and {seconds:.0f} s")
     tell("saved", f"{o.out / 'model.safetensors'}, {metrics}")

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,14 @@ COLUMNS = {"step", "seconds", "loss", "bpb", "grad_norm", "lr"}
 TINY = "--steps 30 --batch 8 --length 32 --width 32 --lr 1e-2 --ema 0.8 --eval-batches 2 --sample 20 --seed 1"
 
 
-def run(name: str, *options: str) -> str:
+def run(name: str, *options: str, launcher: Sequence[str] = ()) -> str:
     """Run an example as its reader would, and return what it printed; nothing may warn.
 
     On one thread: threads of several processes that wait for each other on the same cores take minutes for seconds.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *options],
+        [sys.executable, *launcher, str(ROOT / "examples" / name), *options],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -72,9 +73,37 @@ def test_train_lm_learns_and_writes_plain_files(tmp_path: Path, options: list[st
     assert re.search(r"<- with_amp\(auto\) \[auto: (bf16|float32) on \w+\]\n", printed)
 
 
+@pytest.mark.exhaustive
+def test_train_lm_prints_the_same_losses_on_four_ranks(tmp_path: Path) -> None:
+    options = [*TINY.split(), "--layers", "2", "--accumulate", "2", "--no-compile", "--out"]
+    run("train_lm.py", *options, str(tmp_path / "alone"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    run("train_lm.py", *options, str(tmp_path / "four"), "--shard", "4", launcher=launcher)
+    records = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("four", "alone")]
+    assert len(records[0]) == len(records[1]) == 31
+    for ours, theirs in zip(*(map(json.loads, lines) for lines in records), strict=True):
+        assert ours.keys() == theirs.keys()
+        assert ours.get("bpb", ours.get("eval_bpb")) == pytest.approx(
+            theirs.get("bpb", theirs.get("eval_bpb")), rel=1e-5
+        )
+    found, needed = (load_file(tmp_path / name / "model.safetensors") for name in ("four", "alone"))
+    assert found.keys() == needed.keys()
+    assert all((found[name] - needed[name]).abs().max() < 1e-3 for name in needed)
+
+
 def test_train_lm_lists_its_options() -> None:
     printed = run("train_lm.py", "--help")
-    for option in ("--steps", "--batch", "--amp", "--accumulate", "--remat", "--no-compile", "--device", "--out"):
+    for option in (
+        "--steps",
+        "--batch",
+        "--amp",
+        "--accumulate",
+        "--remat",
+        "--no-compile",
+        "--device",
+        "--shard",
+        "--out",
+    ):
         assert option in printed
 
 
