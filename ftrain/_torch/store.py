@@ -30,13 +30,13 @@ def sign_of_life(rank: int) -> str:
 
 
 def are_processes() -> bool:
-    """Whether the ranks are processes; in tests they may be threads of one."""
+    """Whether the ranks are processes, which share a store; in tests they may be threads of one, or not exist."""
     with private_names():
-        from torch._C._distributed_c10d import HashStore, PrefixStore
+        from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
     below = _default_store()
     while isinstance(below, PrefixStore):
         below = below.underlying_store
-    return not isinstance(below, HashStore)
+    return isinstance(below, TCPStore | FileStore)
 
 
 def set_timeout(groups: Iterable[Any], seconds: float) -> None:
