@@ -79,7 +79,17 @@ def join(timeout: float) -> None:
         return
     if backend.device.type != tree.HOST.type:
         torch.get_device_module(backend.device).set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(backend.distributed, timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        dist.init_process_group(backend.distributed, timeout=limit)
+        return
+    # When torchrun starts ranks again it keeps its store, in which they would find the addresses of those that are
+    # gone. Nodes do not count alike how often that was, so that this is for one node only.
+    address, size = os.environ["MASTER_ADDR"], int(os.environ["WORLD_SIZE"])
+    common = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=limit)
+    of_this_start = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", common)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(backend.distributed, store=of_this_start, rank=rank, world_size=size, timeout=limit)
 
 
 Result: TypeAlias = Callable[[], Tensor]
