@@ -24,6 +24,13 @@ def store() -> Any:
     return _default_store().clone()
 
 
+def of_launcher(address: str, port: int, prefix: str, timeout: timedelta) -> Any:
+    """Return a store of those ranks that use a prefix, in the one that torchrun keeps at an address."""
+    with private_names():
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+    return PrefixStore(prefix, TCPStore(address, port, is_master=False, timeout=timeout))
+
+
 def sign_of_life(rank: int) -> str:
     """Return the key under which a rank writes again and again that it lives (`ftrain.parallel.deadline`)."""
     return f"ftrain/watch/{rank}"

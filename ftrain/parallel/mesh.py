@@ -85,11 +85,10 @@ def join(timeout: float) -> None:
         return
     # When torchrun starts ranks again it keeps its store, in which they would find the addresses of those that are
     # gone. Nodes do not count alike how often that was, so that this is for one node only.
-    address, size = os.environ["MASTER_ADDR"], int(os.environ["WORLD_SIZE"])
-    common = dist.TCPStore(address, int(os.environ["MASTER_PORT"]), size, is_master=False, timeout=limit)
-    of_this_start = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", common)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group(backend.distributed, store=of_this_start, rank=rank, world_size=size, timeout=limit)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = store.of_launcher(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), f"start {count}", limit)
+    dist.init_process_group(backend.distributed, store=own, rank=rank, world_size=size, timeout=limit)
 
 
 Result: TypeAlias = Callable[[], Tensor]
