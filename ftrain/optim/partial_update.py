@@ -204,6 +204,7 @@ def _require_unique(function: str, what: str, names: list[str]) -> None:
 def by_size(leaves: Sequence[Tensor], most: int) -> list[list[int]]:
     """Group leaves in their order: each group has at most `most` bytes, or is a single leaf.
 
+    >>> import torch
     >>> by_size([torch.zeros(n) for n in (1, 1, 5, 1)], 8)
     [[0, 1], [2], [3]]
     """

@@ -58,6 +58,8 @@ class GradientSums:
         while self._started:
             self._finish()
         sums = [self._sums.get(index) for index in range(len(params))]
+        # This object is part of a cycle of references, and would keep them until Python collects it.
+        self._sums, self._buckets = {}, []
         unused = [self._names[index] for index, each in enumerate(sums) if each is None]
         _note(unused, [False for _ in unused])
         return [torch.zeros_like(param) if each is None else each for each, param in zip(sums, params, strict=True)]

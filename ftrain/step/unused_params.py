@@ -48,9 +48,8 @@ class UnusedOnRank:
 _watching: ContextVar[UnusedOnRank | None] = ContextVar("ftrain_unused", default=None)
 
 
-def watching() -> UnusedOnRank | None:
-    """Return what watches on this rank; None where one rank computes alone."""
-    return _watching.get()
+watching = _watching.get
+"""``() -> UnusedOnRank | None``: what watches on this rank; None where one rank computes alone."""
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import threading
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch.fx import _symbolic_trace
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from ftrain.parallel import stock_draws
@@ -57,11 +58,13 @@ def _settings_of_process():
     excepthook = sys.excepthook  # To which `init_process_group` adds the rank.
     generator_state = stock_draws._generator_state
     precision, is_deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    is_tracing = _symbolic_trace._is_fx_tracing_flag  # Of the ranks that trace at once the last one may leave it set.
 
     def restore():
         sys.excepthook, stock_draws._generator_state = excepthook, generator_state
         torch.set_float32_matmul_precision(precision)
         torch.use_deterministic_algorithms(is_deterministic)
+        _symbolic_trace._is_fx_tracing_flag = is_tracing
 
     return restore
 
