@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import suppress
 
+import pytest
 import torch
 
 from ftrain import tree
@@ -66,6 +67,7 @@ def outcome(directory):
     return [leaf.tolist() for leaf in tree.leaves(state)], records, (directory / "log.jsonl").read_text().count("\n")
 
 
+@pytest.mark.exhaustive  # It starts torch a dozen times, which takes most of a minute.
 def test_ranks_are_killed_and_the_run_ends_with_the_bits_of_another(tmp_path):
     draw, kills, runs = random.Random(0), 0, 0
     assert went_on(tmp_path / "whole", draw, 0) == 0
