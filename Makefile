@@ -11,6 +11,9 @@ OLD_TORCH := torch==$(shell sed -n 's/^TESTED = (\([0-9]*\), \([0-9]*\)).*/\1.\2
 OLD_TESTS := $(addprefix tests/,transforms/compile/test_lowered.py tree/test_fast_flatten.py transforms/remat/test_checkpoint.py \
 	test_types.py test_versions.py data/test_workers.py random/test_keys.py::test_dynamic_shapes)
 
+# Ranks as threads of one process: what they trace at once would disturb the compiled steps of other tests.
+RANK_TESTS := tests/parallel tests/profiling/test_planning.py
+
 # What a CPU without AVX-512 runs. There bfloat16 and float16 are emulated, and kernels are others.
 AVX2 := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 TORCHINDUCTOR_CPP_SIMDLEN=256
 CPU_TESTS := $(addprefix tests/,backends/test_emulated.py profiling/test_precision_report.py \
@@ -28,10 +31,12 @@ train: $(READY)  ## Train a byte-level GPT on Python's own standard library (ARG
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
 test: $(READY)  ## Run the tests, the doctests and the code blocks of the documentation.
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(RANK_TESTS:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(RANK_TESTS)
 
 test-all: $(READY)  ## Run the same, and the tests that are marked as exhaustive: more cases of what the others prove.
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m '' $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m '' $(RANK_TESTS:%=--ignore=%) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m '' $(RANK_TESTS)
 
 $(OLD)/.ready: pyproject.toml constraints.txt ftrain/_torch/__init__.py
 	rm -f $@
