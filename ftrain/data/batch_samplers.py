@@ -39,9 +39,12 @@ class BatchSampler:
 def in_order(batch_size: int, rank: int, num_ranks: int) -> BatchSampler:
     """Return batches of a fixed size in the given order, parts of those of all ranks; a window is one of these."""
     size = batch_size * num_ranks
-    return BatchSampler(
-        lambda indices: [np.array_split(indices, num_ranks)[rank]], num_ranks, size, size, fixed_size=True
-    )
+
+    def divide(indices: Indices) -> list[Indices]:
+        start, stop = (len(indices) * each // num_ranks for each in (rank, rank + 1))
+        return [indices[start:stop]]
+
+    return BatchSampler(divide, num_ranks, size, size, fixed_size=True)
 
 
 def by_length(batch_size: int, rank: int, num_ranks: int, *, lengths: Lengths, window_size: int) -> BatchSampler:
