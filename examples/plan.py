@@ -1,7 +1,7 @@
 """Plan the training of large language models on GPUs that are not here: what fits, with what, and what travels.
 
     python examples/plan.py
-    python examples/plan.py --models 7B 70B --gpus 8 64 --memory 80GB --tokens 4194304
+    python examples/plan.py --models 7B 70B --gpus 8 64 --memory 80GB --sequences 4 --length 2048
 
 Nothing is allocated: models are made on the device ``meta``, and their steps run on tensors without values.
 """
@@ -142,13 +142,21 @@ def plan(name: str, gpus: int, memory: str, sequences: int, length: int) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def number_of_gpus(text: str) -> int:
+    """Return how many GPUs a text says: those of a part of one node, or of whole nodes."""
+    gpus = int(text)
+    if gpus < 1 or (gpus > GPUS_OF_A_NODE and gpus % GPUS_OF_A_NODE):
+        raise argparse.ArgumentTypeError(f"{text} GPUs are not whole nodes of {GPUS_OF_A_NODE}, nor part of one")
+    return gpus
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS))
-    parser.add_argument("--gpus", nargs="+", type=int, default=[8, 64, 1024])
+    parser.add_argument("--gpus", nargs="+", type=number_of_gpus, default=[8, 64, 1024])
     parser.add_argument("--memory", default="80GB", help="of each GPU")
-    parser.add_argument("--sequences", type=int, default=1, help="in the batch, for each GPU")
+    parser.add_argument("--sequences", type=int, default=1, help="of the batch, for each GPU")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     options = parser.parse_args()
     for name in options.models:

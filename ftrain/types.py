@@ -222,7 +222,7 @@ LossOutput: TypeAlias = tuple[Mean, Metrics, PyTree]
 
 
 class LossFn(Protocol):
-    """A loss function in its full form. Users write shorter ones, which `ftrain.step.value_and_grad.adapt` converts."""
+    """A loss function in its full form. Users write shorter ones, which `ftrain.step.loss_forms.adapt` converts."""
 
     def __call__(self, params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         """Return the loss, further metrics, and the buffers for the next step. `rng` is a key, or None."""
@@ -250,12 +250,14 @@ class LossRanks:
         size: how many they are.
         sum: ``tensor -> tensor``, its sum over them.
         digest: ``tree -> number``, which tells batches apart.
+        whole_batches: whether all read the same batches, or each has examples of its own.
     """
 
     rank: int
     size: int
     sum: Callable[[Tensor], Tensor]
     digest: Callable[[PyTree], int]
+    whole_batches: bool = True
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ SYNCHRONISING = {"item", "tolist", "numpy", "cpu", "synchronize"}
 # (file, function) that waits for the device and says so in its docstring.
 WAITS = {
     ("optim/elementwise.py", "_number"),
-    ("parallel/same_inputs.py", "_agree"),
+    ("parallel/same_inputs.py", "_first_difference"),
     ("parallel/same_inputs.py", "_bytes"),
     ("parallel/same_program.py", "_unused_by_all"),
     ("parallel/same_program.py", "require_same_block"),
@@ -83,6 +83,7 @@ RAISED = {
     "checkpoint/ranks.py": {"error"},
     "data/device_prefetch.py": {"first.error"},
     "parallel/agreement.py": {"error"},
+    "parallel/graph_stand_in.py": {"OutOfMemoryOnRankError"},
     "step/across_ranks.py": {"error"},
     "training/oom_retry.py": {"Abandoned", "OutOfMemoryOnRankError", "StateOverwrittenError"},
     "training/signals.py": {"Abandoned"},

@@ -280,6 +280,7 @@ def test_a_smoke_run_writes_rows_and_a_report(tmp_path):
     assert "## C1 MLP" in (tmp_path / "REPORT.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.exhaustive
 def test_a_smoke_run_of_ranks_races_all_that_is_installed(tmp_path):
     found = bench(tmp_path, "--case", "C11")
     timed = {row["variant"] for row in found if row["metric"] == rows.TIME}

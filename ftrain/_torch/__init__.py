@@ -84,6 +84,8 @@ with private_names():
     # The public function also imports Inductor, and turns off the choice of kernels by their speed.
     _make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
     _set_deterministic = torch._C._set_deterministic_algorithms
+    _fills_memory = torch._C._get_deterministic_fill_uninitialized_memory
+    _set_fills_memory = torch._C._set_deterministic_fill_uninitialized_memory
     _has_kernel = torch._C._dispatch_has_kernel
     _has_kernel_for = torch._C._dispatch_has_kernel_for_dispatch_key
     _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -231,25 +233,24 @@ def is_capturing() -> bool:
     return get_proxy_mode() is not None
 
 
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Context in which operations take their deterministic kernel, where they have one; it takes 3 us.
+class deterministic:  # noqa: N801
+    """Context in which operations take their deterministic kernel, where they have one.
 
     As `torch.use_deterministic_algorithms(True, warn_only=True)`, but uninitialized memory is not filled. Where that is
     on already, nothing changes. It is a setting of the process, so it holds in all threads.
     """
-    if torch.are_deterministic_algorithms_enabled():
-        yield
-        return
-    settings: Any = torch.utils.deterministic
-    fills = settings.fill_uninitialized_memory
-    _set_deterministic(True, warn_only=True)
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        settings.fill_uninitialized_memory = fills
-        _set_deterministic(False)
+
+    def __enter__(self) -> None:
+        self._is_on = torch.are_deterministic_algorithms_enabled()
+        if not self._is_on:
+            self._fills = _fills_memory()
+            _set_deterministic(True, warn_only=True)
+            _set_fills_memory(False)
+
+    def __exit__(self, *error: object) -> None:
+        if not self._is_on:
+            _set_fills_memory(self._fills)
+            _set_deterministic(False)
 
 
 # Autograd

@@ -24,11 +24,18 @@ def store() -> Any:
     return _default_store().clone()
 
 
-def of_launcher(address: str, port: int, prefix: str, timeout: timedelta) -> Any:
-    """Return a store of those ranks that use a prefix, in the one that torchrun keeps at an address."""
+def of_launcher(address: str, port: int, timeout: timedelta) -> Any:
+    """Return the store that torchrun keeps at an address."""
     with private_names():
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
-    return PrefixStore(prefix, TCPStore(address, port, is_master=False, timeout=timeout))
+        from torch._C._distributed_c10d import TCPStore
+    return TCPStore(address, port, is_master=False, timeout=timeout)
+
+
+def under(prefix: str, store: Any) -> Any:
+    """Return a store for those ranks that use a prefix, in another store."""
+    with private_names():
+        from torch._C._distributed_c10d import PrefixStore
+    return PrefixStore(prefix, store)
 
 
 def sign_of_life(rank: int) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,15 +36,19 @@ def save_generators(*devices: Generator) -> Callable[[], None]:
     return restore
 
 
-@contextmanager
-def seeded(seed: int, *devices: Generator) -> Iterator[None]:
+class seeded:  # noqa: N801
     """Context in which the generators of the host and of a device are seeded; it restores them when it ends."""
-    generators = HOST, *devices
-    states = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
+
+    __slots__ = ("_generators", "_seed", "_states")
+
+    def __init__(self, seed: int, *devices: Generator) -> None:
+        self._seed, self._generators = seed, (HOST, *devices)
+
+    def __enter__(self) -> None:
+        self._states = [generator.get_state() for generator in self._generators]
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+
+    def __exit__(self, *error: object) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)

@@ -46,7 +46,7 @@ class StructureCache(Generic[T]):
         last, shards = self._last, sharding.current()
         if last is None or last.spec is not spec or last.shards is not shards or not last.is_like(*leaves):
             last = self._last = self._computed(shards, spec, leaves)
-        return last.value, [leaves[part] for part in last.slices]
+        return last.value, [*map(leaves.__getitem__, last.slices)]
 
     def _computed(self, shards: Shards | None, spec: optree.PyTreeSpec, leaves: list[Tensor]) -> _Cached[T]:
         specs, slices, start = spec.children(), list[slice](), 0

@@ -66,6 +66,14 @@ class Agreement:
         """Return the largest number that a rank has; waits for all of them."""
         return self._finished(self._started(number)) if self._ranks > 1 else number
 
+    def sums(self, numbers: list[float]) -> list[float]:
+        """Return the sums of numbers over ranks; waits for all of them."""
+        if self._ranks == 1 or not numbers:
+            return numbers
+        tensor = torch.tensor(numbers, dtype=torch.float64, device=tree.HOST)
+        sums = self._waited(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
+        return [float(each) for each in sums]
+
     def vote(self, number: int) -> int:
         """Start `largest`, and return what the call before started; 0 at the first call.
 
@@ -87,13 +95,15 @@ class Agreement:
         return tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _finished(self, started: tuple[torch.Tensor, Any]) -> int:
-        tensor, work = started
+        return int(self._waited(*started))
+
+    def _waited(self, tensor: torch.Tensor, work: Any) -> torch.Tensor:
         try:
             work.wait()
         except RuntimeError as error:
             watch().explain(error, "fit, after its last step,")
             raise
-        return int(tensor)
+        return tensor
 
     def from_first(self, value: T) -> T:
         """Return the value that the first rank has, which is pickled; waits for it."""

@@ -1,29 +1,43 @@
-"""Gather the parameters of a model block by block, for its forward and again for its backward pass, and keep none."""
+"""Gather the parameters of a model block by block, for its forward and again for its backward pass, and keep none.
+
+While a block computes, the parameters of the next one travel: in the forward pass those of the block that is registered
+next, in the backward pass those of the block that ran before it. So one block more is in memory than computes.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import _torch
+from ftrain._torch import casts
+from ftrain.parallel.deadline import Watch
 from ftrain.parallel.gather import Parameters
+from ftrain.parallel.gather_ahead import GatherAhead
 from ftrain.parallel.not_gathered import NotGathered
 from ftrain.parallel.same_program import require_same_block
 from ftrain.step.blocks import forwarding, repeated_children
 from ftrain.step.swap_params import Slot, bound, slots_of
 
 MOST_BLOCKS = 2
-"""Blocks whose parameters are gathered again at a time: one, and one within or beside it."""
+"""Blocks that hold what they gathered again at a time: one, and one within or beside it."""
 
-_View: TypeAlias = tuple[int, torch.Size, tuple[int, ...], int]
-"""The number of a gathered tensor; shape, strides and offset of a view of it."""
+
+class _View(NamedTuple):
+    """A view of a gathered tensor, or of its cast to another dtype."""
+
+    place: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int | torch.SymInt
 
 
 class BlockGather:
@@ -31,16 +45,21 @@ class BlockGather:
 
     Args:
         module: the model.
+        watch: is told which block is gathered.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, watch: Watch) -> None:
+        self._watch = watch
         self._slots = {block: _parameters(block, module) for block in repeated_children(module)}
         module_names = {part: name for name, part in module.named_modules()}
         self._block_names = [module_names[block] for block in self._slots]
         self.names = _only_in(self._slots.values(), slots_of(module))
         """The names of parameters that are gathered by block."""
+        self._names_by_block = [
+            [*dict.fromkeys(slot.name for slot in slots if slot.name in self.names)] for slots in self._slots.values()
+        ]
         self._gathered_again: deque[_Again] = deque()
-        self._params: Parameters | None = None
+        self._pass: _Pass | None = None
         self._latest: dict[str, tuple[_Again, int]] = {}
         self._placeholders: dict[tuple[str, torch.dtype, bool], NotGathered] = {}
 
@@ -49,7 +68,9 @@ class BlockGather:
 
         It has no values: to read the parameter of a block outside of its forward is an error.
         """
-        self._params = params
+        if self._pass is not None:
+            self._pass.ahead.drop()
+        self._pass = _Pass(params, self._names_by_block)
         return {name: self._placeholder(params, name) for name in self.names}
 
     def _placeholder(self, params: Parameters, name: str) -> NotGathered:
@@ -74,80 +95,169 @@ class BlockGather:
         with forwarding(gathering):
             try:
                 yield
+                if self._pass is not None:
+                    self._pass.ahead.drop()
             finally:
-                self._params, self._latest = None, {}
+                self._pass, self._latest = None, {}
+                while self._gathered_again:
+                    self._gathered_again[0].forget()
 
     def finish(self) -> None:
         """Check, in the first step, that no other rank runs one more block."""
         self._require_same(len(self._block_names))
+        cast(_Pass, self._pass).ahead.drop()
 
     def _require_same(self, number: int) -> None:
-        params = cast(Parameters, self._params)
+        params = cast(_Pass, self._pass).params
         require_same_block(params.group, self._block_names, number, params.device)
 
     def _gathering(self, number: int, block: nn.Module, slots: Sequence[Slot]) -> Callable[..., Any]:
         forward, slots = block.forward, [slot for slot in slots if slot.name in self.names]
-        names = list(dict.fromkeys(slot.name for slot in slots))
+        names = self._names_by_block[number]
 
         def gathering(*args: Any, **kwargs: Any) -> Any:
-            params = cast(Parameters, self._params)
+            current = cast(_Pass, self._pass)
             self._require_same(number)
-            again = _Again(params, names, self._gathered_again)
-            wholes = params.joined(names, params.start_gather(names)(), again.forget)
-            again.watch(wholes)
+            tell = partial(self._watch.tell_place, f"block {self._block_names[number]}")
+            tell()
+            again = _Again(current.ahead, names, self._gathered_again, tell)
+            wholes = current.params.joined(names, current.ahead.take(names), again.forget)
+            if _torch.in_backward():
+                current.start_before(number)
+            else:
+                current.start_after(number, again)
             self._latest.update((name, (again, index)) for index, name in enumerate(names))
             by_name = dict(zip(names, wholes, strict=True))
-            # An outer hook takes all saved tensors: rematerialisation runs this again, and so gathers again.
-            is_outermost = _torch.saved_tensors_pack_hook() is None
-            saving = saved_tensors_hooks(again.pack, again.unpack) if is_outermost else nullcontext()
-            with bound(slots, [by_name[slot.name] for slot in slots]), saving:
+            with bound(slots, [by_name[slot.name] for slot in slots]), again.saving(wholes, current.params):
                 return forward(*args, **kwargs)
 
         return gathering
 
 
+class _Pass:
+    """One forward pass of a model and its backward pass: which blocks have run, and which is probably next.
+
+    Args:
+        params: of the model.
+        names_by_block: the parameters of each block.
+    """
+
+    def __init__(self, params: Parameters, names_by_block: Sequence[Sequence[str]]) -> None:
+        self.params, self.ahead = params, GatherAhead(params)
+        self._names_by_block = names_by_block
+        self._is_in_order, self._guess = True, 0
+        self._runs: list[tuple[int, _Again]] = []
+
+    def start_after(self, number: int, run: _Again) -> None:
+        """Start the gather of the block that is registered after one which runs now.
+
+        A model may leave out blocks. One that goes back runs them in an order of its own, in which nothing is guessed.
+        """
+        if self._runs:
+            run.before = self._runs[-1][1]
+        self._runs.append((number, run))
+        self._is_in_order = self._is_in_order and number >= self._guess
+        self._guess = number + 1
+        if self._is_in_order and self._guess < len(self._names_by_block):
+            self.ahead.start(self._names_by_block[self._guess])
+
+    def start_before(self, number: int) -> None:
+        """Start the gather of the block that has run before one which is computed again for its gradient."""
+        while self._runs:
+            last, run = self._runs.pop()
+            if last == number:
+                run.start_before()
+                return
+
+
 class _Again:
-    """Saves parts of gathered tensors for the backward pass in place of these, and gathers them again there."""
+    """Saves for the backward pass which gathered tensors it needs in place of these, and gathers them again there.
 
-    def __init__(self, params: Parameters, names: Sequence[str], gathered_again: deque[_Again]) -> None:
-        self._params, self._names, self._gathered_again = params, names, gathered_again
+    Attributes:
+        before: the block that has run before.
+        is_needed: whether the backward pass probably needs the parameters.
+    """
+
+    def __init__(
+        self, ahead: GatherAhead, names: Sequence[str], gathered_again: deque[_Again], tell: Callable[[], None]
+    ) -> None:
+        self._tell = tell
+        self._ahead, self._names, self._gathered_again = ahead, names, gathered_again
         self._places: dict[int, int] = {}
+        self._sources: dict[tuple[Any, int], int] = {}
+        self._strides: list[tuple[int, ...]] = []
         self._wholes: list[Tensor] | None = None
+        self.before: _Again | None = None
+        self.is_needed = False
 
-    def watch(self, wholes: Sequence[Tensor]) -> None:
-        """Replace these tensors, and views of them, when autograd saves them."""
-        # Only while the forward runs, when they exist: the number of freed memory may come back for other memory.
-        self._places = {
-            _torch.storage_id(whole): index
-            for index, whole in enumerate(wholes)
-            if self._params.parts[self._names[index]]
-        }
+    @contextmanager
+    def saving(self, wholes: Sequence[Tensor], params: Parameters) -> Iterator[None]:
+        """Context in which autograd saves nothing of these tensors, their views and casts, but gathers them again."""
+        # An outer hook takes all saved tensors: rematerialisation runs the block again, and so gathers again.
+        if _torch.saved_tensors_pack_hook() is not None:
+            self.is_needed = True
+            yield
+            return
+        divided = [(index, whole) for index, whole in enumerate(wholes) if params.parts[self._names[index]]]
+        self._places = {_torch.storage_id(whole): index for index, whole in divided}
+        self._sources = {(whole.grad_fn, whole.output_nr): index for index, whole in divided if whole.requires_grad}
+        self._strides = [whole.stride() for whole in wholes]
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            # Only while the forward runs, when they exist: the number of freed memory may come back for other memory,
+            # and the nodes hold this object.
+            self._places, self._sources = {}, {}
 
-    def pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Any:
         """Return what is saved for a tensor."""
+        base = casts.base_of(tensor)
         place = self._places.get(_torch.storage_id(tensor))
-        return tensor if place is None else (place, tensor.shape, tensor.stride(), tensor.storage_offset())
+        if place is None:
+            place = self._cast_of(base)
+        # A view as complex numbers has another dtype; one of the imaginary parts of a conjugate is marked as negative.
+        if place is None or tensor.dtype != base.dtype or tensor.is_neg():
+            return tensor
+        self.is_needed = True
+        return _View(place, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def unpack(self, saved: Any) -> Tensor:
+    def _cast_of(self, tensor: Tensor) -> int | None:
+        """Return the number of the gathered tensor of which a tensor is a cast; autocast makes one for each use."""
+        source = casts.cast_from(tensor)
+        place = None if source is None else self._sources.get(source)
+        if place is None or tensor.stride() != self._strides[place] or _torch.version_of(tensor):
+            return None  # Made contiguous, say, or written to.
+        return place
+
+    def _unpack(self, saved: Any) -> Tensor:
         """Return the tensor that was saved."""
-        if isinstance(saved, Tensor):
-            return saved
-        place, shape, strides, offset = cast(_View, saved)
-        return self.whole(place).as_strided(shape, strides, offset)
+        if not isinstance(saved, _View):
+            return cast(Tensor, saved)
+        return self.whole(saved.place).to(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset)
 
     def whole(self, place: int) -> Tensor:
         """Return a tensor of a number, gathered again."""
         if self._wholes is None:
-            self._wholes = self._params.start_gather(self._names)()
+            self._tell()
+            self._wholes = self._ahead.take(self._names)
             # Of a block that trains nothing no gradient tells when it is done: the next but one block does.
             self._gathered_again.append(self)
             if len(self._gathered_again) > MOST_BLOCKS:
-                self._gathered_again.popleft().forget()
+                self._gathered_again[0].forget()
+            self.start_before()
         return self._wholes[place]
+
+    def start_before(self) -> None:
+        """Start the gather of the block that has run before, whose backward pass is next."""
+        if self.before is not None and self.before.is_needed:
+            self._ahead.start(self.before._names)
 
     def forget(self) -> None:
         """Free what was gathered again."""
-        self._wholes = None
+        if self._wholes is not None:
+            self._wholes = None
+            self._gathered_again.remove(self)
 
 
 def _parameters(block: nn.Module, module: nn.Module) -> list[Slot]:

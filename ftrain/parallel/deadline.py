@@ -22,6 +22,8 @@ BEAT = 1.0
 """Seconds between two signs of life."""
 PATIENCE = 3.0
 """Seconds in which a rank that lives gives a sign of it."""
+NAMELESS = "Application timeout caused pair closure"
+"""What a collective says without the name of its library, when time ran out in another one."""
 IN_STEP, BETWEEN_STEPS, FAILED, GAVE_UP = "in", "after", "failed in", "gave up in"
 """What a rank does; with the number of a step."""
 
@@ -35,7 +37,7 @@ class Watch:
     def __init__(self) -> None:
         self.rank, self.size = store.rank_and_size()
         self.group = dist.group.WORLD
-        self._number, self._doing, self._text = 0, BETWEEN_STEPS, ""
+        self._number, self._doing, self._text, self._place = 0, BETWEEN_STEPS, "", ""
         self._beats = 0
         self._ended = threading.Event()
         self._is_telling = self.size > 1 and store.are_processes()
@@ -53,12 +55,16 @@ class Watch:
             self._number = int(step)
         self._number += 1
 
+    def tell_place(self, place: str) -> None:
+        """Note where in the step this rank is from now on, such as at a block of the model."""
+        self._place = f", at {place}"
+
     def __enter__(self) -> None:
-        self._doing = IN_STEP
+        self._doing, self._place = IN_STEP, ""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self._doing = BETWEEN_STEPS
+            self._doing, self._place = BETWEEN_STEPS, ""
         else:
             self.explain(error, f"step {self._number}")
 
@@ -81,8 +87,8 @@ class Watch:
         doing, self._doing = self._doing, GAVE_UP
         self._tell()
         raise RankError(
-            f"sharded: {what} did not end on rank {self.rank}: {self._blame(doing)}. What was saved is as it was: run "
-            f"the program again. The error of the collective: {error!s:.200}"
+            f"sharded: {what} did not end on rank {self.rank}{self._place}: {self._blame(doing)}. What was saved is "
+            f"as it was: run the program again. The error of the collective: {error!s:.200}"
         ) from error
 
     def _blame(self, doing: str) -> str:
@@ -93,22 +99,28 @@ class Watch:
             later = self._told()
         except RuntimeError:
             return "the rank or launcher that keeps the store of the process group has ended; see the log of each rank"
-        dead, failed, behind, beside = [], [], [], []
+        dead, failed, behind, beside, waited = [], [], [], [], []
         for rank, note in later.items():
-            where = f"{note['doing']} step {note['number']}" if note else ""
+            where = f"{note['doing']} step {note['number']}{note['place']}" if note else ""
             if note is None:
                 dead.append(f"rank {rank} never came")
             elif note["doing"] == FAILED:
                 failed.append(f"rank {rank} {where}: {note['text']}")
             elif note["doing"] == GAVE_UP:  # It has waited, too.
-                continue
+                waited.append(f"rank {rank} has waited in step {note['number']}{note['place']}")
             elif note == earlier[rank]:
                 dead.append(f"rank {rank} died or hangs, and was {where} when it was last heard of")
             elif (note["number"], note["doing"]) < (self._number, doing):
                 behind.append(f"rank {rank} is {where}, and hangs there or runs another program")
             else:
                 beside.append(f"rank {rank} is still {where}, and hangs there")
-        return "; ".join(failed or dead or behind or beside or ["no rank has said why; see the log of each"])
+        return "; ".join(
+            failed
+            or dead
+            or behind
+            or beside
+            or [*waited, "none has said why: ranks may run different blocks or programs; see the log of each"]
+        )
 
     def _told(self) -> dict[int, Any]:
         """Return what every other rank has told last; None for one that never came."""
@@ -118,7 +130,13 @@ class Watch:
 
     def _tell(self) -> None:
         self._beats += 1
-        note = {"number": self._number, "doing": self._doing, "text": self._text, "beats": self._beats}
+        note = {
+            "number": self._number,
+            "doing": self._doing,
+            "place": self._place,
+            "text": self._text,
+            "beats": self._beats,
+        }
         self._store.set(store.sign_of_life(self.rank), json.dumps(note))
 
     def _keep_telling(self) -> None:
@@ -148,5 +166,6 @@ def watch() -> Watch:
 
 def is_failed_collective(error: BaseException) -> bool:
     """Whether an error says that a collective has failed: the libraries put their names into their messages."""
-    library = backends.default().distributed
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and library in str(error).lower())
+    text, library = str(error), backends.default().distributed
+    is_named = type(error) is RuntimeError and (library in text.lower() or NAMELESS in text)
+    return isinstance(error, dist.DistError) or is_named

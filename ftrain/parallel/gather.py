@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ftrain.parallel.gradient_sums import GradientSums, plan_of
+from ftrain.parallel.gradient_sums import GradientSums
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, Results, start_gather_all, start_scatter_all
 
@@ -24,9 +24,8 @@ class Parameters:
     def __init__(self, group: Group, locals_: Mapping[Hashable, Tensor], parts: Mapping[Hashable, Part | None]) -> None:
         self.group, self.leaves, self.parts = group, locals_, parts
         trained = [name for name, local in locals_.items() if local.requires_grad]
-        self._sums = GradientSums([str(name) for name in trained])
+        self.sums = GradientSums([str(name) for name in trained], [locals_[name] for name in trained])
         self._numbers = {name: number for number, name in enumerate(trained)}
-        self._entered = self._sums.entered([locals_[name] for name in trained]) if trained else []
         self._trained_parts = [parts[name] for name in trained]
         self._locals = {name: local.detach() for name, local in locals_.items()}
 
@@ -34,6 +33,13 @@ class Parameters:
     def device(self) -> torch.device:
         """The device of the parameters."""
         return next(iter(self.leaves.values())).device
+
+    def whole_bytes(self, names: Sequence[Hashable]) -> int:
+        """Return the size in bytes of whole tensors."""
+        return sum(
+            local.nbytes if part is None else part.padded * part.size * local.element_size()
+            for local, part in ((self._locals[name], self.parts[name]) for name in names)
+        )
 
     def start_gather(self, names: Sequence[Hashable]) -> Results:
         """Start to gather whole tensors, which have no gradient yet."""
@@ -58,16 +64,16 @@ class Parameters:
 
         indices = self._trained_of(names)
         numbers = [self._numbers[names[index]] for index in indices]
-        entered = [self._entered[number] for number in numbers]
-        new = self._sums.at_once(entered, [wholes[index] for index in indices], numbers, combine) if indices else []
+        new = self.sums.at_once([wholes[index] for index in indices], numbers, combine) if indices else []
         return _replaced(wholes, indices, new)
 
     def joined_in_buckets(self, names: Sequence[Hashable], wholes: Sequence[Tensor]) -> list[Tensor]:
         """As `joined`, for parameters that are used in this order throughout the model."""
         indices = self._trained_of(names)
         numbers = [self._numbers[names[index]] for index in indices]
-        trained = {number: wholes[index] for number, index in zip(numbers, indices, strict=True)}
-        new = self._sums.in_buckets(self._entered, trained, plan_of(trained), self._scattered)
+        new = self.sums.in_buckets(
+            {n: wholes[index] for n, index in zip(numbers, indices, strict=True)}, self._scattered
+        )
         return _replaced(wholes, indices, [new[number] for number in numbers])
 
     def _trained_of(self, names: Sequence[Hashable]) -> list[int]:

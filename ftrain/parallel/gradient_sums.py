@@ -1,8 +1,8 @@
 """Sums of gradients over ranks, which start in the backward pass when gradients are complete, and end with it.
 
-Two nodes of autograd stand between the parameters and a loss. The one at the loss starts to combine their gradients,
-and the one at the parameters returns the results. As that one is the oldest node of the graph, autograd runs it last:
-what is started travels while the rest of the backward pass runs.
+A loss reads other leaves than its parameters: autograd gives their gradients to a hook as soon as each is complete, and
+not when all that was computed later is done, as it does for nodes that stand between parameters and loss. Where a block
+gathers its parameters, a node that is made then takes their gradients at once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ftrain.parallel.partition import Results, buckets
+from ftrain.parallel.bucket_order import BucketOrder, plan_of
+from ftrain.parallel.partition import Results
+from ftrain.step.combined_grads import Backward
 from ftrain.step.unused_params import watching
 
-AT_ONCE = 2
-"""Buffers that travel at a time: more would take more memory."""
+AT_ONCE, AT_ONCE_BYTES = 2, 4 << 30
+"""Buffers that travel at a time, and their bytes: more would take memory from what computes."""
 
-SMALLEST, BUCKETS, LARGEST = 1 << 20, 4, 32 << 20
+SMALLEST, BUCKETS, LARGEST = 4 << 20, 4, 32 << 20
 """Bytes of the smallest and the largest bucket, and how many buckets there are between these limits."""
 
 Combine: TypeAlias = Callable[[Sequence[int], list[Tensor]], Results]
@@ -29,91 +31,111 @@ Combine: TypeAlias = Callable[[Sequence[int], list[Tensor]], Results]
 
 
 class GradientSums:
-    """The gradients of the parameters of one forward pass.
+    """The gradients of the parameters of one forward pass; a `ftrain.step.combined_grads.CombinedGrads`.
 
     Args:
         names: of the parameters.
+        params: of this rank; a sum has the shape of its parameter.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
+        self._names, self._params = names, params
         self._started: deque[tuple[Sequence[int], Results]] = deque()
+        self._nbytes: deque[int] = deque()  # Of what was started.
         self._sums: dict[int, Tensor] = {}
-        self._buckets: list[_InOrder] = []
+        self._used: set[int] = set()
+        self._leaves: dict[int, Tensor] = {}
+        self._buckets: BucketOrder | None = None
+        self._source: Tensor | None = None
+        self._zeros: dict[torch.dtype, Tensor] = {}
 
-    def entered(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parameters, whose gradients are the sums of what `start` is called for."""
-        return list(_Results.apply(self, *params))  # type: ignore[no-untyped-call]
-
-    def start(self, indices: Sequence[int], results: Results) -> None:
-        """Take what was started for the gradients of some parameters; waits for the oldest if they are many."""
-        self._started.append((indices, results))
-        while len(self._started) > AT_ONCE:
-            self._finish()
-
-    def results(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums, of 0 where there was no gradient."""
-        for each in self._buckets:
-            each.start_rest()
-        while self._started:
-            self._finish()
-        sums = [self._sums.get(index) for index in range(len(params))]
-        # This object is part of a cycle of references, and would keep them until Python collects it.
-        self._sums, self._buckets = {}, []
-        unused = [self._names[index] for index, each in enumerate(sums) if each is None]
-        _note(unused, [False for _ in unused])
-        return [torch.zeros_like(param) if each is None else each for each, param in zip(sums, params, strict=True)]
-
-    def _finish(self) -> None:
-        indices, results = self._started.popleft()
-        for index, grad in zip(indices, results(), strict=True):
-            self._sums[index] = self._sums[index] + grad if index in self._sums else grad
-
-    def at_once(
-        self, entered: Sequence[Tensor], wholes: Sequence[Tensor], indices: Sequence[int], combine: Combine
-    ) -> list[Tensor]:
-        """Return whole tensors as functions of entered ones; their gradients travel when all are complete.
+    def in_buckets(self, wholes: Mapping[int, Tensor], combine: Combine) -> dict[int, Tensor]:
+        """Return the leaves that a loss reads; their gradients travel in buckets, in one order on all ranks.
 
         Args:
-            entered: what `entered` returned for the parameters of these indices.
-            wholes: the tensors that the loss reads: the entered ones, or what was gathered of them.
+            wholes: whole tensors by the indices of their parameters, in the order of their use.
+            combine: gets the gradients of one bucket.
+        """
+        self._leaves = {index: whole.detach().requires_grad_() for index, whole in wholes.items()}
+        self._buckets = BucketOrder(_plan_of(wholes), partial(self._start, combine))
+        return self._leaves
+
+    def at_once(self, wholes: Sequence[Tensor], indices: Sequence[int], combine: Combine) -> list[Tensor]:
+        """Return whole tensors for a block; their gradients travel when all of them are complete.
+
+        Args:
+            wholes: what was gathered of the parameters.
             indices: of the parameters.
             combine: gets the gradients of `wholes`.
         """
 
-        def complete(grads: list[Tensor]) -> None:
-            self.start(indices, combine(indices, grads))
+        def complete(grads: Sequence[Tensor | None], forms: Sequence[_Form]) -> None:
+            self._used.update(index for index, grad in zip(indices, grads, strict=True) if grad is not None)
+            pairs = zip(grads, forms, strict=True)
+            self._start(combine, indices, [form.zeros() if grad is None else grad for grad, form in pairs])
 
-        names = [self._names[index] for index in indices]
-        return list(_Start.apply(complete, names, wholes, *entered))  # type: ignore[no-untyped-call]
+        if self._source is None:
+            self._source = torch.zeros((), device=wholes[0].device, requires_grad=True)
+        return list(_Start.apply(complete, wholes, self._source))  # type: ignore[no-untyped-call]
 
-    def in_buckets(
-        self,
-        entered: Sequence[Tensor],
-        wholes: Mapping[int, Tensor],
-        plan: Sequence[Sequence[int]],
-        combine: Combine,
-    ) -> dict[int, Tensor]:
-        """As `at_once`, for each of several buckets, which all ranks start in the same order whatever they use.
+    def backward(self, run: Backward) -> list[Tensor | None]:
+        """Run the backward pass; return the sums, of 0 where there was no gradient, and sparse gradients as they are.
 
         Args:
-            entered: what `entered` returned for all parameters.
-            wholes: the tensors that the loss reads, by the indices of their parameters.
-            plan: the indices of each bucket, in the order in which they are complete.
-            combine: gets the gradients of the `wholes` of one bucket.
+            run: ``tensors -> gradients``.
         """
-        order = _InOrder(plan, self._names, wholes, lambda indices, grads: self.start(indices, combine(indices, grads)))
-        self._buckets.append(order)
-        results: dict[int, Tensor] = {}
-        for number, indices in enumerate(plan):
-            function: Any = partial(
-                _Start.apply,
-                order.completing(number),
-                [self._names[i] for i in indices],
-                [wholes[index] for index in indices],
-            )
-            results.update(zip(indices, function(*[entered[index] for index in indices]), strict=True))
-        return results
+        sources = [] if self._source is None else [self._source]
+        for index, leaf in self._leaves.items():
+            leaf.register_hook(partial(self._take, index))  # type: ignore[no-untyped-call]
+        grads = run([*self._leaves.values(), *sources])
+        if self._buckets is not None:
+            self._buckets.start_rest(lambda index: torch.zeros_like(self._leaves[index]))
+        while self._started:
+            self._finish()
+        self._note_used()
+        sparse = {index: grad for index, grad in zip(self._leaves, grads, strict=False) if _is_sparse(grad)}
+        # The hooks of the leaves refer to this object: what it refers to would be kept until Python collects the cycle.
+        sums, self._sums, self._leaves = self._sums, {}, {}
+        return [
+            sparse[index] if index in sparse else sums[index] if index in sums else torch.zeros_like(param)
+            for index, param in enumerate(self._params)
+        ]
+
+    def _take(self, index: int, grad: Tensor | None) -> Tensor | None:
+        if grad is None or grad.is_sparse:  # None comes from a custom autograd.Function.
+            return None
+        self._used.add(index)
+        if self._buckets is not None:
+            self._buckets.take(index, grad)
+            # Between those of blocks, a bucket would start at another place on a rank that lacks one of its gradients.
+            if self._source is None:
+                self._buckets.start_complete()
+        # The engine keeps the returned tensor: an expanded single number takes no memory.
+        if grad.dtype not in self._zeros:
+            self._zeros[grad.dtype] = grad.new_zeros(())
+        return self._zeros[grad.dtype].expand_as(grad)
+
+    def _start(self, combine: Combine, indices: Sequence[int], grads: list[Tensor]) -> None:
+        """Start to combine gradients; waits for the oldest if many travel."""
+        self._started.append((indices, combine(indices, grads)))
+        self._nbytes.append(sum(grad.nbytes for grad in grads))
+        while len(self._started) > AT_ONCE or sum(self._nbytes) > AT_ONCE_BYTES:
+            self._finish()
+
+    def _finish(self) -> None:
+        indices, results = self._started.popleft()
+        self._nbytes.popleft()
+        for index, grad in zip(indices, results(), strict=True):
+            self._sums[index] = self._sums[index] + grad if index in self._sums else grad
+
+    def _note_used(self) -> None:
+        on_rank = watching()
+        if on_rank is not None:
+            on_rank.note_gathered(self._names, [index in self._used for index in range(len(self._names))])
+
+
+def _is_sparse(grad: Tensor | None) -> bool:
+    return grad is not None and grad.is_sparse
 
 
 class _Form(NamedTuple):
@@ -131,95 +153,27 @@ class _Form(NamedTuple):
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
-def _note(names: Sequence[str], are_used: Sequence[bool]) -> None:
-    on_rank = watching()
-    if on_rank is not None:
-        on_rank.note_gathered(names, are_used)
-
-
-class _InOrder:
-    """Starts buckets in their order, each when it and those before it are complete."""
-
-    def __init__(
-        self,
-        plan: Sequence[Sequence[int]],
-        names: Sequence[str],
-        wholes: Mapping[int, Tensor],
-        start: Callable[[Sequence[int], list[Tensor]], None],
-    ) -> None:
-        self._plan, self._names, self._start = plan, names, start
-        self._forms = {index: _Form.of(whole) for index, whole in wholes.items()}
-        self._complete: dict[int, list[Tensor]] = {}
-        self._next = 0
-
-    def completing(self, number: int) -> Callable[[list[Tensor]], None]:
-        """Return the function that takes the gradients of a bucket."""
-
-        def complete(grads: list[Tensor]) -> None:
-            self._complete[number] = grads
-            while self._next in self._complete:
-                self._start_next(self._complete.pop(self._next))
-
-        return complete
-
-    def start_rest(self) -> None:
-        """Start the buckets of which this rank has no gradient, and those behind them."""
-        while self._next < len(self._plan):
-            indices = self._plan[self._next]
-            if self._next not in self._complete:
-                _note([self._names[index] for index in indices], [False for _ in indices])
-            zeros = [self._forms[index].zeros() for index in indices]
-            self._start_next(self._complete.pop(self._next, zeros))
-
-    def _start_next(self, grads: list[Tensor]) -> None:
-        self._next += 1
-        self._start(self._plan[self._next - 1], grads)
-
-
-class _Results(torch.autograd.Function):
-    """The identity, whose gradient is what `GradientSums` has."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: GradientSums, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.sums, ctx.params = sums, [param.detach() for param in params]
-        return params
-
-    @staticmethod
-    def backward(ctx: Any, *_: None) -> tuple[Any, ...]:
-        return None, *ctx.sums.results(ctx.params)
-
-
 class _Start(torch.autograd.Function):
-    """Whole tensors, of which a function gets the gradients; it is `_Results` that returns them."""
+    """Whole tensors, of which a function gets the gradients."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        complete: Callable[[list[Tensor]], None],
-        names: Sequence[str],
+        complete: Callable[[Sequence[Tensor | None], Sequence[_Form]], None],
         wholes: Sequence[Tensor],
-        *entered: Tensor,
+        source: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.complete, ctx.names, ctx.forms = complete, names, [_Form.of(whole) for whole in wholes]
+        ctx.complete, ctx.forms = complete, [_Form.of(whole) for whole in wholes]
         return tuple(whole.detach() for whole in wholes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _note(ctx.names, [grad is not None for grad in grads])
-        pairs = zip(grads, ctx.forms, strict=True)
-        ctx.complete([form.zeros() if grad is None else grad for grad, form in pairs])
-        return None, None, None, *(None for _ in grads)
+        ctx.complete(grads, ctx.forms)
+        return None, None, None
 
 
-def plan_of(tensors: Mapping[int, Tensor]) -> list[list[int]]:
-    """Return the indices of each bucket, for tensors in the order of their use: gradients come the other way."""
-    backwards = [*tensors][::-1]
-    last_first = [tensors[index] for index in backwards]
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in last_first)
-    limit = min(max(nbytes // BUCKETS, SMALLEST), LARGEST)
-    return [
-        [backwards[member] for member in members]
-        for members in buckets(last_first, [tensor.numel() for tensor in last_first], limit)
-    ]
+def _plan_of(tensors: Mapping[int, Tensor]) -> list[list[int]]:
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return plan_of([*tensors], [*tensors.values()], sizes, min(max(nbytes // BUCKETS, SMALLEST), LARGEST))

@@ -12,10 +12,11 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.gather import Parameters
-from ftrain.parallel.gradient_sums import GradientSums, plan_of
+from ftrain.parallel.gradient_sums import GradientSums
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, Results, start_scatter_all, start_sum_all
 from ftrain.parallel.state import Layout
+from ftrain.step.combined_grads import announce
 from ftrain.types import PyTree
 
 
@@ -47,6 +48,8 @@ def passing(in_backward: bool, wholes: list[Tensor] | None) -> Iterator[None]:
         yield
     finally:
         _passing.reset(token)
+        # A loss that has failed has announced what no backward pass of its own will take.
+        announce(None)
 
 
 class LossParams:
@@ -81,6 +84,7 @@ class LossParams:
             new = self._in_buckets(names, by_name, used, layout.params_parts)
         else:
             of_ranks = Parameters(self._shard, by_name, dict(zip(names, layout.parts, strict=True)))
+            announce(of_ranks.sums)
             new = dict(blocks.leave_out(of_ranks)) if blocks is not None else {}
             others = [name for name in used if name not in new]
             new.update(zip(others, of_ranks.joined_in_buckets(others, of_ranks.start_gather(others)()), strict=True))
@@ -92,15 +96,15 @@ class LossParams:
         """Return the whole parameters of levels 0 to 2."""
         trained = [name for name in names if params[name].requires_grad]
         numbers = {name: number for number, name in enumerate(trained)}
-        wholes, sums = _passing.get().wholes, GradientSums([str(name) for name in trained])
+        wholes, locals_ = _passing.get().wholes, [params[name] for name in trained]
+        sums = GradientSums([str(name) for name in trained], locals_)
+        announce(sums)
 
         def combine(indices: Sequence[int], grads: list[Tensor]) -> Results:
             if wholes is None:
                 return start_sum_all(self._all, grads)
             return start_scatter_all(self._shard, grads, [parts[index] for index in indices])
 
-        entered = sums.entered([params[name] for name in trained])
-        tensors = entered if wholes is None else wholes
-        read = {numbers[name]: tensors[numbers[name]] for name in used if name in numbers}
-        new = sums.in_buckets(entered, read, plan_of(read), combine)
+        tensors = locals_ if wholes is None else wholes
+        new = sums.in_buckets({numbers[name]: tensors[numbers[name]] for name in used if name in numbers}, combine)
         return {**params, **{name: new[number] for name, number in numbers.items()}}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,6 +16,7 @@ from ftrain._torch import collectives, store
 from ftrain._torch.planned_mesh import PlannedMesh
 from ftrain.errors import OptionError, require_positive_number
 from ftrain.parallel.deadline import watch
+from ftrain.parallel.join import join
 from ftrain.tree.sharding import Shards
 
 REPLICATE, SHARD = "replicate", "shard"
@@ -67,28 +65,6 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
         store.set_timeout([dist.group.WORLD, *result.get_all_groups()], timeout)
     watch()
     return result
-
-
-def join(timeout: float) -> None:
-    """Make the process group of all ranks, if there is none; its collectives fail after `timeout` seconds."""
-    if dist.is_initialized():
-        return
-    backend = backends.default()
-    if "RANK" not in os.environ:
-        dist.init_process_group(backend.distributed, store=collectives.store_of_one_rank(), rank=0, world_size=1)
-        return
-    if backend.device.type != tree.HOST.type:
-        torch.get_device_module(backend.device).set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    limit = timedelta(seconds=timeout)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("GROUP_WORLD_SIZE") != "1":
-        dist.init_process_group(backend.distributed, timeout=limit)
-        return
-    # When torchrun starts ranks again it keeps its store, in which they would find the addresses of those that are
-    # gone. Nodes do not count alike how often that was, so that this is for one node only.
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = store.of_launcher(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), f"start {count}", limit)
-    dist.init_process_group(backend.distributed, store=own, rank=rank, world_size=size, timeout=limit)
 
 
 Result: TypeAlias = Callable[[], Tensor]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,46 +16,55 @@ from ftrain.parallel.mesh import Group
 from ftrain.step.across_ranks import DIFFERENT_BATCHES
 from ftrain.types import PyTree, TrainState
 
+_INPUTS = "a batch"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 UNEVEN = "with batches='rows' the batches of all ranks and steps need the same number of examples"
 
 
 class SameInputs:
-    """Compares the inputs of the first step on all ranks; later ones are not compared, which takes time."""
+    """Compares the step and its inputs on all ranks in the first step; later ones, which would take time, are not."""
 
     def __init__(self, ranks: Group, *, whole_batches: bool) -> None:
         self._ranks, self._whole_batches = ranks, whole_batches
         self._length: int | None = None
         self._is_checked = ranks.size == 1
 
-    def require(self, state: TrainState, batch: PyTree) -> None:
-        """Check the inputs of a step, if it is the first; waits for the device then.
+    def require(self, step: Any, state: TrainState, batch: PyTree) -> None:
+        """Check a step and its inputs, if it is the first; waits for the device then.
 
         Args:
+            step: compared as it prints, and the version of torch.
             state: with DTensors or whole tensors as leaves; names and shapes are compared.
             batch: of which every value is compared; of the rows of a rank only how many they are.
 
         Raises:
-            StructureError: on every rank, when the states have different structures.
-            BatchError: on every rank, when the batches differ. With the rows of each rank, also when their number is
-                not that of the first step: on this rank alone, if other ranks have as many as before.
+            StructureError: on every rank, when steps or the structures of states differ; names the rank and the line.
+            BatchError: on every rank, when the batches differ; names the rank. With the rows of each rank, also when
+                their number is not that of the first step: on this rank alone, if others have as many as before.
         """
+        count = tree.batch_length(batch)
         if not self._whole_batches:
-            self._require_length(tree.batch_length(batch))
+            self._require_length(count)
         if self._is_checked or any(_torch.is_fake(leaf) for leaf in tree.leaves(batch)):
             return
-        device = tree.device_of(state.params)
-        structure = repr(tree.signature((state.params, state.opt_state, state.slots)))
-        if not _agree(self._ranks, _digest(structure.encode()), device):
+        inputs = f"of digest {digest(batch)}" if self._whole_batches else f"of {count} examples"
+        lines = [*_description(step), *_structure(state), f"{_INPUTS} {inputs}"]
+        difference = _first_difference(self._ranks, lines, tree.device_of(state.params))
+        if difference is not None:
+            self._refuse(*difference)
+        self._is_checked = True
+
+    def _refuse(self, rank: int, first: str, other: str) -> NoReturn:
+        """Raise the error for a line that another rank has in place of that of the first one."""
+        lines = f"rank 0 has {first}, and rank {rank} has {other}"
+        if not (first.startswith(_INPUTS) and other.startswith(_INPUTS)):
             raise StructureError(
-                "sharded: the ranks have states of different structures; every rank must build the same model, "
+                f"sharded: the ranks make different steps: {lines}; every rank must build the same model, "
                 "optimizer and wrappers"
             )
-        if self._whole_batches and not _agree(self._ranks, digest(batch), device):
-            raise BatchError(f"sharded: {DIFFERENT_BATCHES}, or pass sharded(batches='rows')")
-        count = tree.batch_length(batch)
-        if not self._whole_batches and not _agree(self._ranks, _digest(repr(count).encode()), device):
-            raise BatchError(f"sharded: {UNEVEN}; this one has {count} examples, and another has more or fewer")
-        self._is_checked = True
+        if self._whole_batches:
+            raise BatchError(f"sharded: {DIFFERENT_BATCHES}, or pass sharded(batches='rows'): {lines}")
+        raise BatchError(f"sharded: {UNEVEN}: {lines}")
 
     def _require_length(self, count: int | None) -> None:
         self._length = self._length or count
@@ -72,10 +84,37 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
 
 
-def _agree(ranks: Group, number: int, device: torch.device) -> bool:
-    """Return whether all ranks have the same number; waits for them."""
-    largest = ranks.max(torch.tensor([number, -number], device=device)).tolist()
-    return bool(largest[0] == -largest[1])
+def _description(step: Any) -> list[str]:
+    """Return the lines of a step as it prints, without addresses and directories, which ranks may have of their own."""
+    text = _ADDRESS.sub("", repr(step))
+    for wrapper in step.wrappers:
+        directory = (wrapper.options or {}).get("directory")
+        text = text if directory is None else text.replace(str(directory), "a directory")
+    return [*text.splitlines(), f"torch {torch.__version__}"]
+
+
+def _structure(state: TrainState) -> list[str]:
+    signature = tree.signature((state.params, state.opt_state, state.slots))
+    return [f"a leaf of the state, {name}: {text}" for name, text in signature.items()]
+
+
+def _first_difference(ranks: Group, lines: list[str], device: torch.device) -> tuple[int, str, str] | None:
+    """Return the first rank that has other lines than rank 0, and the first line that differs, of rank 0 and of it.
+
+    None when all have the same. It waits for all ranks.
+    """
+    content = "\n".join(lines).encode()
+    number = _digest(content)
+    numbers = torch.tensor([number, -number, len(content)], device=device)
+    largest, minus_smallest, length = ranks.max(numbers).tolist()
+    if largest == -minus_smallest:
+        return None
+    padded = torch.frombuffer(bytearray(content.ljust(length)), dtype=torch.uint8).to(device)
+    gathered = ranks.start_gather(padded)().view(ranks.size, length).tolist()
+    first, *others = (bytes(row).decode().rstrip().split("\n") for row in gathered)
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    pairs = itertools.zip_longest(first, other, fillvalue="nothing")
+    return rank, *next(pair for pair in pairs if pair[0] != pair[1])
 
 
 def _bytes(leaf: object) -> bytes:

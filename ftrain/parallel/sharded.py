@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ftrain import tree
 from ftrain.errors import ComposeError, OptionError
 from ftrain.parallel.block_gather import BlockGather
+from ftrain.parallel.bucket_order import BucketOrder, stream_plan
 from ftrain.parallel.compression import Compression, compression_of
 from ftrain.parallel.compression.memory import SLOT
 from ftrain.parallel.compression.reduction import Reduction
@@ -51,8 +52,6 @@ from ftrain.types import (
 
 NAME = SLOT
 LEVELS = range(4)
-STREAM_BYTES = 1 << 19
-"""Bytes of gradients that travel together while the backward pass runs, as `update_in_backward` takes them."""
 
 
 @wrapper
@@ -97,7 +96,7 @@ def sharded(
         BatchError: from the step, for a batch that cannot be divided into rows; from the first one, on every rank, when
             they have different batches.
         StructureError: from the step, for a state that is divided otherwise; from the first one, on every rank, when
-            they have different states.
+            they make different steps, or have different states.
         RankError: from the step, when another rank died, hangs or failed, within the timeout of the mesh.
     """
     if isinstance(level, bool) or level not in LEVELS:
@@ -143,10 +142,12 @@ class _Ranks:
         self._all = all_ranks(mesh)
         self._same_inputs = SameInputs(self._all, whole_batches=whole_batches)
         self._loss_params = LossParams(level, self._all, self._shard)
-        self._rows_of = rows_of if whole_batches else own_rows
+        self._whole_batches, self._rows_of = whole_batches, rows_of if whole_batches else own_rows
         self._local_states = LocalStates(mesh, level)
         self._shards_layout: Layout | None = None
         self._shards: Shards | None = None
+        self._order: dict[str, None] = {}
+        self._planned: tuple[Layout, list[list[int]]] | None = None
         self._watch = watch()
 
     def validate(self, step: Any) -> None:
@@ -193,14 +194,14 @@ class _Ranks:
         return params, frozen, buffers
 
     def on_ranks(
-        self, state: TrainState, batch: PyTree, microbatches: int
+        self, step: Any, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]:
         """Return the local part of a state, this rank's rows, and what makes a state of all ranks of the result."""
         require_ranks(self._mesh, tree.leaves(batch))
-        rows = replace(self._rows_of(batch, self._all.rank, self._all.size, microbatches), ranks=self._all)
+        rows = replace(self._rows_of(batch, self._all.rank, self._all.size, step.microbatches), ranks=self._all)
         self._watch.begin(state.step)
         with self._watch:
-            self._same_inputs.require(state, batch)
+            self._same_inputs.require(step, state, batch)
         local, layout = self._local_states.take(state)
         shards = self._shards_of(layout) if self._level else None
 
@@ -229,8 +230,9 @@ class _Ranks:
     def on_loss(self, loss: Loss) -> Loss:
         """Compute a loss on this rank's rows with the weight of all ranks, so that gradients need only be summed."""
         gathers = self._level == 3 and self._shard.size > 1
-        blocks = BlockGather(loss.module) if gathers and loss.module is not None else None
+        blocks = BlockGather(loss.module, self._watch) if gathers and loss.module is not None else None
         order = dict.fromkeys(name for name, _ in loss.module.named_parameters()) if loss.module is not None else {}
+        self._order = order
 
         def of_rows(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             rows = current()
@@ -242,21 +244,28 @@ class _Ranks:
                 mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
             if blocks is not None:
                 blocks.finish()
+            # A plain number has the weight 1 for each example of all ranks.
+            weight = mean.weight.new_full((), rows.total) if mean.plain else None
             mean = rows.weighted(mean)
             metrics = {name: rows.weighted(each) if isinstance(each, Mean) else each for name, each in metrics.items()}
-            return replace(zero_if_empty(mean), weight=self._all.sum(mean.weight.detach())), metrics, buffers
+            weight = self._all.sum(mean.weight.detach()) if weight is None else weight
+            return replace(zero_if_empty(mean), weight=weight), metrics, buffers
 
         @contextmanager
         def scope(training: bool) -> Iterator[None]:
             with loss.scope(training), blocks.installed() if blocks and training else nullcontext():
                 yield
 
-        ranks = LossRanks(self._all.rank, self._all.size, self._all.sum, digest) if self._all.size > 1 else None
-        return dataclasses.replace(loss, fn=of_rows, scope=scope, wrappers=(*loss.wrappers, self._text), ranks=ranks)
+        new = dataclasses.replace(loss, fn=of_rows, scope=scope, wrappers=(*loss.wrappers, self._text))
+        if self._all.size == 1:
+            return new
+        ranks = LossRanks(self._all.rank, self._all.size, self._all.sum, digest, self._whole_batches)
+        return dataclasses.replace(new, ranks=ranks)
 
     def on_grad(self, grad: GradFn) -> GradFn:
         """Compute the gradient of this rank's rows, and combine those of all ranks."""
         draws, program = StockDraws(self._all, can_repeat=self._all.size == 1), SameProgram(self._all)
+        used = SameProgram(self._all)  # By a backward pass that runs later.
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
             parts = _layout.get().params_parts
@@ -270,7 +279,11 @@ class _Ranks:
                 local, drawing = draws.run(partial(_of_rows, grad, state, rows, rng), state)
             whole = self._results(replace(local, grads=None), state.buffers, rows)
             if local.stream_grads is not None:
-                stream = partial(self._stream, local.stream_grads, drawing, parts, in_backward)
+                # What a block computes again is of these rows, too.
+                watched = used.required(state.params)
+                around = _entered(drawing, computing_on(rows), watched, passing(in_backward, wholes))
+                plan = self._stream_plan(state.params)
+                stream = partial(self._stream, local.stream_grads, around, in_backward, plan)
                 return replace(whole, stream_grads=stream)
             leaves, spec = tree.flatten(local.grads)
             if self._reduction.is_active:
@@ -292,30 +305,33 @@ class _Ranks:
     def _stream(
         self,
         stream_grads: Callable[..., None],
-        drawing: AbstractContextManager[Any],
-        parts: list[Part | None],
+        around: AbstractContextManager[None],
         in_backward: bool,
+        plan: list[list[int]],
         take: Callable[[int, Tensor], None],
     ) -> None:
-        """Run the backward pass, and give `take` the gradients of all ranks; a few travel together."""
-        waiting: dict[int, Tensor] = {}
+        """Run the backward pass in a context, and give `take` the gradients of all ranks; a few travel together."""
+        parts = _layout.get().params_parts
 
-        def send() -> None:
-            combined = self._combined([*waiting.values()], [parts[index] for index in waiting], in_backward)
-            indices = [*waiting]
-            waiting.clear()
-            for index, grad in zip(indices, combined, strict=True):
-                take(index, grad)
+        def start(numbers: Sequence[int], grads: list[Tensor]) -> None:
+            combined = self._combined(grads, [parts[number] for number in numbers], in_backward)
+            for number, grad in zip(numbers, combined, strict=True):
+                take(number, grad)
+
+        order = BucketOrder(plan, start)
 
         def take_local(index: int, grad: Tensor) -> None:
-            waiting[index] = grad
-            if sum(grad.nbytes for grad in waiting.values()) >= STREAM_BYTES:
-                send()
+            order.take(index, grad)
+            order.start_complete()
 
-        with drawing:
+        with around:
             stream_grads(take_local)
-        if waiting:
-            send()
+
+    def _stream_plan(self, params: PyTree) -> list[list[int]]:
+        layout = _layout.get()
+        if self._planned is None or layout is not self._planned[0]:
+            self._planned = layout, stream_plan(params, layout.params_parts, self._order)
+        return self._planned[1]
 
     def _results(self, local: Gradients, buffers: PyTree, rows: Rows) -> Gradients:
         """Return the loss, the metrics, the buffers and `finite` of all ranks."""
@@ -359,6 +375,14 @@ def _of_rows(grad: GradFn, state: TrainState, rows: Rows, rng: Tensor | None) ->
     """Return the gradient of this rank's rows, on whole parameters."""
     with computing_on(rows), sharding.over(None):
         return grad(state, rows.batch, rng)
+
+
+@contextmanager
+def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 def _change(new: Tensor, old: Tensor) -> Tensor:

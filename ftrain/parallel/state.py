@@ -93,8 +93,10 @@ def divided(state: PyTree, like: PyTree) -> PyTree:
     tree.require_same("divided", "the state", state, like)
 
     def leaf_like(leaf: Any, other: Any) -> Any:
-        if not dtensor.is_dtensor(other) or dtensor.is_dtensor(leaf):
+        if dtensor.is_dtensor(leaf):
             return leaf
+        if not dtensor.is_dtensor(other):
+            return leaf.to(other.device) if tree.is_tensor(leaf) else leaf
         local, mesh = leaf.to(other.device), other.device_mesh
         for index, axis in enumerate(dtensor.axes_of(other)):
             if axis is not None:

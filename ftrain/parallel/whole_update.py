@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import optree
@@ -28,6 +29,13 @@ from ftrain.tree import sharding
 from ftrain.types import Hyper, Optimizer, PyTree
 
 
+@dataclass(frozen=True, kw_only=True)
+class _OfRanks(Optimizer):
+    """An optimizer on ranks, and the one that it was made of."""
+
+    of_one_rank: Optimizer
+
+
 def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] | None = None) -> Optimizer:
     """Return an optimizer of divided leaves that computes the same, to the bit, as one of whole leaves does.
 
@@ -35,10 +43,11 @@ def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] |
     all ranks must call both.
 
     Args:
-        optimizer: one that has a `split`.
+        optimizer: one that has a `split`; one that this function has returned is used as before.
         ranks: over which leaves are divided.
         owners: name of a parameter -> the rank that updates it. Default: so that all update about as much.
     """
+    optimizer = optimizer.of_one_rank if isinstance(optimizer, _OfRanks) else optimizer
 
     def make_plan(specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]) -> Plan:
         params, opt_state, _ = map(tree.unflatten, specs, columns)
@@ -66,7 +75,8 @@ def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] |
         is_divided = any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(params))
         return _divided_state(optimizer, params, ranks) if is_divided else optimizer.init(params)
 
-    return dataclasses.replace(optimizer, init=init, update=update, split=split)
+    fields = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(Optimizer)}
+    return _OfRanks(**fields | {"init": init, "update": update, "split": split}, of_one_rank=optimizer)
 
 
 def _split_of_part(

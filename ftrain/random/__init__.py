@@ -6,7 +6,6 @@ from ftrain.random.keys import dropout as dropout
 from ftrain.random.keys import exponential as exponential
 from ftrain.random.keys import fold_in as fold_in
 from ftrain.random.keys import fold_in_each as fold_in_each
-from ftrain.random.keys import fold_in_words as fold_in_words
 from ftrain.random.keys import for_examples as for_examples
 from ftrain.random.keys import from_words as from_words
 from ftrain.random.keys import keep_scale as keep_scale
@@ -15,12 +14,14 @@ from ftrain.random.keys import key_data as key_data
 from ftrain.random.keys import normal as normal
 from ftrain.random.keys import permutation as permutation
 from ftrain.random.keys import randint as randint
-from ftrain.random.keys import seed_of as seed_of
 from ftrain.random.keys import split as split
-from ftrain.random.keys import stock_words as stock_words
 from ftrain.random.keys import to_device as to_device
 from ftrain.random.keys import uniform as uniform
-from ftrain.random.keys import update_words as update_words
+from ftrain.random.words import fold_in_words as fold_in_words
+from ftrain.random.words import seed_of as seed_of
+from ftrain.random.words import stock_words as stock_words
+from ftrain.random.words import update_words as update_words
+from ftrain.random.words import words_of_step as words_of_step
 
 __all__ = [
     "bernoulli",

@@ -9,7 +9,6 @@ once: `split` it or `fold_in` something before the next draw, for the same key g
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,15 +17,12 @@ from torch import Tensor
 from ftrain import _torch
 from ftrain.backends import widest
 from ftrain.errors import OptionError
-from ftrain.random.philox import MASK, full, philox, philox_host
+from ftrain.random.philox import MASK, full, philox
 from ftrain.random.philox import Words as Words
+from ftrain.random.words import FOLD, halves
 
 # The third counter word: draws, splits and folds of one key never evaluate the same block.
-_BITS, _SPLIT, _FOLD = 0, 1, 2
-
-# Numbers that users are unlikely to fold into a key: stock modules must not draw the numbers of the loss itself.
-_STOCK = 0x73746F63, 0x6B5F6B79
-_UPDATE = 0x75706461, 0x74655F6B
+_BITS, _SPLIT = 0, 1
 
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _INT64_MAX = (1 << 63) - 1
@@ -40,7 +36,7 @@ def key(seed: int) -> Tensor:
     >>> key(7)
     tensor([7, 0])
     """
-    return from_words(_halves("key", "seed", seed))
+    return from_words(halves("key", "seed", seed))
 
 
 def split(key: Tensor, num: int = 2) -> Tensor:
@@ -70,7 +66,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
             raise OptionError(f"fold_in: data has shape {tuple(data.shape)}; needed a 0-d integer tensor.")
         return fold_in_each(key, data)
     key, examples = _split_key("fold_in", key)
-    low, high = _halves("fold_in", "data", data)
+    low, high = halves("fold_in", "data", data)
     return _join_key(_fold(key, full(key, low), full(key, high)), examples)
 
 
@@ -113,17 +109,6 @@ def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
     return torch.cat([words, torch.stack([first, full(key, length)])])
 
 
-def fold_in_words(words: tuple[int, int], data: int) -> tuple[int, int]:
-    """`fold_in` on the host, in Python integers: the same words in a few microseconds.
-
-    >>> fold_in_words(key_data(key(0)), 3) == key_data(fold_in(key(0), 3))
-    True
-    """
-    low, high = _halves("fold_in_words", "data", data)
-    first, second, _, _ = philox_host(words, (low, high, _FOLD, 0))
-    return first, second
-
-
 def key_data(key: Tensor) -> tuple[int, int]:
     """Return the two 32-bit words of a key as integers on the host; waits for the device if the key is on one."""
     first, second = _split_key("key_data", key)[0].tolist()
@@ -133,23 +118,6 @@ def key_data(key: Tensor) -> tuple[int, int]:
 def from_words(words: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
     """Make a key from its two 32-bit words: the inverse of `key_data`."""
     return torch.tensor(words, dtype=torch.int64, device=device)
-
-
-def stock_words(words: tuple[int, int]) -> tuple[int, int]:
-    """Return the words of the key for the random operations of torch (`nn.Dropout`, say) in a step with this key."""
-    # Another key of the cipher gives independent numbers.
-    return words[0] ^ _STOCK[0], words[1] ^ _STOCK[1]
-
-
-def update_words(words: tuple[int, int]) -> tuple[int, int]:
-    """Return the words of the key for the optimizer in a step with this key."""
-    return words[0] ^ _UPDATE[0], words[1] ^ _UPDATE[1]
-
-
-def seed_of(words: tuple[int, int]) -> int:
-    """Return a 63-bit seed for the generators of torch from the words of a key."""
-    low, high = stock_words(words)
-    return (high << 32 | low) >> 1
 
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
@@ -319,7 +287,7 @@ def _blocks(key: Tensor, index: Tensor, domain: int) -> Words:
 
 
 def _fold(key: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    return torch.stack(philox(key, (low, high, full(key, _FOLD), full(key, 0)))[:2], -1)
+    return torch.stack(philox(key, (low, high, full(key, FOLD), full(key, 0)))[:2], -1)
 
 
 def _columns(dtype: torch.dtype) -> int:
@@ -364,13 +332,6 @@ def _round_down(value: float, dtype: torch.dtype) -> float:
     info = torch.finfo(dtype)
     spacing = max(math.ldexp(info.eps, math.frexp(value)[1] - 1), info.smallest_normal * info.eps)
     return min(math.floor(value / spacing) * spacing, info.max)
-
-
-def _halves(function: str, name: str, value: int) -> tuple[int, int]:
-    value = operator.index(value)
-    if not -(1 << 63) <= value < 1 << 64:
-        raise OptionError(f"{function}: {name} = {value} does not fit in 64 bits; needed -2**63 <= {name} < 2**64.")
-    return value & MASK, (value >> 32) & MASK
 
 
 def _digits(function: str, dtype: torch.dtype) -> int:

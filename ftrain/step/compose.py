@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ftrain.errors import ComposeError
+from ftrain.step.loss_forms import adapt
 from ftrain.step.step import Step
-from ftrain.step.value_and_grad import adapt
 from ftrain.step.wrapper import S
 from ftrain.tree.name_patterns import Mask
 from ftrain.types import Loss, Optimizer
@@ -36,7 +36,7 @@ def train_step(
     """Return the step that follows the gradient of a loss with an optimizer.
 
     Args:
-        loss_fn: ``loss_fn(params, batch)`` as `ftrain.step.value_and_grad.adapt` describes it, or what
+        loss_fn: ``loss_fn(params, batch)`` as `ftrain.step.loss_forms.adapt` describes it, or what
             `ftrain.from_module` made.
         optimizer: from `ftrain.optim`.
         trainable: which parameters train, as ``(name, leaf) -> bool`` or a list of name patterns; the

@@ -39,5 +39,5 @@ class Eager:
         if self._draws:
             hyper = {**hyper, RNG: random.to_device(random.from_words(random.update_words(words)), device)}
         backend = backends.of(device)
-        with torch.no_grad(), backend.seeded(random.seed_of(words)), backend.deterministic():
+        with torch.set_grad_enabled(False), backend.seeded(random.seed_of(words)), backend.deterministic():
             return self._core(state, batch, hyper, rng)

@@ -17,9 +17,10 @@ from ftrain.errors import ComposeError, DataError, DeviceError, OptionError, req
 from ftrain.step import purity
 from ftrain.step.across_ranks import Share, require_same_outcome, share_of, sum_means, whole_model
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
+from ftrain.step.loss_forms import adapt
 from ftrain.step.microbatch import RAISE, most_pieces, require_on_oom, split_batch
 from ftrain.step.purity import as_tree
-from ftrain.step.value_and_grad import adapt, detach
+from ftrain.step.value_and_grad import detach
 from ftrain.step.wrapper import Wrapper
 from ftrain.types import Loss, Mean, PyTree, TrainState, replace, zero_if_empty
 
@@ -38,7 +39,8 @@ class EvalStep:
         for an empty one.
 
         The loss of a step on many ranks (`ftrain.sharded`) is evaluated by all of them together, each on its examples
-        of the batch, and any loss of a state that is divided by every rank, on parameters gathered for this call.
+        of the batch, or on its own batch (``batches="rows"``), and any loss of a state that is divided by every rank,
+        on parameters gathered for this call.
         """
         return self.total(self.of_rank(whole_model(state), self.share(as_tree(batch))))
 
@@ -47,8 +49,9 @@ class EvalStep:
         return means if self.loss.ranks is None else sum_means(means, self.loss.ranks)
 
     def share(self, batch: PyTree) -> Share:
-        """Return what this rank evaluates of a batch that all have."""
-        return Share(batch, True) if self.loss.ranks is None else share_of(batch, self.loss.ranks)
+        """Return what this rank evaluates: its examples of a batch that all have, or all of a batch of its own."""
+        ranks = self.loss.ranks
+        return Share(batch, True) if ranks is None or not ranks.whole_batches else share_of(batch, ranks)
 
     def of_rank(self, state: TrainState, share: Share) -> dict[str, Mean]:
         """Return the averages over the examples of this rank; nothing here waits for other ranks.
@@ -108,7 +111,9 @@ def evaluate(
 
     On many ranks (`ftrain.sharded`) every rank must call this. It gathers a divided state, whole on each rank. The loss
     of the step, ``eval_step(step.loss)``, is then evaluated by all together, each rank on its examples of every batch;
-    a plain number is weighted by them. Another loss is evaluated on all examples by every rank.
+    a plain number is weighted by them. With ``sharded(batches="rows")`` each rank evaluates all that it reads, and any
+    number of batches: the result is the mean over what all have read. Another loss is evaluated by every rank alone, on
+    all that it reads.
 
     Args:
         step: from `eval_step`.
@@ -158,7 +163,7 @@ def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[
     device, pieces = tree.device_of(state.params), 1
     for drawn in data:
         batch = tree.to(as_tree(drawn), device)
-        if step.loss.ranks is not None and not sums.totals:
+        if step.loss.ranks is not None and step.loss.ranks.whole_batches and not sums.totals:
             sums.digest = step.loss.ranks.digest(drawn)
         share, means = step.share(batch), list[dict[str, Mean]]()
         while not means:

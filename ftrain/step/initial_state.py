@@ -142,7 +142,8 @@ class _Placement:
             dict(sorted(part.items(), key=lambda item: order.get(item[0], len(order))))
             for part in (params, frozen, buffers)
         )
-        return params, frozen if tree.leaves(frozen) else None, buffers
+        # A block without frozen parameters has none of their places either.
+        return params, {name: frozen.get(name) for name in params} if tree.leaves(frozen) else None, buffers
 
 
 def _is_on_meta(module: nn.Module) -> bool:

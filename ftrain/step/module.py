@@ -16,10 +16,20 @@ from torch.nn.parameter import is_lazy
 from ftrain import _torch
 from ftrain.errors import LossError, StructureError
 from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
+from ftrain.step.loss_forms import normalise
 from ftrain.step.purity import merge
 from ftrain.step.shared_memory import overlaps
-from ftrain.step.swap_params import BorrowedModule, Slot, fill, is_donated, named_tensors, preserve_dicts, put, slots_of
-from ftrain.step.value_and_grad import normalise
+from ftrain.step.swap_params import (
+    BorrowedModule,
+    DuringStep,
+    Slot,
+    fill,
+    is_donated,
+    named_tensors,
+    preserve_dicts,
+    put,
+    slots_of,
+)
 from ftrain.tree import MAX_LISTED
 from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
 
@@ -80,7 +90,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         return mean, metrics, new_buffers
 
     initial = partial(module_state, module)
-    return Loss(loss, text, scope=borrowed.during_step, module=module, initial=initial, needs_rng=needs_rng)
+    return Loss(loss, text, scope=partial(DuringStep, borrowed), module=module, initial=initial, needs_rng=needs_rng)
 
 
 def _require_module(module: Any, criterion: Any) -> None:

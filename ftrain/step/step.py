@@ -16,13 +16,14 @@ from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.step.across_ranks import order
 from ftrain.step.eager import Eager
 from ftrain.step.initial_state import initial_parts
+from ftrain.step.loss_forms import report
 from ftrain.step.lowered import Lowered, Lowering
 from ftrain.step.purity import as_tree
 from ftrain.step.shared_memory import copy_shared
 from ftrain.step.swap_params import to_meta_
 from ftrain.step.trainable_params import require_params
 from ftrain.step.update import guarded, optimize
-from ftrain.step.value_and_grad import report, value_and_grad
+from ftrain.step.value_and_grad import value_and_grad
 from ftrain.step.wrapper import ARROWS, OnGrad, OnRanks, OnStep, OnUpdate, SlotSpec, Wrapper
 from ftrain.tree.name_patterns import Mask
 from ftrain.types import (
@@ -255,7 +256,7 @@ class Step:
         argument, batch = state, as_tree(batch)
         run: Callable[..., tuple[TrainState, Metrics]] = self.runner
         if self._on_ranks is not None:
-            state, batch, around = self._on_ranks(state, batch, self.microbatches)
+            state, batch, around = self._on_ranks(self, state, batch)
             run = around(self.runner)
         if getattr(argument, "_origin", None) is not self._origin:
             # As all ranks have it: a part does not tell the shape of a leaf.
@@ -289,7 +290,7 @@ class Step:
         run: Callable[..., tuple[TrainState, Metrics]] = lowering
         self.require(state)
         if self._on_ranks is not None:
-            state, batch, around = self._on_ranks(state, batch, self.microbatches)
+            state, batch, around = self._on_ranks(self, state, batch)
             run = around(lowering)
         with self.loss.scope(True):
             run(state, batch, *self._known_to_the_host(state))
@@ -304,7 +305,7 @@ class Step:
             value = hyper[name] = float(schedule(count)) * float(factors.get(name, 1.0))
             if not math.isfinite(value):
                 raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs a finite number")
-        return hyper, random.fold_in_words(random.key_data(state.rng), count)
+        return hyper, random.words_of_step(random.key_data(state.rng), count)
 
     @functools.cached_property
     def _on_step_end(self) -> list[Callable[[backends.Backend, int], None]]:

@@ -85,19 +85,19 @@ def refill(places: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> 
 class BorrowedModule:
     """Context of a run in which the parameter and buffer dicts of a module may hold other tensors.
 
-    A run within a step (`during_step`) keeps its tensors there until the step is over or the next run begins: in
+    A run within a step (`DuringStep`) keeps its tensors there until the step is over or the next run begins: in
     the backward pass, models that use `torch.utils.checkpoint` run parts of themselves again.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._parts = module, list(module.modules())
+        self.module, self.parts = module, list(module.modules())
         self.places: list[dict[str, Any]] = [
-            place for part in self._parts for place in (_torch.parameters_of(part), _torch.buffers_of(part))
+            place for part in self.parts for place in (_torch.parameters_of(part), _torch.buffers_of(part))
         ]
-        self._overrides_train = any(type(part).train is not nn.Module.train for part in self._parts)
+        self.overrides_train = any(type(part).train is not nn.Module.train for part in self.parts)
         # The items of the dicts outside of all runs, while they hold others.
         self._original: list[dict[str, Any]] | None = None
-        self._steps = 0
+        self.steps = 0
         # One entry for each active run: the dicts at its beginning if it is nested, else None.
         self._runs: list[list[dict[str, Any]] | None] = []
 
@@ -112,33 +112,42 @@ class BorrowedModule:
         outer = self._runs.pop()
         if outer is not None:
             refill(self.places, outer)
-        elif self._steps == 0:
-            self._give_back()
+        elif self.steps == 0:
+            self.give_back()
 
-    @contextmanager
-    def during_step(self, training: bool) -> Iterator[None]:
-        """Return the context of a step, in which the module and its children are in training or evaluation mode."""
-        modes = [part.training for part in self._parts]
-        self._steps += 1
-        try:
-            if self._overrides_train:
-                self._module.train(training)
-            else:
-                # Not by nn.Module.__setattr__, which looks for parameters and takes ten times as long.
-                for part in self._parts:
-                    part.__dict__["training"] = training
-            yield
-        finally:
-            self._steps -= 1
-            if self._steps == 0:
-                self._give_back()
-            for part, mode in zip(self._parts, modes, strict=True):
-                part.__dict__["training"] = mode
-
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Put back what the dicts held outside of all runs."""
         if self._original is not None:
             refill(self.places, self._original)
             self._original = None
+
+
+class DuringStep:
+    """Context of a step, in which a module and its children are in training or evaluation mode."""
+
+    __slots__ = ("_borrowed", "_modes", "_training")
+
+    def __init__(self, borrowed: BorrowedModule, training: bool) -> None:
+        self._borrowed, self._training = borrowed, training
+
+    def __enter__(self) -> None:
+        borrowed = self._borrowed
+        self._modes = [part.training for part in borrowed.parts]
+        if borrowed.overrides_train:
+            borrowed.module.train(self._training)
+        else:
+            # Not by nn.Module.__setattr__, which looks for parameters and takes ten times as long.
+            for part in borrowed.parts:
+                part.__dict__["training"] = self._training
+        borrowed.steps += 1
+
+    def __exit__(self, *error: object) -> None:
+        borrowed = self._borrowed
+        borrowed.steps -= 1
+        if borrowed.steps == 0:
+            borrowed.give_back()
+        for part, mode in zip(borrowed.parts, self._modes, strict=True):
+            part.__dict__["training"] = mode
 
 
 @contextmanager

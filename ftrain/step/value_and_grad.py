@@ -1,8 +1,7 @@
-"""Short forms of a loss, checks of what a loss returns, and its gradient: `value_and_grad`."""
+"""The gradient of a loss: `value_and_grad`."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,11 +11,12 @@ from typing import Any, TypeAlias
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ftrain import _torch, backends, tree
 from ftrain.errors import LossError
 from ftrain.step import purity
+from ftrain.step.combined_grads import CombinedGrads, announce, announced
 from ftrain.step.differentiable import require_differentiable
 from ftrain.step.reentrant_checkpoint import REMEDY, CheckpointInputs
 from ftrain.step.unused_params import listed, refuse_unused, watching
@@ -24,9 +24,7 @@ from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import (
     GradFn,
     Gradients,
-    Loss,
     LossFn,
-    LossOutput,
     Mean,
     Metrics,
     PyTree,
@@ -36,93 +34,6 @@ from ftrain.types import (
 )
 
 Around: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
-FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, buffers)"
-
-
-def adapt(loss_fn: Callable[..., Any] | Loss, function: str = "train_step") -> Loss:
-    """Convert a loss function to its full form, a `Loss`.
-
-    Args:
-        loss_fn: ``loss_fn(params, batch)``, which may also take ``rng=`` (a key of `ftrain.random`) and
-            ``buffers=`` by keyword, and returns a 0-d tensor or `Mean`, alone or as ``(loss, metrics)``
-            or ``(loss, metrics, buffers)``. A 0-d tensor counts as a mean with weight one.
-        function: the name of the calling function, for error messages.
-
-    Raises:
-        LossError: when `loss_fn` cannot be called like that.
-    """
-    if isinstance(loss_fn, Loss):
-        return loss_fn
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    name = "loss" if name == "<lambda>" else name
-    accepted = _accepted(loss_fn, name, function)
-
-    def full(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-        offered: dict[str, Any] = {"rng": rng, "buffers": buffers}
-        return normalise(
-            loss_fn(params, batch, **dict(zip(accepted, map(offered.get, accepted), strict=True))), buffers, name
-        )
-
-    return Loss(full, name, needs_rng="rng" in accepted)
-
-
-def _accepted(loss_fn: Callable[..., Any], name: str, function: str) -> list[str]:
-    """Return which of the arguments `rng` and `buffers` a loss takes."""
-    if not callable(loss_fn):
-        raise LossError(f"{function}: the loss must be a function (params, batch) -> loss, found {loss_fn!r}")
-    if isinstance(loss_fn, nn.Module):
-        raise LossError(
-            f"{function}: the loss is the module {type(loss_fn).__name__}; make one of it with "
-            "ft.from_module(module, criterion)"
-        )
-    try:
-        signature = inspect.signature(loss_fn)
-    except ValueError:  # builtins
-        return []
-    try:
-        signature.bind("params", "batch", **{key: None for key in ("rng", "buffers") if key in signature.parameters})
-    except TypeError as error:
-        raise LossError(f"{function}: {name}{signature} cannot be called as {name}(params, batch): {error}") from error
-    return [key for key in ("rng", "buffers") if key in signature.parameters]
-
-
-def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
-    """Convert the value that a loss returned to the form (Mean, metrics, buffers).
-
-    Raises:
-        LossError: when it has none of the forms that `adapt` lists.
-    """
-    loss, metrics, new_buffers = returned, {}, buffers
-    if isinstance(returned, tuple):
-        if len(returned) not in (2, 3):
-            raise LossError(f"{name}: returned a tuple of {len(returned)}; needs {FORMS}")
-        loss, metrics, new_buffers = (*returned, buffers)[:3]
-    if not isinstance(metrics, dict):
-        raise LossError(f"{name}: metrics must be a dict of tensors or Means, found {type(metrics).__name__}")
-    if "loss" in metrics:
-        raise LossError(f"{name}: a metric is called 'loss', which is the name of the loss itself; rename it")
-    if isinstance(loss, Tensor) and loss.ndim == 0:
-        loss = Mean(
-            loss, torch.ones((), dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device), plain=True
-        )
-    if not isinstance(loss, Mean):
-        raise LossError(f"{name}: returned {tree.describe(loss)}; needs {FORMS}")
-    for part in (loss.total, loss.weight):
-        if not isinstance(part, Tensor) or part.ndim:
-            raise LossError(f"{name}: total and weight of a Mean must be 0-d tensors, found {tree.describe(part)}")
-    return loss, metrics, new_buffers
-
-
-def report(metrics: Metrics, function: str, **more: Any) -> Metrics:
-    """Add metrics to those that a loss reports.
-
-    Raises:
-        LossError: when the loss reports a metric of the same name.
-    """
-    for name in more:
-        if name in metrics:
-            raise LossError(f"{function}: a metric is called {name!r}, which the step reports itself; rename it")
-    return {**metrics, **more}
 
 
 def value_and_grad(
@@ -168,6 +79,7 @@ class ForwardResult:
         buffers: the buffers after the forward pass.
         later: adds metrics that are known only after the backward pass.
         hidden: ``indices of unused leaves -> indices``, those that a re-entrant checkpoint hides from the gradient.
+        combined: what runs the backward pass where gradients are combined with those of other ranks meanwhile.
     """
 
     params: list[Tensor]
@@ -178,6 +90,7 @@ class ForwardResult:
     buffers: PyTree
     later: Callable[[Metrics], Metrics] = lambda metrics: metrics
     hidden: Callable[[list[int]], list[int]] = lambda unused: []
+    combined: CombinedGrads | None = None
 
     def cotangent(self, factor: Tensor | None) -> Tensor:
         """Return the gradient of the mean loss, times `factor`, with respect to `total`."""
@@ -203,7 +116,7 @@ class _Forward:
         params_spec = spec.child(0)
         # While a graph is captured, unused leaves cannot be looked for in a second run (`_hidden`), so watch this one.
         inputs = CheckpointInputs() if _torch.is_capturing() else None
-        with torch.enable_grad(), inputs or nullcontext():
+        with torch.set_grad_enabled(True), inputs or nullcontext():
             if params is None:
                 params = [leaf.detach().requires_grad_() for leaf in leaves[: params_spec.num_leaves]]
             leaves[: len(params)] = params
@@ -217,7 +130,12 @@ class _Forward:
         hidden = partial(self._hidden, (state, batch, rng, params), inputs)
         if metrics:
             metrics = {name: zero_if_empty(m) if isinstance(m, Mean) else m for name, m in detach(metrics).items()}
-        return ForwardResult(params, params_spec, mean.total, loss, metrics, detach(buffers), hidden=hidden)
+        combined = announced()
+        if combined is not None:
+            announce(None)
+        return ForwardResult(
+            params, params_spec, mean.total, loss, metrics, detach(buffers), hidden=hidden, combined=combined
+        )
 
     def _hidden(self, arguments: Any, inputs: CheckpointInputs | None, unused: list[int]) -> list[int]:
         """Return the unused leaves that a re-entrant checkpoint uses; runs the loss once more for each new set."""
@@ -291,7 +209,9 @@ def run_backward(result: ForwardResult, cotangent: Tensor, *, add: bool = False)
         LossError: when the loss uses a re-entrant `torch.utils.checkpoint`.
     """
     try:
-        return _torch.run_backward(result.total, cotangent, result.params, add=add)
+        if result.combined is None:
+            return _torch.run_backward(result.total, cotangent, result.params, add=add)
+        grads = result.combined.backward(partial(_torch.run_backward, result.total, cotangent))
     except RuntimeError as error:
         if "use_reentrant=True" not in str(error):
             raise
@@ -299,6 +219,11 @@ def run_backward(result: ForwardResult, cotangent: Tensor, *, add: bool = False)
             "the loss uses torch.utils.checkpoint(use_reentrant=True), through which no gradient with respect to given "
             f"parameters can be taken; use {REMEDY}"
         ) from error
+    if not add:
+        return tuple(grads)
+    for param, grad in zip(result.params, grads, strict=True):
+        param.grad += grad  # type: ignore[operator]
+    return ()
 
 
 @dataclass(frozen=True)
@@ -349,7 +274,8 @@ def _stream(
                 handle.remove()
         filled = _filled(grads, result, params, name, allow_unused)
         for index, (grad, filled_grad) in enumerate(zip(grads, filled, strict=True)):
-            if grad is None:
+            # Those that were combined with other ranks' have passed no hook of a leaf.
+            if grad is None or result.combined is not None:
                 take(index, filled_grad)
 
     return stream

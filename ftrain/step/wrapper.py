@@ -20,7 +20,7 @@ S = TypeVar("S", bound=Callable[..., Any])
 
 
 OnRanks: TypeAlias = Callable[
-    [TrainState, PyTree, int], tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]
+    [Any, TrainState, PyTree], tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]
 ]
 
 
@@ -95,7 +95,7 @@ class OnStep:
             state has made.
         place: ``(params, frozen, buffers) -> (params, frozen, buffers)``, called by `Step.init`: the same on all ranks,
             or DTensors of which each has a part.
-        on_ranks: ``(state, batch, microbatches) -> (state, batch, around)``: what this rank computes on, and
+        on_ranks: ``(Step, state, batch) -> (state, batch, around)``: what this rank computes on, and
             ``runner -> runner``, which makes of the next state one of all ranks.
         ranks: how many ranks make the step together.
     """

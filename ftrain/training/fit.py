@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
+from ftrain._torch.store import rank_and_size
 from ftrain.checkpoint import Checkpoints
 from ftrain.errors import ComposeError, Interrupted, OptionError, require_callable, require_positive
 from ftrain.parallel.agreement import Agreement
@@ -63,7 +64,9 @@ def fit(
     shows progress and calls the loggers, and its records are the history of all ranks. They stop after the same step:
     where `stop` says so on the first rank, or one step after any of them got a signal. `evaluate` and `adapt` run on
     every rank. What fails in one of them, in `stop` or in a logger, on one rank, is an error on all. All write each
-    checkpoint together, and signals end each process with the same code.
+    checkpoint together, and signals end each process with the same code. The same holds for all ranks of torch's
+    process group when `step` is a function, which must then make as many steps on each: one with a model in
+    `torch.nn.parallel.DistributedDataParallel`, say.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.
@@ -85,7 +88,8 @@ def fit(
             there be none.
         loggers: functions that get each record, such as `ftrain.loggers.jsonl`.
         log_every: how often metrics are read, in steps.
-        throughput: name -> function that counts such items in a batch, to be shown per second.
+        throughput: name -> function that counts such items in a batch, to be shown per second. With
+            ``sharded(batches="rows")`` the counts of all ranks are added up; of a function they are the first rank's.
         progress: show a bar, or lines where there is no terminal.
         donate: reuse the memory of each state for the next one; `Step` only.
         on_oom: ``"split"`` retries a step that runs out of memory, with the same batch in twice as many pieces, and
@@ -104,8 +108,8 @@ def fit(
 
     Raises:
         ComposeError: when `step` cannot be called, is a class, or stands where the state does; or is to be split and
-            is no `Step`; for ``on_oom="split"`` on several ranks with
-            `compiled` or `update_in_backward`; or when `adapt` returns None.
+            is no `Step`; for ``on_oom="split"`` on several ranks with `update_in_backward`, or with `compiled` beside
+            ``offload("opt_state")``; or when `adapt` returns None.
         OptionError: for an `evaluate`, `stop`, `adapt` or logger that is no function, `evaluate_every` without
             `evaluate`, a metric that is not recorded (`patience`, `plateau`, ``best=``), numbers that are not positive,
             or another `resume`, `on_oom` or `on_nonfinite`.
@@ -122,10 +126,11 @@ def fit(
             saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised. After an error in a step or
             in the data it is not, because the state may be overwritten in part, or the position in the data lost.
     """
-    ranks = ranks_of(step.wrappers) if isinstance(step, Step) else 1
+    # What a function does with other ranks cannot be seen: where there are some, they are one run.
+    ranks = ranks_of(step.wrappers) if isinstance(step, Step) else rank_and_size()[1]
     _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
     _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
-    _require_eager(step, ranks, on_oom)
+    _require_agreement(step, ranks, on_oom)
     agreement = Agreement(ranks)
     if agreement.is_first:
         _warn_if_best_is_missed(checkpoints, evaluate_every)
@@ -225,11 +230,12 @@ def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:
             require_positive("fit", name, value)
 
 
-def _require_eager(step: Any, ranks: int, on_oom: str) -> None:
-    if ranks > 1 and on_oom == SPLIT and (step.is_compiled or step.pulls):
+def _require_agreement(step: Any, ranks: int, on_oom: str) -> None:
+    if ranks > 1 and on_oom == SPLIT and (step.pulls or (step.is_compiled and step.optimizer.offloaded)):
+        excess = "update_in_backward" if step.pulls else "compiled beside offload('opt_state')"
         raise ComposeError(
-            f"fit: on_oom='split' on {ranks} ranks needs a step that is not compiled, and no update_in_backward: all "
-            "ranks must know that one has run out of memory before they update; use ft.accumulate(n)"
+            f"fit: on_oom='split' on {ranks} ranks needs a step without {excess}: all ranks must know that one has run "
+            "out of memory before they update; use ft.accumulate(n)"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError
-from ftrain.step.value_and_grad import report
+from ftrain.step.loss_forms import report
 from ftrain.types import Mean, Metrics
 
 Evaluate: TypeAlias = Callable[[Any], Mapping[str, float]]

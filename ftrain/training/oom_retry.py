@@ -13,13 +13,15 @@ from ftrain import tree
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError
 from ftrain.parallel.agreement import Agreement
+from ftrain.parallel.graph_stand_in import GraphStandIn, OutOfMemoryOnRankError
 from ftrain.parallel.stand_in import StandIn, without_examples
 from ftrain.profiling.oom_report import shortage
 from ftrain.step.accumulation import accumulate_grads
 from ftrain.step.across_ranks import ranks_of
+from ftrain.step.loss_forms import report
 from ftrain.step.microbatch import most_pieces, split_batch
 from ftrain.step.step import Step
-from ftrain.step.value_and_grad import ForwardResult, around_forward, report
+from ftrain.step.value_and_grad import ForwardResult, around_forward
 from ftrain.step.wrapper import OnGrad, Wrapper
 from ftrain.training.history import History
 from ftrain.training.iterate import device_of
@@ -45,10 +47,6 @@ class StateOverwrittenError(DeviceError):
     def __init__(self, state: TrainState) -> None:
         super().__init__("fit: memory ran out when the step had begun to overwrite its state")
         self.state = state
-
-
-class OutOfMemoryOnRankError(DeviceError):
-    """Memory ran out on one rank at least, before any of them has updated its state."""
 
 
 class OomRetry:
@@ -79,9 +77,9 @@ class OomRetry:
     ) -> None:
         self._original, self._say, self._interrupted = step, say, interrupted
         self._compiled, self._agreement = step.is_compiled, agreement
-        self._stand_in = StandIn()
+        self._stand_in, self._graphs = StandIn(), GraphStandIn(agreement)
         self._writes = _StateWrites(not self._compiled and step.may_refuse_updates)
-        if not agreement.is_alone:
+        if not (agreement.is_alone or self._compiled):
             self._writes = _AgreedStateWrites(agreement, self._stand_in)
         self._recorded = pieces
         self._split_into(pieces)
@@ -157,6 +155,9 @@ class OomRetry:
         step = self._step_for(batch)
         if self._agreement.is_alone:
             return step(state, batch)
+        if self._compiled:
+            with self._graphs.active():
+                return step(state, batch)
         with self._stand_in:
             try:
                 return step(state, batch)

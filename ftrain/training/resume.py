@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -16,8 +16,12 @@ from ftrain.checkpoint import Checkpoints
 from ftrain.checkpoint.checkpoints import LoadedCheckpoint
 from ftrain.checkpoint.journal import Journal, Mark, check, parse_mark, read
 from ftrain.checkpoint.manifest import environment
+from ftrain.checkpoint.reading import read_manifest
 from ftrain.checkpoint.saving import require_savable
+from ftrain.checkpoint.treedef import flatten, items_by_path
 from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError
+from ftrain.parallel.compression.memory import SLOT
+from ftrain.parallel.state import divided
 from ftrain.training.history import History, record_of, unpack
 from ftrain.training.iterate import Position, device_of
 from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatable
@@ -127,7 +131,7 @@ class RunCheckpoints:
                 f"fit: {directory} holds a run at step {steps[-1]}, and resume='never'; use another directory"
             )
         refill = donate and isinstance(state, TrainState) and is_donatable(state)
-        checkpoint = self._checkpoints.latest({"state": state}, on_host=refill, accept=_require_history)
+        checkpoint = self._newest(state, on_host=refill)
         if checkpoint is not None:
             if self._is_first:
                 _warn_of_environment(checkpoint, device_of(state))
@@ -136,6 +140,22 @@ class RunCheckpoints:
             raise CheckpointError(f"fit: there is no checkpoint in {directory}, and resume='must'")
         # A run that was killed before its first save may have logged steps, which are made again.
         return begin._replace(logged=(step + 1, 0)) if self._checkpoints.was_used else begin
+
+    def _newest(self, state: Any, *, on_host: bool) -> LoadedCheckpoint | None:
+        """Return the newest checkpoint, also of another mesh whose ranks remember what they have not sent."""
+        checkpoints: Any = self._checkpoints
+        if not (isinstance(state, TrainState) and _is_of_other_ranks(checkpoints, state)):
+            loaded: LoadedCheckpoint | None = checkpoints.latest(
+                {"state": state}, on_host=on_host, accept=_require_history
+            )
+            return loaded
+        loaded = checkpoints.latest(accept=_require_history)
+        if loaded is None:
+            return None
+        if self._is_first and SLOT in loaded.parts["state"].slots:
+            fate = "is divided equally over those of this run" if SLOT in state.slots else "is dropped"
+            warnings.warn(f"fit: {loaded.path} is of other ranks; what these had not sent yet {fate}", stacklevel=5)
+        return loaded._replace(parts={**loaded.parts, "state": divided(loaded.parts["state"], like=state)})
 
     def reload(self, state: TrainState, step: int) -> ResumePoint:
         """Return where to go on after a step has failed that had begun to overwrite its state.
@@ -152,7 +172,7 @@ class RunCheckpoints:
         try:
             if self._checkpoints is not None and not _passes_once(self._data):
                 self._checkpoints.wait()
-                checkpoint = self._checkpoints.latest({"state": state}, on_host=True, accept=_require_history)
+                checkpoint = self._newest(state, on_host=True)
         finally:
             if checkpoint is None:
                 consume(state)
@@ -250,6 +270,24 @@ def _mark(checkpoint: LoadedCheckpoint) -> Mark | None:
 def _require_history(checkpoint: LoadedCheckpoint) -> None:
     if (mark := _mark(checkpoint)) is not None:
         check(checkpoint.path.parent, mark)
+
+
+def _is_of_other_ranks(checkpoints: Checkpoints, state: TrainState) -> bool:
+    """Return whether the newest checkpoint has a memory of compressed gradients of another structure than a state."""
+    steps = checkpoints.steps()
+    try:
+        manifest = read_manifest(checkpoints.path(steps[-1])) if steps else None
+    except CheckpointError:  # Which `latest` reports.
+        manifest = None
+    saved = {} if manifest is None else items_by_path(manifest.tree, manifest.tensors)
+    wanted = flatten({"state": state}).items_by_path
+    return manifest is not None and _memory(saved) != _memory(wanted)
+
+
+def _memory(items: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
+    """Return the shapes of what a compression remembers, by path; () where it has none."""
+    of_slot = {path: item for path, item in items.items() if path[1:3] == ("slots", SLOT)}
+    return {path: tuple(getattr(item, "shape", ())) for path, item in of_slot.items()}
 
 
 def _passes_once(data: Iterable[PyTree]) -> bool:

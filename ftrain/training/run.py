@@ -105,6 +105,8 @@ class Run:
         self._checkpoints, self._check_loss = checkpoints, check_loss
         self._display, self._interrupted = display, interrupted
         self._throughput = Throughput(time.perf_counter(), options.throughput)
+        ranks = step.loss.ranks if isinstance(step, Step) else None
+        self._has_rows = ranks is not None and not ranks.whole_batches
         self._best = checkpoints.best
         self._accumulates = isinstance(step, Step) and step.microbatches > 1
         self._tracks_position = checkpoints.enabled and is_compiled(step)
@@ -175,7 +177,8 @@ class Run:
         if self._reads_after(record.step):
             self._read_metrics()
             self._evaluate_and_adapt(steps)
-        self._save(only_if_due=True)
+        if self._checkpoints.enabled:
+            self._save(only_if_due=True)
         self._between_steps = False
         if self._accumulates and record.step % self._options.log_every == 0:
             self._accumulates = False
@@ -246,6 +249,7 @@ class Run:
     def _read_metrics(self, *, check: bool = True) -> None:
         """Wait for the device once; record, log and show all steps since the last reading, and check them."""
         unread, self._unread = self._unread, []
+        self._throughput.total(self._agreement.sums if self._has_rows else list)
         records = self._agreement.decide("reading metrics", lambda: read_steps(unread))
         self._agreement.together("logging and checking metrics", lambda: self._log_and_check(records, check=check))
 

@@ -21,13 +21,20 @@ class Throughput:
 
     def __init__(self, start: float, counts: Mapping[str, Count]) -> None:
         self._start, self._counts = start, counts
-        self._steps, self._items = 0, dict.fromkeys(counts, 0)
+        self._steps, self._items = 0, dict.fromkeys(counts, 0.0)
+        self._of_rank = dict.fromkeys(counts, 0.0)
 
     def add(self, batch: PyTree) -> None:
-        """Count one step and the items of its batch."""
+        """Count one step and the items of its batch, which enter the rates with the next `total`."""
         self._steps += 1
         for name, count in self._counts.items():
-            self._items[name] += count(batch)
+            self._of_rank[name] += count(batch)
+
+    def total(self, sums: Callable[[list[float]], list[float]]) -> None:
+        """Add what was counted to what the run has, given what turns numbers of this rank into those of the run."""
+        for name, count in zip(self._counts, sums([*self._of_rank.values()]), strict=True):
+            self._items[name] += count
+            self._of_rank[name] = 0.0
 
     def exclude(self, seconds: float) -> None:
         """Leave out time that was not spent on training, such as that of an evaluation."""
@@ -38,5 +45,5 @@ class Throughput:
         elapsed = max(now - self._start, 1e-9)
         per_second = {name: items / elapsed for name, items in self._items.items()}
         per_step = elapsed / max(self._steps, 1)
-        self._start, self._steps, self._items = now, 0, dict.fromkeys(self._counts, 0)
+        self._start, self._steps, self._items = now, 0, dict.fromkeys(self._counts, 0.0)
         return per_second, per_step

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import OptionError, require_positive_number
-from ftrain.step.value_and_grad import report
+from ftrain.step.loss_forms import report
 from ftrain.step.wrapper import OnGrad, Wrapper, wrapper
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import ComposeError, OptionError, require_positive, require_positive_number
-from ftrain.step.value_and_grad import report
+from ftrain.step.loss_forms import report
 from ftrain.step.wrapper import OnGrad, SlotSpec, Wrapper, wrapper
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 

@@ -37,10 +37,10 @@ class Block(nn.Module):
 class Tiny(nn.Module):
     """Predicts the next token; the embedding is also the output layer."""
 
-    def __init__(self, p=0.3):
+    def __init__(self, p=0.3, blocks=2):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(p, index) for index in range(2))
+        self.blocks = nn.ModuleList(Block(p, index) for index in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 
@@ -63,10 +63,10 @@ def keyed_loss(model, batch, rng):
     return ft.losses.cross_entropy(logits, batch["labels"])
 
 
-def make_model(p=0.3, dtype=torch.float64):
+def make_model(p=0.3, dtype=torch.float64, blocks=2):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Tiny(p).to(dtype)
+        return Tiny(p, blocks).to(dtype)
 
 
 def make_batch(index, batch=BATCH):

@@ -95,7 +95,8 @@ def padded(images, x):
 
 
 @pytest.mark.filterwarnings("ignore:`torch._prims_common.check` is deprecated:FutureWarning")
-def test_inductor_gives_kernels_the_memory_layouts_that_they_expect():
+@pytest.mark.parametrize("axes", [(2,), *exhaustive([(1, 2, 3)])], ids=str)
+def test_inductor_gives_kernels_the_memory_layouts_that_they_expect(axes):
     """An LSTM, determinants, an image resized by a scale that rounds its size, replicate padding of channels-last."""
     torch.manual_seed(0)
     parts = {
@@ -106,12 +107,12 @@ def test_inductor_gives_kernels_the_memory_layouts_that_they_expect():
             torch.ones(4),
         ),
         "resized": (
-            nn.Sequential(nn.Conv2d(2, 3, 1), nn.Upsample(scale_factor=1.7), nn.Conv2d(3, 1, 3)),
+            nn.Sequential(nn.Conv2d(2, 3, 1), nn.Upsample(scale_factor=1.7), nn.Conv2d(3, 1, 3, bias=False)),
             squares,
             torch.randn(4, 2, 5, 6),
         ),
         "padded": (
-            nn.ParameterList([torch.randn(2, 5, 6, 3), torch.randn(2, 4, 5, 6, 3), torch.randn(2, 6, 3)]),
+            nn.ParameterList([torch.randn(2, *(4, 5, 6)[-count:], 3) for count in axes]),
             padded,
             torch.ones(4),
         ),

@@ -23,9 +23,9 @@ pipelines = pytest.mark.parametrize("names", ALL, ids=label)
 interacting = pytest.mark.parametrize("names", choose(ALL, INTERACTING), ids=label)
 
 
-def build(names, *more, criterion=token_loss, p=0.3):
+def build(names, *more, criterion=token_loss, **of_model):
     # Autocast leaves float64 alone, so mixed precision is held to float32.
-    model = make_model(p, torch.float32 if is_narrow(names) else torch.float64)
+    model = make_model(dtype=torch.float32 if is_narrow(names) else torch.float64, **of_model)
     optimizer = ft.optim.adamw(oracle.LR, weight_decay=oracle.DECAY)
     step = ft.train_step(ft.from_module(model, criterion), optimizer)
     return model, ft.compose(step, *registry.make(names), *more)

@@ -107,7 +107,7 @@ class Checkpointed(nn.Module):
         return x + checkpoint(lambda hidden: self.down(hidden) * self.gain, hidden, use_reentrant=False)
 
 
-def of_blocks(size, level, forward, *wrappers, steps=3):
+def of_blocks(size, level, forward, *wrappers, steps=3, **options):
     """Return the whole parameters after a few steps of a model of two blocks, on all ranks."""
 
     def rank(_):
@@ -115,7 +115,8 @@ def of_blocks(size, level, forward, *wrappers, steps=3):
             torch.manual_seed(2)
             net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(Checkpointed(), Checkpointed())).double()
         loss = ft.from_module(net, lambda net, x: forward(net, x).square().mean())
-        step = ft.compose(ft.train_step(loss, ft.optim.adamw(0.1)), *wrappers, ft.sharded(ft.parallel.mesh(), level))
+        train_step = ft.train_step(loss, ft.optim.adamw(0.1), **options)
+        step = ft.compose(train_step, *wrappers, ft.sharded(ft.parallel.mesh(), level))
         state = step.init()
         for seed in range(steps):
             x = torch.randn(7, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -1,5 +1,7 @@
 """Gradients that travel in fewer bits: what is sent and what is left, and the state that remembers it."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -169,9 +171,11 @@ def everything():
 
 MESHES = [
     (3, 1, {}),
-    (4, 1, {"replicate": 2}),
     (6, 3, {"replicate": 3}),
-    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((3, 0, {}), (4, 2, {}), (4, 0, {"replicate": 2}))),
+    *(
+        pytest.param(*case, marks=pytest.mark.exhaustive)
+        for case in ((3, 0, {}), (4, 1, {"replicate": 2}), (4, 2, {}), (4, 0, {"replicate": 2}))
+    ),
 ]
 
 
@@ -293,6 +297,49 @@ def test_on_another_mesh_the_sum_of_what_is_left_stays(name):
             torch.testing.assert_close(after[leaf], before[leaf], rtol=1e-13, atol=1e-13)
     (alone,) = run(1, moved(0, {}))
     assert "sharded" not in alone.slots
+
+
+@pytest.mark.parametrize("name", [*REMEMBERING, "bf16"])
+def test_fit_goes_on_with_other_ranks(name, tmp_path):
+    """4 -> 3 -> 1 ranks: the sum of what is left stays, and with one rank there is nothing to send."""
+
+    def fit(size, level, steps, mesh=None):
+        def rank(number):
+            step = models.step_of(ft.sharded(ft.parallel.mesh(**(mesh or {})), level, METHODS[name]()))
+            start = []
+            data = list(models.batches(4))
+            function = lambda state, batch: (start.append(ft.parallel.whole(state)), step(state, batch))[1]  # noqa: E731
+            checkpoints = ft.Checkpoints(tmp_path, every=1)
+            state, history = ft.fit(
+                function, step.init(seed=5), data, steps=steps, checkpoints=checkpoints, progress=False
+            )
+            assert len(history) == steps
+            return start[0], ft.parallel.whole(state)
+
+        return run(size, rank)
+
+    def residuals(state):
+        memories = state.slots.get("sharded", {})
+        return {leaf: memory["residual"].sum(0) for leaf, memory in memories.items() if memory}
+
+    _, saved = fit(4, 1, 1, {"replicate": 2})[0]
+    with warns(name, "is of other ranks; what these had not sent yet is divided equally"):
+        (begun, _), (_, ended), _ = fit(3, 0, 2)
+    for part in ("params", "opt_state", "step", "rng"):
+        assert all(map(torch.equal, ft.tree.leaves(getattr(begun, part)), ft.tree.leaves(getattr(saved, part))))
+    before, after = residuals(saved), residuals(begun)
+    shared = before.keys() & after.keys()
+    assert any(before[leaf].any() for leaf in shared) == (name in REMEMBERING)
+    for leaf in shared:
+        torch.testing.assert_close(after[leaf], before[leaf], rtol=1e-13, atol=1e-13)
+    with warns(name, "what these had not sent yet is dropped"):
+        ((begun, _),) = fit(1, 3, 3)
+    assert all(map(torch.equal, ft.tree.leaves(begun.params), ft.tree.leaves(ended.params)))
+    fit(2, 2, 4)
+
+
+def warns(name, text):
+    return pytest.warns(UserWarning, match=text) if name in REMEMBERING else nullcontext()
 
 
 def test_what_cannot_be_combined_is_refused():

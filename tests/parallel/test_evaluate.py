@@ -78,6 +78,30 @@ def test_a_batch_that_cannot_be_cut_counts_once():
     assert run(3, rank) == [12.0] * 3
 
 
+@pytest.mark.parametrize("criterion", [models.loss, models.plain_loss])
+def test_ranks_that_read_their_rows_alone_evaluate_all_of_them(criterion):
+    """Whatever they read: parts of a batch, other numbers of batches, or all the same."""
+
+    def evaluated(size, parts):
+        def rank(number):
+            step = models.step_of(ft.sharded(ft.parallel.mesh(), 3, batches="rows"), criterion=criterion)
+            state, eval_step = step.init(seed=5), ft.eval_step(step.loss)
+            first = {name: float(mean) for name, mean in eval_step(state, parts(number)[0]).items()}
+            return first, ft.evaluate(eval_step, state, parts(number))
+
+        return run(size, rank)
+
+    batches = list(uneven_batches())
+    thirds = [batches[0:1], batches[1:3], batches[3:4]]
+    (reference,) = evaluated(1, lambda number: batches)
+    for many in (evaluated(3, lambda number: thirds[number]), evaluated(2, lambda number: batches)):
+        for found in many:
+            assert found[1] == pytest.approx(reference[1], rel=1e-12)
+    cut = lambda number: [ft.tree.map(lambda leaf: leaf.chunk(3)[number], batches[0])]  # noqa: E731
+    for found in evaluated(3, cut):
+        assert found[0] == pytest.approx(reference[0], rel=1e-12)
+
+
 def test_evaluate_within_fit_at_every_level():
     def history(size, level):
         def rank(_):

@@ -8,6 +8,8 @@ import torch
 import ftrain as ft
 from ftrain.errors import RankError
 from ftrain.parallel.agreement import Agreement
+from ftrain.training.progress import Lines
+from ftrain.training.throughput import Throughput
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -60,6 +62,52 @@ def test_the_first_rank_shows_and_logs(tmp_path, capsys):
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert capsys.readouterr().err.count("step 3/3") == 1
+
+
+def test_the_ranks_of_a_function_are_one_run(tmp_path):
+    """It logs, stops, saves and goes on as that of a step, which the function calls here."""
+
+    def rank(number, steps, enough):
+        step, records = models.step_of(ft.sharded(ft.parallel.mesh(), 1)), []
+        stop = lambda history: "enough" if len(history) >= enough + number else ""  # noqa: E731
+        options = {"steps": steps, "stop": stop, "loggers": [records.append], "log_every": 1, "progress": False}
+        function = lambda state, batch: step(state, batch)  # noqa: E731
+        checkpoints = ft.Checkpoints(tmp_path, every=2)
+        state, history = ft.fit(
+            function, step.init(seed=5), list(models.batches(6)), checkpoints=checkpoints, **options
+        )
+        return [record["step"] for record in records], ft.parallel.whole(state), history
+
+    for number, (logged, state, history) in enumerate(run(3, lambda number: rank(number, 6, 3))):
+        assert logged == ([] if number else [1, 2, 3])
+        assert (int(state.step), history.stopped) == (3, "enough")
+    (expected,) = fitted(1, 0, steps=6)
+    results = run(2, lambda number: rank(number, 6, 10)[1:])
+    torch.testing.assert_close(results[0][0].params, expected[0].params, rtol=1e-12, atol=1e-12)
+    assert results[0][1] == results[1][1]
+    assert len(results[0][1]) == 6
+
+
+@pytest.mark.parametrize("batches", ["whole", "rows"])
+def test_throughput_counts_the_items_of_all_ranks(batches, monkeypatch):
+    shown, rates = [], Throughput.rates
+
+    def recording(self, now):
+        shown.append(dict(self._items))
+        return rates(self, now)
+
+    def rank(number):
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), 0, batches=batches))
+        parts = list(models.batches(4))
+        if batches == "rows":
+            parts = [ft.tree.map(lambda leaf: leaf.chunk(3)[number], batch) for batch in parts]
+        counts = {"examples": lambda batch: len(batch["x"]), "heavy": lambda batch: int((batch["weight"] != 0).sum())}
+        ft.fit(step, step.init(), parts, log_every=2, throughput=counts)
+
+    monkeypatch.setattr(Throughput, "rates", recording)
+    monkeypatch.setattr(Lines, "due", lambda *_: True)
+    run(3, rank)
+    assert shown == [{"examples": 24, "heavy": 16}] * 2
 
 
 def test_ranks_stop_at_the_step_at_which_the_first_one_does():

@@ -97,11 +97,22 @@ def test_ranks_with_batches_of_their_own_are_told_so_on_every_rank():
     run(3, rank)
 
 
-def test_ranks_with_models_of_their_own_are_told_so_on_every_rank():
+@pytest.mark.parametrize(
+    ("wrappers", "message"),
+    [
+        # Of the same state: each rank would clip in another way.
+        (
+            ([ft.clip(1.0)], [ft.clip(2.0)]),
+            r"rank 0 has .*clip\(norm<=1\), and rank 1 has .*clip\(norm<=2\); every rank",
+        ),
+        (([], [ft.ema(0.9)]), r"ema\(0.9\)"),
+    ],
+    ids=["options", "wrappers"],
+)
+def test_ranks_with_steps_of_their_own_are_told_the_difference_on_every_rank(wrappers, message):
     def rank(number):
-        wrappers = [ft.ema(0.9)] if number else []
-        step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(), 0))
-        with pytest.raises(StructureError, match="every rank must build the same model"):
+        step = models.step_of(*wrappers[number], ft.sharded(ft.parallel.mesh(), 0))
+        with pytest.raises(StructureError, match=message):
             step(step.init(), next(models.batches()))
 
     run(2, rank)

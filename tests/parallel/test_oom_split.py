@@ -4,13 +4,17 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
 from ftrain.errors import ComposeError, DeviceError
 from ftrain.parallel.agreement import Agreement
+from ftrain.parallel.graph_stand_in import GraphStandIn
 from ftrain.step.step import Step
+from tests.faults.forks import quiet_forks
 from tests.parallel import models
+from tests.parallel.processes import started
 from tests.parallel.ranks import run
 from tests.parallel.test_sharded import assert_same
 
@@ -130,11 +134,68 @@ def test_a_rank_without_memory_for_one_example_says_so():
         run(2, rank)
 
 
-@pytest.mark.parametrize("wrapper", [ft.compiled, ft.update_in_backward])
-def test_steps_whose_gradient_is_not_computed_before_the_update_are_refused(wrapper):
+@pytest.mark.parametrize(
+    ("wrappers", "excess"),
+    [
+        (lambda path: [ft.update_in_backward()], "update_in_backward"),
+        (lambda path: [ft.offload("opt_state", directory=path), ft.compiled()], "compiled beside offload"),
+    ],
+    ids=["update_in_backward", "offload"],
+)
+def test_steps_whose_gradient_is_not_computed_before_the_update_are_refused(wrappers, excess, tmp_path):
     def rank(number):
-        step = models.step_of(wrapper(), ft.sharded(ft.parallel.mesh(), 0))
-        with pytest.raises(ComposeError, match="fit: on_oom='split' on 2 ranks needs a step that is not compiled"):
+        step = models.step_of(*wrappers(tmp_path), ft.sharded(ft.parallel.mesh(), 0))
+        with pytest.raises(ComposeError, match=f"fit: on_oom='split' on 2 ranks needs a step without {excess}"):
             ft.fit(step, step.init(seed=5), list(models.batches()), on_oom="split", progress=False)
 
     run(2, rank)
+
+
+def compiled_rank(tell, number, level, directory, faults):
+    """Train compiled on a rank that runs out of memory at some of the calls of its graphs, after a part of them."""
+    remaining, run_graph = dict(faults) if number == 1 else {}, GraphStandIn.run
+    calls = iter(range(100))
+
+    def scarcely(self, run, captured, inputs):
+        share = remaining.pop(next(calls), None)
+        if share is None:
+            return run_graph(self, run, captured, inputs)
+        count = sum(isinstance(node.target, torch._ops.OpOverload) for node in captured.graph.nodes)
+
+        def scarce(*tensors):
+            with Scarce(max(int(share * count), 1)):
+                return run(*tensors)
+
+        return run_graph(self, scarce, captured, inputs)
+
+    GraphStandIn.run = scarcely
+    wrappers = ft.clip(0.05), ft.ema(0.8), ft.compiled(lowering="whole", backend="eager")
+    step = models.step_of(*wrappers, ft.sharded(ft.parallel.mesh(timeout=60), level))
+    options = {"checkpoints": ft.Checkpoints(directory / "run", every=1), "on_oom": "split", "progress": False}
+    state, history = ft.fit(step, step.init(seed=5), list(models.batches()), **options)
+    assert not remaining
+    torch.save((ft.parallel.whole(state), history["loss"], history["split"]), directory / f"{number}.pt")
+    tell("done")
+    dist.destroy_process_group()
+
+
+@quiet_forks
+@pytest.mark.parametrize(
+    ("level", "faults", "pieces"),
+    [
+        # In the first step, whose state is copied: between its collectives, before all of them, and behind them.
+        (3, {0: 0.6}, [2]),
+        pytest.param(0, {0: 0, 1: 0.98}, [4], marks=pytest.mark.exhaustive),
+        # In the third step, whose state is overwritten: all go back to the checkpoint.
+        pytest.param(3, {0: 0.6, 3: 0.9}, [2, 4], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_compiled_steps_are_split_together(level, faults, pieces, tmp_path, modes):
+    ((expected, history),) = trained(1, 0, modes, wrappers=(ft.clip(0.05), ft.ema(0.8)))
+    with started(2, compiled_rank, level, tmp_path, faults) as ranks:
+        assert [rank.hear() for rank in ranks] == ["done"] * 2
+    for number in range(2):
+        state, losses, splits = torch.load(tmp_path / f"{number}.pt", weights_only=False)
+        assert losses == pytest.approx([record["loss"] for record in history], rel=1e-12)
+        assert splits == pieces
+        assert_same([(state, [])], (expected, []))

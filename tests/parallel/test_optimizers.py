@@ -9,13 +9,12 @@ import torch
 
 import ftrain as ft
 from ftrain.optim import offloaded
-from ftrain.parallel import ownership
+from ftrain.parallel import bucket_order, ownership
 from ftrain.parallel.mesh import Group
 from tests.laws.optimizers import COMBINED, MATRICES_ONLY, OPTIMIZERS
 from tests.parallel import models, script
 from tests.parallel.ranks import run
 
-sharded = importlib.import_module("ftrain.parallel.sharded")
 muon = importlib.import_module("ftrain.optim.muon")
 update_in_backward = importlib.import_module("ftrain.transforms.update_in_backward")
 
@@ -94,7 +93,7 @@ def tolerance_of(name):
 @pytest.fixture
 def small(monkeypatch):
     """Few bytes in each group, for there to be several groups and rounds of small leaves."""
-    for module, constant in ((ownership, "ROUND_BYTES"), (offloaded, "GROUP_BYTES"), (sharded, "STREAM_BYTES")):
+    for module, constant in ((ownership, "ROUND_BYTES"), (offloaded, "GROUP_BYTES"), (bucket_order, "STREAM_BYTES")):
         monkeypatch.setattr(module, constant, 100)
     monkeypatch.setattr(update_in_backward, "TOGETHER", 150)
 

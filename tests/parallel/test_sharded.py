@@ -1,9 +1,14 @@
 """N ranks compute what one does: every wrapper, level and number of ranks, in float64."""
 
+import dataclasses
+import importlib
+import itertools
+
 import pytest
 import torch
 
 import ftrain as ft
+from ftrain._torch import collectives
 from ftrain.errors import BatchError
 from tests.laws import registry
 from tests.parallel import models
@@ -75,7 +80,7 @@ def test_rows_of_different_lengths_are_an_error_on_every_rank():
     def rank(number):
         step = models.step_of(ft.sharded(ft.parallel.mesh(), 0, batches="rows"))
         state, batch = step.init(seed=0), next(models.batches())
-        with pytest.raises(BatchError, match=f"this one has {4 + number} examples, and another has more or fewer"):
+        with pytest.raises(BatchError, match="rank 0 has a batch of 4 examples, and rank 1 has a batch of 5 examples"):
             step(state, ft.tree.map(lambda leaf: leaf[: 4 + number], batch))
         step = models.step_of(ft.sharded(ft.parallel.mesh(), 0, batches="rows"))
         state, _ = step(state, batch)
@@ -90,6 +95,42 @@ def test_rows_of_different_lengths_are_an_error_on_every_rank():
 def test_every_shape_of_a_mesh_equals_one_rank(shape, level):
     (reference,) = trained(1, 0, lambda: [ft.clip(0.05)])
     assert_same(trained(4, level, lambda: [ft.clip(0.05)], shape), reference)
+
+
+@pytest.mark.parametrize(("level", "mesh"), [(1, {}), (3, {"replicate": 2})])
+def test_a_library_without_a_reduce_scatter(level, mesh, monkeypatch):
+    """As gloo is: ranks exchange parts of gradients, and add them up themselves."""
+    module = importlib.import_module("ftrain.parallel.mesh")
+    group = module._group
+
+    def refuse(*_):
+        raise NotImplementedError
+
+    monkeypatch.setattr(module, "_group", lambda *args: dataclasses.replace(group(*args), has_reduce_scatter=False))
+    monkeypatch.setattr(collectives, "reduce_scatter", refuse)
+    (reference,) = trained(1, 0, lambda: [ft.accumulate(2)])
+    assert_same(trained(4, level, lambda: [ft.accumulate(2)], mesh), reference)
+
+
+PAIRS_ON_RANKS = [
+    (pair, size, level, mesh)
+    for pair, (size, level, mesh) in zip(
+        [pair for pair in registry.SAME_ARROW if not registry.is_narrow(pair)],
+        itertools.cycle([(2, 1, {}), (3, 3, {}), (4, 2, {"replicate": 2}), (3, 0, {}), (4, 3, {"replicate": 2})]),
+        strict=False,
+    )
+]
+"""Pairs of wrappers that work on the same part of a step, each on one mesh."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("names", "size", "level", "mesh"),
+    [pytest.param(*case, id=f"{'+'.join(case[0])}-{case[1]}-{case[2]}") for case in PAIRS_ON_RANKS],
+)
+def test_pairs_of_wrappers_of_one_part_on_ranks_equal_one(names, size, level, mesh):
+    (reference,) = trained(1, 0, lambda: registry.make(names))
+    assert_same(trained(size, level, lambda: registry.make(names), mesh), reference)
 
 
 def test_the_order_among_wrappers_of_the_gradient_is_kept():
@@ -145,6 +186,21 @@ def test_frozen_parameters_and_adapters_on_ranks():
     (reference,) = trained(1, 0, wrappers)
     for level in (1, 3):
         assert_same(trained(3, level, wrappers), reference)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_blocks_without_any_trained_parameter_beside_a_trained_head(level):
+    def step():
+        with models._seeding:
+            torch.manual_seed(1)
+            module = models.Model().double()
+        module.blocks.requires_grad_(False)
+        return ft.train_step(ft.from_module(module, models.loss), ft.optim.adamw(1e-2))
+
+    (expected,) = run(1, lambda rank: models.train(ft.compose(step(), ft.sharded(ft.parallel.mesh()))))
+    found = run(3, lambda rank: models.train(ft.compose(step(), ft.sharded(ft.parallel.mesh(), level))))
+    assert expected[0].frozen["blocks.0.hidden.weight"] is not None
+    assert_same(found, expected)
 
 
 def test_remat_with_blocks_that_are_gathered():

@@ -69,10 +69,17 @@ def test_ranks_normalise_as_one_does_also_without_examples(size, level):
     assert_same(trained(size, level), expected)
 
 
-@pytest.mark.parametrize("wrappers", ["accumulate", "remat", "sam"])
+AGAIN = {
+    "accumulate": lambda: [ft.accumulate(2)],
+    "remat": lambda: [ft.remat()],
+    "remat in the backward pass of an update": lambda: [ft.remat(), ft.update_in_backward()],
+    "sam": lambda: [ft.sam(0.05)],
+}
+
+
+@pytest.mark.parametrize("wrappers", AGAIN)
 def test_beside_wrappers_that_run_the_model_more_than_once(wrappers):
-    def make():
-        return {"accumulate": [ft.accumulate(2)], "remat": [ft.remat()], "sam": [ft.sam(0.05)]}[wrappers]
+    make = AGAIN[wrappers]
 
     (expected,) = trained(1, 0, make, synced=False)
     assert_same(trained(3, 3, make), expected)

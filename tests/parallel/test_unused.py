@@ -6,6 +6,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import LossError
+from ftrain.parallel import bucket_order, gradient_sums
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -62,8 +63,17 @@ COMPILED = ft.compiled(lowering="whole", backend="aot_eager")
 
 @pytest.mark.parametrize(
     ("size", "level", "wrappers"),
-    [(1, 3, ()), (2, 0, ()), (2, 1, ()), (3, 3, ()), (2, 3, (ft.accumulate(3),)), (2, 3, (COMPILED,))],
-    ids=["one", "0", "1", "3", "3-accumulate", "3-compiled"],
+    [
+        (1, 3, ()),
+        (2, 0, ()),
+        (2, 1, ()),
+        (3, 3, ()),
+        (2, 3, (ft.accumulate(3),)),
+        (2, 3, (COMPILED,)),
+        (1, 0, (ft.update_in_backward(),)),
+        (2, 2, (ft.update_in_backward(),)),
+    ],
+    ids=["one", "0", "1", "3", "3-accumulate", "3-compiled", "one-in_backward", "2-in_backward"],
 )
 def test_parameters_that_no_rank_uses_are_an_error_on_all(size, level, wrappers):
     with pytest.raises(LossError, match=r"does not use 12 of 18 parameters: blocks.0.spare.bias, .*allow_unused=True"):
@@ -75,6 +85,29 @@ def test_a_parameter_that_some_ranks_use_is_used(level):
     """Of 9 examples ranks have 5 and 4: the second one has none for the second expert."""
     (one,) = trained(1, 0, lambda net, x, number: torch.cat([net(x[:5], spare=True), net(x[5:], spare=True)]))
     for many in trained(2, level, lambda net, x, number: net(x, spare=True)):
+        torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("around", [None, ft.update_in_backward], ids=["", "in_backward"])
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_experts_of_some_ranks_in_another_order_on_each(level, around, monkeypatch):
+    """A bucket for each parameter: they travel in one order, whatever order gradients come in, or do not."""
+    monkeypatch.setattr(gradient_sums, "SMALLEST", 1)
+    monkeypatch.setattr(gradient_sums, "BUCKETS", 1000)
+    monkeypatch.setattr(bucket_order, "STREAM_BYTES", 1)
+    chosen = [("first", "second"), ("second", "spare", "first"), ()]
+
+    def forward(net, x, number):
+        for name in chosen[number]:
+            x = x + getattr(net, name)(x).tanh()
+        return net.blocks[0](x, False)
+
+    def by_hand(net, x, number):
+        return torch.cat([forward(net, part, index) for index, part in enumerate(x.chunk(3))])
+
+    wrappers = () if around is None else (around(),)
+    (one,) = trained(1, 0, by_hand, allow_unused=True)
+    for many in trained(3, level, forward, *wrappers, allow_unused=True):
         torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-12)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ftrain import tree
 from ftrain._torch import FakeTensorMode, fake_like
 from ftrain._torch.planned_mesh import PlannedMesh
-from ftrain.errors import ComposeError, OptionError
+from ftrain.errors import OptionError
 from ftrain.parallel.mesh import planned_mesh
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.parallel.sharded import sharded
@@ -16,9 +16,6 @@ from ftrain.profiling.anatomy.mesh_layout import MeshLayout
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.types import TrainState, replace
-
-DEFAULT_LEVEL = 3
-"""That of `sharded`."""
 
 
 def layout_of(step: Step) -> MeshLayout | None:
@@ -52,8 +49,7 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
 
     Raises:
         OptionError: for no pair of sizes; for another level; for a level without a mesh.
-        ComposeError: when the step has something that cannot be on ranks, or not at this level; for an optimizer that
-            needs whole leaves, from level 1 on.
+        ComposeError: when the step has something that cannot be on ranks, or not at this level.
     """
     wrapper, options = _sharded(step), dict[str, Any]()
     if wrapper is not None:
@@ -62,18 +58,17 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
         raise OptionError(f"{function}: level is {level}, of a step on one device; give the ranks, as mesh=(1, 8)")
     sizes = tuple(options["mesh"].shape) if mesh is None else require_pair(function, mesh, "replicate, shard")
     options["mesh"] = planned_mesh(*sizes)
+    if mesh is not None:
+        options["batches"] = "whole"  # That of a plan for other ranks is of all of them.
     if level is not None:
         options["level"] = level
     planned = sharded(**options)
-    if options.get("level", DEFAULT_LEVEL) > 0 and not step.optimizer.by_element:
-        raise ComposeError(
-            f"{function}: {step.optimizer.text} needs whole leaves, which ranks that do not exist cannot exchange; "
-            "plan with level=0, or with an optimizer that updates each element by itself, such as ft.optim.adamw"
-        )
     if wrapper is None:
         return step.wrapped(planned)
     wrappers = tuple(planned if each is wrapper else each for each in step.wrappers)
-    return dataclasses.replace(step, wrappers=wrappers)
+    replaces = planned.update.optimizer if planned.update else None
+    optimizer = replaces(step.optimizer) if replaces else step.optimizer
+    return dataclasses.replace(step, optimizer=optimizer, wrappers=wrappers)
 
 
 def require_pair(function: str, mesh: Any, names: str) -> tuple[int, int]:

@@ -93,7 +93,7 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
         if on_ranks is None:
             run(state, batch, hyper, (0, 0))
         else:
-            local, rows, around = on_ranks(state, batch, step.microbatches)
+            local, rows, around = on_ranks(step, state, batch)
             around(run)(local, rows, hyper, (0, 0))
     classify(recorder)
     return recorder.timeline

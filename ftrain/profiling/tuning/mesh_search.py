@@ -11,7 +11,7 @@ from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, Op
 from ftrain.profiling.anatomy import Anatomy, anatomy
 from ftrain.profiling.anatomy.kinds import BATCH
 from ftrain.profiling.anatomy.mesh_layout import MeshLayout
-from ftrain.profiling.anatomy.planned import on_one_device, plan, require_pair
+from ftrain.profiling.anatomy.planned import plan, require_pair
 from ftrain.profiling.anatomy.run import whole_state
 from ftrain.profiling.step_variants import add_wrapper, length_of, microbatches_of, remove_wrapper, with_microbatches
 from ftrain.profiling.tuning.mesh_record import MeshTrial, MeshTrials
@@ -67,8 +67,10 @@ class _MeshSearch:
                 f"tune: a batch of {self.examples:,} examples has no equal part for each of {self._ranks:,} ranks; "
                 f"{-self.examples % self._ranks:,} examples more would have"
             )
-        self._step = remove_wrapper(on_one_device(step), REMAT)
-        self._state = whole_state(self._step, state)
+        self._step = remove_wrapper(step, REMAT)
+        self._state = state
+        self._at_rest = whole_state(self._step, state)
+        self._of_level_1: dict[tuple[MeshLayout, str], Anatomy] = {}
 
     def rows(self) -> Iterator[MeshTrial]:
         """Yield for each layout and policy the fewest microbatches that fit, or why none does."""
@@ -91,7 +93,7 @@ class _MeshSearch:
 
     def _least(self, layout: MeshLayout) -> int:
         """Return bytes that a rank needs at the least: its part of the state, and whole parameters below level 3."""
-        state = self._state
+        state = self._at_rest
         params, others = (_bytes(part) for part in (state.params, (state.opt_state, state.frozen, state.slots)))
         return (params + others) // layout.shard + (params if layout.level in (1, 2) else 0)
 
@@ -137,7 +139,7 @@ class _MeshSearch:
             policy,
             plan("tune", step, layout[:2], layout.level),
             peak,
-            _flops(parts, more),
+            _flops(parts, layout, more),
             verdict="" if peak <= self.memory else "does not fit",
             layout=layout,
             sent=round(sum(sent.values())),
@@ -146,11 +148,18 @@ class _MeshSearch:
 
     def anatomy(self, layout: MeshLayout, policy: str, microbatches: int) -> Anatomy:
         """Return the anatomy of at most two microbatches, of which more take no more memory."""
+        like = layout._replace(level=1), policy
+        if layout.level == 2 and microbatches == 1 and like in self._of_level_1:
+            # Levels 1 and 2 differ in what they do between microbatches.
+            return dataclasses.replace(self._of_level_1[like], layout=layout)
         simulated = min(microbatches, 2)
         length = self.examples // max(microbatches, 1) * max(simulated, 1)
         batch = tree.map(lambda leaf: leaf[:length] if tree.is_tensor(leaf) and leaf.ndim else leaf, self._batch)
         step = self._compose(policy, simulated, batch)
-        return anatomy(step, self._state, batch, mesh=layout[:2], level=layout.level)
+        parts = anatomy(step, self._state, batch, mesh=layout[:2], level=layout.level)
+        if layout.level == 1 and microbatches == 1:
+            self._of_level_1[like] = parts
+        return parts
 
     def _compose(self, policy: str, microbatches: int, batch: PyTree) -> Step:
         step = add_wrapper(self._step, remat()) if policy == FULL else self._step
@@ -174,11 +183,13 @@ def _nothing_fits(search: _MeshSearch, rows: list[MeshTrial]) -> DeviceError:
     return DeviceError("\n".join(lines))
 
 
-def _flops(parts: Anatomy, more: int) -> int:
+def _flops(parts: Anatomy, layout: MeshLayout, more: int) -> int:
     """Return the operations of a step with so many microbatches more than the two of an anatomy."""
     first, second = _starts(parts)
     each = sum(operation.flops for operation in parts.timeline.operations[first[0] : second[0]])
-    return sum(parts.flops.values()) + each * more
+    # To the gradients of the first microbatch nothing was added yet.
+    added = parts.params // (layout.shard if layout.level > 1 else 1)
+    return sum(parts.flops.values()) + (each + added) * more
 
 
 def _sent(parts: Anatomy, layout: MeshLayout, more: int) -> dict[str, float]:

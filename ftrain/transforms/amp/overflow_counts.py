@@ -17,9 +17,10 @@ from ftrain import tree
 from ftrain.errors import ComposeError, LossError
 from ftrain.random import torch_ops
 from ftrain.step.blocks import forwarding, watched_by, within
+from ftrain.step.loss_forms import report
 from ftrain.step.recording import aside
 from ftrain.step.swap_params import Slot, bound, preserve_attributes, slots_of
-from ftrain.step.value_and_grad import ForwardResult, around_forward, report
+from ftrain.step.value_and_grad import ForwardResult, around_forward
 from ftrain.types import GradFn, Loss, LossOutput, Mean, Metrics, PyTree, replace
 
 NAME = "with_amp"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ftrain import _torch, tree
 from ftrain.errors import BatchError
+from ftrain.parallel import graph_stand_in
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.fallback import attempted
 from ftrain.tree.fast_flatten import reader
@@ -219,7 +220,8 @@ class Graph:
 
     def __call__(self, leaves: list[Any]) -> tuple[PyTree, PyTree]:
         """Run the graph on the leaves of its arguments."""
-        outputs = iter(self._run(*self._tensors(leaves)))
+        tensors, stand_in = self._tensors(leaves), graph_stand_in.active()
+        outputs = iter(self._run(*tensors) if stand_in is None else stand_in.run(self._run, self.captured, tensors))
         extra = tree.unflatten(self._extra_spec, [next(outputs) if e is None else e for e in self._extras])
         carried = leaves[: self._size]
         if not self._donate:

@@ -10,8 +10,9 @@ from torch import Tensor, fx
 
 from ftrain import _torch, tree
 from ftrain._torch import compile as torch_compile
+from ftrain.parallel.graph_stand_in import collectives_of
 from ftrain.parallel.mesh import Group
-from ftrain.step.traffic import NAMES, Collective, Traffic, traffic_of
+from ftrain.step.traffic import Collective, Traffic, traffic_of
 
 
 def count_nodes(*graphs: fx.GraphModule) -> dict[str, int]:
@@ -90,12 +91,10 @@ def traffic(captured: fx.GraphModule, groups: Mapping[str, Group]) -> tuple[Traf
 
 def _collectives(captured: fx.GraphModule, axes: Mapping[str, str]) -> Iterator[Collective]:
     """The collectives of a graph, by the names of groups; their operations take the name of the group at last."""
-    for node in captured.graph.nodes:
-        if isinstance(node.target, _torch.OpOverload) and node.target.namespace == "_c10d_functional":
-            name = node.target.overloadpacket.__name__
-            if name in NAMES:
-                nbytes = sum(value.meta["val"].nbytes for value in node.all_input_nodes)
-                yield Collective(name, axes[node.args[-1]], nbytes)
+    for node in collectives_of(captured):
+        target: Any = node.target
+        nbytes = sum(value.meta["val"].nbytes for value in node.all_input_nodes)
+        yield Collective(target.overloadpacket.__name__, axes[str(node.args[-1])], nbytes)
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[fx.GraphModule], tuple[str, ...]]:

@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import ftrain as ft
 from ftrain import tree
@@ -35,6 +37,23 @@ def start(directory, tmp_path):
     return json.loads(done.stdout)
 
 
+def test_what_was_compiled_is_read_from_the_directory_that_was_given(tmp_path):
+    seen = []
+    for _ in range(2):
+        torch.compiler.reset()
+        counters.clear()
+        step = ft.compose(
+            ft.train_step(lambda params, batch: ((batch @ params["w"]) ** 2).mean(), ft.optim.adamw(0.1)),
+            ft.compiled(cache_dir=tmp_path),
+        )
+        _, metrics = step(step.init({"w": torch.ones(3, 2)}), torch.ones(4, 3))
+        counted = counters["inductor"]
+        seen.append((metrics["loss"].item(), counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"]))
+        assert any(path.is_file() for path in tmp_path.rglob("*"))
+    assert seen == [(9.0, 0, 1), (9.0, 1, 0)]
+
+
+@pytest.mark.exhaustive
 def test_a_second_start_compiles_nothing(tmp_path):
     directory = tmp_path / "kept"
     directory.mkdir()

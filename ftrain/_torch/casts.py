@@ -1,0 +1,27 @@
+"""Of what a tensor that autograd saves is a cast, by the graph of autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ftrain._torch import private_names
+
+with private_names():
+    _ = Tensor._base
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor of which another one is a view, for autograd; one that is no view itself."""
+    base: Tensor | None = tensor._base
+    return tensor if base is None else base
+
+
+def cast_from(tensor: Tensor) -> tuple[Any, int] | None:
+    """Return the node of autograd, and the number of its output, of which a tensor is a cast; None if it is none."""
+    node: Any = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    source: tuple[Any, int] = node.next_functions[0]
+    return source

@@ -1,0 +1,89 @@
+"""Gradients that travel together while the backward pass runs, bucket by bucket in an order that all ranks have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.parallel.partition import Part, buckets
+from ftrain.types import PyTree
+
+STREAM_BYTES = 1 << 19
+"""Of gradients that travel together, as `update_in_backward` takes them."""
+
+
+class BucketOrder:
+    """Starts buckets in their order, each when it and those before it are complete.
+
+    Ranks that use different parameters have their gradients in different orders.
+
+    Args:
+        plan: the indices of each bucket, the same on all ranks.
+        start: gets the indices and gradients of a bucket.
+    """
+
+    def __init__(self, plan: Iterable[Sequence[int]], start: Callable[[Sequence[int], list[Tensor]], None]) -> None:
+        self._plan, self._start = iter(plan), start
+        self._waiting: dict[int, Tensor] = {}
+        self._advance()
+
+    def take(self, index: int, grad: Tensor) -> None:
+        """Take a gradient, which is complete."""
+        self._waiting[index] = grad
+        self._missing.discard(index)
+
+    def start_complete(self) -> None:
+        """Start the buckets that are next and complete."""
+        while self._next and not self._missing:
+            self._start_next()
+
+    def start_rest(self, missing: Callable[[int], Tensor]) -> None:
+        """Start the buckets of which this rank lacks a gradient, and those behind them.
+
+        Args:
+            missing: returns what travels in the place of a gradient.
+        """
+        while self._next:
+            self._waiting.update((index, missing(index)) for index in self._missing)
+            self._start_next()
+
+    def _start_next(self) -> None:
+        indices = self._next
+        grads = [self._waiting.pop(index) for index in indices]
+        self._advance()
+        self._start(indices, grads)
+
+    def _advance(self) -> None:
+        self._next: Sequence[int] = next(self._plan, ())
+        self._missing = {index for index in self._next if index not in self._waiting}
+
+
+def plan_of(indices: Sequence[int], tensors: Sequence[Tensor], sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Return the indices of each bucket: gradients come in the opposite order of use.
+
+    Args:
+        indices: of the parameters, in the order of their use.
+        tensors: like their gradients, in the same order; of which the dtypes count.
+        sizes: how many elements each has.
+        limit: in bytes.
+    """
+    members = buckets(tensors[::-1], sizes[::-1], limit)
+    return [[indices[-1 - member] for member in bucket] for bucket in members]
+
+
+def stream_plan(params: PyTree, parts: Sequence[Part | None], order: Iterable[str]) -> list[list[int]]:
+    """Return the numbers of the leaves of each bucket for gradients that are taken one by one.
+
+    Args:
+        params: of a rank.
+        parts: how they are divided: ranks plan with the sizes of whole leaves, so that they agree.
+        order: names in the order of their use, as far as they are known.
+    """
+    leaves, places = tree.leaves(params), {name: place for place, name in enumerate(order)}
+    names = tree.leaf_names(params)
+    used = sorted(range(len(leaves)), key=lambda index: places.get(names[index], len(places)))
+    sizes = [leaf.numel() if part is None else math.prod(part.shape) for leaf, part in zip(leaves, parts, strict=True)]
+    return plan_of(used, [leaves[index] for index in used], [sizes[index] for index in used], STREAM_BYTES)

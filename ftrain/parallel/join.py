@@ -1,0 +1,107 @@
+"""Join the ranks that a launcher has started to one process group, whenever and how often it starts them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ftrain import backends, tree
+from ftrain._torch import collectives, store
+from ftrain.errors import RankError
+
+PAUSE = 0.01
+"""Seconds between two looks of the first rank for others."""
+
+
+def join(timeout: float) -> None:
+    """Make the process group of all ranks, if there is none; its collectives fail after `timeout` seconds.
+
+    Raises:
+        RankError: when a rank does not join within the timeout.
+    """
+    if dist.is_initialized():
+        return
+    backend = backends.default()
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend.distributed, store=collectives.store_of_one_rank(), rank=0, world_size=1)
+        return
+    if backend.device.type != tree.HOST.type:
+        torch.get_device_module(backend.device).set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    limit = timedelta(seconds=timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend.distributed, timeout=limit)
+        return
+    # When torchrun starts ranks again it keeps its store, in which they would find the addresses of those that are
+    # gone. How often it has started them does not tell the starts apart: each node counts its own failures only.
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    launcher_store = store.of_launcher(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), limit)
+    prefixed = store.under(name_of_start(launcher_store, rank, size, timeout), launcher_store)
+    dist.init_process_group(backend.distributed, store=prefixed, rank=rank, world_size=size, timeout=limit)
+
+
+def name_of_start(launcher_store: Any, rank: int, size: int, seconds: float) -> str:
+    """Return a name that the ranks of this start share, and those of no other start; waits for all of them.
+
+    Each rank asks rank 0 by a new unique name; only a running rank 0 answers, with the name of this start.
+
+    Args:
+        launcher_store: in which earlier starts have left what they wrote.
+        rank: the number of this rank.
+        size: how many there are.
+        seconds: how long to wait.
+
+    Raises:
+        RankError: when a rank does not come in time; names it.
+    """
+    name = f"ftrain/start/{uuid.uuid4().hex}"
+    if rank == 0:
+        _answer(launcher_store, name, size, seconds)
+        return name
+    launcher_store.set(_asking(rank), name)
+    try:
+        start = launcher_store.get(name).decode()
+    except dist.DistStoreError as error:
+        raise RankError(f"mesh: rank 0 did not join within {seconds:g} seconds; see its log") from error
+    launcher_store.set(_came(start, rank), "")
+    try:
+        launcher_store.wait([_came(start, 0)])
+    except dist.DistStoreError as error:
+        raise _absent(launcher_store, start, range(size), seconds) from error
+    return str(start)
+
+
+def _answer(launcher_store: Any, start: str, size: int, seconds: float) -> None:
+    """Give the name of a start to each rank that asks, until all have it."""
+    absent, waited = [*range(1, size)], 0.0
+    while absent := [rank for rank in absent if not launcher_store.check([_came(start, rank)])]:
+        if waited > seconds:
+            raise _absent(launcher_store, start, absent, seconds)
+        for rank in absent:
+            if launcher_store.check([_asking(rank)]):
+                # The question may be one of an earlier start: its answer is then not read.
+                launcher_store.set(launcher_store.get(_asking(rank)).decode(), start)
+        threading.Event().wait(PAUSE)
+        waited += PAUSE
+    launcher_store.set(_came(start, 0), "")
+
+
+def _asking(rank: int) -> str:
+    return f"ftrain/asks/{rank}"
+
+
+def _came(start: str, rank: int) -> str:
+    return f"{start}/came/{rank}"
+
+
+def _absent(launcher_store: Any, start: str, ranks: Iterable[int], seconds: float) -> RankError:
+    absent = [str(rank) for rank in ranks if rank and not launcher_store.check([_came(start, rank)])]
+    return RankError(
+        f"mesh: rank {', '.join(absent) or 0} did not join within {seconds:g} seconds; see the log of each rank"
+    )

@@ -1,0 +1,72 @@
+"""Level 3 under autocast: the narrow copies of weights that autograd would save are made again in the backward pass."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ftrain as ft
+from tests.parallel import models
+from tests.parallel.ranks import run
+from tests.parallel.test_sharded import NARROW
+
+
+class Block(nn.Module):
+    """Weights that autocast casts: as they are, transposed, written to when cast; and some that stay float32.
+
+    None is used twice: of parameters that are leaves autocast caches the copy, and adds their gradients in 16 bits.
+    """
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.conv = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Conv1d(1, 1, 3, padding=1)
+        self.down = nn.Parameter(torch.randn(2 * width, width) / width)
+        self.gain = nn.Parameter(torch.ones(width, width))
+        self.wave = nn.Parameter(torch.randn(width, 2))
+
+    def forward(self, x):
+        hidden = self.up(self.norm(x)).tanh() @ self.down
+        hidden = self.conv(hidden.unsqueeze(1)).squeeze(1)
+        gain = self.gain.to(hidden.dtype, copy=True)
+        with torch.no_grad():
+            gain.mul_(0.5)
+        return x + F.linear(hidden, gain) + (torch.view_as_complex(self.wave).conj() * (x + 1j * x)).real
+
+
+def trained(size, level):
+    def rank(_):
+        with models._seeding:
+            torch.manual_seed(2)
+            net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(Block(4), Block(4)), nn.Linear(4, 2))
+        loss = ft.from_module(net, lambda net, x: net(x).float().square().mean())
+        step = ft.train_step(loss, ft.optim.sgd(0.005))
+        step = ft.compose(step, ft.with_amp("bf16"), ft.sharded(ft.parallel.mesh(), level))
+        state = step.init()
+        for seed in range(3):
+            state, _ = step(state, torch.randn(8, 3, generator=torch.Generator().manual_seed(seed)))
+        return ft.parallel.whole(state).params
+
+    return run(size, rank)
+
+
+def test_a_step_under_autocast_has_the_bits_of_level_2_and_equals_one_rank():
+    (one,) = trained(1, 0)
+    for gathered_once, by_block in zip(trained(2, 2), trained(2, 3), strict=True):
+        torch.testing.assert_close(by_block, gathered_once, rtol=0, atol=0)  # A sum over two ranks has one order.
+        torch.testing.assert_close(by_block, one, rtol=NARROW, atol=NARROW)
+
+
+def test_narrow_copies_of_one_block_are_held_at_a_time():
+    width, blocks = 64, 16
+    block_bytes = 4 * 4 * width * width
+
+    def planned(*wrappers):
+        children = [
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(blocks)
+        ]
+        loss = ft.from_module(nn.Sequential(*children), lambda model, x: model(x).float().square().mean())
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers)
+        return ft.anatomy(step, None, torch.randn(4, width), mesh=(1, 4), level=3)
+
+    wide, narrow = planned(), planned(ft.with_amp("bf16"))
+    assert 0 < narrow.most["low-precision copies"] <= block_bytes / 2 * 1.1  # And not of 16 blocks.
+    assert narrow.peak <= wide.peak + block_bytes

@@ -1,0 +1,85 @@
+"""In a compiled step collectives travel while others compute, as in the graph that was captured of it."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ftrain as ft
+from ftrain.parallel.agreement import Agreement
+from ftrain.parallel.graph_stand_in import GraphStandIn
+
+WIDTH, BLOCKS = 8, 4
+
+
+@contextmanager
+def one_of_two(rank=0):
+    """Context of a rank; the other does not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Overlaps(TorchDispatchMode):
+    """Context that counts collectives, and those that are waited for after a later product of matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self._products, self._started = 0, {}
+        self.counts = {"gathers": 0, "scatters": 0, "overlapping gathers": 0, "overlapping scatters": 0}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        kind = {"all_gather_into_tensor": "gathers", "reduce_scatter_tensor": "scatters"}.get(name)
+        if kind is not None:
+            self.counts[kind] += 1
+            self._started[result.data_ptr()] = kind, self._products
+        elif name == "wait_tensor" and args[0].data_ptr() in self._started:
+            kind, products = self._started.pop(args[0].data_ptr())
+            self.counts[f"overlapping {kind}"] += products < self._products
+        self._products += name in ("mm", "addmm")
+        return result
+
+
+def step_of(backend, level=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
+    loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
+    compiled = ft.compiled(lowering="whole", backend=backend)
+    return ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), level), compiled)
+
+
+def overlaps(backend):
+    step, batch = step_of(backend), {"x": torch.ones(4, WIDTH)}
+    state, _ = step(step.init(seed=0), batch)
+    # Which refuses a compiler that changes how many collectives there are.
+    with GraphStandIn(Agreement(1)).active(), Overlaps() as found:
+        step(state, batch)
+    return found.counts
+
+
+def test_inductor_waits_for_collectives_where_the_graph_does():
+    with one_of_two():
+        captured, compiled = overlaps("eager"), overlaps("inductor")
+    assert captured["scatters"] == BLOCKS
+    assert captured["overlapping scatters"] >= BLOCKS - 2
+    assert compiled == captured
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_ranks_with_as_many_rows_compile_the_same_graph(level):
+    """So that the code that one has compiled serves the other."""
+    texts = []
+    for rank in range(2):
+        with one_of_two(rank):
+            step = step_of("eager", level)
+            step.lower(step.init(seed=0), {"x": torch.ones(4, WIDTH)})
+            texts.append(step.runner._cache.graphs[0].captured.code)
+    assert texts[0] == texts[1]

@@ -1,0 +1,50 @@
+"""Ranks that a launcher starts again find those of their own start, and say who is missing."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from ftrain.errors import RankError
+from ftrain.parallel.join import name_of_start
+
+SIZE = 3
+
+
+@pytest.fixture
+def launcher():
+    """Return what makes a connection to the store of a launcher, which lives on when ranks are gone."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def connected(seconds):
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=seconds))
+
+    return connected
+
+
+def start(launcher, ranks, seconds=60.0):
+    """Return the name of a start in which some ranks come, or the error, of each of these."""
+
+    def rank(number):
+        try:
+            return name_of_start(launcher(seconds), number, SIZE, seconds)
+        except RankError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(SIZE) as threads:
+        return list(threads.map(rank, ranks))
+
+
+def test_ranks_that_are_started_again_share_a_name_that_no_earlier_start_had(launcher):
+    names = [start(launcher, range(SIZE)) for _ in range(2)]
+    start(launcher, [1], 0.1)  # It asks, and is gone before it is answered.
+    names.append(start(launcher, range(SIZE)))
+    assert all(len(set(each)) == 1 for each in names)
+    assert len({each[0] for each in names}) == len(names)
+
+
+def test_a_rank_that_does_not_join_is_named(launcher):
+    start(launcher, range(SIZE))  # Rank 2 had come then.
+    for text in start(launcher, [0, 1], 0.5):
+        assert text == "mesh: rank 2 did not join within 0.5 seconds; see the log of each rank"

@@ -1,0 +1,94 @@
+"""Gradients travel while the backward pass computes those of earlier layers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ftrain as ft
+from ftrain.parallel import gradient_sums
+from ftrain.step.combined_grads import announced
+from tests.parallel.ranks import run
+from tests.profiling.test_anatomy import LivePeak
+
+WIDTH, LAYERS = 16, 8
+
+
+class Order(TorchDispatchMode):
+    """Context that keeps the order of products and of collectives of more than single numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        is_collective = function.namespace == "_c10d_functional" and name != "wait_tensor" and args[0].numel() >= WIDTH
+        if is_collective or name in ("mm", "addmm"):
+            self.operations.append("collective" if is_collective else "product")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("level", "microbatches"), [(0, 1), (1, 1), (2, 2)])
+def test_the_gradients_of_the_last_layers_travel_first(level, microbatches, monkeypatch):
+    monkeypatch.setattr(gradient_sums, "SMALLEST", WIDTH * WIDTH * 4)
+
+    def rank(_):
+        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        loss = ft.from_module(nn.Sequential(*layers), lambda model, batch: model(batch["x"]).square().mean())
+        wrappers = [ft.accumulate(microbatches)] if microbatches > 1 else []
+        step = ft.compose(
+            ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers, ft.sharded(ft.parallel.mesh(), level), ft.donated()
+        )
+        state, batch = step.init(seed=0), {"x": torch.ones(4 * microbatches, WIDTH)}
+        state, _ = step(state, batch)  # In the first step ranks compare more.
+        with Order() as order:
+            step(state, batch)
+        return order.operations
+
+    operations = run(2, rank)[0]
+    products = [index for index, operation in enumerate(operations) if operation == "product"]
+    # The last backward pass: each layer has two products but the first, for the batch needs no gradient.
+    first, last = products[1 - 2 * LAYERS], products[-1]
+    # Of four buckets the last is complete at the end.
+    assert operations[first:last].count("collective") == 3
+
+
+def test_level_2_keeps_a_part_of_the_gradients_between_microbatches_where_level_1_keeps_all(monkeypatch):
+    """By the bytes of all tensors that are alive on a rank; gathered parameters are there at both levels."""
+    monkeypatch.setattr(gradient_sums, "SMALLEST", WIDTH * WIDTH * 4)
+    monkeypatch.setattr(gradient_sums, "BUCKETS", LAYERS)
+    size, width = 2, 4 * WIDTH
+    gradients = LAYERS * width * width * 4
+
+    def rank(level):
+        layers = [nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
+        loss = ft.from_module(nn.Sequential(*layers), lambda model, batch: model(batch["x"]).square().mean())
+        step = ft.compose(
+            ft.train_step(loss, ft.optim.sgd(0.1)), ft.accumulate(2), ft.sharded(ft.parallel.mesh(), level)
+        )
+        state, batch = step.init(seed=0), {"x": torch.ones(2 * size, width)}
+        state, _ = step(state, batch)  # In the first step ranks compare more.
+        with LivePeak((state, batch)) as live:
+            step(state, batch)
+        return live.peak
+
+    first, second = (run(size, lambda _, level=level: rank(level))[0] for level in (1, 2))
+    # Level 1 has the whole sum beside the buckets that travel, and level 2 half of it.
+    assert first - second > gradients / 3
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_loss_that_fails_leaves_nothing_to_the_next_step(level):
+    def failing(model, batch):
+        model(batch["x"])
+        raise ValueError("no loss")
+
+    def rank(_):
+        step = ft.train_step(ft.from_module(nn.Linear(WIDTH, WIDTH), failing), ft.optim.sgd(0.1))
+        step = ft.sharded(ft.parallel.mesh(), level)(step)
+        with pytest.raises(ValueError, match="no loss"):
+            step(step.init(seed=0), {"x": torch.ones(4, WIDTH)})
+        return announced()
+
+    assert run(2, rank) == [None, None]

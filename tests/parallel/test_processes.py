@@ -1,0 +1,106 @@
+"""Ranks that are processes, forked from the test: what ends `fit` on all, and compressed gradients in graphs."""
+
+import functools
+import os
+import signal
+
+import pytest
+import torch
+
+import ftrain as ft
+from tests.faults.forks import BROKEN, quiet_forks
+from tests.parallel import models
+from tests.parallel.processes import started
+from tests.parallel.ranks import run
+
+pytestmark = quiet_forks
+METHODS = {"bf16": "bf16", "fp16": "fp16", "powersgd": ft.parallel.powersgd(2), "sign": ft.parallel.sign()}
+
+
+def data_of(event):
+    """Yield batches; before the fourth one an event happens: a signal, or an error."""
+    for number, batch in enumerate(models.batches(8), 1):
+        if number == 4 and event == "error":
+            raise OSError("disk gone")
+        if number == 4 and event:
+            os.kill(os.getpid(), getattr(signal, event))
+        yield batch
+
+
+def fitting(tell, rank, directory, event):
+    """Train with checkpoints; the event happens on rank 1. Tell or save how it ended."""
+    step = models.step_of(ft.ema(0.8), ft.sharded(ft.parallel.mesh()))
+    checkpoints = ft.Checkpoints(directory / "run", every=3)
+    # As an iterable that starts anew, which a run that resumes needs.
+    data = type("Data", (), {"__iter__": lambda self: data_of(event if rank == 1 else "")})()
+    try:
+        state, history = ft.fit(step, step.init(seed=5), data, checkpoints=checkpoints, progress=False)
+    except BaseException as error:
+        tell([f"{type(error).__name__}: {error}", getattr(error, "__notes__", []), int(error.result.state.step)])
+        raise
+    torch.save((ft.parallel.whole(state), history["loss"]), directory / f"{rank}.pt")
+
+
+@pytest.mark.filterwarnings("ignore:fit. Data keeps no position:UserWarning")
+def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_the_run_resumes(tmp_path, capfd):
+    with started(2, fitting, tmp_path, "SIGTERM") as ranks:
+        # The second rank was told while it read batch 4, and said so after it; the first one knows after batch 5.
+        assert [rank.hear() for rank in ranks] == [["Interrupted: 143", [], 5]] * 2
+        assert [rank.end() for rank in ranks] == [143, 143]
+    assert capfd.readouterr().err.count("fit: ended by SIGTERM, saved in") == 1
+    with started(2, fitting, tmp_path, "") as ranks:
+        assert [rank.end() for rank in ranks] == [0, 0]
+
+    def alone(_):
+        return models.train(models.step_of(ft.ema(0.8), ft.sharded(ft.parallel.mesh())), models.batches(8))
+
+    ((reference, history),) = run(1, alone)
+    for rank in (0, 1):
+        state, losses = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        torch.testing.assert_close(state.params, reference.params, rtol=1e-12, atol=1e-12)
+        assert losses == pytest.approx([record["loss"] for record in history], rel=1e-12)
+
+
+def test_an_error_in_the_data_of_one_rank_ends_the_others_which_name_it(tmp_path):
+    with started(2, fitting, tmp_path, "error") as ranks:
+        first, second = (rank.hear() for rank in ranks)
+        assert [rank.end() for rank in ranks] == [BROKEN, BROKEN]
+    assert second == ["OSError: disk gone", [], 3]
+    assert first[0].startswith("RankError: ")
+    assert "rank 1 failed in step 3: OSError: disk gone" in first[0] + str(first[1])
+    assert first[2] == 3
+
+
+def distance(params, batch):
+    return (params["w"] - batch).square().sum((1, 2)).mean() + params["b"].square()
+
+
+def compressing(tell, rank, path):
+    """Save what three steps end with, eager and compiled, for each way to compress."""
+    mesh, results = ft.parallel.mesh(), {}
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    start, target = draw(6, 6), draw(4, 6, 6)
+    for name, reduce in METHODS.items():
+        states = []
+        for wrappers in ([], [ft.compiled(lowering="whole", backend="aot_eager")]):
+            step = ft.compose(
+                ft.train_step(distance, ft.optim.sgd(0.1)), ft.skip_nonfinite(), ft.sharded(mesh, 1, reduce), *wrappers
+            )
+            state = step.init({"w": start, "b": torch.ones((), dtype=torch.float64)})
+            for _ in range(3):
+                state, _ = step(state, target)
+            whole = ft.parallel.whole(state)
+            states.append((whole.params, whole.slots))
+        results[name] = states
+    if rank == 0:
+        torch.save(results, path)
+
+
+def test_compressed_gradients_are_the_same_in_eager_and_compiled_steps(tmp_path):
+    path = tmp_path / "states.pt"
+    with started(2, compressing, path) as ranks:
+        assert [rank.end() for rank in ranks] == [0, 0]
+    states = torch.load(path)
+    assert states.keys() == METHODS.keys()
+    for eager, compiled in states.values():
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
