@@ -38,6 +38,9 @@ IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 """Either pass of Inductor may put what computes behind a wait. Then nothing travels meanwhile, or all parameters are
 gathered before the first block."""
 
+VECTOR_BITS = {"AVX512": 512, "AVX2": 256}
+"""The width of a CPU's vectors, by what torch calls the CPU."""
+
 HERE = Path(torch.__file__).parent, Path(_torch.__file__).parents[1]
 
 
@@ -116,6 +119,16 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str,
         **options,
     }
     return torch_compile.compile_with_inductor(graph, inputs, patches)
+
+
+def options_of_cpu() -> dict[str, Any]:
+    """Return what Inductor's cache must know of this CPU, as options of Inductor.
+
+    The cache keeps code for a CPU without its kind. Where two kinds share a directory, AVX2 would run code written for
+    the vectors of AVX-512, and compute half of the elements; the other way round it would write behind the last one.
+    """
+    bits = VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability())
+    return {} if bits is None else {"cpp.simdlen": bits}
 
 
 def _computes_meanwhile(graph: fx.GraphModule) -> bool:

@@ -52,7 +52,7 @@ class Compiler:
         """Compile a captured graph for the device of its inputs, so that it gives the same bits each time."""
         backend, name = backends.of(inputs[0].device), self.backend_for(inputs[0].device)
         with self.cache(), backend.seeded(0), backend.deterministic():
-            run = capture.compile_graph(captured, inputs, name, self.options)
+            run = capture.compile_graph(captured, inputs, name, self.options_for(name))
 
         # Some kernels read the setting when they run.
         def run_deterministic(*tensors: Tensor) -> Sequence[Tensor]:
@@ -89,13 +89,13 @@ class Compiler:
         # Else as many steps with the loss of one function share the graphs that torch compiles for it, eight in all.
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             settings["isolate_recompiles"] = True
-        settings["options"] = dict(self.options) or None
         compiled_losses: dict[str, LossFn] = {}
 
         def compiled(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             backend = self.backend_for(tree.device_of(params))
             if backend not in compiled_losses:
-                compiled_losses[backend] = torch.compile(loss, backend=backend, **settings)
+                options = dict(self.options_for(backend)) or None
+                compiled_losses[backend] = torch.compile(loss, backend=backend, options=options, **settings)
             return compiled_losses[backend](params, batch, rng=rng, buffers=buffers)
 
         return compiled
@@ -103,6 +103,10 @@ class Compiler:
     def backend_for(self, device: torch.device) -> str:
         """The backend that was asked for, or the one that suits the device."""
         return self.backend or backends.of(device).compile_backend
+
+    def options_for(self, backend: str) -> Mapping[str, Any]:
+        """The options that were asked for, and those that Inductor needs on this CPU."""
+        return {**capture.options_of_cpu(), **self.options} if backend == capture.INDUCTOR else self.options
 
     def traced(self, function: Carrying, what: str | None, *, donate: bool, replay: bool = False) -> CompiledCache:
         """Return a function of trees that is compiled with these settings.

@@ -53,6 +53,30 @@ def test_what_was_compiled_is_read_from_the_directory_that_was_given(tmp_path):
     assert seen == [(9.0, 0, 1), (9.0, 1, 0)]
 
 
+OTHER_CPU = """
+import sys, torch, ftrain as ft
+
+torch.set_num_threads(1)
+step = ft.train_step(lambda params, batch: (params["w"] * batch).sin().sum(), ft.optim.adamw(0.1))
+params, batch = {"w": torch.linspace(-2, 2, 1003)}, torch.linspace(-1, 3, 1003)
+needed, _ = step(step.init(params), batch)
+for lowering in ("whole", "split"):
+    compiled = ft.compiled(lowering=lowering, cache_dir=sys.argv[1])(step)
+    found, _ = compiled(compiled.init(params), batch)
+    torch.testing.assert_close(found.params, needed.params)
+"""
+
+
+@pytest.mark.exhaustive
+def test_cpus_with_other_vectors_share_a_directory(tmp_path):
+    # As a CPU without AVX-512 compiles, and then as this one: nothing is shown where this one has none either.
+    for capability in ("avx2", None, "avx2"):
+        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability or "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        if capability is None:
+            del environment["ATEN_CPU_CAPABILITY"]
+        subprocess.run([sys.executable, "-c", OTHER_CPU, str(tmp_path)], check=True, env=environment)
+
+
 @pytest.mark.exhaustive
 def test_a_second_start_compiles_nothing(tmp_path):
     directory = tmp_path / "kept"
