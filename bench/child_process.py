@@ -15,6 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -52,17 +53,11 @@ class ChildProcess:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         log = str(Path(self._folder.name) / "log")
-        settings = {**QUIET, **(environment or {})}
-        # Set here as well, since the child's imports may read them before its first line of ours.
-        previous = {name: os.environ.get(name) for name in settings}
-        os.environ.update(settings)
-        try:
-            all_arguments = target, child_end, log, threads or torch.get_num_threads(), threads is None, arguments
-            self._process = context.Process(target=_entered, args=all_arguments, daemon=True)
+        all_arguments = target, child_end, log, threads or torch.get_num_threads(), threads is None, arguments
+        self._process = context.Process(target=_entered, args=all_arguments, daemon=True)
+        # It inherits them, since its imports may read them before its first line of ours.
+        with mock.patch.dict(os.environ, {**QUIET, **(environment or {})}):
             self._process.start()
-        finally:
-            for name, value in previous.items():
-                os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
         child_end.close()
         self._pipe = parent_end
 

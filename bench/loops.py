@@ -17,17 +17,15 @@ def eager(task: Task) -> Run:
 
 
 def compiled(task: Task) -> Run:
-    """With `torch.compile`: by default of the model alone; at its best of model and loss, tuned on a GPU."""
+    """With `torch.compile`: by default of the model alone; at its best of model and loss."""
     if not task.best:
         return loop(task, task.loss, lambda model: torch.compile(model, backend=task.backend))
-    tuned = task.device != "cpu" and task.backend == "inductor"
-    mode = "max-autotune-no-cudagraphs" if tuned and task.option("tune") else None
 
     # Dynamo counts recompiles of each function apart; a shared one would fill up with those of other entrants.
     def loss_of(model: Any, batch: Any) -> Tensor:
         return task.loss(model, batch)
 
-    return loop(task, torch.compile(loss_of, backend=task.backend, mode=mode))
+    return loop(task, torch.compile(loss_of, backend=task.backend))
 
 
 def compiled_update(task: Task) -> Run:
@@ -106,12 +104,13 @@ def loop(
     loss_fn: Callable[..., Tensor],
     wrap: Callable[[torch.nn.Module], Callable[..., Tensor]] | None = None,
     make_optimizer: Callable[..., Any] | None = None,
+    *,
+    clips: bool = True,
 ) -> Run:
     """The loop: forward of the model, or of what `wrap` makes of it, backward, clip, step of the fused AdamW."""
     model, batch = task.model(), task.batch()
     forward = wrap(model) if wrap else model
     optimizer = (make_optimizer or task.adamw)(model.parameters(), fused=True)
-    clips = task.option("clip", True)
 
     def run() -> Tensor:
         loss = loss_fn(forward, batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,16 +15,16 @@ from bench.tasks import MAX_NORM, MissingError, Run, Task
 
 CALLS = "bench_calls_alone"
 WRAPPERS: Mapping[str, Callable[[], Any]] = {
-    'with_amp("auto")': lambda: ft.with_amp("auto"),
+    'with_amp("auto")': ft.with_amp,
     'with_amp("bf16")': lambda: ft.with_amp("bf16"),
-    "remat()": lambda: ft.remat(),
+    "remat()": ft.remat,
     'remat("dots")': lambda: ft.remat("dots"),
     "accumulate(2)": lambda: ft.accumulate(2),
     "accumulate(4)": lambda: ft.accumulate(4),
     "clip(1.0)": lambda: ft.clip(MAX_NORM),
     "ema(0.99)": lambda: ft.ema(0.99),
-    "skip_nonfinite()": lambda: ft.skip_nonfinite(),
-    "donated()": lambda: ft.donated(),
+    "skip_nonfinite()": ft.skip_nonfinite,
+    "donated()": ft.donated,
 }
 
 
@@ -70,13 +69,7 @@ def adapted(task: Task) -> Run:
 
 
 def lora() -> Any:
-    """Adapters of rank 8.
-
-    Raises:
-        MissingError: when this version of ftrain has none.
-    """
-    if not hasattr(ft, "lora"):
-        raise MissingError("this version of ftrain has no ft.lora")
+    """Adapters of rank 8."""
     return ft.lora(8, targets=["blocks.*"])
 
 
@@ -91,16 +84,11 @@ def compiling(task: Task, *, donate: bool = False, graphs: bool | None = None) -
     """`ft.compiled`, with the capture of device graphs where it is asked for.
 
     Raises:
-        MissingError: when this version of ftrain has no such option.
+        MissingError: when it is asked for on a CPU.
     """
-    backend = {} if task.backend == "inductor" else {"backend": task.backend}
-    if graphs is None:
-        return ft.compiled(donate=donate, **backend)
     if graphs and task.device == "cpu":
         raise MissingError("a CPU captures no device graphs")
-    if "replay" not in inspect.signature(ft.compiled).parameters:
-        raise MissingError("this version of ft.compiled captures no device graphs")
-    return ft.compiled(donate=donate, **backend, replay=graphs)
+    return ft.compiled(donate=donate, backend=None if task.backend == "inductor" else task.backend, replay=graphs)
 
 
 def called(task: Task) -> Run:
@@ -126,9 +114,7 @@ def loss(task: Task) -> Any:
     module = task.model()
     if not task.option("fused_head"):
         return ft.from_module(module, criterion)
-    head = getattr(ft.losses, "linear_cross_entropy", None)
-    if head is None:
-        raise MissingError("this version of ftrain has no losses.linear_cross_entropy")
+    head = ft.losses.linear_cross_entropy
     return ft.from_module(module, lambda model, batch: head(model.hidden(batch["x"]), model.head.weight, batch["y"]))
 
 
@@ -137,10 +123,8 @@ def _composed(task: Task, *wrappers: Any) -> ft.Step:
     inner = [WRAPPERS[name]() for name in task.option("wrappers", ())]
     level = task.option("level")
     sharded = [] if level is None else [ft.sharded(ft.parallel.mesh(), level)]
-    clip = [ft.clip(MAX_NORM)] if task.option("clip", True) else []
-    return ft.compose(
-        ft.train_step(loss(task), ft.optim.adamw(task.rate)), *precise, *inner, *clip, *sharded, *wrappers
-    )
+    step = ft.train_step(loss(task), ft.optim.adamw(task.rate))
+    return ft.compose(step, *precise, *inner, ft.clip(MAX_NORM), *sharded, *wrappers)
 
 
 def stateful(step: ft.Step, task: Task) -> Run:

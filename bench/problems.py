@@ -33,7 +33,7 @@ class Problem:
     """
 
     text: str
-    build: Callable[[Sizes], nn.Module]
+    build: Callable[..., nn.Module]
     full: Sizes
     tiny: Sizes
     jax: str | None = None
@@ -43,12 +43,18 @@ class Problem:
         """The sizes to run."""
         return self.tiny if tiny else self.full
 
+    def model(self, sizes: Sizes) -> nn.Module:
+        """Build the model."""
+        if sizes.vocabulary:
+            return self.build(sizes.vocabulary, length=sizes.length, **sizes.model)
+        return self.build(**sizes.model)
+
     def batch(self, *, tiny: bool) -> Batch:
         """Draw a batch: numbers to regress on, tokens to predict, or classes of sequences."""
         s = self.sizes(tiny=tiny)
         if s.vocabulary:
-            labels = (s.batch,) if self.build is _bert else (s.batch, s.length)
-            classes = 2 if self.build is _bert else s.vocabulary
+            labels = (s.batch,) if self.build is models.BERT else (s.batch, s.length)
+            classes = 2 if self.build is models.BERT else s.vocabulary
             return {"x": torch.randint(s.vocabulary, (s.batch, s.length)), "y": torch.randint(classes, labels)}
         width = s.model.get("width", 1)
         return {"x": torch.randn(s.batch, width), "y": torch.randn(s.batch, width)}
@@ -76,34 +82,6 @@ def flops(model: nn.Module, sizes: Sizes) -> float:
     return tokens * (6.0 * sum(matrices.values()) + attention)
 
 
-def _leaves(sizes: Sizes) -> nn.Module:
-    return models.Leaves(sizes.model["leaves"])
-
-
-def _mlp(sizes: Sizes) -> nn.Module:
-    return models.mlp(**sizes.model)
-
-
-def _gpt(sizes: Sizes) -> nn.Module:
-    return models.GPT(sizes.vocabulary, length=sizes.length, **sizes.model)
-
-
-def _untasked(sizes: Sizes) -> nn.Module:
-    return models.GPT(**sizes.model)
-
-
-def _bert(sizes: Sizes) -> nn.Module:
-    return models.BERT(sizes.vocabulary, length=sizes.length, **sizes.model)
-
-
-def _llama(sizes: Sizes) -> nn.Module:
-    return models.Llama(sizes.vocabulary, length=sizes.length, **sizes.model)
-
-
-def _head(sizes: Sizes) -> nn.Module:
-    return models.Head(sizes.vocabulary, length=sizes.length, **sizes.model)
-
-
 SMALL = Sizes(2, 8, 32, {"width": 16, "layers": 2, "heads": 2})
 TINY = Sizes(4, 8, 32, {"width": 16, "layers": 2, "heads": 2})
 GPT2 = {"width": 768, "layers": 12, "heads": 12, "tied": True}
@@ -112,24 +90,24 @@ LLAMA = {"width": 2048, "layers": 16, "heads": 32, "groups": 8, "inner": 8192}
 SMALL_LLAMA = Sizes(1, 8, 32, {"width": 16, "layers": 2, "heads": 4, "groups": 2, "inner": 32})
 
 PROBLEMS: dict[str, Problem] = {
-    "null": Problem("one 1x1 linear", lambda sizes: models.null(), Sizes(1), Sizes(1), jax="sequential"),
+    "null": Problem("one 1x1 linear", models.null, Sizes(1), Sizes(1), jax="sequential"),
     "mlp": Problem(
         "MLP 4x128, batch 64",
-        _mlp,
+        models.mlp,
         Sizes(64, model={"width": 128, "layers": 4}),
         Sizes(4, model={"width": 8, "layers": 2}),
         jax="sequential",
     ),
     "gpt128": Problem(
         "GPT 4x128, 8 x 128 tokens, vocabulary 256",
-        _gpt,
+        models.GPT,
         Sizes(8, 128, 256, {"width": 128, "layers": 4, "heads": 4}),
         SMALL,
         jax="gpt",
     ),
     "gpt384": Problem(
         "GPT 6x384, 4 x 256 tokens, vocabulary 8,192",
-        _gpt,
+        models.GPT,
         Sizes(4, 256, 8192, {"width": 384, "layers": 6, "heads": 6}),
         SMALL,
         jax="gpt",
@@ -137,42 +115,44 @@ PROBLEMS: dict[str, Problem] = {
     # Most of whose memory are activations, and most of whose memory are parameters.
     "deep": Problem(
         "GPT 12x128, 4 x 128 tokens, vocabulary 256",
-        _gpt,
+        models.GPT,
         Sizes(4, 128, 256, {"width": 128, "layers": 12, "heads": 4}),
         TINY,
     ),
     "wide": Problem(
         "GPT 12x256, 1 x 64 tokens, vocabulary 256",
-        _gpt,
+        models.GPT,
         Sizes(1, 64, 256, {"width": 256, "layers": 12, "heads": 4}),
         TINY,
     ),
     **{
         f"gpt2 b{batch}": Problem(
-            f"GPT-2 124M, {batch} x 1024 tokens", _gpt, Sizes(batch, 1024, 50257, GPT2), SMALL_TIED, rate=1e-5
+            f"GPT-2 124M, {batch} x 1024 tokens", models.GPT, Sizes(batch, 1024, 50257, GPT2), SMALL_TIED, rate=1e-5
         )
         for batch in (1, 4, 64)
     },
     "head": Problem(
         "loss head, width 256, vocabulary 50,257, 2,048 tokens",
-        _head,
+        models.Head,
         Sizes(1, 2048, 50257, {"width": 256}),
         Sizes(1, 8, 32, {"width": 16}),
     ),
     "bert": Problem(
         "bert-large, 4 x 512 tokens",
-        _bert,
+        models.BERT,
         Sizes(4, 512, 30522, {"width": 1024, "layers": 24, "heads": 16}),
         Sizes(4, 8, 32, {"width": 16, "layers": 2, "heads": 2}),
         rate=1e-5,
     ),
-    "llama": Problem("Llama-like 1.2B, 1 x 4096 tokens", _llama, Sizes(1, 4096, 128256, LLAMA), SMALL_LLAMA, rate=1e-5),
+    "llama": Problem(
+        "Llama-like 1.2B, 1 x 4096 tokens", models.Llama, Sizes(1, 4096, 128256, LLAMA), SMALL_LLAMA, rate=1e-5
+    ),
     **{
         f"leaves {count}": Problem(
             f"{count:,} parameters of two numbers",
-            _leaves,
-            Sizes(1, model={"leaves": count}),
-            Sizes(1, model={"leaves": max(2, count // 100)}),
+            models.Leaves,
+            Sizes(1, model={"count": count}),
+            Sizes(1, model={"count": max(2, count // 100)}),
         )
         for count in (10, 100, 1_000, 10_000)
     },
@@ -180,7 +160,7 @@ PROBLEMS: dict[str, Problem] = {
     **{
         f"ranks {count}": Problem(
             f"GPT 4x192, 8 x 64 tokens a rank, vocabulary 512, {count} ranks",
-            _gpt,
+            models.GPT,
             Sizes(8 * count, 64, 512, {"width": 192, "layers": 4, "heads": 6}),
             Sizes(2 * count, 8, 32, {"width": 16, "layers": 2, "heads": 2}),
         )
@@ -190,7 +170,7 @@ PROBLEMS: dict[str, Problem] = {
     **{
         f"update {name}": Problem(
             f"{layers} layers of {width}",
-            _mlp,
+            models.mlp,
             Sizes(1, model={"width": width, "layers": layers}),
             Sizes(1, model={"width": 4, "layers": max(2, layers // 100)}),
         )
@@ -199,7 +179,7 @@ PROBLEMS: dict[str, Problem] = {
     **{
         f"update {count}": Problem(
             text,
-            _untasked,
+            models.GPT,
             Sizes(
                 1,
                 model={

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -22,37 +21,66 @@ CHECKED = 3
 """How many losses are compared."""
 
 
-class Race:
+def race(
+    question: str,
+    task: Task,
+    entrants: Iterable[Entrant],
+    settings: Settings,
+    *,
+    part: float = 1.0,
+    steps: int | None = None,
+    checked: int = CHECKED,
+    tolerance: str = "",
+    make: Callable[[Entrant, Task], Racer] = racer,
+    added: Iterable[tuple[Entrant, Entrant]] = (),
+) -> list[Row]:
+    """Race entrants, and return the rows.
+
+    Args:
+        question: what is asked.
+        task: what they train.
+        entrants: who races; whose maths the others are held to is first.
+        settings: of the run.
+        part: of the rounds of the run.
+        steps: of a turn. Default: as many as fill the seconds of the settings.
+        checked: how many losses are compared.
+        tolerance: a precision, whose difference of losses is allowed. Default: that of the task.
+        make: makes an entrant ready.
+        added: pairs of entrants; for each a row says what the first adds to the time of the second.
+    """
+    print(question, flush=True)
+    contest = _Race(question, task, settings)
+    try:
+        contest.enter(entrants, checked, make)
+        times = contest.time(settings.share(part), steps, tolerance or task.precision)
+        for entrant, base in added:
+            contest.add_difference(times, entrant.name, base.name)
+    finally:
+        contest.close()
+    return contest.rows
+
+
+class _Race:
     """The entrants of one question, those that are ready, and the rows so far."""
 
-    def __init__(
-        self,
-        question: str,
-        task: Task,
-        settings: Settings,
-        *,
-        checked: int = CHECKED,
-        tolerance: str = "",
-        make: Callable[[Entrant, Task], Racer] = racer,
-    ) -> None:
+    def __init__(self, question: str, task: Task, settings: Settings) -> None:
         self.question, self.task, self.settings = question, task, settings
         self.rows: list[Row] = []
-        self._checked, self._tolerance, self._make = checked, tolerance or task.precision, make
-        self._racers: dict[str, Any] = {}
+        self._racers: dict[str, Racer] = {}
         self._losses: dict[str, list[float]] = {}
         self._kinds: dict[str, str] = {}
         if settings.place.type == "cuda":
             # As one sets it at the start of a program; ftrain sets it for its own step.
             torch.set_float32_matmul_precision("high" if task.precision == "tf32" else "highest")
 
-    def enter(self, entrants: Iterable[Entrant]) -> None:
+    def enter(self, entrants: Iterable[Entrant], checked: int, make: Callable[[Entrant, Task], Racer]) -> None:
         """Get entrants ready; who cannot gets a row that says why."""
         for entrant in entrants:
             if self.settings.late():
                 self._say(entrant, SKIPPED, "the time of the run was used up")
                 continue
             try:
-                self._prepare(entrant)
+                self._prepare(entrant, checked, make)
             except TimeoutError as error:
                 self._say(entrant, SKIPPED, f"getting ready (compiling) took too long: {error}")
             except Exception as error:
@@ -60,22 +88,20 @@ class Race:
                 text = str(error) if absent(error) else f"{type(error).__name__}: {str(error)[-200:]}"
                 self._say(entrant, MISSING if absent(error) else FAILED, text)
 
-    def time(self, *, rounds: int, steps: int | None = None) -> dict[str, list[float]]:
+    def time(self, rounds: int, steps: int | None, tolerance: str) -> dict[str, list[float]]:
         """Compare the losses, then time all entrants that are ready; return microseconds a step by round."""
         if not self._racers:
             return {}
         try:
-            difference = require_same(self._losses, self._tolerance)
+            difference = require_same(self._losses, tolerance)
         except MathsError as error:
             self.rows.append(said(self.question, "all", FAILED, str(error)))
-            self.close()
             return {}
         self.rows.append(measured(self.question, "all", "largest difference of losses", "", [difference]))
         try:
             times = interleaved(self._racers, rounds=rounds, seconds=self.settings.seconds, steps=steps)
         except Exception as error:
             self.rows.append(said(self.question, "all", FAILED, f"while timed: {type(error).__name__}: {error}"))
-            self.close()
             return {}
         for name, values in times.items():
             self.rows.append(measured(self.question, name, TIME, "us", values))
@@ -83,8 +109,8 @@ class Race:
         self.rows += self._ratios(times)
         return times
 
-    def added(self, times: dict[str, list[float]], name: str, base: str) -> None:
-        """A row of what an entrant adds to the time of another, when both were timed."""
+    def add_difference(self, times: dict[str, list[float]], name: str, base: str) -> None:
+        """Add a row of what an entrant adds to the time of another, when both were timed."""
         if name in times and base in times:
             values = differences(times[name], times[base])
             self.rows.append(measured(self.question, name, f"{ADDED}{base}", "us", values, sure=True))
@@ -99,13 +125,13 @@ class Race:
         if self.settings.place.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _prepare(self, entrant: Entrant) -> None:
+    def _prepare(self, entrant: Entrant, checked: int, make: Callable[[Entrant, Task], Racer]) -> None:
         on_gpu = self.settings.place.type == "cuda" and not entrant.in_own_process
         at_start = torch.cuda.memory_allocated() if on_gpu else 0
         start = time.perf_counter()
-        one = self._make(entrant, self.task)
+        one = make(entrant, self.task)
         try:
-            losses = one.losses(self._checked)
+            losses = one.losses(checked)
             seconds = time.perf_counter() - start
             self.rows.append(measured(self.question, entrant.name, "time to get ready", "s", [seconds]))
             if on_gpu:
@@ -148,7 +174,7 @@ class Race:
         ceiling = self.settings.ceilings.get(self.task.precision)
         if ceiling and sizes.length:
             with torch.device("meta"):
-                work = flops(self.task.spec.build(sizes), sizes)
+                work = flops(self.task.spec.model(sizes), sizes)
             used = [work / value / 1e6 / ceiling * 100 for value in values]
             rows.append(measured(self.question, name, "MFU of the measured ceiling", "%", used))
         return rows
@@ -183,23 +209,3 @@ def memory_rows(
             if bytes_held > 0 and base_bytes > 0:
                 rows.append(measured(question, name, f"{metric}, {RATIO}{base}", "", [bytes_held / base_bytes]))
     return rows
-
-
-def race(
-    question: str,
-    task: Task,
-    entrants: Iterable[Entrant],
-    settings: Settings,
-    *,
-    part: float = 1.0,
-    checked: int = CHECKED,
-) -> list[Row]:
-    """Race entrants with a part of the rounds, and return the rows."""
-    print(f"{question}", flush=True)
-    contest = Race(question, task, settings, checked=checked)
-    try:
-        contest.enter(entrants)
-        contest.time(rounds=settings.share(part))
-    finally:
-        contest.close()
-    return contest.rows

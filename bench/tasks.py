@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +68,7 @@ class Task:
         torch.manual_seed(0)
         # On the device, where a billion numbers are drawn in a moment.
         with torch.device(self.device):
-            return self.spec.build(self.sizes)
+            return self.spec.model(self.sizes)
 
     def batch(self) -> Batch:
         """The batch, the same every time; with the option `rows` those rows of it."""
@@ -132,6 +132,3 @@ class Entrant:
         """Import the code; what it imports of libraries it imports only when called."""
         module, function = self.code.split(":")
         return getattr(__import__(module, fromlist=[function]), function)  # type: ignore[no-any-return]
-
-
-Batches = Iterator[Batch]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ftrain as ft
+from bench.loops import loop
 from bench.ours import stateful
 from bench.problems import criterion
 from bench.tasks import Run, Task
@@ -52,41 +52,44 @@ def ours(task: Task) -> Run:
 
 def step_of(task: Task) -> ft.Step:
     """The step that `ours` runs."""
-    wrappers = [OURS[name](str(_folder())) for name in task.option("wrappers", ())]
+    wrappers = [OURS[name](_folder().name) for name in task.option("wrappers", ())]
     step = ft.train_step(ft.from_module(task.model(), criterion), ft.optim.adamw(task.rate))
     return ft.compose(step, *wrappers, ft.donated())  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _folder() -> Path:
+def _folder() -> tempfile.TemporaryDirectory[str]:
     """Where files go, on the disk of this checkout: gone with the process."""
-    folder = tempfile.TemporaryDirectory(prefix="bench-", dir=".")
-    _held.append(folder)
-    return Path(folder.name)
-
-
-_held: list[Any] = []
+    return tempfile.TemporaryDirectory(prefix="bench-", dir=".")
 
 
 def kept(task: Task) -> Run:
     """Forward, backward, fused step: everything is kept."""
-    return _loop(task, task.model())
+    return loop(task, task.loss, clips=False)
 
 
 def checkpointed(task: Task) -> Run:
     """`torch.utils.checkpoint` around each block, which keeps nothing of its inside, or products (`products`)."""
-    model: Any = task.model()
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if task.option("products"):
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(PRODUCTS))
-    for block in model.blocks:
-        block.forward = functools.partial(checkpoint, block.forward, **options)
-    return _loop(task, model)
+
+    def rematerialising(model: Any) -> Any:
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, **options)
+        return model
+
+    return loop(task, task.loss, rematerialising, clips=False)
 
 
 def saved_on_cpu(task: Task) -> Run:
     """`torch.autograd.graph.save_on_cpu` around the forward pass, with page-locked memory."""
-    return _loop(task, task.model(), around=lambda: save_on_cpu(pin_memory=task.device != "cpu"))
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        with save_on_cpu(pin_memory=task.device != "cpu"):
+            return task.loss(model, batch)
+
+    return loop(task, loss_of, clips=False)
 
 
 def budgeted(task: Task) -> Run:
@@ -96,7 +99,7 @@ def budgeted(task: Task) -> Run:
     def loss_of(model: Any, batch: Any) -> Tensor:
         return task.loss(model, batch)
 
-    run = _loop(task, task.model(), loss=torch.compile(loss_of, backend=task.backend))
+    run = loop(task, torch.compile(loss_of, backend=task.backend), clips=False)
 
     def running() -> Tensor:
         # Read when it is compiled.
@@ -157,39 +160,16 @@ class _Optimizers(dict[Tensor, torch.optim.Optimizer]):
 
 def mapped(task: Task) -> Run:
     """The fused AdamW with moments that are memory-mapped files."""
-    model = task.model()
-    optimizer = task.adamw(model.parameters(), fused=True)
-    for number, param in enumerate(model.parameters()):
-        moments = {
-            name: torch.from_file(str(_folder() / f"{name}-{number}"), shared=True, size=param.numel()).view(
-                param.shape
-            )
-            for name in ("exp_avg", "exp_avg_sq")
-        }
-        optimizer.state[param] = {"step": torch.zeros(()), **moments}
-    return _loop(task, model, optimizer=optimizer)
 
+    def moment(name: str, param: Tensor) -> Tensor:
+        return torch.from_file(f"{_folder().name}/{name}", shared=True, size=param.numel()).view(param.shape)
 
-def _loop(
-    task: Task,
-    model: torch.nn.Module,
-    *,
-    optimizer: Any = None,
-    loss: Callable[..., Tensor] | None = None,
-    around: Callable[[], Any] | None = None,
-) -> Run:
-    batch, loss_fn = task.batch(), loss or task.loss
-    optimizer = optimizer or task.adamw(model.parameters(), fused=True)
+    def make_optimizer(params: Iterable[Tensor], **options: Any) -> torch.optim.Optimizer:
+        params = list(params)
+        optimizer = task.adamw(params, **options)
+        for number, param in enumerate(params):
+            moments = {name: moment(f"{name}-{number}", param) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[param] = {"step": torch.zeros(()), **moments}
+        return optimizer
 
-    def run() -> Tensor:
-        if around is None:
-            result = loss_fn(model, batch)
-        else:
-            with around():
-                result = loss_fn(model, batch)
-        result.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        return result.detach()
-
-    return run
+    return loop(task, task.loss, make_optimizer=make_optimizer, clips=False)

@@ -51,11 +51,6 @@ class Kind:
     blocks: bool = False
     tolerance: str = "fp32"
 
-    @property
-    def there(self) -> bool:
-        """Whether this version of ftrain has it."""
-        return hasattr(optim, self.ours)
-
     def make(self) -> Optimizer:
         """Ours, decaying every parameter as the others do."""
         optimizer: Optimizer = getattr(optim, self.ours)(
@@ -176,10 +171,12 @@ def ours_compiled(task: Task) -> Updating:
 def theirs(task: Task) -> Updating:
     """`step` of torch's optimizer: fused where torch has a kernel, else with the operations on many tensors.
 
-    With the option `way` as told; ``best`` compiles it, as torch's recipe does.
+    As torch chooses with the option ``way="default"``; ``best`` compiles it, as torch's recipe does.
     """
     chosen = kind(task)
-    optimizer, leaves, grads = _theirs(task, **_way(chosen, task.option("way", "many")))
+    is_default = chosen.matrices or task.option("way") == "default"
+    way = {} if is_default else {"fused": True} if chosen.fused else {"foreach": True}
+    optimizer, leaves, grads = _theirs(task, **way)
     step = torch.compile(optimizer.step, backend=task.backend) if task.best else optimizer.step
     return Updating(step, leaves, grads, task.device)
 
@@ -190,12 +187,6 @@ def peers(task: Task) -> Updating:
     # Schedule-free ones refuse to step until they are told.
     getattr(optimizer, "train", lambda: None)()
     return Updating(optimizer.step, leaves, grads, task.device)
-
-
-def _way(chosen: Kind, way: str) -> dict[str, Any]:
-    if chosen.matrices or way == "default":
-        return {}
-    return {"capturable": True} if way == "capturable" else {"fused": True} if chosen.fused else {"foreach": True}
 
 
 def _theirs(task: Task, **way: Any) -> tuple[Any, list[Tensor], list[Tensor]]:

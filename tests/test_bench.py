@@ -16,7 +16,7 @@ from bench import claims, field, rows, same, stats, updates
 from bench.cases import c9, c11
 from bench.field import HAND_EAGER, JAX, OURS_COMPILED, OURS_EAGER, TRAINERS
 from bench.problems import PROBLEMS, flops
-from bench.race import Race
+from bench.race import race
 from bench.report import report, write_report
 from bench.settings import Settings
 from bench.tasks import Entrant, MissingError, Task, absent
@@ -113,13 +113,7 @@ def test_losses_within_the_tolerance_pass_and_others_do_not():
 
 
 def raced(*entrants, problem="mlp"):
-    contest = Race("C1 test", SETTINGS.task(problem), SETTINGS)
-    try:
-        contest.enter(entrants)
-        contest.time(rounds=2, steps=1)
-    finally:
-        contest.close()
-    return contest.rows
+    return race("C1 test", SETTINGS.task(problem), entrants, SETTINGS, steps=1)
 
 
 def test_a_case_whose_maths_differs_fails_and_is_not_timed():
@@ -153,11 +147,10 @@ def test_only_optional_libraries_can_be_missing():
 
 @pytest.mark.parametrize("other", ["without_decay", None])
 def test_an_update_of_other_maths_fails_and_one_of_the_same_does_not(other):
-    contest = Race("C8 test", SETTINGS.task("update 148"), SETTINGS)
-    contest.enter([field.OURS_UPDATE, Entrant(other, "torch", f"{__name__}:{other}") if other else field.TORCH])
-    timed = contest.time(rounds=1, steps=1)
-    assert bool(timed) == (other is None)
-    assert [row.variant for row in contest.rows if row.metric == rows.FAILED] == ["all"] * bool(other)
+    entrants = [field.OURS_UPDATE, Entrant(other, "torch", f"{__name__}:{other}") if other else field.TORCH]
+    found = race("C8 test", SETTINGS.task("update 148"), entrants, SETTINGS, steps=1)
+    assert bool([row for row in found if row.metric == rows.TIME]) == (other is None)
+    assert [row.variant for row in found if row.metric == rows.FAILED] == ["all"] * bool(other)
 
 
 def test_an_optimizer_holds_as_many_bytes_as_its_moments():
@@ -179,7 +172,7 @@ def test_a_step_of_every_model_agrees_with_the_loop_by_hand(problem):
 def test_flops_are_six_a_weight_and_token_and_attention():
     problem = PROBLEMS["gpt2 b4"]
     with torch.device("meta"):
-        model = problem.build(problem.full)
+        model = problem.model(problem.full)
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
     weights = 12 * 12 * 768**2 + 50257 * 768
     assert flops(model, problem.full) == 4 * 1024 * (6 * weights + 6 * 12 * 768 * 1024)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bench import field
 from bench.compiling import compile_rows
-from bench.race import Race, race
+from bench.race import race
 from bench.rows import SKIPPED, TIME, Row, said
 from bench.settings import Settings
 from bench.tasks import Entrant
@@ -56,13 +56,8 @@ def _sweep(count: int, settings: Settings) -> list[Row]:
 
 def _calls(count: int, settings: Settings) -> list[Row]:
     """Time the calls of a compiled step alone; the work is left out, so the losses are those of one step."""
-    contest = Race(f"{title(count)}, calls alone", settings.task(f"leaves {count}"), settings, checked=1)
-    try:
-        contest.enter([field.OURS_CALLS])
-        contest.time(rounds=settings.share(0.5))
-    finally:
-        contest.close()
-    return contest.rows
+    question, task = f"{title(count)}, calls alone", settings.task(f"leaves {count}")
+    return race(question, task, [field.OURS_CALLS], settings, part=0.5, checked=1)
 
 
 def _slopes(swept: dict[int, list[Row]], entrants: Sequence[Entrant]) -> list[Row]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from bench import field
-from bench.race import Race, memory_rows
+from bench.race import memory_rows, race
 from bench.ranks import PATIENCE, Ranks, peak
 from bench.rows import Row
 from bench.settings import Settings
@@ -74,13 +74,9 @@ def run(settings: Settings) -> list[Row]:
 
 def race_on(size: int, question: str, entrants: tuple[Entrant, ...], settings: Settings) -> list[Row]:
     """Race entrants on a set of ranks."""
-    print(question, flush=True)
-    ranks = Ranks(size, settings.device)
-    contest = Race(question, settings.task(f"ranks {size}"), settings, make=ranks.racer)
+    ranks, steps = Ranks(size, settings.device), 1 if settings.smoke else STEPS
     try:
-        contest.enter(entrants)
-        contest.time(rounds=settings.share(0.6), steps=1 if settings.smoke else STEPS)
+        task = settings.task(f"ranks {size}")
+        return race(question, task, entrants, settings, part=0.6, steps=steps, make=ranks.racer)
     finally:
         ranks.close()
-        contest.close()
-    return contest.rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from bench.race import Race, memory_rows, race
+from bench.race import memory_rows, race
 from bench.rows import Row
 from bench.settings import Settings
 from bench.tasks import Entrant
@@ -36,28 +36,27 @@ REMATS = {
 
 def run(settings: Settings) -> list[Row]:
     """Race wrappers alone and stacked, on both models; then kinds of remat, in time and memory."""
-    null = _wrappers(NULL, settings, "null", ALONE)
-    gpt = _wrappers(GPT, settings, "gpt128", ALONE)
+    # The null model holds no blocks to compute twice, and its batch of one cannot be cut.
+    null = _wrappers(NULL, settings, "null", part=0.7, left_out={"remat()", "accumulate(2)"})
+    gpt = _wrappers(GPT, settings, "gpt128", part=0.3, left_out=set())
     return null + gpt + _remat(settings)
 
 
-def _wrappers(question: str, settings: Settings, problem: str, names: tuple[str, ...]) -> list[Row]:
-    # The null model holds no blocks to compute twice, and its batch of one cannot be cut.
-    left_out = {"remat()", "accumulate(2)"} if problem == "null" else set()
-    alone = [_with(name, (name,)) for name in names if name not in left_out]
+def _wrappers(question: str, settings: Settings, problem: str, *, part: float, left_out: set[str]) -> list[Row]:
+    alone = [_with(name, (name,)) for name in ALONE if name not in left_out]
     stack = tuple(name for name in STACK if name not in left_out)
     stacked = [_with("all, donated()", (*stack, "donated()")), _with("all, compiled()", (*stack, "compiled()"))]
-    print(question, flush=True)
-    # Only the first loss is compared: wrappers that change the update change those after it.
-    contest = Race(question, settings.task(problem, "fp32"), settings, checked=1, tolerance="bf16")
-    try:
-        contest.enter([PLAIN, *alone, *stacked])
-        times = contest.time(rounds=settings.share(0.7 if problem == "null" else 0.3))
-        for entrant in [*alone, *stacked]:
-            contest.added(times, entrant.name, PLAIN.name)
-    finally:
-        contest.close()
-    return contest.rows
+    wrapped = [*alone, *stacked]
+    return race(
+        question,
+        settings.task(problem),
+        [PLAIN, *wrapped],
+        settings,
+        part=part,
+        checked=1,  # Wrappers that change the update change the losses after the first one.
+        tolerance="bf16",
+        added=[(entrant, PLAIN) for entrant in wrapped],
+    )
 
 
 def _remat(settings: Settings) -> list[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.race import Race
+from bench.race import race
 from bench.rows import Row
 from bench.settings import Settings
 from bench.tasks import Entrant
@@ -23,13 +23,12 @@ SHOWN = Entrant("fit, compiled, with progress", "ours", "bench.fitting:fit", opt
 
 def run(settings: Settings) -> list[Row]:
     """Race calls of fit against loops of as many steps."""
-    print(QUESTION, flush=True)
-    contest = Race(QUESTION, settings.task("null"), settings)
-    try:
-        contest.enter([HAND, *LOOPS.values(), *FITS.values(), SHOWN])
-        times = contest.time(rounds=settings.share(0.4), steps=20 if settings.tiny else STEPS)
-        for way, entrant in [*FITS.items(), ("compiled", SHOWN)]:
-            contest.added(times, entrant.name, LOOPS[way].name)
-    finally:
-        contest.close()
-    return contest.rows
+    return race(
+        QUESTION,
+        settings.task("null"),
+        [HAND, *LOOPS.values(), *FITS.values(), SHOWN],
+        settings,
+        part=0.4,
+        steps=20 if settings.tiny else STEPS,
+        added=[*((FITS[way], LOOPS[way]) for way in FITS), (SHOWN, LOOPS["compiled"])],
+    )

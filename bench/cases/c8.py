@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bench import field, updates
 from bench.ours import trainable
-from bench.race import Race, memory_rows
+from bench.race import memory_rows, race
 from bench.rows import RATIO, TIME, Row, measured
 from bench.settings import Settings
 from bench.stats import pairwise
@@ -36,7 +36,7 @@ MANY = ("adamw", "sgd, momentum")
 def run(settings: Settings) -> list[Row]:
     """Race each optimizer with its like, then those that have none with AdamW, and count the bytes of their states."""
     rows = []
-    for name in (name for name, kind in KINDS.items() if kind.there):
+    for name in KINDS:
         for count in COUNTS if settings.full or name in MANY else (148,):
             question = title(name, count)
             rows += _race(question, name, count, settings, _eager(name, settings))
@@ -56,14 +56,7 @@ def _race(question: str, name: str, count: int, settings: Settings, entrants: li
         return []
     few = "10 of whole blocks" if KINDS[name].blocks else "10"
     task = settings.task(f"update {few if count == 10 else count}").with_options(optimizer=name)
-    print(question, flush=True)
-    contest = Race(question, task, settings, checked=CHECKED, tolerance=KINDS[name].tolerance)
-    try:
-        contest.enter(entrants)
-        contest.time(rounds=settings.share(0.3))
-    finally:
-        contest.close()
-    return contest.rows
+    return race(question, task, entrants, settings, part=0.3, checked=CHECKED, tolerance=KINDS[name].tolerance)
 
 
 def _eager(name: str, settings: Settings) -> list[Entrant]:
@@ -87,7 +80,7 @@ def _scale(settings: Settings) -> list[Row]:
     question, task = title("others", 148), settings.task("update 148")
     print(question, flush=True)
     racers = {field.ADAMW.name: racer(field.ADAMW, task)}
-    for name in (name for name, kind in KINDS.items() if not kind.torchs and kind.there):
+    for name in (name for name, kind in KINDS.items() if not kind.torchs):
         racers[f"ftrain update, {name}"] = racer(field.OURS_UPDATE, task.with_options(optimizer=name))
     times = interleaved(racers, rounds=settings.share(0.3), seconds=settings.seconds)
     rows = [measured(question, name, TIME, "us", values) for name, values in times.items()]
@@ -98,12 +91,8 @@ def _scale(settings: Settings) -> list[Row]:
 
 def _states(settings: Settings) -> list[Row]:
     task = settings.task("update 25M")
-    rows = []
-    for name, kind in KINDS.items():
-        if kind.there:
-            size = updates.state_bytes(task.with_options(optimizer=name))
-            rows.append(measured(STATE, name, "state a parameter", "bytes", [size]))
-    return rows
+    sizes = {name: updates.state_bytes(task.with_options(optimizer=name)) for name in KINDS}
+    return [measured(STATE, name, "state a parameter", "bytes", [size]) for name, size in sizes.items()]
 
 
 def _adapters(settings: Settings) -> list[Row]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ftrain as ft
 from bench import techniques
-from bench.race import Race, memory_rows
+from bench.race import memory_rows, race
 from bench.rows import RATIO, WITHIN, Row, measured
 from bench.settings import Settings
 from bench.tasks import Entrant, Task
@@ -94,17 +94,11 @@ def _left(task: Task) -> list[Row]:
 
 
 def _race(question: str, task: Task, entrants: list[Entrant], settings: Settings) -> list[Row]:
-    print(question, flush=True)
-    contest = Race(question, task, settings)
-    try:
-        contest.enter(entrants)
-        contest.time(rounds=settings.share(0.6))
-    finally:
-        contest.close()
+    rows = race(question, task, entrants, settings, part=0.6)
     if settings.device != "cpu":
-        return contest.rows
+        return rows
     # Each costs a process.
-    rows = contest.rows + ([] if settings.smoke else memory_rows(question, task, entrants, settings))
+    rows += [] if settings.smoke else memory_rows(question, task, entrants, settings)
     return rows + _saved(question, rows)
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 Params = Mapping[str, Any]
-Forward = Callable[[Params, Any], Any]
 
 
 def sequential(params: Params, x: Any, *, dtype: Any, heads: int) -> Any:
