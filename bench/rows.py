@@ -47,11 +47,11 @@ class Row:
 
 
 def measured(
-    question: str, variant: str, metric: str, unit: str, values: Sequence[float], *, sure: bool = False, note: str = ""
+    question: str, variant: str, metric: str, unit: str, values: Sequence[float], *, sure: bool = False
 ) -> Row:
     """Sum up measurements in a row, with the interval of the median when `sure` asks for it."""
     bounds = bootstrap(values)._asdict() if sure else {}
-    return Row(question, variant, metric, unit, **spread(values)._asdict(), **bounds, note=note)
+    return Row(question, variant, metric, unit, **spread(values)._asdict(), **bounds)
 
 
 def said(question: str, variant: str, metric: str, note: str) -> Row:
@@ -122,13 +122,9 @@ def _read(path: Path) -> list[Row]:
 
 
 def _text(value: object) -> str:
-    return (
-        ""
-        if isinstance(value, float) and math.isnan(value)
-        else f"{value:.6g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if not isinstance(value, float):
+        return str(value)
+    return "" if math.isnan(value) else f"{value:.6g}"
 
 
 def _value(name: str, text: str) -> str | float:

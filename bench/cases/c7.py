@@ -27,7 +27,7 @@ def run(settings: Settings) -> list[Row]:
     rounds = 1 if settings.smoke else ROUNDS
     with tempfile.TemporaryDirectory(prefix="bench-", dir=".") as scratch:
         rows = _raced(state, size, Path(scratch), rounds)
-        return rows + _asynchronous(state, size, Path(scratch), rounds)
+        return rows + _asynchronous(state, Path(scratch), rounds)
 
 
 def _raced(state: State, size: int, folder: Path, rounds: int) -> list[Row]:
@@ -58,7 +58,7 @@ def _rows(question: str, times: dict[str, list[float]], size: int) -> list[Row]:
     return rows
 
 
-def _asynchronous(state: State, size: int, folder: Path, rounds: int) -> list[Row]:
+def _asynchronous(state: State, folder: Path, rounds: int) -> list[Row]:
     blocked, whole, copied = [], [], []
     with Checkpoints(folder / "run", every=1, keep=1) as checkpoints:
         for step in range(rounds + 1):
