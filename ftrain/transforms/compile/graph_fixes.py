@@ -6,8 +6,9 @@ of the result fails where a reshape works. And a kernel may depend on more than 
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,163 +29,82 @@ CONTIGUOUS = {
 }
 """Kernels of the CPU that return contiguous memory where other strides are promised. A view that one missing here makes
 impossible is an error, for which ``compiled()`` splits the step."""
-NEAREST = _aten.upsample_nearest2d_backward.default
 BY_LAYOUT = _aten._linalg_det.default, _aten._linalg_slogdet.default
 """They factorize the transpose of a contiguous matrix, and the gradient was captured for one or for the other."""
 
 
-@torch.library.custom_op("ftrain::rnn_layer_backward", mutates_args=())
-def _rnn_layer_backward(
-    x: Tensor,
-    input_weight: Tensor,
-    hidden_weight: Tensor,
-    input_bias: Tensor,
-    hidden_bias: Tensor,
-    hidden: Tensor,
-    cell: Tensor,
-    output: Tensor,
-    new_hidden: Tensor,
-    new_cell: Tensor,
-    grad_output: Tensor | None,
-    grad_hidden: Tensor | None,
-    grad_cell: Tensor | None,
-    reverse: bool,
-    mode: int,
-    hidden_size: int,
-    num_layers: int,
-    has_biases: bool,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: Sequence[int],
-    batch_first: bool,
-    workspace: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _register(name: str, schema: str, function: Callable[..., Any]) -> _torch.OpOverload:
+    """Return a new operation that runs a function, with tensors without values too."""
+    torch.library.custom_op(f"ftrain::{name}", function, mutates_args=(), schema=schema).register_fake(function)
+    return getattr(torch.ops.ftrain, name).default  # type: ignore[no-any-return]
+
+
+def _register_in_place_of(name: str, function: Callable[..., Any]) -> tuple[_torch.OpOverload, _torch.OpOverload]:
+    """Return an operation of ATen, and a new one with its arguments that runs ``function(operation, *args)``."""
+    operation = getattr(_aten, name).default
+    schema = str(_torch.schema_of(operation)).removeprefix(f"aten::{name}")
+    return operation, _register(name, schema, functools.partial(function, operation))
+
+
+def _rnn_layer(kernel: Any, *args: Any) -> Any:
+    # The kernel keeps what its backward pass needs only where gradients are on, and else returns no tensor for it.
+    with torch.enable_grad():
+        return kernel(*args)
+
+
+def _rnn_layer_backward(kernel: Any, *args: Any) -> Any:
     # The kernel takes contiguous memory for granted.
-    tensors = x, input_weight, hidden_weight, input_bias, hidden_bias, hidden, cell, output, new_hidden, new_cell
-    grads = (each if each is None else each.contiguous() for each in (grad_output, grad_hidden, grad_cell))
-    options = reverse, mode, hidden_size, num_layers, has_biases, train, bidirectional, batch_sizes, batch_first
-    *gradients, input_bias, hidden_bias, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(
-        *(each.contiguous() for each in tensors), *grads, *options, workspace
-    )
-    return *gradients, input_bias, hidden_bias.clone(), grad_hx, grad_cx
+    contiguous = (each.contiguous() if isinstance(each, Tensor) else each for each in args)
+    *gradients, hidden_bias, grad_hx, grad_cx = kernel(*contiguous)
+    # It returns one tensor for both biases, and an operation must not return a tensor twice.
+    return *gradients, hidden_bias.clone(), grad_hx, grad_cx
 
 
-@_rnn_layer_backward.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    *gradients, input_bias, hidden_bias, grad_hx, grad_cx = _aten.mkldnn_rnn_layer_backward.default(*args)
-    return *gradients, input_bias, hidden_bias.clone(), grad_hx, grad_cx
+def _nearest_backward(kernel: Any, grad_output: Tensor, *sizes: Any) -> Any:
+    return kernel(grad_output.contiguous(), *sizes)
 
 
-@torch.library.custom_op("ftrain::reshaped", mutates_args=())
-def _reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+def _padding_backward(kernel: Any, *args: Any) -> Any:
+    # Of an input that is channels-last the kernel returns another layout than the capture was promised.
+    return kernel(*args).contiguous()
+
+
+def _reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(shape)
 
 
-@_reshaped.register_fake
-def _(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return x.new_empty(shape)
-
-
-@torch.library.custom_op("ftrain::laid", mutates_args=())
-def _laid(matrices: Tensor, contiguous: bool) -> Tensor:
+def _lay(matrices: Tensor, contiguous: bool) -> Tensor:
     if contiguous:
         return matrices.clone(memory_format=torch.contiguous_format)
     return matrices.mT.clone(memory_format=torch.contiguous_format).mT
 
 
-@_laid.register_fake
-def _(matrices: Tensor, contiguous: bool) -> Tensor:
-    return matrices.new_empty(matrices.shape) if contiguous else matrices.new_empty(matrices.mT.shape).mT
-
-
-@torch.library.custom_op("ftrain::upsample_nearest2d_backward", mutates_args=())
-def _upsample_nearest2d_backward(
-    grad_output: Tensor,
-    output_size: Sequence[int],
-    input_size: Sequence[int],
-    scales_h: float | None = None,
-    scales_w: float | None = None,
-) -> Tensor:
-    # Inductor's own takes the ratio of the sizes for the scales, which differ where the output was rounded down.
-    return _aten.upsample_nearest2d_backward.default(  # type: ignore[no-any-return]
-        grad_output.contiguous(), output_size, input_size, scales_h, scales_w
-    )
-
-
-@_upsample_nearest2d_backward.register_fake
-def _(grad_output: Tensor, output_size: Sequence[int], input_size: Sequence[int], *_: float | None) -> Tensor:
-    return grad_output.new_empty(input_size)
-
-
-def _padded_backward(name: str) -> Any:
-    """Return an operation that is the gradient of replicate padding, in the memory layout that it promises."""
-    kernel = getattr(_aten, name).default
-
-    @torch.library.custom_op(f"ftrain::{name}", mutates_args=())
-    def backward(grad_output: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-        # Of an input that is channels-last the kernel returns another layout than the capture was promised.
-        return kernel(grad_output, x, padding).contiguous()  # type: ignore[no-any-return]
-
-    @backward.register_fake
-    def _(grad_output: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-        return x.new_empty(x.shape)
-
-    return getattr(torch.ops.ftrain, name).default
-
-
-PADDED = {
-    getattr(_aten, name).default: _padded_backward(name)
-    for name in ("replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward")
-}
-
-
-@torch.library.custom_op("ftrain::rnn_layer", mutates_args=())
-def _rnn_layer(
-    x: Tensor,
-    input_weight: Tensor,
-    hidden_weight: Tensor,
-    input_bias: Tensor,
-    hidden_bias: Tensor,
-    hidden: Tensor,
-    cell: Tensor,
-    reverse: bool,
-    batch_sizes: Sequence[int],
-    mode: int,
-    hidden_size: int,
-    num_layers: int,
-    has_biases: bool,
-    bidirectional: bool,
-    batch_first: bool,
-    train: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    weights = input_weight, hidden_weight, input_bias, hidden_bias
-    options = reverse, batch_sizes, mode, hidden_size, num_layers, has_biases, bidirectional, batch_first, train
-    # The kernel keeps what its backward pass needs only where gradients are on, and else returns no tensor for it.
-    with torch.enable_grad():
-        return _aten.mkldnn_rnn_layer.default(x, *weights, hidden, cell, *options)  # type: ignore[no-any-return]
-
-
-@_rnn_layer.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _aten.mkldnn_rnn_layer.default(*args)  # type: ignore[no-any-return]
+REPLACEMENTS = dict(
+    [
+        _register_in_place_of("mkldnn_rnn_layer", _rnn_layer),
+        _register_in_place_of("mkldnn_rnn_layer_backward", _rnn_layer_backward),
+        _register_in_place_of("replication_pad1d_backward", _padding_backward),
+        _register_in_place_of("replication_pad2d_backward", _padding_backward),
+        _register_in_place_of("replication_pad3d_backward", _padding_backward),
+    ]
+)
+NEAREST, NEAREST_BY_SCALES = _register_in_place_of("upsample_nearest2d_backward", _nearest_backward)
+"""Inductor's own takes the ratio of the sizes for the scales, which differ where the output was rounded down."""
+RESHAPED = _register("reshaped", "(Tensor x, SymInt[] shape) -> Tensor", _reshape)
+LAID = _register("laid", "(Tensor matrices, bool contiguous) -> Tensor", _lay)
 
 
 def fix_graph(captured: fx.GraphModule) -> fx.GraphModule:
     """Change a captured graph, in place, so that it computes on kernels what was captured; return it."""
     nodes = list(captured.graph.nodes)
     written = set(_written(nodes))
-    replacements = {
-        **PADDED,
-        _aten.mkldnn_rnn_layer.default: torch.ops.ftrain.rnn_layer.default,
-        _aten.mkldnn_rnn_layer_backward.default: torch.ops.ftrain.rnn_layer_backward.default,
-    }
     for node in nodes:
         if node.target in VIEWS and written.isdisjoint(_storages(node)):
             node.target = _aten.reshape.default
         elif node.target is NEAREST and _is_rounded(*node.args[1:]):
-            node.target = torch.ops.ftrain.upsample_nearest2d_backward.default
+            node.target = NEAREST_BY_SCALES
         else:
-            node.target = replacements.get(node.target, node.target)
+            node.target = REPLACEMENTS.get(node.target, node.target)
         if node.target in BY_LAYOUT:
             _lay_as_captured(node)
     captured.recompile()
@@ -203,8 +123,8 @@ def _lay_as_captured(node: fx.Node) -> None:
     matrices, *rest = arguments
     value: Tensor = matrices.meta["val"]
     with node.graph.inserting_before(node):
-        laid = node.graph.call_function(torch.ops.ftrain.laid.default, (matrices, value.is_contiguous()))
-    laid.meta["val"] = torch.ops.ftrain.laid.default(value, value.is_contiguous())
+        laid = node.graph.call_function(LAID, (matrices, value.is_contiguous()))
+    laid.meta["val"] = LAID(value, value.is_contiguous())
     node.args = laid, *rest
 
 
@@ -215,7 +135,7 @@ def materialize_reshapes(captured: fx.GraphModule) -> fx.GraphModule:
     """
     for node in captured.graph.nodes:
         if node.target is _aten.reshape.default and _is_promised(_base(node)):
-            node.target = torch.ops.ftrain.reshaped.default
+            node.target = RESHAPED
             node.args = node.args[0], list(node.meta["val"].shape)
     captured.recompile()
     return captured
