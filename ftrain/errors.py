@@ -108,14 +108,19 @@ def require_positive(function: str, name: str, value: Any) -> None:
         raise OptionError(f"{function}: {name} is {value!r}, needs a whole number of at least 1")
 
 
-def require_range(function: str, name: str, value: float, low: float, high: float = float("inf")) -> None:
-    """Check that an argument is a number in [low, high).
+def require_range(
+    function: str, name: str, value: Any, low: float, high: float = float("inf"), *, closed: bool = False
+) -> None:
+    """Check that an argument is a number in [low, high), or in [low, high] if `closed`.
 
     Raises:
         OptionError: naming the function, the argument, its value and the range.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < high:
-        raise OptionError(f"{function}: {name} is {value!r}, needs a number in [{low:g}, {high:g})")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or (value == high and not closed):
+        raise OptionError(
+            f"{function}: {name} is {value!r}, needs a number in [{low:g}, {high:g}{']' if closed else ')'}"
+        )
 
 
 def require_positive_number(function: str, name: str, value: Any) -> None:

@@ -59,8 +59,6 @@ def private_names() -> Iterator[None]:
 
 require_version(str(torch.__version__))
 
-_engine_run_backward: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
-
 with private_names():
     from torch._C import DispatchKey, _SetExcludeDispatchKeyGuard
     from torch._C._dynamo.guards import TensorGuards
@@ -83,6 +81,7 @@ with private_names():
     _ = Tensor._version, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
     # The public function also imports Inductor, and turns off the choice of kernels by their speed.
     _make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
+    _engine_run_backward: Any = torch.autograd.graph._engine_run_backward
     _set_deterministic = torch._C._set_deterministic_algorithms
     _fills_memory = torch._C._get_deterministic_fill_uninitialized_memory
     _set_fills_memory = torch._C._set_deterministic_fill_uninitialized_memory
@@ -270,20 +269,8 @@ def run_backward(
         leaves: the tensors to differentiate it by.
         add: add the gradients to those that the leaves have in `.grad`, and return an empty tuple.
     """
-    if _engine_run_backward is None:
-        return _checked_backward(total, cotangent, leaves, add=add)
     grads = _engine_run_backward((total,), (cotangent,), False, False, tuple(leaves), True, accumulate_grad=add)
     return () if add else grads
-
-
-def _checked_backward(
-    total: Tensor, cotangent: Tensor, leaves: Sequence[Tensor], *, add: bool
-) -> tuple[Tensor | None, ...]:
-    """`run_backward` by public functions."""
-    if not add:
-        return torch.autograd.grad(total, leaves, cotangent, allow_unused=True)
-    torch.autograd.backward(total, cotangent, inputs=leaves)
-    return ()
 
 
 def saved_tensors_pack_hook() -> Any:
@@ -314,7 +301,7 @@ def stop_workers(iterator: Any) -> None:
 # Random numbers of Inductor
 
 
-def inductor_random(shape: list[int], seed: Tensor, distribution: str, start: int | Tensor = 0) -> Tensor:
+def inductor_random(shape: list[int], seed: Tensor, distribution: str, start: Tensor | None = None) -> Tensor:
     """Draw float32 numbers in one operation, which Inductor fuses with the operations that use them.
 
     To be captured and compiled: run eagerly, the operation draws from torch's global generator.
@@ -323,12 +310,9 @@ def inductor_random(shape: list[int], seed: Tensor, distribution: str, start: in
         shape: of the result.
         seed: a 0-d int64 tensor.
         distribution: ``"rand"`` or ``"randn"``.
-        start: index in the stream of the seed of the first number; a 0-d int64 tensor where one graph is to serve for
-            several.
+        start: index in the stream of the seed of the first number, a 0-d int64 tensor. Default: 0.
     """
-    if isinstance(start, Tensor):
-        return _inductor_random_from_tensor()(shape, seed, distribution, start)
-    if start:
+    if start is not None:
         return _inductor_random_from()(shape, seed, distribution, start)
     with private_names():
         from torch._inductor.inductor_prims import random
@@ -338,21 +322,18 @@ def inductor_random(shape: list[int], seed: Tensor, distribution: str, start: in
 
 @functools.cache
 def _inductor_random_from() -> Callable[..., Tensor]:
-    """Inductor's own lowering has an offset, which its operation does not have."""
-    with private_names():
-        from torch._inductor.lowering import inductor_random as lower
-
-    def lowered(size: Any, seed: Any, mode: str, offset: int) -> Any:
-        return lower(size, seed, mode, offset=offset)
-
-    return _random_operation("ftrain_random", "int offset", lowered)
-
-
-@functools.cache
-def _inductor_random_from_tensor() -> Callable[..., Tensor]:
+    """Register an operation that Inductor's has no argument for, and how Inductor lowers it."""
     with private_names():
         from torch._inductor import ir
+        from torch._inductor.inductor_prims import make_prim
+        from torch._inductor.lowering import register_lowering
         from torch._inductor.virtualized import ops
+
+    operation: Callable[..., Tensor] = make_prim(
+        "ftrain_random(SymInt[] size, Tensor seed, str mode, Tensor offset) -> Tensor",
+        lambda size, seed, mode, offset: getattr(torch, mode)(size, device=seed.device, dtype=torch.float32),
+        doc="the numbers of Inductor's random operation, from index `offset` of its stream on",
+    )
 
     def lowered(size: Any, seed: Any, mode: str, offset: Any) -> Any:
         device, size = seed.get_device_or_error(), [*size]
@@ -368,20 +349,6 @@ def _inductor_random_from_tensor() -> Callable[..., Tensor]:
         drawn.realize()
         return drawn
 
-    return _random_operation("ftrain_random_at", "Tensor offset", lowered)
-
-
-def _random_operation(name: str, offset: str, lowered: Callable[..., Any]) -> Callable[..., Tensor]:
-    """Register an operation and how Inductor lowers it."""
-    with private_names():
-        from torch._inductor.inductor_prims import make_prim
-        from torch._inductor.lowering import register_lowering
-
-    operation: Callable[..., Tensor] = make_prim(
-        f"{name}(SymInt[] size, Tensor seed, str mode, {offset}) -> Tensor",
-        lambda size, seed, mode, offset: getattr(torch, mode)(size, device=seed.device, dtype=torch.float32),
-        doc="the numbers of Inductor's random operation, from index `offset` of its stream on",
-    )
     register_lowering(operation, type_promotion_kind=None)(lowered)
     return operation
 

@@ -105,9 +105,7 @@ def _column(leaf: Tensor) -> Tensor:
 
 
 def _require(beta2_decay: float, eps: tuple[float | None, float], d: float) -> None:
-    require_range("adafactor", "beta2_decay", beta2_decay, float("-inf"), 1.0)
-    if beta2_decay > 0:
-        raise OptionError(f"adafactor: beta2_decay is {beta2_decay!r}, needs a number of at most 0")
+    require_range("adafactor", "beta2_decay", beta2_decay, float("-inf"), 0.0, closed=True)
     if not isinstance(eps, tuple) or len(eps) != 2:
         raise OptionError(f"adafactor: eps is {eps!r}, needs two: for the second moment, or None, and for the size")
     require_range("adafactor", "eps[0]", 0.0 if eps[0] is None else eps[0], 0.0)

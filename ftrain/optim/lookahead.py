@@ -36,7 +36,7 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
     """
     optimizer = require_optimizer(NAME, "the optimizer", optimizer)
     require_positive(NAME, "k", k)
-    require_range(NAME, "alpha", alpha, 0.0, 1.0 + 1e-9)
+    require_range(NAME, "alpha", alpha, 0.0, 1.0, closed=True)
     if NAME in optimizer.schedules:
         raise ComposeError("lookahead: the optimizer looks ahead already")
     common = StructureCache(lambda specs, columns: common_spec(specs))

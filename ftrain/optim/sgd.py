@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.errors import OptionError
+from ftrain.errors import OptionError, require_range
 from ftrain.optim.bias_correction import exact_count
 from ftrain.optim.elementwise import COUNT, NONE, Number, Part, descend, leafwise, require_ranges
 from ftrain.optim.state_dtype import low_precision
@@ -102,9 +102,7 @@ def sgd(
 
 def _require(momentum: float, dampening: float, nesterov: bool) -> None:
     require_ranges("sgd", 1.0, momentum=momentum)
-    require_ranges("sgd", dampening=dampening)
-    if dampening > 1:
-        raise OptionError(f"sgd: dampening is {dampening!r}, needs a number in [0, 1]")
+    require_range("sgd", "dampening", dampening, 0.0, 1.0, closed=True)
     if nesterov and not momentum:
         raise OptionError("sgd: nesterov=True needs momentum > 0, found momentum=0.0")
     if nesterov and dampening:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, random
+from ftrain.random.philox import full
 from ftrain.random.torch_ops import Keyed, float_dtype_of, shape_of
 
 
@@ -21,14 +22,16 @@ class _Source(NamedTuple):
 
     def draw(self, shape: Any, kind: str) -> Tensor:
         shape = list(shape)
-        return _torch.inductor_random(shape, self.seed, kind, self._offset(shape))
+        return _torch.inductor_random(shape, self.seed, kind, self._start(shape))
 
-    def _offset(self, shape: Any) -> int | Tensor:
-        """Where a draw begins in that for the whole batch, as in `random.for_examples`."""
-        size: int = math.prod(shape)
+    def _start(self, shape: list[int]) -> Tensor | None:
+        """Where a draw begins in that for the whole batch, as in `random.for_examples`; None for a whole draw."""
+        size = math.prod(shape)
         if self.examples is None or not shape or size % self.examples[1]:
-            return 0
-        return self.examples[0] * (size // self.examples[1])
+            return None
+        first, length = self.examples
+        first = first if isinstance(first, Tensor) else full(self.seed, first)
+        return first * (size // length)
 
 
 _Draw: TypeAlias = Callable[[_Source, dict[str, Any]], Any]
@@ -44,17 +47,13 @@ class Fused(Keyed):  # type: ignore[no-untyped-call]
     captured only: run eagerly, the operation would draw from torch's global generator.
     """
 
-    def _draw(self, func: Any, arguments: dict[str, Any]) -> Any:
-        draw = _DRAWS.get(func)
-        if draw is None or arguments.get("generator") is not None:
-            return super()._draw(func, arguments)
-        target: Any = arguments.get("self", arguments.get("input"))
-        device = arguments.get("device") or (torch.get_default_device() if target is None else target.device)
+    def _drawn(self, func: Any, arguments: dict[str, Any], device: torch.device) -> Any:
+        if func not in _DRAWS:
+            return super()._drawn(func, arguments, device)
         words = random.to_device(self.key, device)
         source = _Source((words[1] << 32) + words[0] + self.offset, self.examples)
-        drawn = draw(source, arguments)
         self.offset += 1
-        return target.copy_(drawn) if _torch.schema_of(func).is_mutable else drawn
+        return _DRAWS[func](source, arguments)
 
 
 def _uniform(source: _Source, a: dict[str, Any]) -> Tensor:

@@ -111,9 +111,8 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._draw(func, arguments)
 
     def _draw(self, func: Any, arguments: _Arguments) -> Any:
-        draw = _DRAWS.get(func)
         unbounded = arguments.get("to", 0) is None
-        if draw is None or unbounded or arguments.get("generator") is not None:
+        if func not in _DRAWS or unbounded or arguments.get("generator") is not None:
             raise TraceError(_refusal(func, arguments))
         if is_recomputing():
             raise TraceError(
@@ -122,8 +121,11 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         target: Any = arguments.get("self", arguments.get("input"))
         device = arguments.get("device") or (torch.get_default_device() if target is None else target.device)
-        drawn = draw(self._next(device), arguments)
+        drawn = self._drawn(func, arguments, device)
         return target.copy_(drawn) if _torch.schema_of(func).is_mutable else drawn
+
+    def _drawn(self, func: Any, arguments: _Arguments, device: torch.device) -> Any:
+        return _DRAWS[func](self._next(device), arguments)
 
     def _next(self, device: torch.device) -> Tensor:
         # A fold costs the same for many draws as for one.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.errors import ComposeError, OptionError, require_positive, require_positive_number
+from ftrain.errors import ComposeError, OptionError, require_positive, require_positive_number, require_range
 from ftrain.step.loss_forms import report
 from ftrain.step.wrapper import OnGrad, SlotSpec, Wrapper, wrapper
 from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
@@ -54,8 +54,7 @@ def skip_spikes(
         ComposeError: with `accumulate` around it: microbatches cannot be left out one by one.
     """
     require_positive_number(NAME, "factor", factor)
-    if isinstance(quantile, bool) or not isinstance(quantile, int | float) or not 0 <= quantile <= 1:
-        raise OptionError(f"skip_spikes: quantile is {quantile!r}, needs a number in [0, 1]")
+    require_range(NAME, "quantile", quantile, 0.0, 1.0, closed=True)
     require_positive(NAME, "window", window)
     require_positive(NAME, "warmup", warmup)
     if action not in ACTIONS:

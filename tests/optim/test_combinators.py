@@ -198,7 +198,7 @@ def test_lookahead_reports_and_refuses():
         optim.lookahead(optim.lookahead(optim.sgd(0.1)))
     with pytest.raises(OptionError, match="lookahead: k is 0"):
         optim.lookahead(optim.sgd(0.1), 0)
-    with pytest.raises(OptionError, match=r"lookahead: alpha is 1\.5"):
+    with pytest.raises(OptionError, match=r"lookahead: alpha is 1\.5, needs a number in \[0, 1\]"):
         optim.lookahead(optim.sgd(0.1), 2, 1.5)
     with pytest.raises(ComposeError, match=r"lookahead: the optimizer is 0\.1"):
         optim.lookahead(0.1)

@@ -93,8 +93,6 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
         raise OptionError(f"with_amp: dtype is {dtype!r}; choices are {', '.join(CHOICES)}")
     if not isinstance(watch, bool):
         raise OptionError(f"with_amp: watch is {watch!r}; needs True or False")
-    if not isinstance(watch, bool):
-        raise OptionError(f"with_amp: watch is {watch!r}; needs True or False")
     if watch and name in UNWATCHED:
         raise OptionError(f"with_amp: watch=True with {name}, {UNWATCHED[name]}; watch bf16 or fp16")
     options = {"dtype": name, "watch": watch}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ftrain import random
-from ftrain.errors import OptionError, require_positive, require_range
+from ftrain.errors import OptionError, require_positive, require_positive_number, require_range
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,13 @@ class Config:
 
     def __post_init__(self) -> None:
         require_positive("lora", "rank", self.rank)
-        alpha, targets = self.alpha, self.targets
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-            raise OptionError(f"lora: alpha is {alpha!r}, needs a positive number")
+        require_positive_number("lora", "alpha", self.alpha)
         require_range("lora", "dropout", self.dropout, 0.0, 1.0)
+        targets = self.targets
         if (
             isinstance(targets, str)
             or not isinstance(targets, Sequence)
-            or not all(isinstance(t, str) for t in targets)
+            or not all(isinstance(pattern, str) for pattern in targets)
         ):
             example = [targets] if isinstance(targets, str) else ["*.q_proj", "*.v_proj"]
             raise OptionError(f"lora: targets is {targets!r}, needs a list of patterns of names: {example!r}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ftrain import _torch, backends, tree
 from ftrain.backends.transfers import is_abstract
-from ftrain.errors import ComposeError, LossError, OptionError
+from ftrain.errors import ComposeError, LossError, OptionError, require_range
 from ftrain.random import torch_ops
 from ftrain.step import optimization_barrier
 from ftrain.step.blocks import Blocks, Region, Wanted, find_blocks, within
@@ -134,8 +134,7 @@ def _require_wanted(blocks: Any) -> None:
 
 
 def _require_budget(budget: Any, policy: Policy, blocks: Wanted | None) -> None:
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
-        raise OptionError(f"remat: budget is {budget!r}, needs a number in [0, 1]: a share of what blocks keep")
+    require_range(NAME, "budget", budget, 0.0, 1.0, closed=True)
     if policy != FULL or isinstance(blocks, Mapping) or callable(blocks):
         raise OptionError(
             f"remat: budget={budget} chooses the policies of the blocks; leave out policy={name_of(policy)}, and give "
