@@ -62,8 +62,7 @@ def update_words(words: tuple[int, int]) -> tuple[int, int]:
 
 def seed_of(words: tuple[int, int]) -> int:
     """Return a 63-bit seed for the generators of torch from the words of a key."""
-    low, high = stock_words(words)
-    return (high << 32 | low) >> 1
+    return ((words[1] ^ _STOCK[1]) << 32 | (words[0] ^ _STOCK[0])) >> 1
 
 
 def halves(function: str, name: str, value: int) -> tuple[int, int]:

@@ -88,7 +88,7 @@ class ForwardResult:
     loss: Mean
     metrics: Metrics
     buffers: PyTree
-    later: Callable[[Metrics], Metrics] = lambda metrics: metrics
+    later: Callable[[Metrics], Metrics] = dict
     hidden: Callable[[list[int]], list[int]] = lambda unused: []
     combined: CombinedGrads | None = None
 
@@ -118,7 +118,7 @@ class _Forward:
         inputs = CheckpointInputs() if _torch.is_capturing() else None
         with torch.set_grad_enabled(True), inputs or nullcontext():
             if params is None:
-                params = [leaf.detach().requires_grad_() for leaf in leaves[: params_spec.num_leaves]]
+                params = [*map(Tensor.requires_grad_, map(Tensor.detach, leaves[: params_spec.num_leaves]))]
             leaves[: len(params)] = params
             mean, metrics, buffers = purity.call(self._loss, leaves, spec, rng=rng, name=self._name)
         require_differentiable(mean, self._name)

@@ -66,7 +66,7 @@ class Flattener:
 def _read(spec: optree.PyTreeSpec) -> Read:
     if spec.is_leaf():
         return _leaf
-    if spec.type is type(None):
+    if _is_none(spec):
         return _none
     if spec.type in (dict, list, tuple):
         return _container(spec)
@@ -84,18 +84,23 @@ def _none(node: Any, leaves: list[Any]) -> bool:
     return node is None
 
 
+def _is_none(spec: optree.PyTreeSpec) -> bool:
+    return spec.type is type(None)
+
+
 def _flat_dict(spec: optree.PyTreeSpec) -> Callable[[Any], Iterable[Any]] | None:
-    """Return a function that lists the leaves of a dict of at least two leaves; None for another structure."""
-    is_flat = spec.type is dict and spec.num_leaves > 1 and spec.num_nodes == 1 + spec.num_leaves
-    return itemgetter(*spec.entries()) if is_flat else None
+    """Return a function that lists the leaves of a dict of no or at least two leaves; None for another structure."""
+    if spec.type is not dict or spec.num_leaves == 1 or spec.num_nodes != 1 + spec.num_leaves:
+        return None
+    return itemgetter(*spec.entries()) if spec.num_leaves else tuple
 
 
 def _container(spec: optree.PyTreeSpec) -> Read:
     kind: Any = spec.type
     count = spec.num_children
-    # Leaves and dicts of leaves are read without a call: this runs several times a step.
+    # Leaves, dicts of leaves and None are read without a call: this runs several times a step.
     children = [
-        (entry, child.num_leaves, _flat_dict(child), None if child.is_leaf() else _read(child))
+        (entry, child.num_leaves, _flat_dict(child), None if child.is_leaf() or _is_none(child) else _read(child))
         for entry, child in zip(spec.entries(), spec.children(), strict=True)
     ]
 
@@ -114,7 +119,10 @@ def _container(spec: optree.PyTreeSpec) -> Read:
                     return False
                 leaves += get(child)
             elif read_child is None:
-                leaves.append(child)
+                if size:
+                    leaves.append(child)
+                elif child is not None:
+                    return False
             elif not read_child(child, leaves):
                 return False
         return True
