@@ -55,7 +55,11 @@ def require_held(held: files.Lock) -> None:
 
 @contextmanager
 def system_errors(directory: Path) -> Iterator[None]:
-    """Context that raises errors of the system as a CheckpointError that names the directory."""
+    """Context that names a directory in errors of the system.
+
+    Raises:
+        CheckpointError: in place of an OSError; of a BlockingIOError it says who writes to the directory.
+    """
     try:
         yield
     except BlockingIOError as error:

@@ -28,7 +28,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorEntry:
     """One tensor of a checkpoint.
 
     Args:
@@ -74,7 +74,7 @@ class Manifest:
     metrics: Mapping[str, Any]
     environment: Mapping[str, Any]
     tree: Json
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[TensorEntry, ...]
     files: Mapping[str, str]
 
 
@@ -150,7 +150,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     metrics = {name: decode(value) for name, value in body["metrics"].items()}
     _require(isinstance(body["environment"], dict), "environment", body["environment"])
     _require(isinstance(body["tensors"], list), "tensors", body["tensors"])
-    tensors = tuple(_stored_tensor(item) for item in body["tensors"])
+    tensors = tuple(_parse_tensor(item) for item in body["tensors"])
     places = [(item.file, item.key) for item in tensors]
     _require(len(set(places)) == len(places), "tensors", "one place twice")
     files = body["files"]
@@ -161,8 +161,8 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     return Manifest(step, run, metrics, body["environment"], body["tree"], tensors, files)
 
 
-def _stored_tensor(item: Any) -> StoredTensor:
-    _require(isinstance(item, dict) and item.keys() == StoredTensor.__dataclass_fields__.keys(), "a tensor", item)
+def _parse_tensor(item: Any) -> TensorEntry:
+    _require(isinstance(item, dict) and item.keys() == TensorEntry.__dataclass_fields__.keys(), "a tensor", item)
     _require(isinstance(item["path"], str), "a path", item["path"])
     where = printable(item["path"])
     checks: dict[str, Callable[[Any], bool]] = {
@@ -177,7 +177,7 @@ def _stored_tensor(item: Any) -> StoredTensor:
         _require(holds(item[name]), f"the {name} of {where:.100}", item[name])
     shape, stride = tuple(item["shape"]), item["stride"]
     _require(stride is None or is_dense(shape, stride), f"the stride of {where:.100}", stride)
-    return StoredTensor(**{**item, "shape": shape, "stride": None if stride is None else tuple(stride)})
+    return TensorEntry(**{**item, "shape": shape, "stride": None if stride is None else tuple(stride)})
 
 
 def _is_shape(value: Any) -> bool:

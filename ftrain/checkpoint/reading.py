@@ -16,7 +16,7 @@ from ftrain.backends.oom import is_out_of_memory
 from ftrain.checkpoint import files
 from ftrain.checkpoint.blocks import Block, block_of_this_rank, is_divided, runs
 from ftrain.checkpoint.layout import CHUNK, as_bytes, layout
-from ftrain.checkpoint.manifest import MAX_BYTES, NAME, Manifest, StoredTensor, parse
+from ftrain.checkpoint.manifest import MAX_BYTES, NAME, Manifest, TensorEntry, parse
 from ftrain.checkpoint.treedef import Json, children, flatten, items_by_path, printable, unflatten
 from ftrain.checkpoint.validate import fill_like, match_leaves, rename_paths
 from ftrain.errors import CheckpointError, DeviceError, StructureError
@@ -38,7 +38,14 @@ class FileOffset(NamedTuple):
 def load_tree(
     path: Path, *, like: PyTree, partial: bool, rename: Mapping[str, str], share: tuple[int, int] = (0, 1)
 ) -> PyTree:
-    """Load a tree; raises as `load` does, whose arguments these are, but for `share`, which is that of `load_parts`."""
+    """Load a tree; the arguments are those of `ftrain.checkpoint.load`, and `share` is that of `load_parts`.
+
+    Raises:
+        CheckpointError: when the checkpoint is missing or damaged.
+        DeviceError: when memory runs out.
+        StructureError: when the checkpoint differs from `like`; for `partial` or `rename` without `like`.
+        OptionError: for a name in `rename` with which no path begins.
+    """
     with _error_names(path):
         manifest = _read_manifest(path)
         if like is not None:
@@ -102,7 +109,7 @@ def _load_like(
 ) -> PyTree:
     saved, wanted = rename_paths(items_by_path(treedef, manifest.tensors), rename), flatten(like).items_by_path
     items = match_leaves(saved, wanted, str(path), partial=partial)
-    stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, StoredTensor)}
+    stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, TensorEntry)}
     divided = {tree_path: item for tree_path, item in stored.items() if is_divided(wanted[tree_path])}
     whole = {id(item): item for tree_path, item in stored.items() if tree_path not in divided}
     tensors = dict(zip(whole, read_tensors(path, manifest, [*whole.values()]), strict=True))
@@ -113,7 +120,7 @@ def _load_like(
 
 
 def _read_blocks(
-    path: Path, manifest: Manifest, blocks: Sequence[tuple[StoredTensor, Block]], share: tuple[int, int]
+    path: Path, manifest: Manifest, blocks: Sequence[tuple[TensorEntry, Block]], share: tuple[int, int]
 ) -> list[Tensor]:
     """Read blocks of tensors to the CPU, and verify a share of these tensors."""
     rank, size = share
@@ -122,7 +129,7 @@ def _read_blocks(
         return _concurrently(lambda pair: _read_block(pair[0], pair[1], places[pair[0].file, pair[0].key]), blocks)
 
 
-def _read_block(item: StoredTensor, block: Block, place: FileOffset) -> Tensor:
+def _read_block(item: TensorEntry, block: Block, place: FileOffset) -> Tensor:
     local = torch.empty(block.shape, dtype=item.info.dtype)
     target, position, itemsize = as_bytes(local), 0, item.info.dtype.itemsize
     for start, length in runs(block, item.shape):
@@ -224,7 +231,7 @@ def _open_tensor_files(path: Path, manifest: Manifest) -> Iterator[dict[tuple[st
         yield places
 
 
-def read_tensors(path: Path, manifest: Manifest, items: Sequence[StoredTensor]) -> list[Tensor]:
+def read_tensors(path: Path, manifest: Manifest, items: Sequence[TensorEntry]) -> list[Tensor]:
     """Read some of the tensors of a checkpoint to the CPU.
 
     Raises:
@@ -239,7 +246,7 @@ def _concurrently(function: Callable[[Any], Any], items: Sequence[Any]) -> list[
         return list(pool.map(function, items))
 
 
-def _read(item: StoredTensor, place: FileOffset) -> Tensor:
+def _read(item: TensorEntry, place: FileOffset) -> Tensor:
     tensor = torch.empty(item.shape, dtype=item.info.dtype)
     _check(item, place, as_bytes(tensor))
     if item.stride is None:
@@ -247,7 +254,7 @@ def _read(item: StoredTensor, place: FileOffset) -> Tensor:
     return torch.empty_strided(item.shape, item.stride, dtype=tensor.dtype).copy_(tensor)
 
 
-def _check(item: StoredTensor, place: FileOffset, target: memoryview | None = None) -> None:
+def _check(item: TensorEntry, place: FileOffset, target: memoryview | None = None) -> None:
     """Check the bytes of a tensor, and read them into `target`, if given."""
     size, digest = item.info.bytes, hashlib.sha256()
     buffer = memoryview(bytearray(min(size, CHUNK) if target is None else 0))

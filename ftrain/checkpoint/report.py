@@ -12,7 +12,7 @@ from torch import Tensor
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.checkpoint.checkpoints import Checkpoints
 from ftrain.checkpoint.journal import Mark, check, parse_mark
-from ftrain.checkpoint.manifest import Manifest, StoredTensor
+from ftrain.checkpoint.manifest import Manifest, TensorEntry
 from ftrain.checkpoint.reading import load_items, read_manifest
 from ftrain.checkpoint.treedef import Container, dotted, items_by_path
 from ftrain.errors import CheckpointError
@@ -47,7 +47,7 @@ def inspection(path: Path) -> Iterator[str]:
         (len(dotted(tree_path)) for tree_path, item in items.items() if not isinstance(item, Container)), default=0
     )
     for tree_path, item in items.items():
-        if isinstance(item, StoredTensor):
+        if isinstance(item, TensorEntry):
             yield f"  {dotted(tree_path):<{width}}  {item.dtype}{list(item.shape)}  {format_bytes(item.info.bytes)}"
         elif not isinstance(item, Container):
             yield f"  {dotted(tree_path):<{width}}  {item!r:.60}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ftrain.checkpoint import files
 from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
-from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, StoredTensor, dump
+from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, TensorEntry, dump
 from ftrain.checkpoint.treedef import FlatTree, Leaf, dotted, flatten
 from ftrain.errors import CheckpointError, OptionError
 from ftrain.tree import HOST
@@ -83,12 +83,36 @@ def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
 
 
 def place_leaves(flat: FlatTree, texts: Mapping[str, str]) -> list[Placement]:
-    """Choose a place for each tensor; raises as `require_savable` does."""
-    placements = name_files(flat.leaves)
+    """Choose a file and a name in it for each tensor.
+
+    Raises:
+        OptionError: for a name in `texts` that is outside of the directory or in use.
+    """
+    used: set[tuple[str, str]] = set()
+    placements = []
+    for leaf in flat.leaves:
+        file, name = _file_and_key(leaf)
+        key, number = name, 0
+        # Different paths may have the same text, and safetensors reserves one name.
+        while (file, key) in used or key == "__metadata__":
+            number += 1
+            key = f"{name}#{number}"
+        used.add((file, key))
+        placements.append(Placement(leaf, file, key))
     for name in texts:
         if not FILE_NAME.fullmatch(name) or name == NAME or name in {item.file for item in placements}:
             raise OptionError(f"save: texts has the name {name!r}; needs a relative one that is free")
     return placements
+
+
+def _file_and_key(leaf: Leaf) -> tuple[str, str]:
+    state_path = leaf.state_path
+    within = leaf.path[len(state_path) :] if state_path is not None else ()
+    if state_path is None or len(within) < 2 or within[0] not in MODEL_FIELDS:
+        return STATE, dotted(leaf.path)
+    name = ".".join(str(part) for part in (state_path[1:] if state_path[:1] == ("state",) else state_path)) or "model"
+    file = f"params/{name}.safetensors"
+    return (file if FILE_NAME.fullmatch(file) else STATE), ".".join(map(str, within[1:]))
 
 
 @contextmanager
@@ -142,39 +166,13 @@ def remove_abandoned(directory: Path) -> None:
             files.remove(directory / name)
 
 
-def name_files(leaves: Sequence[Leaf]) -> list[Placement]:
-    """Choose a file and a name in it for each tensor."""
-    used: set[tuple[str, str]] = set()
-    placements = []
-    for leaf in leaves:
-        file, name = _file_and_key(leaf)
-        key, number = name, 0
-        # Different paths may have the same text, and safetensors reserves one name.
-        while (file, key) in used or key == "__metadata__":
-            number += 1
-            key = f"{name}#{number}"
-        used.add((file, key))
-        placements.append(Placement(leaf, file, key))
-    return placements
-
-
-def _file_and_key(leaf: Leaf) -> tuple[str, str]:
-    state_path = leaf.state_path
-    within = leaf.path[len(state_path) :] if state_path is not None else ()
-    if state_path is None or len(within) < 2 or within[0] not in MODEL_FIELDS:
-        return STATE, dotted(leaf.path)
-    name = ".".join(str(part) for part in (state_path[1:] if state_path[:1] == ("state",) else state_path)) or "model"
-    file = f"params/{name}.safetensors"
-    return (file if FILE_NAME.fullmatch(file) else STATE), ".".join(map(str, within[1:]))
-
-
 def _write_files(directory: Path, flat: FlatTree, placements: Sequence[Placement], notes: Notes) -> None:
     folders = make_folders(directory, [*notes.texts, *(item.file for item in placements)])
     digests: dict[tuple[str, str], str] = {}
     for file in sorted({item.file for item in placements}):
         entries = [(item.info, item.leaf.value) for item in placements if item.file == file]
         digests.update({(file, key): value for key, value in write_tensors(directory / file, entries).items()})
-    tensors = [stored_tensor(item, digests[item.file, item.key]) for item in placements]
+    tensors = [tensor_entry(item, digests[item.file, item.key]) for item in placements]
     write_manifest(directory, flat, tensors, notes, folders)
 
 
@@ -187,7 +185,7 @@ def make_folders(directory: Path, names: Iterable[str]) -> list[Path]:
 
 
 def write_manifest(
-    directory: Path, flat: FlatTree, tensors: Sequence[StoredTensor], notes: Notes, folders: Sequence[Path]
+    directory: Path, flat: FlatTree, tensors: Sequence[TensorEntry], notes: Notes, folders: Sequence[Path]
 ) -> Manifest:
     """Write everything but the tensors, which are written already, and sync the directory and its folders to disk.
 
@@ -224,12 +222,12 @@ def _commit(temporary: Path, path: Path) -> None:
         raise
 
 
-def stored_tensor(item: Placement, digest: str) -> StoredTensor:
+def tensor_entry(item: Placement, digest: str) -> TensorEntry:
     """Return what the manifest holds of a tensor."""
     tensor = item.leaf.value
     stride = strides(tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return StoredTensor(dotted(item.leaf.path), dtype, tuple(tensor.shape), item.file, item.key, digest, stride)
+    return TensorEntry(dotted(item.leaf.path), dtype, tuple(tensor.shape), item.file, item.key, digest, stride)
 
 
 def write_tensors(

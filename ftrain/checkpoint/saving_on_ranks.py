@@ -28,7 +28,7 @@ from ftrain.checkpoint.saving import (
     make_folders,
     new_directory,
     place_leaves,
-    stored_tensor,
+    tensor_entry,
     write_manifest,
 )
 from ftrain.checkpoint.treedef import FlatTree, Json, Leaf, dotted
@@ -96,7 +96,7 @@ def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manif
     with new_directory(path, [leaf.value for leaf in tree.flat.leaves]) as temporary:
         folders = make_folders(temporary, [*notes.texts, *(item.file for item in placements)])
         digests = _write_and_verify(temporary, _make_files(temporary, placements, tree), tree, ranks)
-        tensors = [stored_tensor(item, digest) for item, digest in zip(placements, digests, strict=True)]
+        tensors = [tensor_entry(item, digest) for item, digest in zip(placements, digests, strict=True)]
         return write_manifest(temporary, tree.flat, tensors, notes, folders)
 
 

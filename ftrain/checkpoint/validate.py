@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftrain import tree as trees
 from ftrain._torch.dtensor import is_dtensor, with_local_part
-from ftrain.checkpoint.manifest import StoredTensor
+from ftrain.checkpoint.manifest import TensorEntry
 from ftrain.checkpoint.treedef import NAMED_TUPLE, Container, class_name, dotted, printable
 from ftrain.errors import OptionError, StructureError
 from ftrain.types import NAMESPACE, PyTree
@@ -83,7 +83,7 @@ def _description(item: Any) -> str:
     """The container, dtype and shape, or type of an item, as compared and as shown in errors."""
     if isinstance(item, Container):
         return item.kind
-    if isinstance(item, StoredTensor):
+    if isinstance(item, TensorEntry):
         return f"{item.dtype}{list(item.shape)}"
     return trees.describe(item) if isinstance(item, Tensor) else class_name(type(item)).removeprefix("builtins.")
 

@@ -34,11 +34,12 @@ class TokenWriter:
         OptionError: if the name does not end in ``.npy``, or the dtype is not an integer dtype.
 
     >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "text.npy"
-    >>> with TokenWriter(path) as writer:
-    ...     writer.add([1, 2, 3, 4])
-    ...     writer.add([5, 6])
-    >>> TokenFile(path, 2)[1], TokenDocuments(path)[1]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "text.npy"
+    ...     with TokenWriter(path) as writer:
+    ...         writer.add([1, 2, 3, 4])
+    ...         writer.add([5, 6])
+    ...     TokenFile(path, 2)[1], TokenDocuments(path)[1]
     ({'tokens': tensor([3, 4]), 'labels': tensor([4, 5])}, {'tokens': tensor([5, 6])})
     """
 

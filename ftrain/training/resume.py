@@ -312,10 +312,11 @@ def _copy_into(leaf: Any, value: Any) -> Any:
 
 def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> None:
     """Warn when a checkpoint was written with other versions, threads or hardware, which may change the last bits."""
+    saved = checkpoint.manifest.environment
     differences = [
-        f"{name}: {checkpoint.environment.get(name)}, now {value}"
+        f"{name}: {saved.get(name)}, now {value}"
         for name, value in environment(device).items()
-        if checkpoint.environment.get(name) != value
+        if saved.get(name) != value
     ]
     if differences:
         warnings.warn(
