@@ -2,7 +2,8 @@
 
 The base is a small Llama made from a config and trained here for a short time on the source code of Python's standard
 library. Adapters of a few percent of its size are then fine-tuned on English text: Python's own help pages. They are
-saved in the format of peft and, where peft is installed, loaded by it and compared. Needs no download.
+saved in the format of peft and, where peft is installed, loaded by it and compared. Needs no download; windows of text
+are drawn as `train_lm.py` draws them.
 
     python examples/finetune_lora.py            # some minutes on a laptop CPU
     python examples/finetune_lora.py --dora --rank 4
@@ -20,19 +21,16 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from train_lm import VOCABULARY, RandomWindows, SpreadWindows, as_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ftrain as ft
-
-VOCABULARY = 256
-"""A token is a byte."""
 
 TARGETS = ["*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.gate_proj", "*.up_proj", "*.down_proj"]
 
@@ -90,27 +88,6 @@ def help_pages() -> tuple[Tensor, Tensor]:
     for name, text in sorted(topics.items()):
         pages[zlib.crc32(name.encode()) % 10 == 0].append(text.encode())
     return as_tensor(pages[0]), as_tensor(pages[1])
-
-
-def as_tensor(parts: list[bytes]) -> Tensor:
-    """Return the parts one after the other as uint8."""
-    return torch.frombuffer(bytearray(b"\n".join(parts)), dtype=torch.uint8)
-
-
-def windows(text: Tensor, batch: int, length: int, seed: int = 0) -> Iterator[dict[str, Tensor]]:
-    """Endless batches of windows of a text."""
-    every, key, k = text.unfold(0, length + 1, 1), ft.random.key(seed), 0
-    while True:
-        drawn = ft.random.randint(ft.random.fold_in(key, k), (batch,), 0, len(every))
-        yield {"bytes": every[drawn].long()}
-        k += 1
-
-
-def spread(text: Tensor, batch: int, length: int, batches: int = 20) -> list[dict[str, Tensor]]:
-    """At most so many batches of windows that do not overlap, spread evenly over a text."""
-    every = text.unfold(0, length + 1, length)
-    chosen = torch.linspace(0, len(every) - 1, min(batch * batches, len(every))).long()
-    return [{"bytes": part} for part in every[chosen].long().split(batch)]
 
 
 # The run -------------------------------------------------------------------------------------------------------------
@@ -191,14 +168,14 @@ def main() -> None:
     model = llama(o.width, o.layers, o.length)
     loss_fn = ft.from_module(model, predict_bytes)
     code, (prose, held_out) = source_code(), help_pages()
-    held = spread(held_out, o.batch, o.length)
+    held = list(SpreadWindows(held_out, o.batch, o.length, batches=20))
     tell("base", f"Llama, {sum(p.numel() for p in model.parameters()):,} parameters")
     tell("texts", f"{len(code) / 1e6:.1f} MB of source code, then {len(prose) / 1e6:.2f} MB of help pages\n")
 
     # The base, which one would usually download.
     schedule = ft.schedules.warmup_cosine(6e-3, warmup=o.base_steps // 10, total=o.base_steps)
     pretrain = ft.compose(ft.train_step(loss_fn, ft.optim.adamw(schedule, b2=0.95, weight_decay=0.1)), ft.clip(1.0))
-    base, _ = ft.fit(pretrain, pretrain.init(), windows(code, o.batch, o.length), steps=o.base_steps)
+    base, _ = ft.fit(pretrain, pretrain.init(), RandomWindows(code, o.batch, o.length, seed=0), steps=o.base_steps)
     ft.to_module(model, base)
     before = ft.evaluate(ft.eval_step(loss_fn), base, held)["bpb"]
 
@@ -209,7 +186,7 @@ def main() -> None:
         ft.clip(1.0),
     )
     print(f"\n{step}\n", flush=True)
-    state, _ = ft.fit(step, step.init(), windows(prose, o.batch, o.length), steps=o.steps)
+    state, _ = ft.fit(step, step.init(), RandomWindows(prose, o.batch, o.length, seed=0), steps=o.steps)
     after = ft.evaluate(ft.eval_step(step.loss), state, held)["bpb"]
     compare(base, state)
 
