@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from ftrain._torch import deterministic
+from ftrain.backends.device_module import NARROW
 from ftrain.backends.generators import save_generators, seeded
 from ftrain.backends.registry import Backend
 from ftrain.backends.resident import resident
 
 MEMINFO = Path("/proc/meminfo")
-NARROW = torch.bfloat16, torch.float16
 INSTRUCTIONS = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}
 """Names in `torch.cpu.get_capabilities` of the x86 instructions that multiply in a dtype."""
 

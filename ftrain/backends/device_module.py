@@ -131,14 +131,14 @@ class DeviceModule:
 
 
 @contextmanager
-def switched(owner: Any, attribute: str, value: Any) -> Iterator[None]:
-    """Context in which an attribute has another value."""
-    previous = getattr(owner, attribute)
-    setattr(owner, attribute, value)
+def allow_tf32(switch: Any) -> Iterator[None]:
+    """Context in which an object's `allow_tf32` is True, such as `torch.backends.mkldnn`."""
+    previous = switch.allow_tf32
+    switch.allow_tf32 = True
     try:
         yield
     finally:
-        setattr(owner, attribute, previous)
+        switch.allow_tf32 = previous
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ftrain.backends.device_module import NARROW, DeviceModule, switched
+from ftrain.backends.device_module import NARROW, DeviceModule, allow_tf32
 
 DEVICE = DeviceModule("mlu")
 
@@ -25,7 +25,7 @@ def _autocast_dtypes() -> tuple[torch.dtype, ...]:
 
 def _tf32() -> AbstractContextManager[None]:
     backends: Any = torch.backends
-    return switched(backends.mlu.matmul, "allow_tf32", True)
+    return allow_tf32(backends.mlu.matmul)
 
 
 BACKEND = DEVICE.record(

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from ftrain.backends.device_module import DeviceModule, switched
+from ftrain.backends.device_module import DeviceModule, allow_tf32
 
 DEVICE = DeviceModule("musa")
 
 
 def _tf32() -> AbstractContextManager[None]:
     backends: Any = torch.backends
-    return switched(backends.mudnn, "allow_tf32", True)
+    return allow_tf32(backends.mudnn)
 
 
 BACKEND = DEVICE.record(

@@ -62,8 +62,7 @@ def is_in_file(leaf: Tensor) -> bool:
 
 def on_host(leaf: Tensor, pinned: bool) -> Tensor:
     """Return an uninitialized tensor in host memory, with the shape, dtype and dense strides of another."""
-    empty = torch.empty(leaf.numel(), dtype=leaf.dtype, device=HOST, pin_memory=pinned)
-    return empty.as_strided(leaf.shape, _dense_strides(leaf))
+    return torch.empty_like(leaf, device=HOST, pin_memory=pinned)
 
 
 def in_file(leaf: Tensor, directory: Path) -> Tensor:
@@ -81,7 +80,7 @@ def in_file(leaf: Tensor, directory: Path) -> Tensor:
         # The mapping stays valid. Systems that cannot remove an open file leave it behind.
         with contextlib.suppress(OSError):
             os.unlink(path)
-    return mapped.as_strided(leaf.shape, _dense_strides(leaf))
+    return mapped.as_strided(leaf.shape, torch.empty_like(leaf, device="meta").stride())
 
 
 def _reserve(handle: int, size: int, directory: Path) -> None:
@@ -120,7 +119,3 @@ def as_directory(directory: str | os.PathLike[str]) -> Path:
             return path
     except OSError as error:
         raise OptionError(f"offload: directory={str(directory)!r} cannot be written: {error}") from error
-
-
-def _dense_strides(leaf: Tensor) -> tuple[int, ...]:
-    return torch.empty_like(leaf, device="meta").stride()

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from ftrain.backends.device_module import NARROW, DeviceModule, float32_products, switched
+from ftrain.backends.device_module import NARROW, DeviceModule, allow_tf32, float32_products
 
 DEVICE = DeviceModule("xpu")
 
@@ -29,7 +29,7 @@ def _tf32() -> AbstractContextManager[None] | None:
 
 @contextmanager
 def _switches() -> Iterator[None]:
-    with switched(torch.backends.mkldnn, "allow_tf32", True), float32_products("high"):
+    with allow_tf32(torch.backends.mkldnn), float32_products("high"):
         yield
 
 

@@ -115,9 +115,9 @@ def key_data(key: Tensor) -> tuple[int, int]:
     return first, second
 
 
-def from_words(words: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
-    """Make a key from its two 32-bit words: the inverse of `key_data`."""
-    return torch.tensor(words, dtype=torch.int64, device=device)
+def from_words(words: tuple[int, int]) -> Tensor:
+    """Make a key, on the CPU, from its two 32-bit words: the inverse of `key_data`."""
+    return torch.tensor(words, dtype=torch.int64, device="cpu")
 
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:

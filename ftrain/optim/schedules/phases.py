@@ -12,17 +12,11 @@ from ftrain.optim.schedules.checks import count, count_from_1, flag, number, one
 from ftrain.optim.schedules.decays import mix_by_peak
 from ftrain.types import Schedule
 
-
-def _linear(start: float, end: float, share: float) -> float:
-    return (end - start) * share + start
-
-
-def _cosine(start: float, end: float, share: float) -> float:
-    return end + (start - end) / 2.0 * (math.cos(math.pi * share) + 1.0)
-
-
 # (start, end, share of the way done) -> value, in torch's order of operations.
-_BETWEEN: dict[str, Callable[[float, float, float], float]] = {"linear": _linear, "cosine": _cosine}
+_BETWEEN: dict[str, Callable[[float, float, float], float]] = {
+    "linear": lambda start, end, share: (end - start) * share + start,
+    "cosine": lambda start, end, share: end + (start - end) / 2.0 * (math.cos(math.pi * share) + 1.0),
+}
 # Share of the phase done -> height, from 0 to 1 in the warm-up and from 1 to 0 in the decay, as in transformers.
 _UP: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,

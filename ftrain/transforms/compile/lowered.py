@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, fx
@@ -45,7 +46,7 @@ def peak_bytes(captured: fx.GraphModule) -> int:
         for key, size in storages(node):
             if key not in inputs:
                 ends[key], sizes[key] = max(ends.get(key, 0), last[node]), size
-    return _highest(_events(nodes, ends, sizes))
+    return max(accumulate(_events(nodes, ends, sizes)), default=0)
 
 
 def _events(nodes: list[fx.Node], ends: Mapping[int, int], sizes: Mapping[int, int]) -> Iterator[int]:
@@ -60,14 +61,6 @@ def _events(nodes: list[fx.Node], ends: Mapping[int, int], sizes: Mapping[int, i
                 born.add(key)
                 yield sizes[key]
         yield from (-sizes[key] for key in freed.get(index, ()))
-
-
-def _highest(changes: Iterator[int]) -> int:
-    held = highest = 0
-    for change in changes:
-        held += change
-        highest = max(highest, held)
-    return highest
 
 
 def storages(node: fx.Node) -> list[tuple[int, int]]:
