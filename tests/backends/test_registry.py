@@ -81,15 +81,10 @@ def test_an_unknown_name_lists_what_others_have_registered():
         ft.backends.get("banana")
 
 
-@pytest.mark.parametrize("device", ["mtia", torch.device("meta")])
+@pytest.mark.parametrize("device", ["mtia", torch.device("meta"), "banana"])
 def test_a_device_without_a_backend(device):
     with pytest.raises(DeviceError, match="registered are cpu, cuda"):
         ft.backends.of(device)
-
-
-def test_a_device_that_torch_does_not_know():
-    with pytest.raises(DeviceError, match="banana"):
-        ft.backends.of("banana")
 
 
 def test_records_are_frozen():
@@ -144,12 +139,6 @@ def test_what_is_no_record_cannot_be_registered(what):
         ft.backends.register(what)
 
 
-def test_an_unavailable_backend_says_what_is_available():
-    ft.backends.register(record(available=lambda: False))
-    with pytest.raises(DeviceError, match=f"no '{OTHER}' device; available are cpu"):
-        ft.backends.get(OTHER)
-
-
 def test_the_environment_chooses(monkeypatch):
     ft.backends.register(record())
     monkeypatch.setenv("FTRAIN_BACKEND", "cpu")
@@ -179,20 +168,15 @@ def test_another_package_brings_a_backend(installed):
     assert point.loads == 1
 
 
-def test_a_backend_of_another_package_is_found_by_name_first(installed):
-    installed.append(Point(OTHER, record()))
-    assert ft.backends.get(OTHER).name == OTHER
-
-
-def test_a_backend_of_another_package_is_found_by_device_first(installed):
-    installed.append(Point(OTHER, record()))
-    assert ft.backends.of(torch.device(OTHER)).name == OTHER
-
-
-def test_a_backend_of_another_package_is_found_as_the_default_first(installed, monkeypatch):
+@pytest.mark.parametrize(
+    "look_up",
+    [lambda: ft.backends.get(OTHER), lambda: ft.backends.of(torch.device(OTHER)), ft.backends.default],
+    ids=["name", "device", "default"],
+)
+def test_a_backend_of_another_package_is_found_by_what_is_asked_first(look_up, installed, monkeypatch):
     installed.append(Point(OTHER, record()))
     monkeypatch.setenv("FTRAIN_BACKEND", OTHER)
-    assert ft.backends.default().name == OTHER
+    assert look_up().name == OTHER
 
 
 def test_other_packages_are_looked_for_once(installed):
@@ -226,25 +210,13 @@ def test_a_package_that_does_not_load_stops_nobody_else(installed):
 
 def test_the_record_of_the_cpu_is_complete():
     backend = cpu.BACKEND
-    assert backend.available()
     assert "CPU" in backend.describe()
     assert set(backend.autocast_dtypes()) == {torch.bfloat16, torch.float16}
-    memory = backend.memory()
-    assert 2**20 < memory.current <= memory.peak < 2**44
     assert torch.distributed.is_available()
     assert torch.distributed.is_backend_available(backend.distributed)
     assert backend.compile_backend in {*torch._dynamo.list_backends(None), "inductor"}
     assert backend.pinned_memory is False
     assert backend.fused_optimizers is True
-
-
-def test_the_peak_memory_of_the_cpu_grows_with_use():
-    before = cpu.BACKEND.memory()
-    block = torch.ones(2**24)
-    during = cpu.BACKEND.memory()
-    assert during.peak >= before.peak
-    assert during.current >= before.current + 2**25
-    del block
 
 
 @without_cuda
@@ -253,15 +225,6 @@ def test_cuda_is_known_where_there_is_none():
     assert cuda.BACKEND.device == torch.device("cuda")
     assert ft.backends.of(torch.device("cuda")) is cuda.BACKEND
     assert ft.backends.default() is cpu.BACKEND
-
-
-@without_cuda
-def test_cuda_where_there_is_none_is_a_clear_error(monkeypatch):
-    with pytest.raises(DeviceError, match="this machine has no 'cuda' device; available are cpu"):
-        ft.backends.get("cuda")
-    monkeypatch.setenv("FTRAIN_BACKEND", "cuda")
-    with pytest.raises(DeviceError, match="this machine has no 'cuda' device; available are cpu"):
-        ft.backends.default()
 
 
 def test_seeded_is_torchs_manual_seed():

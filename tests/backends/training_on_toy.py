@@ -11,7 +11,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain import backends
-from ftrain.errors import DeviceError, OptionError
+from ftrain.errors import DeviceError
 from ftrain.profiling import doctor, rates
 
 CHECKS = {}
@@ -467,16 +467,3 @@ def the_doctor_examines_it(name, module):
         "fails" not in told
         and f"\n{name}\n  device         Toy\n  autocast       bfloat16 (native), float16 (native)\n" in told
     )
-
-
-@check
-def a_module_that_lacks_a_function_has_no_record(name, module):
-    given, module_type = type(module).manual_seed, type(module)
-    try:
-        del module_type.manual_seed
-        backends.private_use(name)
-    except OptionError as error:
-        return "manual_seed" in str(error)
-    finally:
-        module_type.manual_seed = given
-    return False
