@@ -127,37 +127,7 @@ def test_nothing_of_the_old_state_is_in_an_undonated_new_one(family):
         assert old.isdisjoint(leaf.data_ptr() for leaf in tree.leaves(new) if leaf.numel())
 
 
-# Closed forms
-
-
-@given(problems())
-def test_sgd_is_a_step_along_the_gradient(problem):
-    params, grads = problem
-    optimizer = sgd(0.1)
-    new, state = optimizer.update(grads, optimizer.init(params), params, {"lr": 0.25})
-    assert state == {}
-    torch.testing.assert_close(new, tree.map(lambda p, g: p - 0.25 * g, params, grads))
-
-
-@given(problems())
-def test_first_step_of_adamw_has_the_size_of_the_rate(problem):
-    params, grads = problem
-    optimizer = adamw(0.1, eps=1e-8)
-    new, state = optimizer.update(grads, optimizer.init(params), params, {"lr": 0.1})
-    torch.testing.assert_close(new, tree.map(lambda p, g: p - 0.1 * g / (g.abs() + 1e-8), params, grads))
-    assert float(state["count"]) == 1
-
-
-def test_momentum_sums_a_geometric_series():
-    optimizer = sgd(1.0, momentum=0.5)
-    params, state = {"w": torch.zeros((), dtype=F64)}, None
-    state = optimizer.init(params)
-    path = []
-    for _ in range(4):
-        params, state = optimizer.update({"w": torch.ones((), dtype=F64)}, state, params, {"lr": 1.0})
-        path.append(float(params["w"]))
-    assert path == [-1.0, -2.5, -4.25, -6.125]
-    assert float(state["momentum"]["w"]) == 1.875
+# What moves nothing
 
 
 @pytest.mark.parametrize("tensors", [False, True])
@@ -446,12 +416,6 @@ def test_partition_leaves_frozen_parameters_alone():
 def test_options_out_of_range(make, message):
     with pytest.raises(OptionError, match=message):
         make()
-
-
-@pytest.mark.parametrize("make", [sgd, adamw])
-def test_options_are_keywords(make):
-    with pytest.raises(TypeError, match="positional"):
-        make(0.1, 0.9)
 
 
 def test_muon_takes_matrices_alone():

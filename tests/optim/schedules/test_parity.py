@@ -10,11 +10,9 @@ from torch.optim import lr_scheduler
 
 from ftrain.errors import OptionError
 from ftrain.optim import schedules as s
-from ftrain.types import Schedule
 from tests.optim.schedules.cases import STEPS, ours
 
 PEAK = 3e-4
-WARMUPS = (0, 1, 7, 100, 150)
 TOTAL = 150
 
 
@@ -31,136 +29,41 @@ def values_of(make: Any, peak: float, steps: int = STEPS) -> list[float]:
     return values
 
 
-def transformers_values(name: str, peak: float, **options: Any) -> list[float]:
-    """The learning rates that torch's LambdaLR sets with a transformers schedule."""
-    from transformers import optimization
-
-    return values_of(lambda optimizer: getattr(optimization, name)(optimizer, **options), peak)
-
-
-def assert_same_until_total(schedule: Schedule, theirs: list[float], end: float) -> None:
-    """To the last bit before `TOTAL`; from there ours is `end`, and theirs at `TOTAL` is that within a rounding."""
-    found = ours(schedule)
-    assert found[:TOTAL] == theirs[:TOTAL]
-    assert set(found[TOTAL:]) == {end}
-    assert theirs[TOTAL] == pytest.approx(end, rel=0, abs=math.ulp(end))
-
-
-class TestTransformers:
-    @pytest.mark.parametrize("warmup", WARMUPS)
-    def test_constant_with_warmup(self, warmup: int) -> None:
-        theirs = transformers_values("get_constant_schedule_with_warmup", PEAK, num_warmup_steps=warmup)
-        assert ours(s.warmup_constant(PEAK, warmup)) == theirs
-
-    def test_constant(self) -> None:
-        assert ours(s.constant(PEAK)) == transformers_values("get_constant_schedule", PEAK)
-
-    # With warmup == total transformers' linear is 0 at k = warmup and its cosine is the peak; here the
-    # peak is always reached.
-    @pytest.mark.parametrize("warmup", WARMUPS[:-1])
-    def test_linear(self, warmup: int) -> None:
-        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL}
-        theirs = transformers_values("get_linear_schedule_with_warmup", PEAK, **options)
-        assert ours(s.warmup_linear(PEAK, warmup, TOTAL)) == theirs
-
-    @pytest.mark.parametrize("warmup", WARMUPS)
-    def test_cosine(self, warmup: int) -> None:
-        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL}
-        theirs = transformers_values("get_cosine_schedule_with_warmup", PEAK, **options)
-        found = ours(s.warmup_cosine(PEAK, warmup, TOTAL))
-        assert found[: TOTAL + 1] == theirs[: TOTAL + 1]
-        assert set(found[TOTAL + 1 :]) == {0.0}, "transformers' cosine rises again; ours holds the end"
-
-    @pytest.mark.parametrize("warmup", WARMUPS[:-1])
-    @pytest.mark.parametrize("waves", [0.3, 1.0, 2.5])
-    def test_cosine_in_waves(self, warmup: int, waves: float) -> None:
-        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL, "num_cycles": waves}
-        theirs = transformers_values("get_cosine_schedule_with_warmup", PEAK, **options)
-        found = ours(s.warmup_cosine(PEAK, warmup, TOTAL, waves=waves))
-        assert found[: TOTAL + 1] == theirs[: TOTAL + 1]
-        assert set(found[TOTAL:]) == {theirs[TOTAL]}
-
-    @pytest.mark.parametrize("warmup", WARMUPS[:-1])
-    @pytest.mark.parametrize("end", [1e-5, 1e-7, 2.9e-4])
-    def test_cosine_with_minimum(self, warmup: int, end: float) -> None:
-        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL, "min_lr": end}
-        theirs = transformers_values("get_cosine_with_min_lr_schedule_with_warmup", PEAK, **options)
-        assert_same_until_total(s.warmup_cosine(PEAK, warmup, TOTAL, end=end), theirs, end)
-
-    @pytest.mark.parametrize("warmup", WARMUPS[:-1])
-    @pytest.mark.parametrize("rate", [0.1, 0.3])
-    def test_cosine_with_minimum_as_a_share(self, warmup: int, rate: float) -> None:
-        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL, "min_lr_rate": rate}
-        theirs = transformers_values("get_cosine_with_min_lr_schedule_with_warmup", PEAK, **options)
-        found = ours(s.scale(s.warmup_cosine(1.0, warmup, TOTAL, end=rate), PEAK))
-        assert found[: TOTAL + 1] == theirs[: TOTAL + 1]
-
-    # In 22 cycles and in others transformers has 0 at some restarts, where floats do not quite reach them.
-    @pytest.mark.parametrize("warmup", WARMUPS[:-1])
-    @pytest.mark.parametrize("cycles", [1, 2, 3, 7, 21])
-    def test_cosine_with_restarts(self, warmup: int, cycles: int) -> None:
-        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL, "num_cycles": cycles}
-        theirs = transformers_values("get_cosine_with_hard_restarts_schedule_with_warmup", PEAK, **options)
-        assert ours(s.warmup_cosine_restarts(PEAK, warmup, TOTAL, cycles)) == theirs
-
-    @pytest.mark.parametrize("warmup", WARMUPS[:-1])
-    @pytest.mark.parametrize(("end", "power"), [(0.0, 1.0), (1e-7, 1.0), (1e-5, 2.0), (1e-6, 0.5)])
-    def test_polynomial(self, warmup: int, end: float, power: float) -> None:
-        options = {"num_warmup_steps": warmup, "num_training_steps": TOTAL, "lr_end": end, "power": power}
-        theirs = transformers_values("get_polynomial_decay_schedule_with_warmup", PEAK, **options)
-        assert_same_until_total(s.warmup_polynomial(PEAK, warmup, TOTAL, end, power), theirs, end)
-
-    @pytest.mark.parametrize("warmup", WARMUPS)
-    @pytest.mark.parametrize("timescale", [None, 1, 30, 5000])
-    def test_inverse_sqrt(self, warmup: int, timescale: int | None) -> None:
-        theirs = transformers_values("get_inverse_sqrt_schedule", PEAK, num_warmup_steps=warmup, timescale=timescale)
-        assert ours(s.warmup_inverse_sqrt(PEAK, warmup, timescale)) == theirs
-
-    # The two shapes do not meet: each occurs once on each side.
-    @pytest.mark.parametrize(("up", "down"), [("linear", "cosine"), ("cosine", "1-sqrt"), ("1-sqrt", "linear")])
-    @pytest.mark.parametrize(("warmup", "decay"), [(0, 150), (10, 40), (100, 50), (30, 0), (0, 0)])
-    @pytest.mark.parametrize("ratio", [0.0, 0.3])
-    def test_warmup_stable_decay(self, up: str, down: str, warmup: int, decay: int, ratio: float) -> None:
-        counts = {"num_warmup_steps": warmup, "num_decay_steps": decay, "num_training_steps": TOTAL}
-        shapes = {"warmup_type": up, "decay_type": down}
-        theirs = transformers_values("get_wsd_schedule", PEAK, **counts, **shapes, min_lr_ratio=ratio)
-        unit = s.warmup_stable_decay(1.0, warmup, TOTAL, decay, ratio, start=ratio, warmup_shape=up, decay_shape=down)
-        assert ours(s.scale(unit, PEAK)) == theirs
-        if not ratio:
-            bare = s.warmup_stable_decay(PEAK, warmup, TOTAL, decay, warmup_shape=up, decay_shape=down)
-            assert ours(bare) == theirs
-
-
 # What a transformers configuration may hold: name, options of the schedule.
 CONFIGURED: list[tuple[str, dict[str, Any]]] = [
     ("constant", {}),
     ("constant_with_warmup", {}),
     ("linear", {}),
     ("cosine", {}),
-    ("cosine", {"num_cycles": 0.4}),
+    *(("cosine", {"num_cycles": waves}) for waves in (0.3, 1.0, 2.5)),
     ("cosine_with_restarts", {}),
-    ("cosine_with_restarts", {"num_cycles": 4}),
-    ("cosine_with_min_lr", {"min_lr": 1e-5}),
-    ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    # In 22 cycles and in others transformers has 0 at some restarts, where floats do not quite reach them.
+    *(("cosine_with_restarts", {"num_cycles": cycles}) for cycles in (2, 3, 7, 21)),
+    *(("cosine_with_min_lr", {"min_lr": end}) for end in (1e-5, 1e-7, 2.9e-4)),
+    *(("cosine_with_min_lr", {"min_lr_rate": rate}) for rate in (0.1, 0.3)),
     ("cosine_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 0.4}),
     ("cosine_warmup_with_min_lr", {"min_lr": 1e-5}),
     ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1, "num_cycles": 0.4}),
     ("polynomial", {}),
-    ("polynomial", {"lr_end": 1e-6, "power": 2.0}),
+    *(("polynomial", {"lr_end": end, "power": power}) for end, power in ((0.0, 1.0), (1e-5, 2.0), (1e-6, 0.5))),
     ("inverse_sqrt", {}),
-    ("inverse_sqrt", {"timescale": 50}),
-    ("warmup_stable_decay", {"num_decay_steps": 50}),
+    *(("inverse_sqrt", {"timescale": timescale}) for timescale in (1, 50, 5000)),
+    *(("warmup_stable_decay", {"num_decay_steps": decay}) for decay in (0, 50)),
     ("warmup_stable_decay", {"num_decay_steps": 50, "num_stable_steps": 20}),
-    (
-        "warmup_stable_decay",
-        {"num_decay_steps": 50, "warmup_type": "cosine", "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+    # The two shapes do not meet: each occurs once on each side.
+    *(
+        ("warmup_stable_decay", {"num_decay_steps": 40, "warmup_type": up, "decay_type": down, "min_lr_ratio": ratio})
+        for up, down in (("linear", "cosine"), ("cosine", "1-sqrt"), ("1-sqrt", "linear"))
+        for ratio in (0.0, 0.3)
     ),
 ]
+RISE_AGAIN = {"cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr"}
+"""Theirs goes on after `TOTAL`, where ours holds the end."""
 
 
-class TestNamed:
+class TestTransformers:
     @pytest.mark.parametrize(("name", "options"), CONFIGURED)
-    @pytest.mark.parametrize("warmup", [0, 20])
+    @pytest.mark.parametrize("warmup", [0, 1, 20, 100])
     def test_values_of_get_scheduler(self, name: str, options: dict[str, Any], warmup: int) -> None:
         from transformers import get_scheduler
         from transformers.trainer_utils import SchedulerType
@@ -170,16 +73,26 @@ class TestNamed:
             # That num_stable_steps counts more than num_training_steps, as it does here.
             warnings.simplefilter("ignore", UserWarning)
             theirs = values_of(lambda optimizer: get_scheduler(name, optimizer, **arguments), PEAK)
-        found = s.named(name, PEAK, warmup, TOTAL, **options)
-        assert ours(found)[:TOTAL] == theirs[:TOTAL]
-        assert s.named(SchedulerType(name), PEAK, warmup=warmup, total=TOTAL, **options) == found
-        assert eval(repr(found), vars(s).copy()) == found
+        schedule = s.named(name, PEAK, warmup, TOTAL, **options)
+        found = ours(schedule)
+        assert found[:TOTAL] == theirs[:TOTAL]
+        if name in RISE_AGAIN:
+            assert len(set(found[TOTAL:])) == 1
+        else:
+            assert found[TOTAL:] == pytest.approx(theirs[TOTAL:], rel=1e-15, abs=0)
+        if name in {"cosine", "cosine_with_min_lr"}:
+            assert found[TOTAL] == pytest.approx(theirs[TOTAL], rel=0, abs=math.ulp(PEAK))
+        assert s.named(SchedulerType(name), PEAK, warmup=warmup, total=TOTAL, **options) == schedule
+        assert eval(repr(schedule), vars(s).copy()) == schedule
 
     @pytest.mark.parametrize("warmup", [0, 1, 2, 20])
     def test_a_warmup_that_begins_elsewhere_to_the_last_bit_but_one(self, warmup: int) -> None:
+        from transformers import optimization
+
         options = {"min_lr_rate": 0.1, "warmup_lr_rate": 0.03}
         counts = {"num_warmup_steps": warmup, "num_training_steps": TOTAL}
-        theirs = transformers_values("get_cosine_with_min_lr_schedule_with_warmup_lr_rate", PEAK, **counts, **options)
+        make = optimization.get_cosine_with_min_lr_schedule_with_warmup_lr_rate
+        theirs = values_of(lambda optimizer: make(optimizer, **counts, **options), PEAK)
         found = s.named("cosine_warmup_with_min_lr", PEAK, warmup, TOTAL, **options)
         assert ours(found)[:TOTAL] == pytest.approx(theirs[:TOTAL], rel=1e-15, abs=0)
         assert eval(repr(found), vars(s).copy()) == found
