@@ -33,11 +33,6 @@ def is_planned(step: Step) -> bool:
     return wrapper is not None and isinstance((wrapper.options or {}).get("mesh"), PlannedMesh)
 
 
-def on_one_device(step: Step) -> Step:
-    """Return a step without `sharded`."""
-    return dataclasses.replace(step, wrappers=tuple(each for each in step.wrappers if each.name != SHARDED))
-
-
 def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | None) -> Step:
     """Return a step like another one on ranks that do not exist, which runs on tensors without values alone.
 

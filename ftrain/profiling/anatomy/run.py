@@ -6,11 +6,12 @@ import dataclasses
 
 from ftrain import tree
 from ftrain.errors import StructureError
+from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.measured import measure as run_measured
-from ftrain.profiling.anatomy.planned import is_planned, layout_of, on_one_device, plan, planned_state
+from ftrain.profiling.anatomy.planned import is_planned, layout_of, plan, planned_state
 from ftrain.profiling.anatomy.predicted import abstract_state, predict
 from ftrain.profiling.anatomy.record import Anatomy
-from ftrain.profiling.step_variants import require_step
+from ftrain.profiling.step_variants import remove_wrapper, require_step
 from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
@@ -87,4 +88,4 @@ def whole_state(step: Step, state: TrainState | None) -> TrainState:
     if step.base.module is None:
         text = step.base.text
         raise StructureError(f"anatomy: {text} is no module; pass a state: anatomy(step, step.init(params), batch)")
-    return abstract_state(on_one_device(step), step.base.module)
+    return abstract_state(remove_wrapper(step, SHARDED), step.base.module)

@@ -11,7 +11,6 @@ from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError, require_positive
 from ftrain.profiling.anatomy import anatomy
-from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints import Hint, facts_of, run_rules
 from ftrain.profiling.step_variants import require_step
 from ftrain.profiling.timing import interval, race
@@ -104,7 +103,8 @@ def trials(
     fitting = [row for row in rows if not row.verdict]
     if not fitting:
         raise _nothing_fits(search, rows)
-    fitting.sort(key=lambda row: ((row.pieces, row.policy) != search.original, row.flops, row.pieces))
+    given = search.given_microbatches, search.given_policy
+    fitting.sort(key=lambda row: ((row.pieces, row.policy) != given, row.flops, row.pieces))
     best, *slower = _choose(search, _time(search, fitting[:MOST], rounds))
     by_candidate = {(row.pieces, row.policy): row for row in [*rows, best, *slower]}
     rows = [row if row.verdict else dataclasses.replace(row, verdict=UNTRIED) for row in by_candidate.values()]
@@ -114,10 +114,11 @@ def trials(
 
 def _time(search: Search, rows: Sequence[Trial], rounds: int) -> list[Trial]:
     """Return candidates with their times, fastest first; where nothing can run, those that compute least."""
-    if search.state is None or not search.runs:
+    if search.original is None:
         return sorted(rows, key=lambda row: (row.flops, row.pieces))
-    original = Original(search.step, search.state)
-    racers = {str(index): original.racer(row.step, search.batch, row.predicted or 0) for index, row in enumerate(rows)}
+    racers = {
+        str(index): search.original.racer(row.step, search.batch, row.predicted or 0) for index, row in enumerate(rows)
+    }
     times = race(racers, rounds, is_result=lambda name, error: is_out_of_memory(error))
     timed = [
         dataclasses.replace(row, verdict="ran out of memory")
@@ -132,7 +133,7 @@ def _choose(search: Search, rows: Sequence[Trial]) -> list[Trial]:
     """Return the candidates, the first one whose peak is measured within the limit in front."""
     measured = list(rows)
     for index, row in enumerate(rows):
-        if row.seconds is None and search.runs:
+        if row.seconds is None and search.original is not None:
             continue
         peak = _measured_peak(search, row.step)
         if peak is None or peak <= search.memory:
@@ -146,25 +147,25 @@ def _choose(search: Search, rows: Sequence[Trial]) -> list[Trial]:
 
 def _measured_peak(search: Search, step: Step) -> int | None:
     """Return the bytes at the peak; None where nothing runs, or the copy of the state that it takes does not fit."""
-    if search.state is None or not search.runs:
+    if search.original is None:
         return None
     at_rest = anatomy(step, search.outline(step), search.batch, measure=False).at_rest.total()
-    return Original(search.step, search.state).measured_peak(step, search.batch, at_rest)
+    return search.original.measured_peak(step, search.batch, at_rest)
 
 
 def _hints(search: Search, best: Trial) -> list[Hint]:
     """Return what makes the chosen step slow."""
-    if search.state is None or best.seconds is None:
+    if search.original is None or best.seconds is None:
         return []
     parts = anatomy(best.step, search.outline(best.step), search.batch, measure=False)
     try:
-        state = Original(search.step, search.state).state_for(best.step)
+        state = search.original.state_for(best.step)
         return run_rules(facts_of(best.step, state, search.batch, parts, best.seconds.median))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         # The step fits, but not with another state beside it.
-        release(error, tree.device_of(search.state.params))
+        release(error, search.original.device)
         return []
 
 

@@ -14,6 +14,7 @@ from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import BatchError, ComposeError, DeviceError, FtrainError, OptionError
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.anatomy.timeline import UPDATE
+from ftrain.profiling.comparison import Original
 from ftrain.profiling.oom_report import SMALLER_STATES, shortage
 from ftrain.profiling.step_variants import (
     add_wrapper,
@@ -59,9 +60,12 @@ class Search:
         self.memory = limit if limit is not None else self._free() + at_rest.total()
         if at_rest.total() > self.memory:
             raise _below_state(self.memory, at_rest)
-        self.runs = state is not None and not any(leaf.is_meta for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
-        self.original = _microbatches_or_zero(step), self._policy
-        """The number of microbatches of the step of the user, 0 where it may not change, and its policy."""
+        is_meta = any(leaf.is_meta for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
+        self.original = None if state is None or is_meta else Original(step, state)
+        """The step with its state; None where nothing can run."""
+        self.given_microbatches = _microbatches_or_zero(step)
+        """The number of microbatches of the step of the user; 0 where it may not change."""
+        self.given_policy = UNCHANGED if any(wrapper.name == REMAT for wrapper in step.wrappers) else NO_REMAT
 
     def _free(self) -> int:
         record = backends.default() if self.state is None else backends.of(tree.device_of(self.state.params))
@@ -70,17 +74,13 @@ class Search:
             raise DeviceError(f"tune: {record.describe()} cannot tell how much memory is free; say it, as memory='8GB'")
         return free
 
-    @property
-    def _policy(self) -> str:
-        return UNCHANGED if any(wrapper.name == REMAT for wrapper in self.step.wrappers) else NO_REMAT
-
     def predict(self) -> list[Trial]:
         """Return what may be worth its time, most memory first, with a verdict on what is not."""
-        rows = [self._predict(*self.original)] if self._policy == UNCHANGED else []
+        rows = [self._predict(self.given_microbatches, UNCHANGED)] if self.given_policy == UNCHANGED else []
         fitting_without_remat = 0
         if self.reason_to_keep_microbatches:
             verdict = f"does not apply: {self.reason_to_keep_microbatches}"
-            rows.append(Trial(2 * max(self.original[0], 1), "any", self.step, verdict=verdict))
+            rows.append(Trial(2 * max(self.given_microbatches, 1), "any", self.step, verdict=verdict))
         for microbatches in self._counts():
             without_remat, full = (self._predict(microbatches, policy) for policy in (NO_REMAT, "full"))
             rows.append(without_remat)
@@ -98,7 +98,7 @@ class Search:
 
     def _counts(self) -> Iterator[int]:
         """Numbers of microbatches that divide the batch, fewest first; 0 for the number that the step has."""
-        current, length = self.original[0], 0
+        current, length = self.given_microbatches, 0
         with suppress(BatchError):
             length = length_of(self.batch) if current else 0
         if not length or self.reason_to_keep_microbatches:
@@ -110,16 +110,16 @@ class Search:
     @functools.cached_property
     def reason_to_keep_microbatches(self) -> str:
         """Why the number of microbatches stays as it is, or "": the loss of the batch is not that of its halves."""
-        if self.state is None or not self.runs:
+        if self.original is None:
             return ""
         evaluate, losses = eval_step(self.step.loss), list[Mean]()
         try:
             for part in (self.batch, *split_batch(self.batch, 2)):
-                losses.append(evaluate(self.state, part)["loss"])
+                losses.append(evaluate(self.original.state, part)["loss"])
         except Exception as error:  # Of any kind: some losses need training mode, and memory may run out.
             is_unknown = not losses or is_out_of_memory(error)
             reason = "" if is_unknown else f"the loss fails over half of the batch: {_line(error)}"
-            release(error, tree.device_of(self.state.params))
+            release(error, self.original.device)
             return reason
         whole, combined = float(losses[0]), float(functools.reduce(lambda a, b: a + b, losses[1:]))
         tolerance = SAME_NARROW if self.step.loss.narrow else SAME
@@ -144,7 +144,7 @@ class Search:
             step = self._compose(microbatches, policy, self.batch)
             peak, flops = self._peak_and_flops(microbatches, policy)
         except Exception as error:
-            if not isinstance(error, FtrainError) and microbatches in (0, self.original[0]):
+            if not isinstance(error, FtrainError) and microbatches in (0, self.given_microbatches):
                 raise
             # Of any kind: it is not known that the loss can be split.
             return Trial(microbatches, policy, self.step, verdict=f"does not apply: {_line(error)}")
