@@ -13,7 +13,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -52,8 +51,8 @@ class ChildProcess:
         parent_end, child_end = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
-        log = str(Path(self._folder.name) / "log")
-        all_arguments = target, child_end, log, threads or torch.get_num_threads(), threads is None, arguments
+        folder, count = self._folder.name, threads or torch.get_num_threads()
+        all_arguments = target, child_end, folder, count, threads is None, arguments
         self._process = context.Process(target=_entered, args=all_arguments, daemon=True)
         # It inherits them, since its imports may read them before its first line of ours.
         with mock.patch.dict(os.environ, {**QUIET, **(environment or {})}):
@@ -104,16 +103,16 @@ class ChildProcess:
 def _entered(
     target: Callable[..., None],
     pipe: Connection,
-    log: str,
+    folder: str,
     threads: int,
     limits_cores: bool,
     arguments: tuple[Any, ...],
 ) -> None:
-    """Run in the child: its output goes to a file, and its errors to the parent."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.chdir(Path(log).parent)
+    """Run in the child: what it prints goes nowhere, the files that it writes to a folder, its errors to the parent."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.chdir(folder)
     torch.set_num_threads(threads)
     if limits_cores and hasattr(os, "sched_setaffinity"):
         # JAX takes a thread for each core it may use; torch has been told.

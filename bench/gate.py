@@ -27,9 +27,8 @@ class Gate:
 
     def __init__(self, connection: Connection, batch: Any, wait: Callable[[], object] = lambda: None) -> None:
         self._connection, self._batch, self._wait = connection, batch, wait
-        self._left, self._start = 0, 0.0
-        self._losses: list[Any] = []
-        self._first = True
+        self._left, self._losses = 0, list[Any]()
+        self._start: float | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -49,10 +48,9 @@ class Gate:
 
     def _turn(self) -> None:
         self._wait()
-        seconds = time.perf_counter() - self._start
-        if not self._first:
-            self._connection.send(("turn", seconds))
-        self._first = False
+        end = time.perf_counter()
+        if self._start is not None:
+            self._connection.send(("turn", end - self._start))
         while (command := self._connection.recv())[0] == "losses":
             self._connection.send(("losses", [float(loss) for loss in self._losses]))
         if command[0] != "run":

@@ -122,12 +122,12 @@ def drawn(leaves: list[Tensor], *, seed: int) -> list[Tensor]:
     return [torch.randn(leaf.shape, generator=draw).to(leaf.device) for leaf in leaves]
 
 
-def parameters(task: Task) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The parameters of a task's model, all or the matrices alone, and gradients of about 1."""
+def parameters(task: Task) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters of a task's model, all or the matrices alone, and gradients of about 1, by name."""
     named = {name: leaf.detach() for name, leaf in task.model().named_parameters()}
     if kind(task).matrices:
         named = {name: leaf for name, leaf in named.items() if leaf.ndim == 2}
-    return named, drawn([*named.values()], seed=1)
+    return named, dict(zip(named, drawn([*named.values()], seed=1), strict=True))
 
 
 def kind(task: Task) -> Kind:
@@ -139,22 +139,20 @@ def ours(task: Task) -> Updating:
     """`Optimizer.update` with the old state donated, as an eager step calls it."""
     optimizer = kind(task).make()
     params, grads = parameters(task)
-    named = dict(zip(params, grads, strict=True))
     leaves, state = [*params.values()], optimizer.init(params)
 
     def update() -> None:
         nonlocal params, state
         with torch.no_grad():
-            params, state = optimizer.update(named, state, params, {"lr": RATE}, donate=True)
+            params, state = optimizer.update(grads, state, params, {"lr": RATE}, donate=True)
 
-    return Updating(update, leaves, grads, task.device)
+    return Updating(update, leaves, [*grads.values()], task.device)
 
 
 def ours_compiled(task: Task) -> Updating:
     """The same as one graph, with the rate as an input of each call, as a step that is split compiles it."""
     optimizer = kind(task).make()
     params, grads = parameters(task)
-    named = dict(zip(params, grads, strict=True))
     leaves, carry = [*params.values()], (params, optimizer.init(params))
 
     @compiling(task, donate=True)  # type: ignore[untyped-decorator]
@@ -163,9 +161,9 @@ def ours_compiled(task: Task) -> Updating:
 
     def update() -> None:
         nonlocal carry
-        carry, _ = function(carry, (named, torch.tensor(RATE, dtype=torch.float64, device=task.device)))
+        carry, _ = function(carry, (grads, torch.tensor(RATE, dtype=torch.float64, device=task.device)))
 
-    return Updating(update, leaves, grads, task.device)
+    return Updating(update, leaves, [*grads.values()], task.device)
 
 
 def theirs(task: Task) -> Updating:
@@ -193,19 +191,18 @@ def _theirs(task: Task, **way: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
     chosen = kind(task)
     params, grads = parameters(task)
     leaves = [torch.nn.Parameter(leaf) for leaf in params.values()]
-    for leaf, grad in zip(leaves, grads, strict=True):
+    for leaf, grad in zip(leaves, grads.values(), strict=True):
         leaf.grad = grad
     options = dict(chosen.options)
     if "b1" in options:
         options["betas"] = options.pop("b1"), options.pop("b2")
-    return chosen.find()(leaves, lr=RATE, weight_decay=DECAY, **options, **way), leaves, grads
+    return chosen.find()(leaves, lr=RATE, weight_decay=DECAY, **options, **way), leaves, [*grads.values()]
 
 
 def state_bytes(task: Task) -> float:
     """Return how many bytes of state an optimizer holds a parameter, after an update."""
     optimizer = kind(task).make()
     params, grads = parameters(task)
-    named = dict(zip(params, grads, strict=True))
-    params, state = optimizer.update(named, optimizer.init(params), params, {"lr": RATE}, donate=True)
+    params, state = optimizer.update(grads, optimizer.init(params), params, {"lr": RATE}, donate=True)
     held = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in tree.leaves(state)}
     return sum(held.values()) / sum(leaf.numel() for leaf in tree.leaves(params))

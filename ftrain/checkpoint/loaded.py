@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ftrain.checkpoint.manifest import Manifest
 from ftrain.checkpoint.ranks import Ranks
@@ -20,6 +20,11 @@ class LoadedCheckpoint(NamedTuple):
     path: Path
     parts: dict[str, PyTree]
     manifest: Manifest
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """Versions, threads, device and flags when it was saved."""
+        return self.manifest.environment
 
     @property
     def run(self) -> dict[str, PyTree]:

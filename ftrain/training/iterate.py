@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -142,20 +143,15 @@ def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree
     if position.data is not None:
         sources.seek(data, dict(position.data))
         return data
-    if position.batch and not isinstance(data, Sequence):
+    if isinstance(data, Sequence):
+        return (data[index] for index in range(position.batch, len(data)))
+    if position.batch:
         warnings.warn(
             f"fit: {type(data).__name__} keeps no position, so that {position.batch} batches are read again and "
             "skipped; the run is the same only if they come in the same order (ftrain.data.loader keeps its position)",
             stacklevel=3,
         )
-    return _skip(data, position.batch)
-
-
-def _skip(data: Iterable[PyTree], count: int) -> Iterator[PyTree]:
-    if isinstance(data, Sequence):
-        yield from (data[index] for index in range(count, len(data)))
-        return
-    yield from (batch for index, batch in enumerate(data) if index >= count)
+    return itertools.islice(data, position.batch, None)
 
 
 def _to_device(batch: PyTree, device: torch.device, flatten: Flattener) -> PyTree:

@@ -312,7 +312,7 @@ def _copy_into(leaf: Any, value: Any) -> Any:
 
 def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> None:
     """Warn when a checkpoint was written with other versions, threads or hardware, which may change the last bits."""
-    saved = checkpoint.manifest.environment
+    saved = checkpoint.environment
     differences = [
         f"{name}: {saved.get(name)}, now {value}"
         for name, value in environment(device).items()

@@ -500,7 +500,7 @@ assert not list(importlib.metadata.distributions(name="ftrain"))
 step = ft.train_step(lambda params, batch: (batch @ params["w"]).square().mean(), ft.optim.sgd(0.1))
 checkpoints = ft.Checkpoints(sys.argv[1], every=1)
 ft.fit(step, step.init({"w": torch.ones(4)}), [torch.ones(2, 4)], checkpoints=checkpoints, progress=False)
-print(checkpoints.latest().manifest.environment["ftrain"])
+print(checkpoints.latest().environment["ftrain"])
 """
 
 

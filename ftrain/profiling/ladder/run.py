@@ -198,12 +198,17 @@ class _Runner:
             if technique.name == ORIGINAL:
                 raise
             return dataclasses.replace(row, note=_reason(error))
-        free, each = backends.of(self.original.device).free(), sum(parts.bytes_a_parameter.values())
+        free = backends.of(self.original.device).free()
         note = ""
         if free is not None and parts.peak > free:
             note = f"does not fit: {format_bytes(parts.peak)} predicted, {format_bytes(free)} free"
-        at_rest = parts.at_rest.total()
-        return dataclasses.replace(row, at_rest=at_rest, predicted=parts.peak, bytes_a_parameter=each, note=note)
+        return dataclasses.replace(
+            row,
+            at_rest=parts.at_rest.total(),
+            predicted=parts.peak,
+            bytes_a_parameter=sum(parts.bytes_a_parameter.values()),
+            note=note,
+        )
 
     def _is_emulated(self, step: Step) -> bool:
         return DTYPES.get(step.loss.narrow) in backends.of(self.original.device).emulated_dtypes()
