@@ -47,11 +47,11 @@ class Row:
 
 
 def measured(
-    question: str, variant: str, metric: str, unit: str, values: Sequence[float], *, sure: bool = False
+    question: str, variant: str, metric: str, unit: str, values: Sequence[float], *, sure: bool = False, note: str = ""
 ) -> Row:
     """Sum up measurements in a row, with the interval of the median when `sure` asks for it."""
     bounds = bootstrap(values)._asdict() if sure else {}
-    return Row(question, variant, metric, unit, **spread(values)._asdict(), **bounds)
+    return Row(question, variant, metric, unit, **spread(values)._asdict(), **bounds, note=note)
 
 
 def said(question: str, variant: str, metric: str, note: str) -> Row:
