@@ -8,23 +8,19 @@ from torch import nn
 from torch.nn import functional as F
 
 import ftrain as ft
-from ftrain.random.keys import dropout
+from tests.laws.models import VOCABULARY, WIDTH, Drop, make_batch
 
-VOCABULARY, WIDTH, LENGTH, BATCH = 7, 6, 5, 8
 TARGETS = ["embed", "*.up", "*.down", "head"]
 
 
 class Block(nn.Module):
     def __init__(self, p, index):
         super().__init__()
-        self.norm, self.p, self.index = nn.LayerNorm(WIDTH), p, index
+        self.norm, self.drop = nn.LayerNorm(WIDTH), Drop(p, index)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x, rng):
-        y = self.down(torch.tanh(self.up(self.norm(x))))
-        if rng is not None and self.training:
-            return x + dropout(ft.random.fold_in(rng, self.index), y, self.p)
-        return x + F.dropout(y, self.p, self.training)
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))), rng)
 
 
 class Net(nn.Module):
@@ -51,18 +47,6 @@ def make(p=0.3, dtype=torch.float64):
 
 def loss(model, batch):
     return ft.losses.cross_entropy(model(batch["tokens"]), batch["labels"])
-
-
-def keyed_loss(model, batch, rng):
-    return ft.losses.cross_entropy(model(batch["tokens"], rng), batch["labels"])
-
-
-def make_batch(index, batch=BATCH):
-    generator = torch.Generator().manual_seed(index)
-    tokens = torch.randint(VOCABULARY, (batch, LENGTH), generator=generator)
-    labels = torch.randint(VOCABULARY, (batch, LENGTH), generator=generator)
-    kept = torch.randint(1, LENGTH + 1, (batch, 1), generator=generator)
-    return {"tokens": tokens, "labels": torch.where(torch.arange(LENGTH) < kept, labels, -100)}
 
 
 def step_of(model, *wrappers, criterion=loss, optimizer=None, **options):

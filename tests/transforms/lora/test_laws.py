@@ -7,21 +7,11 @@ from torch import nn
 import ftrain as ft
 from tests.exhaustive import choose
 from tests.laws import registry
+from tests.laws.models import VOCABULARY, WIDTH, keyed_loss, make_batch
 from tests.laws.registry import STACKS
 from tests.laws.registry import is_narrow as narrow
 from tests.laws.test_pipelines import assert_equal, assert_near, close_trees
-from tests.transforms.lora.models import (
-    VOCABULARY,
-    WIDTH,
-    adapters,
-    by_hand,
-    keyed_loss,
-    loss,
-    make,
-    make_batch,
-    step_of,
-    train,
-)
+from tests.transforms.lora.models import adapters, by_hand, loss, make, step_of, train
 
 RANK, ALPHA = 3, 7.0
 KINDS = {"lora": {}, "dora": {"dora": True, "rslora": True, "dropout": 0.2}}

@@ -9,11 +9,10 @@ from torch.nn import functional as F
 
 import ftrain as ft
 from ftrain.errors import ComposeError, LossError, OptionError, StructureError
-from tests.laws.models import make_batch as make_tiny_batch
+from tests.laws.models import WIDTH, make_batch, token_loss
 from tests.laws.models import make_model as make_tiny
-from tests.laws.models import token_loss
 from tests.laws.test_pipelines import assert_equal
-from tests.transforms.lora.models import TARGETS, WIDTH, adapters, loss, make, make_batch, step_of, train
+from tests.transforms.lora.models import TARGETS, adapters, loss, make, step_of, train
 
 KINDS = {"lora": {}, "rslora": {"rslora": True, "alpha": 5.0}, "dora": {"dora": True}}
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -129,12 +128,12 @@ def test_tied_weights_and_batch_statistics():
     adapted = ft.lora(2, targets=["head", "*.down"])(step)
     state, base = adapted.init(), step.init()
     for index in range(2):
-        state, _ = adapted(state, make_tiny_batch(index))
+        state, _ = adapted(state, make_batch(index))
     assert "head.lora_B.weight" in held(state.params)
     assert_equal(state.frozen["embed.weight"], base.params["embed.weight"])
     # The first block comes before every adapter, so that its statistics are those of the base.
-    base, _ = step(base, make_tiny_batch(0))
-    once, _ = adapted(adapted.init(), make_tiny_batch(0))
+    base, _ = step(base, make_batch(0))
+    once, _ = adapted(adapted.init(), make_batch(0))
     assert_equal(once.buffers["blocks.0.norm.running_mean"], base.buffers["blocks.0.norm.running_mean"])
     with pytest.raises(StructureError, match=r"embed\.weight, the weight of head, is tied"):
         ft.adapters.merge(adapted, state)

@@ -5,8 +5,9 @@ import torch
 
 import ftrain as ft
 from ftrain.errors import ComposeError, StructureError
+from tests.laws.models import make_batch
 from tests.laws.test_pipelines import assert_equal
-from tests.transforms.lora.models import TARGETS, adapters, loss, make, make_batch, step_of, train
+from tests.transforms.lora.models import TARGETS, adapters, loss, make, step_of, train
 
 KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "dropout": {"dora": True, "dropout": 0.3}}
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -14,10 +14,10 @@ import ftrain as ft
 from ftrain.checkpoint import files
 from ftrain.checkpoint.import_safetensors import TensorsAndConfig, read_safetensors, write_safetensors
 from ftrain.errors import CheckpointError, ComposeError, StructureError
+from tests.laws.models import make_batch, token_loss
 from tests.laws.models import make_model as make_tiny
-from tests.laws.models import token_loss
 from tests.laws.test_pipelines import assert_equal
-from tests.transforms.lora.models import TARGETS, adapters, loss, make, make_batch, step_of, train
+from tests.transforms.lora.models import TARGETS, adapters, loss, make, step_of, train
 
 KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "dropout": {"dora": True, "dropout": 0.3}}
 kinds = pytest.mark.parametrize("kind", KINDS)
