@@ -6,8 +6,6 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampe
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule, float32_products
@@ -30,14 +28,6 @@ def _is_ampere() -> bool:
     return torch.cuda.get_device_capability() >= AMPERE
 
 
-def _autocast_dtypes() -> tuple[torch.dtype, ...]:
-    return NARROW if _is_ampere() else (torch.float16,)
-
-
-def _tf32() -> AbstractContextManager[None] | None:
-    return float32_products("high") if _is_ampere() else None
-
-
 def _float8() -> bool:
     """From 8.9 (Ada, Hopper) on: https://docs.pytorch.org/ao/stable/workflows/training.html."""
     return torch.cuda.get_device_capability() >= ADA
@@ -56,9 +46,9 @@ def _multiple(dtype: torch.dtype) -> int:
 
 BACKEND = DEVICE.record(
     platform="NVIDIA GPU",
-    autocast_dtypes=_autocast_dtypes,
+    autocast_dtypes=lambda: NARROW if _is_ampere() else (torch.float16,),
     distributed="nccl",
-    tf32=_tf32,
+    tf32=lambda: float32_products("high") if _is_ampere() else None,
     multiple=_multiple,
     float8=_float8,
     pinned_memory=True,

@@ -9,9 +9,6 @@ https://github.com/Cambricon/torch_mlu/blob/main/torch_mlu/backends/mlu/__init__
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule, allow_tf32
@@ -19,21 +16,12 @@ from ftrain.backends.device_module import NARROW, DeviceModule, allow_tf32
 DEVICE = DeviceModule("mlu")
 
 
-def _autocast_dtypes() -> tuple[torch.dtype, ...]:
-    return NARROW if DEVICE.module.is_bf16_supported() else (torch.float16,)
-
-
-def _tf32() -> AbstractContextManager[None]:
-    backends: Any = torch.backends
-    return allow_tf32(backends.mlu.matmul)
-
-
 BACKEND = DEVICE.record(
     platform="Cambricon MLU",
     package="torch_mlu",
     install="Cambricon's image, https://github.com/Cambricon/torch_mlu",
-    autocast_dtypes=_autocast_dtypes,
+    autocast_dtypes=lambda: NARROW if DEVICE.module.is_bf16_supported() else (torch.float16,),
     distributed="cncl",
-    tf32=_tf32,
+    tf32=lambda: allow_tf32(torch.backends.mlu.matmul),  # type: ignore[attr-defined]
     recorder=DEVICE.recorder,
 )

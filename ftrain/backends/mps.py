@@ -20,15 +20,11 @@ from ftrain.backends.registry import Memory
 DEVICE = DeviceModule("mps")
 
 
-def _memory() -> Memory:
-    return Memory(current=torch.mps.current_allocated_memory(), peak=torch.mps.driver_allocated_memory())
-
-
 BACKEND = DEVICE.record(
     platform="Apple GPU",
     describe=lambda: f"Apple {platform.machine()} GPU",
     autocast_dtypes=lambda: NARROW,
-    memory=_memory,
+    memory=lambda: Memory(torch.mps.current_allocated_memory(), peak=torch.mps.driver_allocated_memory()),
     distributed="gloo",
     fused_optimizers=True,
     float64=False,

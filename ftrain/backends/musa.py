@@ -9,9 +9,6 @@ mudnn.py) and https://github.com/MooreThreads/torch_musa/tree/main/torch_musa/mu
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import torch
 
 from ftrain.backends.device_module import DeviceModule, allow_tf32
@@ -19,16 +16,11 @@ from ftrain.backends.device_module import DeviceModule, allow_tf32
 DEVICE = DeviceModule("musa")
 
 
-def _tf32() -> AbstractContextManager[None]:
-    backends: Any = torch.backends
-    return allow_tf32(backends.mudnn)
-
-
 BACKEND = DEVICE.record(
     platform="Moore Threads GPU",
     package="torch_musa",
     install="Moore Threads' wheels or image, https://github.com/MooreThreads/torch_musa",
     distributed="mccl",
-    tf32=_tf32,
+    tf32=lambda: allow_tf32(torch.backends.mudnn),  # type: ignore[attr-defined]
     recorder=DEVICE.recorder,
 )

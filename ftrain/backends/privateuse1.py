@@ -50,7 +50,7 @@ def private_use(name: str, **fields: Any) -> Backend:
         "get_device_name": {"describe": lambda: name},
         "get_amp_supported_dtype": {"autocast_dtypes": tuple},
         "synchronize": {"synchronize": torch.accelerator.synchronize},
-        "max_memory_allocated": {"memory": _uncounted},
+        "max_memory_allocated": {"memory": lambda: Memory(current=0, peak=0)},
         "empty_cache": {"empty_cache": None},
     }
     defaults: dict[str, Any] = {"platform": "PrivateUse1", "distributed": "gloo", "compile_backend": "aot_eager"}
@@ -58,7 +58,3 @@ def private_use(name: str, **fields: Any) -> Backend:
         if not hasattr(module, function):
             defaults |= fallback
     return DeviceModule(name).record(**{**defaults, **fields})
-
-
-def _uncounted() -> Memory:
-    return Memory(current=0, peak=0)

@@ -10,7 +10,7 @@ Source: https://docs.pytorch.org/docs/stable/xpu.html. Not run on hardware.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -19,25 +19,17 @@ from ftrain.backends.device_module import NARROW, DeviceModule, allow_tf32, floa
 DEVICE = DeviceModule("xpu")
 
 
-def _autocast_dtypes() -> tuple[torch.dtype, ...]:
-    return NARROW if torch.xpu.is_bf16_supported() else (torch.float16,)
-
-
-def _tf32() -> AbstractContextManager[None] | None:
-    return _switches() if torch.xpu.is_tf32_supported() else None
-
-
 @contextmanager
-def _switches() -> Iterator[None]:
+def _tf32() -> Iterator[None]:
     with allow_tf32(torch.backends.mkldnn), float32_products("high"):
         yield
 
 
 BACKEND = DEVICE.record(
     platform="Intel GPU",
-    autocast_dtypes=_autocast_dtypes,
+    autocast_dtypes=lambda: NARROW if torch.xpu.is_bf16_supported() else (torch.float16,),
     distributed="xccl",
-    tf32=_tf32,
+    tf32=lambda: _tf32() if torch.xpu.is_tf32_supported() else None,
     pinned_memory=True,
     fused_optimizers=True,
     copier=DEVICE.copier,

@@ -23,16 +23,16 @@ GROUP_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class Home:
+class OffloadTarget:
     """Where the leaves of an optimizer state are stored.
 
     Args:
         directory: of their files; None for host memory.
-        least: leaves of fewer bytes stay on the device of the parameters.
+        min_bytes: leaves of fewer bytes stay on the device of the parameters.
     """
 
     directory: Path | None
-    least: int
+    min_bytes: int
 
     def takes(self, leaf: Tensor, device: torch.device) -> bool:
         """Whether a leaf of the state of parameters on `device` is stored here."""
@@ -40,7 +40,7 @@ class Home:
 
     def is_large(self, leaf: Tensor) -> bool:
         """Whether a leaf is large enough to offload. Never a 0-d tensor: some of these belong to the host."""
-        return leaf.ndim > 0 and leaf.nbytes >= max(self.least, 1)
+        return leaf.ndim > 0 and leaf.nbytes >= max(self.min_bytes, 1)
 
     def holds(self, leaf: Tensor) -> bool:
         """Whether a leaf is stored here already."""
@@ -53,7 +53,7 @@ class Home:
         return on_host(leaf, backends.of(device).pinned_memory)
 
 
-def offload_state(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
+def offload_state(function: str, optimizer: Optimizer, target: OffloadTarget) -> Optimizer:
     """Return an optimizer that computes the same, to the bit, and stores its state elsewhere.
 
     While one group of parameters is updated, the state of the next one is copied, if the device can do both.
@@ -61,7 +61,7 @@ def offload_state(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
     Args:
         function: name of the caller, for error messages.
         optimizer: one that has a `split`.
-        home: where the state is stored.
+        target: where the state is stored.
 
     Raises:
         ComposeError: the optimizer has no `split`.
@@ -71,7 +71,9 @@ def offload_state(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
     def init(params: PyTree) -> PyTree:
         leaves = tree.leaves(params)
         if any(map(is_abstract, leaves)):
-            return tree.map(lambda leaf: _abstract_copy(leaf) if home.is_large(leaf) else leaf, optimizer.init(params))
+            return tree.map(
+                lambda leaf: _abstract_copy(leaf) if target.is_large(leaf) else leaf, optimizer.init(params)
+            )
         on_meta = optimizer.init(tree.map(_torch.on_meta, params))
         state, spec = tree.flatten(on_meta)
         device = tree.device_of(params)
@@ -80,7 +82,7 @@ def offload_state(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
             group_params = dict(zip(group.names, [leaves[place] for place in group.places], strict=True))
             group_state = tree.leaves(group.optimizer.init(group_params))
             for place, leaf in zip(group.state_places, group_state, strict=True):
-                state[place] = _stored(home, copier, None, leaf, device)
+                state[place] = _stored(target, copier, None, leaf, device)
         copier.wait()
         return tree.unflatten(spec, state)
 
@@ -93,25 +95,25 @@ def offload_state(function: str, optimizer: Optimizer, home: Home) -> Optimizer:
         prefetched: list[Callable[[], Tensor]] | None = None
         for group, following in zip(grouped.groups, [*grouped.groups[1:], None], strict=True):
             old = grouped.state_of(group)
-            fetched = prefetched if prefetched is not None else _fetched(home, copier, old, device)
+            fetched = prefetched if prefetched is not None else _fetched(target, copier, old, device)
             # The copy of the next group overlaps with the update of this one.
             prefetched = None
             if copier.ahead and following is not None:
-                prefetched = _fetched(home, copier, grouped.state_of(following), device)
+                prefetched = _fetched(target, copier, grouped.state_of(following), device)
             new = grouped.make(group, [gradients[place] for place in group.places], [get() for get in fetched])
-            grouped.keep(group, _all_stored(home, copier, old if donate else None, new, device))
+            grouped.keep(group, _all_stored(target, copier, old if donate else None, new, device))
         copier.wait()
         return grouped.finish()
 
-    split = wrap_split(optimizer, lambda each: _at_once(each, home))
+    split = wrap_split(optimizer, lambda each: _at_once(each, target))
 
     def around(transform: Callable[[Optimizer], Optimizer]) -> Optimizer:
-        return offload_state(function, transform(optimizer), home)
+        return offload_state(function, transform(optimizer), target)
 
     return dataclasses.replace(optimizer, init=init, update=update, split=split, offloaded=around)
 
 
-def _at_once(optimizer: Optimizer, home: Home) -> Optimizer:
+def _at_once(optimizer: Optimizer, target: OffloadTarget) -> Optimizer:
     """Return an optimizer whose whole state is copied to the device for an update, and back."""
 
     def update(
@@ -119,9 +121,9 @@ def _at_once(optimizer: Optimizer, home: Home) -> Optimizer:
     ) -> tuple[PyTree, PyTree]:
         (old, spec), device = tree.flatten(opt_state), tree.device_of(params)
         copier = copier_of(device)
-        on_device = tree.unflatten(spec, [get() for get in _fetched(home, copier, old, device)])
+        on_device = tree.unflatten(spec, [get() for get in _fetched(target, copier, old, device)])
         new_params, new = optimizer.update(grads, on_device, params, hyper, donate=donate)
-        stored = _all_stored(home, copier, old if donate else None, tree.leaves(new), device)
+        stored = _all_stored(target, copier, old if donate else None, tree.leaves(new), device)
         copier.wait()
         return new_params, tree.unflatten(spec, stored)
 
@@ -132,12 +134,14 @@ def _groups(leaves: Sequence[Tensor]) -> list[list[int]]:
     return by_size(leaves, GROUP_BYTES)
 
 
-def _fetched(home: Home, copier: Copier, state: Sequence[Tensor], device: torch.device) -> list[Callable[[], Tensor]]:
-    return [_fetch(home, copier, leaf, device) for leaf in state]
+def _fetched(
+    target: OffloadTarget, copier: Copier, state: Sequence[Tensor], device: torch.device
+) -> list[Callable[[], Tensor]]:
+    return [_fetch(target, copier, leaf, device) for leaf in state]
 
 
-def _fetch(home: Home, copier: Copier, leaf: Tensor, device: torch.device) -> Callable[[], Tensor]:
-    if is_abstract(leaf) and home.directory is None and home.is_large(leaf):
+def _fetch(target: OffloadTarget, copier: Copier, leaf: Tensor, device: torch.device) -> Callable[[], Tensor]:
+    if is_abstract(leaf) and target.directory is None and target.is_large(leaf):
         # Abstract tensors may have one device for both, and the copy still takes memory.
         return lambda: torch.empty_like(leaf)
     if leaf.device == device or leaf.ndim == 0:
@@ -146,22 +150,22 @@ def _fetch(home: Home, copier: Copier, leaf: Tensor, device: torch.device) -> Ca
 
 
 def _all_stored(
-    home: Home, copier: Copier, old: Sequence[Tensor] | None, new: Sequence[Tensor], device: torch.device
+    target: OffloadTarget, copier: Copier, old: Sequence[Tensor] | None, new: Sequence[Tensor], device: torch.device
 ) -> list[Tensor]:
     places = old if old is not None else [None] * len(new)
-    return [_stored(home, copier, place, leaf, device) for place, leaf in zip(places, new, strict=True)]
+    return [_stored(target, copier, place, leaf, device) for place, leaf in zip(places, new, strict=True)]
 
 
-def _stored(home: Home, copier: Copier, place: Tensor | None, leaf: Tensor, device: torch.device) -> Tensor:
+def _stored(target: OffloadTarget, copier: Copier, place: Tensor | None, leaf: Tensor, device: torch.device) -> Tensor:
     """Return the stored copy of a leaf: in `place`, if that is given and fits, else in new memory or a new file."""
     if dtensor.is_dtensor(leaf):
-        return dtensor.with_local_part(leaf, _stored(home, copier, place, dtensor.local_part(leaf), device))
-    if is_abstract(leaf) and home.is_large(leaf):
+        return dtensor.with_local_part(leaf, _stored(target, copier, place, dtensor.local_part(leaf), device))
+    if is_abstract(leaf) and target.is_large(leaf):
         return _abstract_copy(leaf) if place is None else place
-    if not home.takes(leaf, device) or (leaf is place and home.holds(leaf)):
+    if not target.takes(leaf, device) or (leaf is place and target.holds(leaf)):
         return leaf
-    if place is None or not home.holds(place) or place.stride() != leaf.stride():
-        place = home.place(leaf, device)
+    if place is None or not target.holds(place) or place.stride() != leaf.stride():
+        place = target.place(leaf, device)
     copier.out(leaf, place)
     return place
 

@@ -10,7 +10,7 @@ from torch import nn
 import ftrain as ft
 from ftrain.errors import ComposeError, OptionError, TraceError
 from ftrain.transforms.remat import budget
-from ftrain.transforms.remat.budget import Price, choose
+from ftrain.transforms.remat.budget import PolicyCost, choose
 from tests.laws.test_pipelines import assert_equal
 from tests.laws.test_remat import Block, anatomy, build, criterion, make_batch
 
@@ -44,15 +44,15 @@ def test_what_is_kept_is_within_the_budget(share):
     assert most[1] < work <= least[1]
 
 
-def menus(draw, blocks):
+def costs(draw, blocks):
     for _ in range(blocks):
         size, work, dots = (int(torch.randint(1, 60, (), generator=draw)) for _ in range(3))
-        yield [Price("full", 0, work + dots), Price("dots", size // 2, work), Price("none", size, 0)]
+        yield [PolicyCost("full", 0, work + dots), PolicyCost("dots", size // 2, work), PolicyCost("none", size, 0)]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_choice_within_the_budget_is_better(seed, monkeypatch):
-    given = list(menus(torch.Generator().manual_seed(seed), 6))
+    given = list(costs(torch.Generator().manual_seed(seed), 6))
     largest = sum(menu[-1].size for menu in given)
     for share in (0, 0.2, 0.5, 0.8, 1):
         chosen = choose(given, share)
@@ -61,7 +61,7 @@ def test_no_choice_within_the_budget_is_better(seed, monkeypatch):
         allowed = [c for c in itertools.product(*given) if sum(price.size for price in c) <= share * largest]
         assert sum(p.work for p in prices) == min(sum(price.work for price in each) for each in allowed)
     # Where there are too many sums to keep them all, it is still within the budget, and near.
-    monkeypatch.setattr(budget, "MOST_STATES", 30)
+    monkeypatch.setattr(budget, "MAX_SUMS", 30)
     prices = [next(p for p in menu if p.policy == name) for menu, name in zip(given, choose(given, 0.5), strict=True)]
     assert sum(price.size for price in prices) <= 0.5 * largest
     allowed = [c for c in itertools.product(*given) if sum(price.size for price in c) <= 0.45 * largest]
@@ -70,7 +70,7 @@ def test_no_choice_within_the_budget_is_better(seed, monkeypatch):
 
 def test_each_shape_of_a_batch_is_sized_once(monkeypatch):
     shares = []
-    monkeypatch.setattr(budget, "choose", lambda menus, share: shares.append(len(menus)) or choose(menus, share))
+    monkeypatch.setattr(budget, "choose", lambda costs, share: shares.append(len(costs)) or choose(costs, share))
     step = build(ft.remat(budget=0.5, blocks=[Block]))
     state = step.init()
     ft.evaluate(ft.eval_step(step.loss), state, [make_batch()])
@@ -110,7 +110,7 @@ def test_functions_that_are_blocks():
 def test_what_was_there_before_a_block_is_not_the_blocks(monkeypatch):
     """Although it writes over that, and the backward pass needs what it has written."""
     seen = []
-    monkeypatch.setattr(budget, "choose", lambda menus, share: seen.extend(menus) or choose(menus, share))
+    monkeypatch.setattr(budget, "choose", lambda costs, share: seen.extend(costs) or choose(costs, share))
 
     @ft.block
     def writing(w, x):
@@ -175,7 +175,7 @@ def test_how_it_prints():
 def test_products_are_kept_where_that_saves_more_than_it_costs(width, better, monkeypatch):
     """What is kept is looked up for each operation, which takes as long as a small product."""
     seen = []
-    monkeypatch.setattr(budget, "choose", lambda menus, share: seen.extend(menus) or choose(menus, share))
+    monkeypatch.setattr(budget, "choose", lambda costs, share: seen.extend(costs) or choose(costs, share))
 
     @ft.block
     def block(w, x):

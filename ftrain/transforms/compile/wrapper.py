@@ -98,13 +98,13 @@ def compiled(
         raise OptionError("compiled: dynamic=True needs lowering='split'; a whole step is one graph for each shape")
     require_positive("compiled", "max_graphs", max_graphs)
     settings = capture.require_backend("compiled", backend or capture.INDUCTOR, mode, options)
-    falls = lowering == "auto"
+    may_fall_back = lowering == "auto"
     compiler = Compiler(backend, settings, fullgraph, dynamic, replay, cache_dir, max_graphs)
 
     def run(step: Step) -> Runner:
         if step.optimizer.offloaded:
-            return _CompiledLoss(step, compiler, falls=falls)
-        return _Compiled(step, "split" if dynamic else lowering, compiler, falls=falls)
+            return _CompiledLoss(step, compiler, may_fall_back=may_fall_back)
+        return _Compiled(step, "split" if dynamic else lowering, compiler, may_fall_back=may_fall_back)
 
     def function(plain: Callable[..., Any]) -> Callable[..., Any]:
         return CompiledFunction(plain, compiler, donate=donate)
@@ -124,11 +124,11 @@ def compiled(
 class _Compiled:
     """Runs a step compiled: whole, split, or whole if that works, else split, and else eagerly."""
 
-    def __init__(self, step: Step, lowering: str, compiler: Compiler, *, falls: bool) -> None:
+    def __init__(self, step: Step, lowering: str, compiler: Compiler, *, may_fall_back: bool) -> None:
         self._step, self._lowering, self._compiler = step, lowering, compiler
         self._names = list(step.optimizer.schedules)
         self._shapes = ShapeRegistry(compiler.max_graphs)
-        self._falls, self._why, self._eager = falls, "", Eager(step)
+        self._may_fall_back, self._why, self._eager = may_fall_back, "", Eager(step)
         self._core: Callable[..., Any] = self._whole() if lowering != "split" else self._split()
 
     @property
@@ -262,7 +262,7 @@ class _Compiled:
     def _fall_back(self, error: TraceError | CompilerError) -> None:
         """Let a step be split, or made eagerly, that failed as a whole."""
         pulls = self._step.pulls
-        if isinstance(error, TraceError) and (pulls or not self._falls):
+        if isinstance(error, TraceError) and (pulls or not self._may_fall_back):
             more = f"; {SPLIT_PULLS}: leave out update_in_backward or compiled" if pulls else ""
             raise TraceError(f"compiled: the step cannot be captured as one graph: {error}{more}") from error
         why = self._reason(error)
@@ -275,13 +275,13 @@ class _Compiled:
         self._lowering, self._core, self._why = "split", self._split(), why
 
     def _reason(self, error: TraceError | CompilerError) -> str:
-        return _why(error, self._falls, "whole" if self._lowering == "auto" else self._lowering)
+        return _why(error, self._may_fall_back, "whole" if self._lowering == "auto" else self._lowering)
 
 
-def _why(error: TraceError | CompilerError, falls: bool, lowering: str) -> str:
+def _why(error: TraceError | CompilerError, may_fall_back: bool, lowering: str) -> str:
     """Say why a step runs in another way; where it may not, or the error says nothing of compiling, raise it."""
     cause = error.__cause__ if isinstance(error, CompilerError) and error.__cause__ else error
-    if not falls:
+    if not may_fall_back:
         raise cause
     return str(error) if isinstance(error, TraceError) else f"{error} (lowering={lowering!r} raises the whole error)"
 
@@ -314,12 +314,12 @@ def _explained(
 class _CompiledLoss:
     """Runs a step with its loss compiled, and the rest operation by operation."""
 
-    def __init__(self, step: Step, compiler: Compiler, *, falls: bool) -> None:
-        self._step, self._compiler, self._shapes, self._falls = (
+    def __init__(self, step: Step, compiler: Compiler, *, may_fall_back: bool) -> None:
+        self._step, self._compiler, self._shapes, self._may_fall_back = (
             step,
             compiler,
             ShapeRegistry(compiler.max_graphs),
-            falls,
+            may_fall_back,
         )
         self._until_update, self._described = UntilUpdate(), described(step.base)
         self._run = Eager(step, compiler.compile_loss, self._until_update.around_update)
@@ -338,7 +338,7 @@ class _CompiledLoss:
             ):
                 return self._run(state, batch, hyper, words)
         except CompilerError as error:
-            why = _why(error, self._falls, "split")
+            why = _why(error, self._may_fall_back, "split")
         eager = Eager(self._step)
         output = eager(state, batch, hyper, words)
         log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)

@@ -12,14 +12,15 @@ from ftrain import tree
 from ftrain.backends import Backend
 from ftrain.backends.transfers import as_directory
 from ftrain.errors import ComposeError, DeviceError, OptionError
-from ftrain.optim.offloaded import Home, offload_state
+from ftrain.optim.offloaded import OffloadTarget, offload_state
 from ftrain.optim.partial_update import require_splittable
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnUpdate, Wrapper, wrapper
 from ftrain.transforms.offload.saved_tensors import ActivationOffloader
 from ftrain.types import GradFn, Optimizer, PyTree, TrainState
 
-KINDS = ACTIVATIONS, OPT_STATE = "activations", "opt_state"
+ACTIVATIONS = "activations"
+KINDS = ACTIVATIONS, "opt_state"
 MIN_BYTES = 1 << 16
 """For fewer bytes, the overhead of a copy is larger than the copy itself."""
 
@@ -75,7 +76,7 @@ def offload(
         return _activations(min_bytes)
     name = f"offload_{what}"
     text = f"offload({what}{f', {directory}' if directory is not None else ''})"
-    return _opt_state(name, text, Home(None if directory is None else as_directory(directory), min_bytes))
+    return _opt_state(name, text, OffloadTarget(None if directory is None else as_directory(directory), min_bytes))
 
 
 def _activations(min_bytes: int) -> Wrapper:
@@ -103,13 +104,13 @@ def _activations(min_bytes: int) -> Wrapper:
     return Wrapper("offload_activations", text, grad=OnGrad(wrap, reads_gradients=False), require=require)
 
 
-def _opt_state(name: str, text: str, home: Home) -> Wrapper:
+def _opt_state(name: str, text: str, target: OffloadTarget) -> Wrapper:
     def optimizer(inner: Optimizer) -> Optimizer:
         require_splittable(text, inner)
-        return offload_state(text, inner, home)
+        return offload_state(text, inner, target)
 
     def require(backend: Backend, params: PyTree) -> None:
-        if home.directory is None and tree.device_of(params) == tree.HOST:
+        if target.directory is None and tree.device_of(params) == tree.HOST:
             raise DeviceError(
                 f"{text}: the state is on the host already ({backend.describe()}); give a directory= for it to be in "
                 "files, or a device to Step.init"

@@ -19,7 +19,7 @@ from ftrain.step.swap_params import Slot, preserve_attributes
 from ftrain.transforms.remat.policies import DOTS, FULL, NONE
 from ftrain.types import Loss, PyTree
 
-MOST_STATES = 2000
+MAX_SUMS = 2000
 """The largest number of partial sums in the search. Blocks of a few kinds have fewer, and the choice is exact."""
 
 log = logging.getLogger("ftrain")
@@ -30,8 +30,8 @@ BYTE, LOOKED_UP = 16, 1_000_000
 and GPUs alike), and the time in which Python looks up whether the result of an operation is kept, about 10 us."""
 
 
-class Price(NamedTuple):
-    """The price of a policy in a block: bytes that it keeps, and work to do again in floating-point operations."""
+class PolicyCost(NamedTuple):
+    """The cost of a policy in a block: bytes that it keeps, and work to do again in floating-point operations."""
 
     policy: str
     size: int
@@ -62,8 +62,8 @@ class Budget:
             return
         shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in tree.leaves(batch))
         if shapes not in self._policies:
-            menus = self._menus(params, batch, rng, buffers)
-            self._policies[shapes] = choose(menus, self._share)
+            costs = self._costs(params, batch, rng, buffers)
+            self._policies[shapes] = choose(costs, self._share)
             log.info("remat: a budget of %s is %s blocks", self._share, dict(Counter(self._policies[shapes])))
         self._remaining = iter(self._policies[shapes])
 
@@ -71,23 +71,25 @@ class Budget:
         """Return the policy of the block that runs next."""
         return next(self._remaining, NONE)
 
-    def _menus(self, params: PyTree, batch: PyTree, rng: Tensor | None, buffers: PyTree) -> list[list[Price]]:
-        """Return the prices of the policies of each block, from a run on tensors without memory."""
-        menus: list[list[Price]] = []
+    def _costs(self, params: PyTree, batch: PyTree, rng: Tensor | None, buffers: PyTree) -> list[list[PolicyCost]]:
+        """Return the costs of the policies of each block, from a run on tensors without memory."""
+        costs: list[list[PolicyCost]] = []
 
         def region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
             meter = _Meter()
             with saved_tensors_hooks(meter.save, _never), meter:
                 returned = within(None, function, *args, **kwargs)
-            menus.append(meter.prices())
+            costs.append(meter.costs())
             return returned
+
+        def as_fake(leaf: Any) -> Any:
+            is_tensor = isinstance(leaf, Tensor)
+            return _torch.fake_like(fake, leaf).requires_grad_(leaf.requires_grad) if is_tensor else leaf
 
         # Without the modes that capture or watch this run.
         fake = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         with _torch.without_modes(), fake, preserve_attributes(self._loss.module):
-            params, batch, rng, buffers = tree.map(
-                lambda leaf: _fake(fake, leaf) if isinstance(leaf, Tensor) else leaf, (params, batch, rng, buffers)
-            )
+            params, batch, rng, buffers = tree.map(as_fake, (params, batch, rng, buffers))
             try:
                 within(region, self._loss.fn, params, batch, rng=rng, buffers=buffers)
             except _torch.NEEDS_VALUES as error:
@@ -101,27 +103,27 @@ class Budget:
                     f"{self._loss.text} fails: {error}. If it runs without remat, give blocks={{name: policy}} in "
                     "place of the budget"
                 ) from error
-        return menus
+        return costs
 
 
-def choose(menus: Sequence[Sequence[Price]], share: float) -> list[str]:
+def choose(costs: Sequence[Sequence[PolicyCost]], share: float) -> list[str]:
     """Return a policy for each block: the least work again, within a share of the most that could be kept.
 
     Args:
-        menus: of each block, the prices of its policies; one of them keeps nothing.
+        costs: of each block, the costs of its policies; one of them keeps nothing.
         share: in [0, 1], of the sum of the largest sizes.
     """
-    limit = share * sum(max(price.size for price in menu) for menu in menus)
+    limit = share * sum(max(cost.size for cost in block_costs) for block_costs in costs)
     # A multiple-choice knapsack: of the partial sums, those for which no other has less memory and less work.
     states: list[tuple[int, int, tuple[Any, ...]]] = [(0, 0, ())]
-    for menu in menus:
+    for block_costs in costs:
         sums = [
-            (size + price.size, work + price.work, (chosen, price.policy))
+            (size + cost.size, work + cost.work, (chosen, cost.policy))
             for size, work, chosen in states
-            for price in menu
-            if size + price.size <= limit
+            for cost in block_costs
+            if size + cost.size <= limit
         ]
-        states = _unbeaten(sums, limit)
+        states = _pareto_front(sums, limit)
     _, _, chosen = min(states, key=lambda state: (state[1], state[0]))
     policies: list[str] = []
     while chosen:
@@ -130,15 +132,15 @@ def choose(menus: Sequence[Sequence[Price]], share: float) -> list[str]:
     return policies[::-1]
 
 
-def _unbeaten(states: list[tuple[int, int, Any]], limit: float) -> list[tuple[int, int, Any]]:
+def _pareto_front(states: list[tuple[int, int, Any]], limit: float) -> list[tuple[int, int, Any]]:
     best: list[tuple[int, int, Any]] = []
     for state in sorted(states, key=lambda state: state[:2]):
         if not best or state[1] < best[-1][1]:
             best.append(state)
-    if len(best) <= MOST_STATES:
+    if len(best) <= MAX_SUMS:
         return best
     # Of sums that are nearly the same, the one with the least work, which is the last.
-    return list({int(state[0] / limit * MOST_STATES): state for state in best}.values())
+    return list({int(state[0] / limit * MAX_SUMS): state for state in best}.values())
 
 
 class _Meter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -152,17 +154,17 @@ class _Meter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._work = self._dots = self._results = self._operations = 0
 
     def save(self, tensor: Tensor) -> None:
-        """Note a tensor that is saved for the backward pass; `prices` counts those that the block has allocated."""
+        """Note a tensor that is saved for the backward pass; `costs` counts those that the block has allocated."""
         self._saved.add(_torch.storage_id(tensor))
 
-    def prices(self) -> list[Price]:
-        """Return the prices of the policies."""
+    def costs(self) -> list[PolicyCost]:
+        """Return the costs of the policies."""
         saved = sum(each.untyped_storage().nbytes() for key, each in self._allocated.items() if key in self._saved)
-        save_all = Price(NONE, saved, 0)
+        save_all = PolicyCost(NONE, saved, 0)
         # Each operation is looked up when it is kept, and when it is made again.
         rest = self._work - self._dots + 2 * LOOKED_UP * self._operations
-        prices = [Price(FULL, 0, self._work), Price("dots", self._results, rest), save_all]
-        return [price for price in prices if price.size < saved or price is save_all]
+        costs = [PolicyCost(FULL, 0, self._work), PolicyCost("dots", self._results, rest), save_all]
+        return [cost for cost in costs if cost.size < saved or cost is save_all]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count it."""
@@ -187,7 +189,3 @@ def _storages(values: PyTree) -> dict[int, Tensor]:
 
 def _never(packed: None) -> Tensor:
     raise TraceError("remat: the run that finds the sizes of blocks has no backward pass; take no gradient in the loss")
-
-
-def _fake(mode: _torch.FakeTensorMode, tensor: Tensor) -> Tensor:
-    return _torch.fake_like(mode, tensor).requires_grad_(tensor.requires_grad)

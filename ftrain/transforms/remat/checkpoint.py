@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -123,12 +123,18 @@ class _Recomputed:
             return tensor
 
         try:
-            with saved_tensors_hooks(save, _same), torch.enable_grad(), _under(self._ambient):
+            with saved_tensors_hooks(save, lambda tensor: tensor), torch.enable_grad(), _under(self._ambient):
                 self._again(*args, **kwargs)
         except _Stopped:
             pass
         if difference or saved < needed:
-            _refuse(difference or f"{saved} in place of {needed}")
+            difference = difference or f"{saved} in place of {needed}"
+            raise LossError(
+                "remat: a block that was computed again needed other tensors for its gradient than at first, "
+                f"{difference}: it must do the same each time. What it has filled or counted since makes a difference "
+                "(a cache of keys and values: use_cache=False), and so does a context that was entered around the "
+                "forward pass alone"
+            )
 
     def _arguments(self) -> Any:
         node: Any = self._saved.grad_fn
@@ -178,18 +184,6 @@ def _cut(tensor: Tensor) -> Tensor:
     if tensor.is_leaf or _torch.is_capturing():
         return tensor
     return tensor.detach().requires_grad_()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _refuse(difference: str) -> NoReturn:
-    raise LossError(
-        f"remat: a block that was computed again needed other tensors for its gradient than at first, {difference}: "
-        "it must do the same each time. What it has filled or counted since makes a difference (a cache of keys and "
-        "values: use_cache=False), and so does a context that was entered around the forward pass alone"
-    )
 
 
 class _Ambient(NamedTuple):
