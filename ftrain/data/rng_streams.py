@@ -52,10 +52,12 @@ class PreservedState:
     call.
     """
 
-    __slots__ = ("_numpy", "_python", "_resets", "_torch")
+    __slots__ = ("_likely", "_numpy", "_python", "_resets", "_torch")
+
+    _last_torch = b""
 
     def __enter__(self) -> PreservedState:
-        self._torch = torch.default_generator.get_state()
+        self._torch, self._likely = torch.default_generator.get_state(), PreservedState._last_torch
         self._python = _PythonState.now()
         # Replaced instead of copied, which takes a hundred times as long.
         self._numpy = mtrand.get_bit_generator()
@@ -78,11 +80,17 @@ class PreservedState:
         Code that reads a state, draws and then sets that state again is not detected.
         """
         mtrand.set_bit_generator(_SEEDED)
-        has_drawn = [_SPARE.has_drawn() or _SPARE.resets != self._resets, self._python.has_drawn()]
+        has_drawn = _SPARE.has_drawn(), self._python.has_drawn(), self._torch_has_drawn()
+        return any(has_drawn) or _SPARE.resets != self._resets
+
+    def _torch_has_drawn(self) -> bool:
         # As bytes: `torch.equal` takes several times as long.
-        return any(has_drawn) or bytes(np.asarray(torch.default_generator.get_state())) != bytes(
-            np.asarray(self._torch)
-        )
+        state = torch.default_generator.get_state().numpy().tobytes()
+        # Mostly it is the one that the batch before has left, whose bytes are at hand.
+        if state == self._likely:
+            return False
+        PreservedState._last_torch = self._torch.numpy().tobytes()
+        return state != PreservedState._last_torch
 
 
 class _PythonState:
