@@ -46,10 +46,11 @@ class BlockGather:
     Args:
         module: the model.
         watch: is told which block is gathered.
+        as_autocast: gather what has two and more axes in the dtype to which autocast would cast it.
     """
 
-    def __init__(self, module: nn.Module, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, module: nn.Module, watch: Watch, *, as_autocast: bool = False) -> None:
+        self._watch, self._as_autocast = watch, as_autocast
         self._slots = {block: _parameters(block, module) for block in repeated_children(module)}
         module_names = {part: name for name, part in module.named_modules()}
         self._block_names = [module_names[block] for block in self._slots]
@@ -117,6 +118,8 @@ class BlockGather:
 
         def gathering(*args: Any, **kwargs: Any) -> Any:
             current = cast(_Pass, self._pass)
+            if self._as_autocast:
+                current.gather_as_autocast()
             self._require_same(number)
             tell = partial(self._watch.tell_place, f"block {self._block_names[number]}")
             tell()
@@ -147,6 +150,12 @@ class _Pass:
         self._names_by_block = names_by_block
         self._is_in_order, self._guess = True, 0
         self._runs: list[tuple[int, _Again]] = []
+
+    def gather_as_autocast(self) -> None:
+        """Gather in the dtype of autocast from now on, if the first block of the pass runs under it."""
+        device = self.params.device.type
+        if not self._runs and torch.is_autocast_enabled(device):
+            self.params.narrow = torch.get_autocast_dtype(device)
 
     def start_after(self, number: int, run: _Again) -> None:
         """Start the gather of the block that is registered after one which runs now.

@@ -19,6 +19,9 @@ class Parameters:
         group: the ranks that have a part each.
         locals_: the parts of this rank by name; those that require no gradient are gathered without one.
         parts: how each is divided; None for one that every rank has.
+
+    Attributes:
+        narrow: the dtype in which those of two and more axes are gathered; None for their own.
     """
 
     def __init__(self, group: Group, locals_: Mapping[Hashable, Tensor], parts: Mapping[Hashable, Part | None]) -> None:
@@ -27,7 +30,9 @@ class Parameters:
         self.sums = GradientSums([str(name) for name in trained], [locals_[name] for name in trained])
         self._numbers = {name: number for number, name in enumerate(trained)}
         self._trained_parts = [parts[name] for name in trained]
+        self._trained_dtypes = [locals_[name].dtype for name in trained]
         self._locals = {name: local.detach() for name, local in locals_.items()}
+        self.narrow: torch.dtype | None = None
 
     @property
     def device(self) -> torch.device:
@@ -37,15 +42,21 @@ class Parameters:
     def whole_bytes(self, names: Sequence[Hashable]) -> int:
         """Return the size in bytes of whole tensors."""
         return sum(
-            local.nbytes if part is None else part.padded * part.size * local.element_size()
+            local.nbytes if part is None else part.padded * part.size * self._dtype(local).itemsize
             for local, part in ((self._locals[name], self.parts[name]) for name in names)
         )
 
     def start_gather(self, names: Sequence[Hashable]) -> Results:
         """Start to gather whole tensors, which have no gradient yet."""
+        locals_ = [self._locals[name] for name in names]
         return start_gather_all(
-            self.group, [self._locals[name] for name in names], [self.parts[name] for name in names]
+            self.group, [local.to(self._dtype(local)) for local in locals_], [self.parts[name] for name in names]
         )
+
+    def _dtype(self, local: Tensor) -> torch.dtype:
+        """Return the dtype in which a parameter is gathered."""
+        is_wide = local.dim() > 1 and local.is_floating_point()
+        return self.narrow if self.narrow is not None and is_wide else local.dtype
 
     def joined(
         self, names: Sequence[Hashable], wholes: Sequence[Tensor], on_backward: Callable[[], None] = lambda: None
@@ -80,7 +91,9 @@ class Parameters:
         return [index for index, name in enumerate(names) if name in self._numbers]
 
     def _scattered(self, numbers: Sequence[int], grads: list[Tensor]) -> Results:
-        return start_scatter_all(self.group, grads, [self._trained_parts[number] for number in numbers])
+        # Gradients of what was gathered in another dtype are added in that of the parameters.
+        wide = [grad.to(self._trained_dtypes[number]) for number, grad in zip(numbers, grads, strict=True)]
+        return start_scatter_all(self.group, wide, [self._trained_parts[number] for number in numbers])
 
 
 def _replaced(tensors: Sequence[Tensor], indices: Sequence[int], new: Sequence[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain import tree
 from ftrain.errors import ComposeError, OptionError
+from ftrain.parallel import buffer_changes
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.bucket_order import BucketOrder, stream_plan
 from ftrain.parallel.compression import Compression, compression_of
@@ -60,6 +61,7 @@ def sharded(
     level: int = 3,
     reduce: str | Compression = "fp32",
     batches: Literal["whole", "rows"] = "whole",
+    gather: Literal["own", "amp"] = "own",
 ) -> Wrapper:
     """Run the step on the ranks of a mesh, so that they compute together what one rank would on the whole batch.
 
@@ -86,13 +88,16 @@ def sharded(
         batches: ``"whole"``: each rank calls the step with the batch of all ranks. ``"rows"``: with its own part of it,
             as ``ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size())`` or a ``DistributedSampler`` reads
             it; all need the same number of examples. The batch is then that of all ranks, one after the other.
+        gather: how the parameters of blocks travel at level 3: ``"own"`` in their own dtype; ``"amp"`` as blocks then
+            get them, in the 16 bits of `with_amp` if they have two or more axes. Gradients are added in their own.
 
     Raises:
         OptionError: for another level, a mesh with other axes, another `reduce`, or one at level 3 on a mesh with one
-            copy of the state; or other `batches`.
+            copy of the state; other `batches`; or another `gather`, or ``"amp"`` below level 3.
         ComposeError: for a `reduce` that remembers what it has not sent, beside a wrapper that takes the gradient more
             than once (`sam`); at level 1 and above, for an optimizer that can update neither parts of a leaf nor a leaf
-            without the others; for a step that is compiled in parts.
+            without the others; for a step that is compiled in parts; from the step, for ``gather="amp"`` without
+            `with_amp`.
         BatchError: from the step, for a batch that cannot be divided into rows; from the first one, on every rank, when
             they have different batches.
         StructureError: from the step, for a state that is divided otherwise; from the first one, on every rank, when
@@ -105,10 +110,12 @@ def sharded(
         raise OptionError(f"sharded: the mesh is {mesh!r}; needs one of ft.parallel.mesh(), with axes replicate, shard")
     if batches not in ("whole", "rows"):
         raise OptionError(f"sharded: batches is {batches!r}; needs 'whole' or 'rows'")
+    if gather not in ("own", "amp") or (gather == "amp" and level < 3):
+        raise OptionError(f"sharded: gather is {gather!r} at level {level}; needs 'own', or at level 3 'amp'")
     reduction = Reduction(compression_of(reduce), mesh, level)
-    rows = ", rows" if batches == "rows" else ""
-    text = f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level}{reduction.text}{rows})"
-    ranks = _Ranks(mesh, level, text, reduction, whole_batches=batches == "whole")
+    more = (", rows" if batches == "rows" else "") + (", gather=amp" if gather == "amp" else "")
+    text = f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level}{reduction.text}{more})"
+    ranks = _Ranks(mesh, level, text, reduction, whole_batches=batches == "whole", as_autocast=gather == "amp")
     return Wrapper(
         NAME,
         text,
@@ -136,8 +143,11 @@ _layout: ContextVar[Layout] = ContextVar("ftrain_layout")
 class _Ranks:
     """The groups of ranks of a mesh, and what they exchange in a step."""
 
-    def __init__(self, mesh: DeviceMesh, level: int, text: str, reduction: Reduction, *, whole_batches: bool) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, level: int, text: str, reduction: Reduction, *, whole_batches: bool, as_autocast: bool
+    ) -> None:
         self._mesh, self._level, self._text, self._reduction = mesh, level, text, reduction
+        self._as_autocast = as_autocast
         self._shard, self._replicate = (group(mesh, axis) for axis in (SHARD, REPLICATE))
         self._all = all_ranks(mesh)
         self._same_inputs = SameInputs(self._all, whole_batches=whole_batches)
@@ -198,6 +208,8 @@ class _Ranks:
     ) -> tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]:
         """Return the local part of a state, this rank's rows, and what makes a state of all ranks of the result."""
         require_ranks(self._mesh, tree.leaves(batch))
+        if self._as_autocast and all(other.name != "with_amp" for other in step.wrappers):
+            raise ComposeError(f"{NAME}: gather='amp' is the dtype of with_amp, which the step has not; add it")
         rows = replace(self._rows_of(batch, self._all.rank, self._all.size, step.microbatches), ranks=self._all)
         self._watch.begin(state.step)
         with self._watch:
@@ -230,7 +242,9 @@ class _Ranks:
     def on_loss(self, loss: Loss) -> Loss:
         """Compute a loss on this rank's rows with the weight of all ranks, so that gradients need only be summed."""
         gathers = self._level == 3 and self._shard.size > 1
-        blocks = BlockGather(loss.module, self._watch) if gathers and loss.module is not None else None
+        blocks = None
+        if gathers and loss.module is not None:
+            blocks = BlockGather(loss.module, self._watch, as_autocast=self._as_autocast)
         order = dict.fromkeys(name for name, _ in loss.module.named_parameters()) if loss.module is not None else {}
         self._order = order
 
@@ -340,8 +354,7 @@ class _Ranks:
         addends = {
             "total": local.loss.total,
             "metrics": metrics,
-            # Changes, so that a buffer that nothing changes keeps its bits.
-            "buffers": tree.map(lambda new, old: rows.share_of(_change(new, old)), local.buffers, buffers),
+            "buffers": tree.map(rows.share_of, buffer_changes.between(buffers, local.buffers)),
             "not_finite": None if local.finite is None else (~local.finite).to(torch.int32),
         }
         leaves, spec = tree.flatten(addends)
@@ -352,7 +365,7 @@ class _Ranks:
             # Its weight is that of all ranks already (`on_loss`).
             loss=replace(local.loss, total=total["total"]),
             metrics=total["metrics"],
-            buffers=tree.map(_changed, local.buffers, buffers, total["buffers"]),
+            buffers=buffer_changes.applied(buffers, local.buffers, total["buffers"]),
             finite=None if local.finite is None else total["not_finite"] == 0,
         )
 
@@ -383,12 +396,3 @@ def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
         for each in contexts:
             stack.enter_context(each)
         yield
-
-
-def _change(new: Tensor, old: Tensor) -> Tensor:
-    # Infinity minus infinity would be NaN: a mask of attention may hold it.
-    return torch.where(new == old, 0, new - old) if new.is_floating_point() else new.new_zeros(())
-
-
-def _changed(new: Tensor, old: Tensor, change: Tensor) -> Tensor:
-    return old + change.to(old.dtype) if new.is_floating_point() else new

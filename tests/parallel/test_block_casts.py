@@ -1,5 +1,6 @@
 """Level 3 under autocast: the narrow copies of weights that autograd would save are made again in the backward pass."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -32,14 +33,27 @@ class Block(nn.Module):
         return x + F.linear(hidden, gain) + (torch.view_as_complex(self.wave).conj() * (x + 1j * x)).real
 
 
-def trained(size, level):
+class PlainBlock(nn.Module):
+    """Each weight is used once, by what autocast casts for; one is frozen, and one is not used at all."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.conv = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Conv1d(1, 1, 3, padding=1)
+        self.down, self.unused = nn.Parameter(torch.randn(2 * width, width) / width), nn.Linear(2, 2)
+        self.up.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return x + self.conv((self.up(self.norm(x)).tanh() @ self.down).unsqueeze(1)).squeeze(1)
+
+
+def trained(size, level, block=Block, **options):
     def rank(_):
         with models._seeding:
             torch.manual_seed(2)
-            net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(Block(4), Block(4)), nn.Linear(4, 2))
+            net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(block(4), block(4)), nn.Linear(4, 2))
         loss = ft.from_module(net, lambda net, x: net(x).float().square().mean())
-        step = ft.train_step(loss, ft.optim.sgd(0.005))
-        step = ft.compose(step, ft.with_amp("bf16"), ft.sharded(ft.parallel.mesh(), level))
+        step = ft.train_step(loss, ft.optim.sgd(0.005), allow_unused=True)
+        step = ft.compose(step, ft.with_amp("bf16"), ft.sharded(ft.parallel.mesh(), level, **options))
         state = step.init()
         for seed in range(3):
             state, _ = step(state, torch.randn(8, 3, generator=torch.Generator().manual_seed(seed)))
@@ -53,6 +67,44 @@ def test_a_step_under_autocast_has_the_bits_of_level_2_and_equals_one_rank():
     for gathered_once, by_block in zip(trained(2, 2), trained(2, 3), strict=True):
         torch.testing.assert_close(by_block, gathered_once, rtol=0, atol=0)  # A sum over two ranks has one order.
         torch.testing.assert_close(by_block, one, rtol=NARROW, atol=NARROW)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_travels_in_the_dtype_of_autocast_changes_no_bit(size):
+    for narrow, own in zip(trained(size, 3, PlainBlock, gather="amp"), trained(size, 3, PlainBlock), strict=True):
+        torch.testing.assert_close(narrow, own, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.remat(),)])
+def test_matrices_of_blocks_are_gathered_in_16_bits_and_their_gradients_added_in_32(wrappers):
+    width, size = 64, 4
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(2)))
+    step = ft.train_step(ft.from_module(net, lambda net, x: net(x).float().square().mean()), ft.optim.sgd(0.1))
+    step = ft.compose(step, ft.with_amp("bf16"), *wrappers)
+
+    def sent(gather):
+        on_ranks = ft.sharded(ft.parallel.mesh(), gather=gather)(step)
+        planned = ft.anatomy(on_ranks, None, torch.randn(8, width), mesh=(1, size))
+        torch.distributed.destroy_process_group()
+        return {row.kind: row.sent for row in planned.traffic}
+
+    own, narrow = sent("own"), sent("amp")
+    matrix, vector = 4 * width * width, 4 * width
+    assert narrow["all-gather"] / own["all-gather"] == pytest.approx((matrix / 2 + vector) / (matrix + vector))
+    assert narrow["reduce-scatter"] == own["reduce-scatter"]
+
+
+def test_the_dtype_of_autocast_needs_autocast_and_blocks():
+    mesh = ft.parallel.mesh()
+    for options in ({"level": 2, "gather": "amp"}, {"gather": "bf16"}):
+        with pytest.raises(
+            ft.errors.OptionError, match=r"sharded: gather is '(amp|bf16)' at level [23]; needs 'own', or"
+        ):
+            ft.sharded(mesh, **options)
+    loss = ft.from_module(nn.Linear(3, 2), lambda net, x: net(x).mean())
+    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(mesh, gather="amp"))
+    with pytest.raises(ft.errors.ComposeError, match="gather='amp' is the dtype of with_amp, which the step has not"):
+        step(step.init(), torch.ones(4, 3))
 
 
 def test_narrow_copies_of_one_block_are_held_at_a_time():

@@ -57,6 +57,7 @@ def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | N
         options["batches"] = "whole"  # That of a plan for other ranks is of all of them.
     if level is not None:
         options["level"] = level
+        options |= {"gather": "own"} if level < 3 else {}
     planned = sharded(**options)
     if wrapper is None:
         return step.wrapped(planned)
