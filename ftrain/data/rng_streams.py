@@ -85,11 +85,11 @@ class PreservedState:
 
     def _torch_has_drawn(self) -> bool:
         # As bytes: `torch.equal` takes several times as long.
-        state = torch.default_generator.get_state().numpy().tobytes()
+        state = np.asarray(torch.default_generator.get_state()).tobytes()
         # Mostly it is the one that the batch before has left, whose bytes are at hand.
         if state == self._likely:
             return False
-        PreservedState._last_torch = self._torch.numpy().tobytes()
+        PreservedState._last_torch = np.asarray(self._torch).tobytes()
         return state != PreservedState._last_torch
 
 
