@@ -315,7 +315,8 @@ def _parts(
 ) -> Iterator[Part]:
     """Yield the part of each group; `columns` are the leaves of the parameters, the gradients and each moment."""
     for indices, decay in groups:
-        leaf, grad, *moments = [wrap([*map(column.__getitem__, indices)]) for column in columns]
+        is_all = len(indices) == len(columns[0])
+        leaf, grad, *moments = [wrap(column if is_all else [*map(column.__getitem__, indices)]) for column in columns]
         yield Part(leaf, grad, dict(zip(names, moments, strict=True)), decay, columns[0][indices[0]])
 
 

@@ -28,6 +28,7 @@ class Eager:
     ) -> None:
         self._core: Core = step.assemble(donate=step.donate, around_loss=around_loss, around_update=around_update)
         self._needs_rng, self._draws = step.base.needs_rng, step.optimizer.needs_rng
+        self._backends: dict[torch.device, backends.Backend] = {}
         self.text = "eager(donate)" if step.donate else "eager"
 
     def __call__(
@@ -38,6 +39,6 @@ class Eager:
         rng = random.to_device(random.from_words(words), device) if self._needs_rng else None
         if self._draws:
             hyper = {**hyper, RNG: random.to_device(random.from_words(random.update_words(words)), device)}
-        backend = backends.of(device)
+        backend = self._backends.get(device) or self._backends.setdefault(device, backends.of(device))
         with torch.set_grad_enabled(False), backend.seeded(random.seed_of(words)), backend.deterministic():
             return self._core(state, batch, hyper, rng)

@@ -79,9 +79,7 @@ def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
     if "loss" in metrics:
         raise LossError(f"{name}: a metric is called 'loss', which is the name of the loss itself; rename it")
     if isinstance(loss, Tensor) and loss.ndim == 0:
-        loss = Mean(
-            loss, torch.ones((), dtype=torch.promote_types(loss.dtype, torch.float32), device=loss.device), plain=True
-        )
+        loss = Mean(loss, torch.ones_like(loss, dtype=torch.promote_types(loss.dtype, torch.float32)), plain=True)
     if not isinstance(loss, Mean):
         raise LossError(f"{name}: returned {tree.describe(loss)}; needs {FORMS}")
     for part in (loss.total, loss.weight):

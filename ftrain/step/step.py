@@ -148,14 +148,15 @@ class Step:
 
         def core(state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None) -> tuple[TrainState, Metrics]:
             gradients = grad(state, batch, rng)
-            metrics = {name: m.value if isinstance(m, Mean) else m for name, m in gradients.metrics.items()}
+            # A metric, or a buffer, may be a parameter itself, which a donated update overwrites.
+            metrics = {
+                name: m.value if isinstance(m, Mean) else m.clone() if donate and isinstance(m, Tensor) else m
+                for name, m in gradients.metrics.items()
+            }
+            if donate and not tree.is_blank(gradients.buffers):
+                gradients = replace(gradients, buffers=copy_shared(gradients.buffers, state.params))
             if gradients.finite is not None:
                 metrics = report(metrics, self.base.text, skipped=~gradients.finite)
-            # A metric may be a parameter itself, which a donated update overwrites.
-            if donate:
-                metrics = {name: m.clone() if isinstance(m, Tensor) else m for name, m in metrics.items()}
-                if not tree.is_blank(gradients.buffers):
-                    gradients = replace(gradients, buffers=copy_shared(gradients.buffers, state.params))
             new = update(state, gradients, hyper, donate=donate)
             if gradients.slots:
                 new = replace(new, slots={**new.slots, **gradients.slots})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -66,9 +65,9 @@ def value_and_grad(
     return ValueAndGrad(forward, name, allow_unused, scale, watch)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ForwardResult:
-    """The result of a forward pass.
+    """The result of a forward pass; nobody changes it, but a frozen one takes three times as long to make.
 
     Args:
         params: the leaves of the parameters that are differentiated.
@@ -108,15 +107,32 @@ class _Forward:
     def __init__(self, loss: LossFn, name: str) -> None:
         self._loss, self._flatten, self._name = loss, Flattener(), name
         self._unused: set[tuple[int, ...]] = set()
+        # The last structure of what a loss reads, and that of its parameters.
+        self._specs: tuple[Any, Any] = None, None
 
     def __call__(
         self, state: TrainState, batch: PyTree, rng: Tensor | None, params: list[Tensor] | None = None
     ) -> ForwardResult:
+        if not _torch.is_capturing():
+            return self._run(state, batch, rng, params, None)
+        # Unused leaves of a graph cannot be looked for in a second run (`_hidden`), so watch the one that is captured.
+        with CheckpointInputs() as inputs:
+            return self._run(state, batch, rng, params, inputs)
+
+    def _run(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        rng: Tensor | None,
+        params: list[Tensor] | None,
+        inputs: CheckpointInputs | None,
+    ) -> ForwardResult:
         leaves, spec = self._flatten((state.params, state.frozen, batch, state.buffers))
-        params_spec = spec.child(0)
-        # While a graph is captured, unused leaves cannot be looked for in a second run (`_hidden`), so watch this one.
-        inputs = CheckpointInputs() if _torch.is_capturing() else None
-        with torch.set_grad_enabled(True), inputs or nullcontext():
+        last_spec, params_spec = self._specs
+        if last_spec is not spec:
+            params_spec = spec.child(0)
+            self._specs = spec, params_spec
+        with torch.set_grad_enabled(True):
             if params is None:
                 params = [*map(Tensor.requires_grad_, map(Tensor.detach, leaves[: params_spec.num_leaves]))]
             leaves[: len(params)] = params
