@@ -156,9 +156,10 @@ def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree
 
 def _to_device(batch: PyTree, device: torch.device, flatten: Flattener) -> PyTree:
     """Return a batch on a device; itself, if all of it is there already."""
-    if all(isinstance(leaf, Tensor) and leaf.device == device for leaf in flatten(batch)[0]):
-        return batch
-    return tree.to(batch, device)
+    for leaf in flatten(batch)[0]:
+        if not isinstance(leaf, Tensor) or leaf.device != device:
+            return tree.to(batch, device)
+    return batch
 
 
 def device_of(state: Any) -> torch.device:
