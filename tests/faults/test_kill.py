@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -220,7 +221,16 @@ def newest_step(directory):
     return steps[-1] if steps else 0
 
 
+@pytest.fixture
+def sockets(fast, monkeypatch):  # After `fast`, whose folder pytest makes.
+    """Workers put their sockets into a folder of the test, for those that are killed leave them behind."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
 @quiet_forks
+@pytest.mark.usefixtures("sockets")
 @pytest.mark.parametrize("data", DATA)
 def test_a_run_is_killed_again_and_again(data, fast):
     draw, kills, resumed, runs = random.Random(data), 0, 0, 0
