@@ -39,7 +39,10 @@ def under(prefix: str, store: Any) -> Any:
 
 
 def sign_of_life(rank: int) -> str:
-    """Return the key under which a rank writes again and again that it lives (`ftrain.parallel.deadline`)."""
+    """Return the key under which a rank writes again and again that it lives (`ftrain.parallel.deadline`).
+
+    Each time another JSON object; its ``failure`` is the text of the error that has ended the rank, or empty.
+    """
     return f"ftrain/watch/{rank}"
 
 

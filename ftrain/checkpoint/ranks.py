@@ -104,13 +104,15 @@ class Ranks:
         while not self._store.check(keys):
             if waited - heard_at > SILENCE:
                 earlier, heard, heard_at = heard, self._signs_of_life(keys), waited
-                is_silent = any(text == earlier.get(rank) for rank, text in heard.items())
+                is_silent = any(text == earlier.get(rank) or _failure(text) for rank, text in heard.items())
             if is_silent or waited > self._seconds or self._abandoned.is_set():
                 self._has_failed = True
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                failed = {rank: _failure(text) for rank, text in self._signs_of_life(keys).items() if _failure(text)}
+                why = "; ".join(f"rank {rank} failed: {text}" for rank, text in failed.items())
                 raise RankError(
-                    f"{self._name}: rank {', '.join(map(str, missing))} did not come within {waited:.0f} seconds; it "
-                    "died, hangs, or runs another program"
+                    f"{self._name}: rank {', '.join(map(str, missing))} did not come within {waited:.0f} seconds; "
+                    + (why or "it died, hangs, or runs another program")
                 )
             self._abandoned.wait(pause)
             waited, pause = waited + pause, min(2 * pause, LONGEST_WAIT)
@@ -125,6 +127,11 @@ class Ranks:
         """Return what ranks whose messages are missing have written last to say that they live."""
         lives = {rank: sign_of_life(rank) for rank, key in enumerate(keys) if not self._store.check([key])}
         return {rank: self._store.get(life) for rank, life in lives.items() if self._store.check([life])}
+
+
+def _failure(sign_of_life: bytes) -> str:
+    failure: str = json.loads(sign_of_life)["failure"]
+    return failure
 
 
 def _raising(error: BaseException) -> Callable[[], None]:

@@ -5,8 +5,8 @@ Messages travel in a group of their own, so that they wait neither for a device 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ftrain import backends, tree
 from ftrain._torch import store
-from ftrain.errors import RankError
+from ftrain.errors import OptionError, RankError
 from ftrain.parallel.deadline import watch
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ class Agreement:
         self._group: Any = None
         self._vote: tuple[torch.Tensor, Any] | None = None
         self._shared_error: BaseException | None = None
+        self._watch: Any = None
 
     def __enter__(self) -> Agreement:
         """Make the group; waits for all ranks."""
@@ -41,10 +42,15 @@ class Agreement:
             # The library of the default group may know tensors on the device only.
             on_host = backends.default().device == tree.HOST
             library = None if on_host else backends.of(tree.HOST).distributed
-            self._group = dist.new_group(backend=library, timeout=store.timeout())
+            self._watch = watch()
+            self._watch.tell_failure(None)
+            with self._named():
+                self._group = dist.new_group(backend=library, timeout=store.timeout())
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, RankError) and not self.shares(error):
+            self._watch.tell_failure(error)
         group, self._group = self._group, None
         if group is not None:
             # The destructor of a group waits for a vote; when ranks have failed, its result is of no use.
@@ -98,12 +104,23 @@ class Agreement:
         return int(self._waited(*started))
 
     def _waited(self, tensor: torch.Tensor, work: Any) -> torch.Tensor:
-        try:
+        with self._named():
             work.wait()
-        except RuntimeError as error:
-            watch().explain(error, "fit, after its last step,")
-            raise
         return tensor
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Context that names the ranks for which it has waited in vain."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._watch.explain(error)
+            raise
+
+    def tell_place(self, place: str) -> None:
+        """Tell the other ranks where this one is between steps, such as ``"in evaluate"``; "" when it has left."""
+        if self._ranks > 1:
+            self._watch.tell_place(place)
 
     def from_first(self, value: T) -> T:
         """Return the value that the first rank has, which is pickled; waits for it."""
@@ -113,11 +130,8 @@ class Agreement:
         if self._ranks == 1:
             return value
         values: list[Any] = [value if self._rank == rank else None]
-        try:
+        with self._named():
             dist.broadcast_object_list(values, src=rank, group=self._group)
-        except RuntimeError as error:
-            watch().explain(error, "fit, after its last step,")
-            raise
         return values[0]  # type: ignore[no-any-return]
 
     def together(self, name: str, function: Callable[[], T]) -> T:
@@ -125,7 +139,7 @@ class Agreement:
 
         Args:
             name: of the function, for the error.
-            function: waits for no other rank in the middle of what may fail on this one alone.
+            function: where it waits for other ranks, they wait until the deadline if it fails on this one alone.
 
         Raises:
             RankError: when another rank has failed, and this one has not.
@@ -134,12 +148,24 @@ class Agreement:
             return function()
         result: Any = None
         error: Exception | None = None
+        self.tell_place(f"in {name}")
         try:
             result = function()
+        except RankError:
+            raise
         except Exception as raised:
             error = raised
-        failed = self.largest(0 if error is None else 1 + self._rank)
+            self._watch.explain(error)
+        try:
+            failed = self.largest(0 if error is None else 1 + self._rank)
+        except RankError as late:
+            if error is None:
+                raise
+            raise error from late
+        self.tell_place("")
         if failed:
+            # All know of it, and may save together what was trained.
+            self._watch.tell_failure(None)
             text = self._from(failed - 1, f"{type(error).__name__}: {error}")
             error = error or RankError(f"fit: rank {failed - 1} failed in {name}, and so all ranks stop: {text}")
             self._shared_error = error
@@ -153,6 +179,25 @@ class Agreement:
             RankError: when another rank has failed, and this one has not.
         """
         return self.from_first(self.together(name, function))
+
+    def require_same(self, arguments: Mapping[str, Any]) -> None:
+        """Check that all ranks have equal arguments, which are pickled; by their names.
+
+        Raises:
+            OptionError: on the ranks that have others than the first one.
+            RankError: on the others.
+        """
+        first = self.from_first(arguments)
+
+        def compare() -> None:
+            for name, value in arguments.items():
+                if value != first[name]:
+                    raise OptionError(
+                        f"fit: {name} is {value} on rank {self._rank}, and {first[name]} on rank 0; every rank must "
+                        "call it with the same arguments"
+                    )
+
+        self.together("comparing the arguments of fit", compare)
 
     def shares(self, error: BaseException) -> bool:
         """Return whether all ranks have stopped at this error, or at their own in the same place."""

@@ -121,7 +121,7 @@ class BlockGather:
             if self._as_autocast:
                 current.gather_as_autocast()
             self._require_same(number)
-            tell = partial(self._watch.tell_place, f"block {self._block_names[number]}")
+            tell = partial(self._watch.tell_place, f"at block {self._block_names[number]}")
             tell()
             again = _Again(current.ahead, names, self._gathered_again, tell)
             wholes = current.params.joined(names, current.ahead.take(names), again.forget)

@@ -24,7 +24,7 @@ PATIENCE = 3.0
 """Seconds in which a rank that lives gives a sign of it."""
 NAMELESS = "Application timeout caused pair closure"
 """What a collective says without the name of its library, when time ran out in another one."""
-IN_STEP, BETWEEN_STEPS, FAILED, GAVE_UP = "in", "after", "failed in", "gave up in"
+IN_STEP, BETWEEN_STEPS = "in", "after"
 """What a rank does; with the number of a step."""
 
 
@@ -37,7 +37,8 @@ class Watch:
     def __init__(self) -> None:
         self.rank, self.size = store.rank_and_size()
         self.group = dist.group.WORLD
-        self._number, self._doing, self._text, self._place = 0, BETWEEN_STEPS, "", ""
+        self._number, self._doing, self._place = 0, BETWEEN_STEPS, ""
+        self._failure, self._has_waited = "", False
         self._beats = 0
         self._ended = threading.Event()
         self._is_telling = self.size > 1 and store.are_processes()
@@ -56,24 +57,26 @@ class Watch:
         self._number += 1
 
     def tell_place(self, place: str) -> None:
-        """Note where in the step this rank is from now on, such as at a block of the model."""
-        self._place = f", at {place}"
+        """Note where in or after the step this rank is, such as ``"at block 3"``; "" when it has left."""
+        self._place = place and f", {place}"
 
     def __enter__(self) -> None:
-        self._doing, self._place = IN_STEP, ""
+        self._doing, self._place, self._failure, self._has_waited = IN_STEP, "", "", False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._doing, self._place = BETWEEN_STEPS, ""
         else:
-            self.explain(error, f"step {self._number}")
+            self.explain(error)
 
-    def explain(self, error: BaseException, what: str) -> None:
-        """Tell the others of an error, and say more of one of a collective.
+    def tell_failure(self, error: BaseException | None) -> None:
+        """Tell the others that this rank has failed; with None, that it goes on."""
+        self._failure = "" if error is None else f"{type(error).__name__}: {error!s:.200}"
+        if self._is_telling:
+            self._tell()
 
-        Args:
-            error: of this rank.
-            what: has failed.
+    def explain(self, error: BaseException) -> None:
+        """Tell the others of an error of this rank, and say more of one of a collective.
 
         Raises:
             RankError: for the error of a collective; names the rank that it has waited for.
@@ -81,17 +84,17 @@ class Watch:
         if not self._is_telling:
             return
         if not is_failed_collective(error):
-            self._doing, self._text = FAILED, f"{type(error).__name__}: {error!s:.200}"
-            self._tell()
+            self.tell_failure(error)
             return
-        doing, self._doing = self._doing, GAVE_UP
+        self._has_waited = True
         self._tell()
+        what = "sharded: step" if self._doing == IN_STEP else "fit: what follows step"
         raise RankError(
-            f"sharded: {what} did not end on rank {self.rank}{self._place}: {self._blame(doing)}. What was saved is "
+            f"{what} {self._number} did not end on rank {self.rank}{self._place}: {self._blame()}. What was saved is "
             f"as it was: run the program again. The error of the collective: {error!s:.200}"
         ) from error
 
-    def _blame(self, doing: str) -> str:
+    def _blame(self) -> str:
         """Return which other ranks are to blame, and for what; waits for their signs of life."""
         try:
             earlier = self._told()
@@ -104,13 +107,13 @@ class Watch:
             where = f"{note['doing']} step {note['number']}{note['place']}" if note else ""
             if note is None:
                 dead.append(f"rank {rank} never came")
-            elif note["doing"] == FAILED:
-                failed.append(f"rank {rank} {where}: {note['text']}")
-            elif note["doing"] == GAVE_UP:  # It has waited, too.
-                waited.append(f"rank {rank} has waited in step {note['number']}{note['place']}")
+            elif note["failure"]:
+                failed.append(f"rank {rank} failed {where}: {note['failure']}")
+            elif note["has_waited"]:
+                waited.append(f"rank {rank} has waited, too, {where}")
             elif note == earlier[rank]:
                 dead.append(f"rank {rank} died or hangs, and was {where} when it was last heard of")
-            elif (note["number"], note["doing"]) < (self._number, doing):
+            elif (note["number"], note["doing"]) < (self._number, self._doing):
                 behind.append(f"rank {rank} is {where}, and hangs there or runs another program")
             else:
                 beside.append(f"rank {rank} is still {where}, and hangs there")
@@ -119,7 +122,7 @@ class Watch:
             or dead
             or behind
             or beside
-            or [*waited, "none has said why: ranks may run different blocks or programs; see the log of each"]
+            or [*waited, "none has said why: ranks may have different data, options or blocks; see the log of each"]
         )
 
     def _told(self) -> dict[int, Any]:
@@ -134,7 +137,8 @@ class Watch:
             "number": self._number,
             "doing": self._doing,
             "place": self._place,
-            "text": self._text,
+            "failure": self._failure,
+            "has_waited": self._has_waited,
             "beats": self._beats,
         }
         self._store.set(store.sign_of_life(self.rank), json.dumps(note))

@@ -34,7 +34,7 @@ class SameInputs:
 
         Args:
             step: compared as it prints, and the version of torch.
-            state: with DTensors or whole tensors as leaves; names and shapes are compared.
+            state: with DTensors or whole tensors as leaves; names, shapes and the number of its step are compared.
             batch: of which every value is compared; of the rows of a rank only how many they are.
 
         Raises:
@@ -95,7 +95,10 @@ def _description(step: Any) -> list[str]:
 
 def _structure(state: TrainState) -> list[str]:
     signature = tree.signature((state.params, state.opt_state, state.slots))
-    return [f"a leaf of the state, {name}: {text}" for name, text in signature.items()]
+    return [
+        f"a state of step {int(state.step)}",
+        *(f"a leaf of the state, {name}: {text}" for name, text in signature.items()),
+    ]
 
 
 def _first_difference(ranks: Group, lines: list[str], device: torch.device) -> tuple[int, str, str] | None:

@@ -112,7 +112,7 @@ def fit(
             ``offload("opt_state")``; or when `adapt` returns None.
         OptionError: for an `evaluate`, `stop`, `adapt` or logger that is no function, `evaluate_every` without
             `evaluate`, a metric that is not recorded (`patience`, `plateau`, ``best=``), numbers that are not positive,
-            or another `resume`, `on_oom` or `on_nonfinite`.
+            or another `resume`, `on_oom` or `on_nonfinite`; or for arguments that are not those of the first rank.
         DeviceError: when steps are split and not even one example fits, with the `anatomy` of the step; or when a
             state was overwritten, and there is no checkpoint.
         DataError: when there is no batch, or the data ends before `steps` is reached.
@@ -120,7 +120,7 @@ def fit(
         CheckpointError: when a checkpoint cannot be read or written, or is not as `resume` requires.
         StructureError: when the checkpoint is of another model, optimizer or wrapper.
         Interrupted: after a signal, when there are checkpoints.
-        RankError: when another rank has failed between steps.
+        RankError: when another rank has failed between steps, has other arguments or has not come.
         Exception: whatever a step, the data or a logger raises. Every error has what was trained until then, as `fit`
             returns it, in its ``result``, unless it has another ``result``. With checkpoints, the newest state is
             saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised. After an error in a step or
@@ -128,46 +128,59 @@ def fit(
     """
     # What a function does with other ranks cannot be seen: where there are some, they are one run.
     ranks = ranks_of(step.wrappers) if isinstance(step, Step) else rank_and_size()[1]
-    _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
-    _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
-    _require_agreement(step, ranks, on_oom)
     agreement = Agreement(ranks)
-    if agreement.is_first:
-        _warn_if_best_is_missed(checkpoints, evaluate_every)
     options = Options(
         steps, epochs, evaluate, evaluate_every, stop, adapt, loggers, log_every, throughput or {}, on_oom
     )
-    check_loss = NonFiniteLossCheck(on_nonfinite, checkpoints, is_first=agreement.is_first)
-    saves = RunCheckpoints(checkpoints, data, resume, is_first=agreement.is_first)
     signals = [signal.SIGINT] if checkpoints is None else [signal.SIGINT, signal.SIGTERM]
-    with (
-        agreement,
-        checkpoints or nullcontext(),
-        show(progress and agreement.is_first) as display,
-        # A rank that abandons a step leaves the others in it.
-        interruptible(signals, is_compiling if ranks == 1 else lambda frame: False) as received,
-    ):
-        interrupted = AgreedSignal(agreement, received)
-        donating = step.donating if isinstance(step, Step) and donate else step
-        run = Run(
-            donating,
-            data,
-            options,
-            saves.load(state, donate=donating is not step),
-            checkpoints=saves,
-            check_loss=check_loss,
-            display=display,
-            interrupted=interrupted,
-            agreement=agreement,
-        )
-        # The run alone holds a state from here on, so that the memory of the first one can be freed.
-        del state
-        _train(run, interrupted)
+    with agreement:
+        agreement.require_same(_comparable(options, checkpoints, resume, on_nonfinite, donate))
+        _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
+        _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
+        _require_agreement(step, ranks, on_oom)
+        if agreement.is_first:
+            _warn_if_best_is_missed(checkpoints, evaluate_every)
+        check_loss = NonFiniteLossCheck(on_nonfinite, checkpoints, is_first=agreement.is_first)
+        saves = RunCheckpoints(checkpoints, data, resume, is_first=agreement.is_first)
+        with (
+            checkpoints or nullcontext(),
+            show(progress and agreement.is_first) as display,
+            # A rank that abandons a step leaves the others in it.
+            interruptible(signals, is_compiling if ranks == 1 else lambda frame: False) as received,
+        ):
+            interrupted = AgreedSignal(agreement, received)
+            donating = step.donating if isinstance(step, Step) and donate else step
+            run = Run(
+                donating,
+                data,
+                options,
+                saves.load(state, donate=donating is not step),
+                checkpoints=saves,
+                check_loss=check_loss,
+                display=display,
+                interrupted=interrupted,
+                agreement=agreement,
+            )
+            # The run alone holds a state from here on, so that the memory of the first one can be freed.
+            del state
+            _train(run, interrupted)
     data_ended = steps is None or run.step < steps
     run.history.stopped = "interrupt" if interrupted() else run.stopped or ("data" if data_ended else "steps")
     if checkpoints and (number := interrupted()):
         raise _interrupted(number, checkpoints, run.result, say=agreement.is_first)
     return run.result
+
+
+def _comparable(options: Options, checkpoints: Checkpoints | None, *others: Any) -> dict[str, Any]:
+    """Return what ranks that train together must have alike among the arguments of `fit`, by name."""
+    functions = {name: getattr(options, name) for name in ("evaluate", "stop", "adapt")}
+    return {
+        "checkpoints": repr(checkpoints),
+        **dict(zip(("resume", "on_nonfinite", "donate"), others, strict=True)),
+        **{name: getattr(options, name) for name in ("steps", "epochs", "evaluate_every", "log_every", "on_oom")},
+        **{name: function if function is None else "a function" for name, function in functions.items()},
+        "throughput": [*options.throughput],
+    }
 
 
 def _train(run: Run, interrupted: AgreedSignal) -> None:

@@ -207,7 +207,11 @@ class Run:
             # Leaving the context of checkpoints with an error would not wait for the other ranks.
             self._checkpoints.wait()
         if not shared and not isinstance(error, RankError):
-            watch().explain(error, "fit")
+            try:
+                watch().explain(error)
+            except RankError as named:
+                attach_result(named, self.result)
+                raise
         # The other ranks are elsewhere, or do as this one does: there is nothing more to agree on.
         self._agreement = Agreement(1)
         try:
@@ -312,9 +316,7 @@ class Run:
         adapt = self._options.adapt
         if adapt is None:
             return
-        state = self._agreement.together("adapt", lambda: adapt(self._newest.state, self.history))
-        if state is None:
-            raise ComposeError("fit: adapt returned None; needs the state to go on with, which may be the one it got")
+        state = self._agreement.together("adapt", lambda: _adapted(adapt, self._newest.state, self.history))
         if state is not self._newest.state:
             self._newest = self._newest._replace(state=state) if steps is None else steps.send(state)
 
@@ -345,6 +347,13 @@ class Run:
     def _is_leaving(self) -> bool:
         """Whether the process ends as soon as it has saved."""
         return self._checkpoints.enabled and self._interrupted() is not None
+
+
+def _adapted(adapt: Adapt, state: Any, history: History) -> Any:
+    adapted = adapt(state, history)
+    if adapted is None:
+        raise ComposeError("fit: adapt returned None; needs the state to go on with, which may be the one it got")
+    return adapted
 
 
 def _call_loggers(loggers: Sequence[Logger], records: Sequence[Mapping[str, Any]]) -> None:

@@ -85,5 +85,6 @@ class AgreedSignal:
 
     def at_end(self) -> None:
         """Wait for the other ranks, and agree."""
+        self._agreement.tell_place("at the end of the run")
         self._agreed = max(self._agreed, self._agreement.last_vote())
         self._agreed = self._agreed or self._agreement.largest(self._received() or 0)

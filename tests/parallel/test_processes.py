@@ -67,7 +67,7 @@ def test_an_error_in_the_data_of_one_rank_ends_the_others_which_name_it(tmp_path
         assert [rank.end() for rank in ranks] == [BROKEN, BROKEN]
     assert second == ["OSError: disk gone", [], 3]
     assert first[0].startswith("RankError: ")
-    assert "rank 1 failed in step 3: OSError: disk gone" in first[0] + str(first[1])
+    assert "rank 1 failed after step 3: OSError: disk gone" in first[0] + str(first[1])
     assert first[2] == 3
 
 

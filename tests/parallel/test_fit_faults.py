@@ -1,0 +1,161 @@
+"""What goes wrong around the steps of `fit` on one of two ranks ends both, within the deadline, and each knows why."""
+
+import pytest
+
+import ftrain as ft
+from ftrain.errors import ComposeError, OptionError, RankError
+from ftrain.parallel import deadline
+from tests.faults.forks import BROKEN, quiet_forks
+from tests.parallel import models
+from tests.parallel.processes import started
+from tests.parallel.ranks import run
+
+SECONDS = 2.0
+"""The deadline."""
+STEPS = 4
+
+
+class Data:
+    """Batches that keep their position, and end or fail early on the rank at fault."""
+
+    def __init__(self, count=STEPS, failing_position=False):
+        self._count, self._failing_position, self._position = count, failing_position, 0
+
+    def __iter__(self):
+        for batch in list(models.batches(STEPS))[self._position : self._count]:
+            self._position += 1
+            yield batch
+        self._position = 0
+
+    def state_dict(self):
+        if self._failing_position and self._position == STEPS - 1:
+            raise OSError("no position")
+        return {"position": self._position}
+
+    def load_state_dict(self, position):
+        self._position = position["position"]
+
+
+class Log:
+    """A logger that cannot go back to where the run was."""
+
+    def __call__(self, record):
+        pass
+
+    def rewind(self, *_):
+        raise OSError("no log")
+
+
+def evaluating(step, is_faulty):
+    """Return options: an evaluation by all ranks together, which the one at fault does not reach."""
+    eval_step, calls = ft.eval_step(step.loss), []
+
+    def evaluate(state):
+        calls.append(state)
+        if is_faulty and len(calls) == 2:
+            raise OSError("no file")
+        return ft.evaluate(eval_step, state, models.batches(1))
+
+    return {"evaluate": evaluate, "evaluate_every": 1}
+
+
+FAULTS = {
+    "evaluate": (evaluating, "OSError: no file", "failed after step 2, in evaluate: OSError: no file"),
+    "end of data": (
+        lambda step, is_faulty: {"data": Data(2) if is_faulty else Data()},
+        "RankError: fit: what follows step 2 did not end on rank {}, at the end of the run: rank {} has waited, too, "
+        "in step 3",
+        "has waited, too, after step 2, at the end of the run; none has said why: ranks may have different data",
+    ),
+    "position": (
+        lambda step, is_faulty: {"data": Data(failing_position=is_faulty)},
+        "OSError: no position",
+        "failed: OSError: no position",
+    ),
+    "log": (
+        lambda step, is_faulty: {"steps": STEPS, "loggers": [Log()] if is_faulty else []},
+        "OSError: no log",
+        "failed after step 2: OSError: no log",
+    ),
+}
+"""Name -> what makes options of `fit`, how the rank at fault ends, and what the other says of it.
+
+In ``{}`` are the numbers of the rank at fault and of the other one.
+"""
+
+
+def fitting(tell, rank, directory, name, faulty):
+    """Train and save, with a fault on one rank; tell how it ended."""
+    deadline.BEAT, deadline.PATIENCE = 0.1, 0.5
+    step = models.step_of(ft.sharded(ft.parallel.mesh(timeout=SECONDS), 3))
+    options = {"data": Data(), **FAULTS[name][0](step, rank == faulty)}
+    if name == "log":
+        fit(step, directory, steps=2, data=Data())
+    try:
+        fit(step, directory, **options)
+    except (OSError, RankError) as error:
+        tell(f"{type(error).__name__}: {error}")
+        raise
+
+
+def fit(step, directory, *, data, **options):
+    checkpoints = ft.Checkpoints(directory, every=1, async_=False)
+    return ft.fit(step, step.init(seed=5), data, checkpoints=checkpoints, progress=False, log_every=1, **options)
+
+
+@quiet_forks
+@pytest.mark.parametrize("faulty", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name", ["evaluate", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in list(FAULTS)[1:])]
+)
+def test_each_rank_says_why_and_what_was_saved_is_whole(name, faulty, tmp_path):
+    if (name, faulty) == ("log", 1):
+        pytest.skip("only the first rank has loggers")
+    _, own, others = FAULTS[name]
+    with started(2, fitting, tmp_path, name, faulty) as ranks:
+        said = [rank.hear() for rank in ranks]
+        assert [rank.end() for rank in ranks] == [BROKEN, BROKEN]
+    other = 1 - faulty
+    assert said[faulty].startswith(own.format(faulty, other))
+    assert said[other].startswith("RankError: ")
+    assert f"rank {faulty} {others}" in said[other]
+
+    def resume(_):
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), 3))
+        return int(fit(step, tmp_path, data=Data(), resume="must").state.step)
+
+    assert run(1, resume) == [STEPS]
+
+
+DIFFERENT = {
+    "log_every is 1 on rank 1, and 2 on rank 0": {"log_every": lambda rank: 2 - rank},
+    "log_every is 0 on rank 1, and 2 on rank 0": {"log_every": lambda rank: 2 * (1 - rank)},
+    "steps is 3 on rank 1, and None on rank 0": {"steps": lambda rank: 3 * rank or None},
+    "evaluate is None on rank 1, and a function on rank 0": {"evaluate": lambda rank: None if rank else dict},
+    "checkpoints is None on rank 1, and Checkpoints('runs', every=2, keep=3) on rank 0": {
+        "checkpoints": lambda rank: None if rank else ft.Checkpoints("runs", every=2)
+    },
+}
+"""What the second rank says -> the arguments, by rank."""
+
+
+def test_ranks_that_call_it_with_different_arguments_are_told_so_before_a_step():
+    def rank(number):
+        step = models.step_of(ft.sharded(ft.parallel.mesh()))
+        for text, options in DIFFERENT.items():
+            mine = {name: of_rank(number) for name, of_rank in options.items()}
+            with pytest.raises(OptionError if number else RankError) as caught:
+                ft.fit(step, step.init(), models.batches(), **mine)
+            assert f"fit: {text}; every rank must call it with the same arguments" in str(caught.value)
+
+    run(2, rank)
+
+
+def test_an_adapt_that_returns_nothing_on_one_rank_is_an_error_of_all():
+    def rank(number):
+        step = models.step_of(ft.sharded(ft.parallel.mesh()))
+        adapt = lambda state, history: None if number else state  # noqa: E731
+        with pytest.raises(ComposeError if number else RankError, match="fit: adapt returned None"):
+            ft.fit(step, step.init(), list(models.batches()), adapt=adapt, progress=False, log_every=1)
+
+    run(2, rank)
