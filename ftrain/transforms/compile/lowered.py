@@ -35,32 +35,24 @@ def peak_bytes(captured: fx.GraphModule) -> int:
     do not count.
     """
     nodes = list(captured.graph.nodes)
-    last = {node: index for index, node in enumerate(nodes)}
+    last_uses = {node: index for index, node in enumerate(nodes)}
     for index, node in enumerate(nodes):
-        for used in node.all_input_nodes:
-            last[used] = max(last[used], index)
+        last_uses.update(dict.fromkeys(node.all_input_nodes, index))
     inputs = {key for node in nodes if node.op == "placeholder" for key, _ in storages(node)}
-    ends: dict[int, int] = {}
     sizes: dict[int, int] = {}
-    for node in nodes:
+    begins: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for index, node in enumerate(nodes):
         for key, size in storages(node):
             if key not in inputs:
-                ends[key], sizes[key] = max(ends.get(key, 0), last[node]), size
-    return max(accumulate(_events(nodes, ends, sizes)), default=0)
-
-
-def _events(nodes: list[fx.Node], ends: Mapping[int, int], sizes: Mapping[int, int]) -> Iterator[int]:
-    """Bytes as they are taken (positive) and given back (negative), in order."""
-    freed: dict[int, list[int]] = {}
-    for key, index in ends.items():
-        freed.setdefault(index, []).append(key)
-    born: set[int] = set()
-    for index, node in enumerate(nodes):
-        for key, _ in storages(node):
-            if key in sizes and key not in born:
-                born.add(key)
-                yield sizes[key]
-        yield from (-sizes[key] for key in freed.get(index, ()))
+                sizes[key] = size
+                begins.setdefault(key, index)
+                ends[key] = max(ends.get(key, 0), last_uses[node])
+    changes = [0] * (len(nodes) + 1)
+    for key, size in sizes.items():
+        changes[begins[key]] += size
+        changes[ends[key] + 1] -= size
+    return max(accumulate(changes))
 
 
 def storages(node: fx.Node) -> list[tuple[int, int]]:
