@@ -1,4 +1,4 @@
-"""Of what a tensor that autograd saves is a cast, by the graph of autograd."""
+"""Find the tensor of which another one is a view or a cast."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ DEPTH = 4
 """The most copies to the host in flight: each keeps its source alive until the device waits for the oldest."""
 
 
-class Streams:
+class StreamCopier:
     """Copies on a stream.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftrain.backends.copying import Streams
+from ftrain.backends.copying import StreamCopier
 from ftrain.backends.generators import Generator, save_generators, seeded
 from ftrain.backends.registry import Backend, Memory, Recorder
 from ftrain.errors import DeviceError, OptionError
@@ -106,9 +106,9 @@ class DeviceModule:
         """Return cached memory to the device."""
         self.module.empty_cache()
 
-    def copier(self) -> Streams:
+    def copier(self) -> StreamCopier:
         """Copy on a stream of the device."""
-        return Streams(self.module)
+        return StreamCopier(self.module)
 
     def recorder(self) -> Recorder:
         """Return a function that records in the vendor's graph, which is used as `torch.cuda.CUDAGraph`.

@@ -20,7 +20,7 @@ from ftrain.errors import DeviceError, OptionError
 from ftrain.tree import HOST
 
 
-class Blocking:
+class BlockingCopier:
     """Copies that are complete when the call returns."""
 
     ahead = False
@@ -41,7 +41,7 @@ class Blocking:
 def copier_of(device: torch.device) -> Copier:
     """Return the copier of a device, which copies while the device computes if it can."""
     make = of(device).copier
-    return _cached(make) if make is not None else Blocking()
+    return _cached(make) if make is not None else BlockingCopier()
 
 
 @functools.lru_cache(maxsize=8)

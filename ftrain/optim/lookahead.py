@@ -1,4 +1,4 @@
-"""Slow weights that follow those of another optimizer, and call them back."""
+"""Lookahead: slow weights, to which the weights of another optimizer return after every k steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
 
     after each :math:`k`-th step of `optimizer`, whose moments go on. The state is `slow`, like the parameters, and
     `fast`, that of the optimizer. Steps are counted as the state counts them, and the metric ``lookahead`` is 1 where
-    the weights were called back.
+    the weights returned.
 
     Args:
         optimizer: what makes the steps, any of `ftrain.optim`.
@@ -54,7 +54,7 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
         if not isinstance(hyper[NAME], Tensor) and not hyper[NAME]:
             return params, {SLOW: opt_state[SLOW] if donate else tree.clone(opt_state[SLOW]), FAST: fast}
         spec, (slow, leaves) = common(opt_state[SLOW], params)
-        slow, leaves = _called_back(slow if donate else [*map(torch.clone, slow)], leaves, hyper[NAME], alpha)
+        slow, leaves = _synchronized(slow if donate else [*map(torch.clone, slow)], leaves, hyper[NAME], alpha)
         return tree.unflatten(spec, leaves), {SLOW: tree.unflatten(spec, slow), FAST: fast}
 
     split = wrap_split(optimizer, lambda each: lookahead(each, k, alpha))
@@ -65,7 +65,7 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
     )
 
 
-def _called_back(
+def _synchronized(
     slow: list[Tensor], leaves: list[Tensor], due: Tensor | float, alpha: float
 ) -> tuple[list[Tensor], list[Tensor]]:
     if isinstance(due, Tensor):

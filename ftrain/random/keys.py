@@ -1,9 +1,8 @@
 """Counter-based random numbers: every draw is a pure function of a key, the same bits on every device.
 
-A key is an int64 tensor of shape (2,) holding two 32-bit words. The generator is Philox-4x32-10 (Salmon,
-Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), written in wrapping int64
-arithmetic, so eager, traced, compiled, vmapped and recomputed code all draw the same bits. A key is used
-once: `split` it or `fold_in` something before the next draw, for the same key gives the same numbers.
+A key is an int64 tensor of shape (2,) holding two 32-bit words. Eager, traced, compiled, vmapped and recomputed code
+draw the same bits (`ftrain.random.philox`). A key is used once: `split` it or `fold_in` something before the next draw,
+for the same key gives the same numbers.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from torch import Tensor
 from ftrain import _torch
 from ftrain.backends import widest
 from ftrain.errors import OptionError
-from ftrain.random.philox import MASK, full, philox
-from ftrain.random.philox import Words as Words
+from ftrain.random.philox import MASK, Words, full, philox
 from ftrain.random.words import FOLD, halves
 
 # The third counter word: draws, splits and folds of one key never evaluate the same block.

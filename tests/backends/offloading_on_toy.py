@@ -161,7 +161,7 @@ def copies_run_beside_what_is_computed_where_there_are_streams(name, module):
     # The device has no notion of them.
     torch.Tensor.record_stream = lambda self, stream: None
     try:
-        backends.register(dataclasses.replace(record, copier=lambda: backends.copying.Streams(streams)))
+        backends.register(dataclasses.replace(record, copier=lambda: backends.copying.StreamCopier(streams)))
         needed = train("toy")
         for what in ("activations", "opt_state"):
             streams.log.clear()

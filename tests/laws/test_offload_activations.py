@@ -32,13 +32,13 @@ def offloaded(**options):
 def sent(monkeypatch):
     """The sizes in bytes of what is sent to the host."""
     sizes = []
-    out = transfers.Blocking.out
+    out = transfers.BlockingCopier.out
 
     def counting(self, source, target):
         sizes.append(source.nbytes)
         out(self, source, target)
 
-    monkeypatch.setattr(transfers.Blocking, "out", counting)
+    monkeypatch.setattr(transfers.BlockingCopier, "out", counting)
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""Schedules by transformers' names, with its options and its values."""
+"""Schedules by the names, options and values of transformers."""
 
 from __future__ import annotations
 

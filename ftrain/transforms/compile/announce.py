@@ -1,4 +1,4 @@
-"""A line about a compilation that takes long."""
+"""Log when a compilation takes long."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def announced(what: str) -> Iterator[None]:
 
     A warning of the logger ``ftrain.compiling``, since warnings are what is shown without any settings.
     """
-    said, began, since = threading.Event(), time.monotonic(), time.strftime("%H:%M:%S")
+    is_announced, began, since = threading.Event(), time.monotonic(), time.strftime("%H:%M:%S")
 
     def say() -> None:
-        said.set()
+        is_announced.set()
         log.warning("compiled: compiling %s, since %s", what, since)
 
     timer = threading.Timer(SLOW, say)
@@ -38,7 +38,7 @@ def announced(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-    if said.is_set():
+    if is_announced.is_set():
         log.warning("compiled: %s took %.0f s to compile", what, time.monotonic() - began)
 
 

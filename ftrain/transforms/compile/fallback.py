@@ -1,4 +1,4 @@
-"""What failed because of a compiler, told from what would have failed without one."""
+"""Tell failures of a compiler from failures of the step itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiled step consists of: graphs, operations, memory, what ranks send, and where a graph breaks."""
+"""Describe a compiled step: its graphs, operations, memory, what ranks send, and where a graph breaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step is compiled with."""
+"""The settings of a compilation, and the functions that compile with them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ftrain.transforms.compile.wrapper import CompiledFunction, _Compiled, _Comp
 
 RUN = {kind.__call__.__code__ for kind in (_Compiled, _CompiledLoss, CompiledFunction)}
 COMPILE = {capture.capture.__code__, Compiler.compile.__code__}
-"""In what a step is run, and within that compiled."""
+"""The code of the functions that run a step, and of those that compile it within."""
 
 
 def is_compiled(step: Any) -> bool:
