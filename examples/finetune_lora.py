@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from train_lm import VOCABULARY, RandomWindows, SpreadWindows, as_tensor
+from train_lm import VOCABULARY, RandomWindows, as_tensor, spread_windows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ftrain as ft
@@ -168,7 +168,7 @@ def main() -> None:
     model = llama(o.width, o.layers, o.length)
     loss_fn = ft.from_module(model, predict_bytes)
     code, (prose, held_out) = source_code(), help_pages()
-    held = list(SpreadWindows(held_out, o.batch, o.length, batches=20))
+    held = spread_windows(held_out, o.batch, o.length, batches=20)
     tell("base", f"Llama, {sum(p.numel() for p in model.parameters()):,} parameters")
     tell("texts", f"{len(code) / 1e6:.1f} MB of source code, then {len(prose) / 1e6:.2f} MB of help pages\n")
 

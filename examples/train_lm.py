@@ -200,17 +200,11 @@ class RandomWindows:
         self.k = state["k"]
 
 
-class SpreadWindows:
-    """At most so many batches of windows that do not overlap, spread evenly over a text."""
-
-    def __init__(self, text: Tensor, batch: int, length: int, batches: int) -> None:
-        windows = text.unfold(0, length + 1, length)
-        chosen = torch.linspace(0, len(windows) - 1, min(batch * batches, len(windows))).long()
-        self.parts = windows[chosen].long().split(batch)
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for part in self.parts:
-            yield {"bytes": part}
+def spread_windows(text: Tensor, batch: int, length: int, batches: int) -> list[dict[str, Tensor]]:
+    """Return at most so many batches of windows that do not overlap, spread evenly over a text."""
+    windows = text.unfold(0, length + 1, length)
+    chosen = torch.linspace(0, len(windows) - 1, min(batch * batches, len(windows))).long()
+    return [{"bytes": part} for part in windows[chosen].long().split(batch)]
 
 
 # The run -------------------------------------------------------------------------------------------------------------
@@ -327,7 +321,7 @@ def main() -> None:
         print(f"\n{step}\n", flush=True)
 
     eval_step = ft.eval_step(step.loss)
-    windows = SpreadWindows(held_out, o.batch, o.length, o.eval_batches)
+    windows = spread_windows(held_out, o.batch, o.length, o.eval_batches)
 
     def evaluate(state: ft.TrainState) -> dict[str, float]:
         return ft.evaluate(eval_step, ft.averaged(state), windows, dtype=None if o.amp == "none" else o.amp)
