@@ -361,6 +361,12 @@ def on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def forget_value(tensor: Tensor) -> None:
+    """Let a fake tensor have no value: one made from a number has it, and operations compute with it."""
+    if getattr(tensor, "constant", None) is not None:
+        tensor.constant = None  # type: ignore[attr-defined]
+
+
 def fake_like(mode: FakeTensorMode, tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Return a `FakeTensor` with the shape, strides and dtype of a tensor. Default device: that of the tensor."""
     with mode:

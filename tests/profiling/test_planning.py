@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -171,6 +172,18 @@ def test_the_state_is_that_of_the_module_of_one_device_or_of_ranks(level):
     ]
     assert all(plan == plans[0] for plan in plans)
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_weights_that_are_numbers_of_the_program_are_planned(level):
+    def loss(params, batch):
+        return ft.Mean((batch @ params["w"]).square().sum(), torch.tensor(float(len(batch))))
+
+    step, batch = ft.train_step(loss, optim.sgd(0.1)), torch.zeros(8, 4)
+    planned = ft.anatomy(step, step.init({"w": torch.zeros(4, 4)}), batch, mesh=(1, 4), level=level)
+    of_tensors = ft.train_step(lambda params, batch: replace(loss(params, batch), weight=batch.sum()), optim.sgd(0.1))
+    same = ft.anatomy(of_tensors, of_tensors.init({"w": torch.zeros(4, 4)}), batch, mesh=(1, 4), level=level)
+    assert planned.traffic == same.traffic != []
 
 
 def test_a_step_on_ranks_is_measured_as_it_is_and_planned_for_others():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import tree
-from ftrain._torch import TorchDispatchMode, in_backward, storage_id
+from ftrain._torch import TorchDispatchMode, forget_value, in_backward, storage_id
 from ftrain.step.flops import flops, group_of, is_view
 from ftrain.step.module_path import Running
 from ftrain.step.traffic import SENT_PER_BYTE, Collective
@@ -146,6 +146,8 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_collective = func.namespace == "_c10d_functional"
         if is_collective and name == "wait_tensor":
             return args[0]  # As the real operation does; that of fake tensors returns a new tensor.
+        if is_collective:
+            forget_value(args[0])  # Else it would be sent, in a group that there is not.
         # Fused optimizer kernels write in place and return nothing. Some have no fake kernel: torch would run the real
         # one on tensors of that size.
         is_fused_update = name.startswith("_fused_") and name.endswith("_")
