@@ -9,13 +9,11 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain import tree
 from ftrain.errors import ComposeError, OptionError
-from ftrain.parallel import buffer_changes
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.bucket_order import BucketOrder, stream_plan
 from ftrain.parallel.compression import Compression, compression_of
@@ -23,9 +21,10 @@ from ftrain.parallel.compression.memory import SLOT
 from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.deadline import watch
 from ftrain.parallel.loss_params import LossParams, passing
+from ftrain.parallel.loss_results import LossResults
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group, require_ranks
 from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
-from ftrain.parallel.rows import Rows, computing_on, current, own_rows, require_scalars, rows_of
+from ftrain.parallel.rows import Rows, computing_on, current, own_rows, rows_of
 from ftrain.parallel.same_inputs import SameInputs, digest
 from ftrain.parallel.same_program import SameProgram
 from ftrain.parallel.state import WHOLE, Layout, LocalStates, divide, require_whole
@@ -280,6 +279,8 @@ class _Ranks:
         """Compute the gradient of this rank's rows, and combine those of all ranks."""
         draws, program = StockDraws(self._all, can_repeat=self._all.size == 1), SameProgram(self._all)
         used = SameProgram(self._all)  # By a backward pass that runs later.
+        results = LossResults(self._all)
+        starting = results.started_by(grad)
 
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
             parts = _layout.get().params_parts
@@ -290,8 +291,8 @@ class _Ranks:
                 wholes = gather_all(self._shard, leaves, parts)
                 state = state if in_backward else replace(state, params=tree.unflatten(spec, wholes))
             with program.required(state.params), passing(in_backward, wholes):
-                local, drawing = draws.run(partial(_of_rows, grad, state, rows, rng), state)
-            whole = self._results(replace(local, grads=None), state.buffers, rows)
+                local, drawing = draws.run(partial(_of_rows, starting, state, rows, rng), state)
+            whole = results.of_all_ranks(replace(local, grads=None), state.buffers, rows)
             if local.stream_grads is not None:
                 # What a block computes again is of these rows, too.
                 watched = used.required(state.params)
@@ -346,28 +347,6 @@ class _Ranks:
         if self._planned is None or layout is not self._planned[0]:
             self._planned = layout, stream_plan(params, layout.params_parts, self._order)
         return self._planned[1]
-
-    def _results(self, local: Gradients, buffers: PyTree, rows: Rows) -> Gradients:
-        """Return the loss, the metrics, the buffers and `finite` of all ranks."""
-        require_scalars(local.metrics)
-        metrics = {name: m if isinstance(m, Mean) else rows.share_of(m) for name, m in local.metrics.items()}
-        addends = {
-            "total": local.loss.total,
-            "metrics": metrics,
-            "buffers": tree.map(rows.share_of, buffer_changes.between(buffers, local.buffers)),
-            "not_finite": None if local.finite is None else (~local.finite).to(torch.int32),
-        }
-        leaves, spec = tree.flatten(addends)
-        sums = iter(sum_all(self._all, [leaf for leaf in leaves if tree.is_tensor(leaf)]))
-        total = tree.unflatten(spec, [next(sums) if tree.is_tensor(leaf) else leaf for leaf in leaves])
-        return replace(
-            local,
-            # Its weight is that of all ranks already (`on_loss`).
-            loss=replace(local.loss, total=total["total"]),
-            metrics=total["metrics"],
-            buffers=buffer_changes.applied(buffers, local.buffers, total["buffers"]),
-            finite=None if local.finite is None else total["not_finite"] == 0,
-        )
 
     def _combined(self, grads: list[Tensor], parts: list[Part | None], in_backward: bool) -> list[Tensor]:
         """Return the gradients of all ranks; at level 1 and above, this rank's parts of them.

@@ -75,17 +75,23 @@ def test_what_travels_in_the_dtype_of_autocast_changes_no_bit(size):
         torch.testing.assert_close(narrow, own, rtol=0, atol=0)
 
 
+@pytest.fixture
+def mesh():
+    """Of this process alone."""
+    yield ft.parallel.mesh()
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("wrappers", [(), (ft.remat(),)])
-def test_matrices_of_blocks_are_gathered_in_16_bits_and_their_gradients_added_in_32(wrappers):
+def test_matrices_of_blocks_are_gathered_in_16_bits_and_their_gradients_added_in_32(wrappers, mesh):
     width, size = 64, 4
     net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(2)))
     step = ft.train_step(ft.from_module(net, lambda net, x: net(x).float().square().mean()), ft.optim.sgd(0.1))
     step = ft.compose(step, ft.with_amp("bf16"), *wrappers)
 
     def sent(gather):
-        on_ranks = ft.sharded(ft.parallel.mesh(), gather=gather)(step)
+        on_ranks = ft.sharded(mesh, gather=gather)(step)
         planned = ft.anatomy(on_ranks, None, torch.randn(8, width), mesh=(1, size))
-        torch.distributed.destroy_process_group()
         return {row.kind: row.sent for row in planned.traffic}
 
     own, narrow = sent("own"), sent("amp")
@@ -94,8 +100,7 @@ def test_matrices_of_blocks_are_gathered_in_16_bits_and_their_gradients_added_in
     assert narrow["reduce-scatter"] == own["reduce-scatter"]
 
 
-def test_the_dtype_of_autocast_needs_autocast_and_blocks():
-    mesh = ft.parallel.mesh()
+def test_the_dtype_of_autocast_needs_autocast_and_level_3(mesh):
     for options in ({"level": 2, "gather": "amp"}, {"gather": "bf16"}):
         with pytest.raises(
             ft.errors.OptionError, match=r"sharded: gather is '(amp|bf16)' at level [23]; needs 'own', or"

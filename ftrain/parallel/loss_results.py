@@ -1,0 +1,110 @@
+"""The loss, the metrics and the buffers of all ranks, which travel while the backward pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.parallel import buffer_changes
+from ftrain.parallel.mesh import Group
+from ftrain.parallel.partition import Results, start_sum_all
+from ftrain.parallel.rows import Rows, current, require_scalars
+from ftrain.step.value_and_grad import ForwardResult, ValueAndGrad
+from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
+
+
+class _Started(NamedTuple):
+    """Sums that travel, and what they are the sums of."""
+
+    total: Tensor
+    metrics: Metrics
+    buffers: PyTree
+    sums: Callable[[], Any]
+
+    def are_of(self, local: Gradients) -> bool:
+        """Whether they are all that must be summed: nothing is known only after the backward pass, as of fp16."""
+        metrics = local.metrics
+        return (
+            local.finite is None
+            and local.loss.total is self.total
+            and local.buffers is self.buffers
+            and len(metrics) == len(self.metrics)
+            and all(metrics[name] is metric for name, metric in self.metrics.items())
+        )
+
+
+class LossResults:
+    """Sums the results of a loss over ranks.
+
+    Args:
+        ranks: all of them.
+    """
+
+    def __init__(self, ranks: Group) -> None:
+        self._ranks = ranks
+        self._started: _Started | None = None
+
+    def started_by(self, grad: GradFn) -> GradFn:
+        """Return a gradient of one microbatch that starts the sums before its backward pass; others as they are."""
+        if self._ranks.size == 1 or not isinstance(grad, ValueAndGrad) or grad.scale or grad.watch:
+            return grad
+        return grad.around_forward(self._starting)
+
+    def _starting(self, forward: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
+        def run(state: TrainState, *args: Any) -> ForwardResult:
+            result, rows = forward(state, *args), current()
+            if rows is not None:
+                require_scalars(result.metrics)
+                addends = _addends(result.loss.total, result.metrics, result.buffers, state.buffers, rows)
+                sums = self._start(addends)
+                self._started = _Started(result.loss.total, result.metrics, result.buffers, sums)
+            return result
+
+        return run
+
+    def of_all_ranks(self, local: Gradients, buffers: PyTree, rows: Rows) -> Gradients:
+        """Return the gradients with the loss, the metrics, the buffers and `finite` of all ranks.
+
+        Args:
+            local: of this rank. The weight of the loss is that of all ranks already.
+            buffers: of the state.
+            rows: of this rank.
+        """
+        started, self._started = self._started, None
+        sums: Any = None if started is None else started.sums()
+        if started is None or not started.are_of(local):
+            require_scalars(local.metrics)
+            addends = _addends(local.loss.total, local.metrics, local.buffers, buffers, rows)
+            addends["not_finite"] = None if local.finite is None else (~local.finite).to(torch.int32)
+            sums = self._start(addends)()
+        return replace(
+            local,
+            loss=replace(local.loss, total=sums["total"]),
+            metrics=sums["metrics"],
+            buffers=buffer_changes.applied(buffers, local.buffers, sums["buffers"]),
+            finite=None if local.finite is None else sums["not_finite"] == 0,
+        )
+
+    def _start(self, addends: dict[str, Any]) -> Callable[[], Any]:
+        """Start to sum a tree; return what waits for the sums."""
+        leaves, spec = tree.flatten(addends)
+        results: Results = start_sum_all(self._ranks, [leaf for leaf in leaves if tree.is_tensor(leaf)])
+
+        def wait() -> Any:
+            sums = iter(results())
+            return tree.unflatten(spec, [next(sums) if tree.is_tensor(leaf) else leaf for leaf in leaves])
+
+        return wait
+
+
+def _addends(total: Tensor, metrics: Metrics, new: PyTree, old: PyTree, rows: Rows) -> dict[str, Any]:
+    """Return what this rank adds to the results."""
+    return {
+        "total": total,
+        "metrics": {name: m if isinstance(m, Mean) else rows.share_of(m) for name, m in metrics.items()},
+        "buffers": tree.map(rows.share_of, buffer_changes.between(old, new)),
+    }
