@@ -15,7 +15,7 @@ WIDTH, LAYERS = 16, 8
 
 
 class Order(TorchDispatchMode):
-    """Context that keeps the order of products and of collectives of more than single numbers."""
+    """Context that keeps the order of products and of collectives, those of single numbers apart."""
 
     def __init__(self):
         super().__init__()
@@ -23,9 +23,11 @@ class Order(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        is_collective = function.namespace == "_c10d_functional" and name != "wait_tensor" and args[0].numel() >= WIDTH
-        if is_collective or name in ("mm", "addmm"):
-            self.operations.append("collective" if is_collective else "product")
+        if name in ("mm", "addmm"):
+            self.operations.append("product")
+        elif function.namespace == "_c10d_functional":
+            kind = "wait" if name == "wait_tensor" else "collective"
+            self.operations.append(kind if args[0].numel() >= WIDTH else f"{kind} of numbers")
         return function(*args, **(kwargs or {}))
 
 
@@ -52,6 +54,25 @@ def test_the_gradients_of_the_last_layers_travel_first(level, microbatches, monk
     first, last = products[1 - 2 * LAYERS], products[-1]
     # Of four buckets the last is complete at the end.
     assert operations[first:last].count("collective") == 3
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_the_loss_travels_while_the_backward_pass_runs(level):
+    def rank(_):
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+        loss = ft.from_module(nn.Sequential(*layers), lambda model, batch: model(batch["x"]).square().mean())
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), level))
+        state, batch = step.init(seed=0), {"x": torch.ones(4, WIDTH)}
+        state, _ = step(state, batch)
+        with Order() as order:
+            step(state, batch)
+        return order.operations
+
+    operations = run(2, rank)[0]
+    start, wait = operations.index("collective of numbers"), operations.index("wait of numbers")
+    assert operations.count("collective of numbers") == 1
+    assert operations[:start].count("product") == LAYERS
+    assert operations[start:wait].count("product") == 2 * LAYERS - 1
 
 
 def test_level_2_keeps_a_part_of_the_gradients_between_microbatches_where_level_1_keeps_all(monkeypatch):
