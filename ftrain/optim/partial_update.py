@@ -143,8 +143,10 @@ class UpdateSplitter:
         return GroupedUpdate(groups, param_leaves, state_leaves, specs, hyper=hyper, donate=donate)
 
 
-def require_splittable(function: str, optimizer: Optimizer) -> None:
-    """Check that an optimizer can update some parameters without the others.
+def require_splittable(
+    function: str, optimizer: Optimizer
+) -> Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]]:
+    """Return the `split` of an optimizer that can update some parameters without the others.
 
     Raises:
         ComposeError: it cannot.
@@ -154,6 +156,7 @@ def require_splittable(function: str, optimizer: Optimizer) -> None:
             f"{function}: {optimizer.text} cannot update some parameters without the others (its Optimizer.split is "
             "None); take one that can, as those of ftrain.optim do, or give your own a `split`"
         )
+    return optimizer.split
 
 
 def param_groups(
@@ -172,14 +175,13 @@ def param_groups(
         ComposeError: the optimizer has no `split`, two leaves have the same name, or the state of a group has leaves
             that the whole state does not have.
     """
-    require_splittable(function, optimizer)
+    split = require_splittable(function, optimizer)
     param_names, param_leaves = tree.leaf_names(params), tree.leaves(params)
     state_names = tree.leaf_names(opt_state)
     _require_unique(function, "parameters", param_names)
     _require_unique(function, "leaves of the optimizer's state", state_names)
     place_of = {name: place for place, name in enumerate(state_names)}
-    optimizers = optimizer.split(params, parts) if optimizer.split is not None else []
-    for part, group_optimizer in zip(parts, optimizers, strict=True):
+    for part, group_optimizer in zip(parts, split(params, parts), strict=True):
         leaves = {param_names[place]: param_leaves[place] for place in part}
         # Only the names of the state are needed, so nothing of this may be captured or counted by an active mode.
         with _torch.without_modes():

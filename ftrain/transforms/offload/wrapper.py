@@ -13,11 +13,10 @@ from ftrain.backends import Backend
 from ftrain.backends.transfers import as_directory
 from ftrain.errors import ComposeError, DeviceError, OptionError
 from ftrain.optim.offloaded import OffloadTarget, offload_state
-from ftrain.optim.partial_update import require_splittable
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnUpdate, Wrapper, wrapper
 from ftrain.transforms.offload.saved_tensors import ActivationOffloader
-from ftrain.types import GradFn, Optimizer, PyTree, TrainState
+from ftrain.types import GradFn, PyTree, TrainState
 
 ACTIVATIONS = "activations"
 KINDS = ACTIVATIONS, "opt_state"
@@ -105,10 +104,6 @@ def _activations(min_bytes: int) -> Wrapper:
 
 
 def _opt_state(name: str, text: str, target: OffloadTarget) -> Wrapper:
-    def optimizer(inner: Optimizer) -> Optimizer:
-        require_splittable(text, inner)
-        return offload_state(text, inner, target)
-
     def require(backend: Backend, params: PyTree) -> None:
         if target.directory is None and tree.device_of(params) == tree.HOST:
             raise DeviceError(
@@ -124,4 +119,5 @@ def _opt_state(name: str, text: str, target: OffloadTarget) -> Wrapper:
                     "once; leave out one of the two"
                 )
 
-    return Wrapper(name, text, update=OnUpdate(optimizer=optimizer), require=require, validate=validate)
+    on_update = OnUpdate(optimizer=lambda optimizer: offload_state(text, optimizer, target))
+    return Wrapper(name, text, update=on_update, require=require, validate=validate)
