@@ -39,15 +39,17 @@ def save_generators(*devices: Generator) -> Callable[[], None]:
 class seeded:  # noqa: N801
     """Context in which the generators of the host and of a device are seeded; it restores them when it ends."""
 
-    __slots__ = ("_devices", "_restore", "_seed")
+    __slots__ = ("_generators", "_seed", "_states")
 
     def __init__(self, seed: int, *devices: Generator) -> None:
-        self._seed, self._devices = seed, devices
+        self._seed, self._generators = seed, (HOST, *devices)
 
+    # Every eager step does this, so without the two calls more of `save_generators`.
     def __enter__(self) -> None:
-        self._restore = save_generators(*self._devices)
-        for generator in (HOST, *self._devices):
+        self._states = [generator.get_state() for generator in self._generators]
+        for generator in self._generators:
             generator.manual_seed(self._seed)
 
     def __exit__(self, *error: object) -> None:
-        self._restore()
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
