@@ -197,7 +197,9 @@ class Checkpoints:
             CheckpointError: when this save or the previous one failed, when another run has saved a different
                 checkpoint of this step, outside of the context, and when the directory or its lock was removed.
         """
-        ranks = self._require_open("save")
+        if self._ranks is None:
+            raise CheckpointError("Checkpoints.save: not open for writing; use it as a context: with checkpoints: ...")
+        ranks = self._ranks
         self.wait()
         with ranks.all_or_none():
             if self._lock is not None:
@@ -227,13 +229,6 @@ class Checkpoints:
         copies = self._staging.copies([leaf.value for leaf in content.leaves])
         leaves = [leaf._replace(value=copy) for leaf, copy in zip(content.leaves, copies, strict=True)]
         return content._replace(leaves=leaves)
-
-    def _require_open(self, function: str) -> Ranks:
-        if self._ranks is None:
-            raise CheckpointError(
-                f"Checkpoints.{function}: not open for writing; use it as a context: with checkpoints: ..."
-            )
-        return self._ranks
 
     def check(self) -> None:
         """Raise the CheckpointError of a save in the background that has failed, without waiting.

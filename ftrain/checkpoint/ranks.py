@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from ftrain import errors
@@ -91,7 +92,7 @@ class Ranks:
             yield
         except BaseException as error:
             if not self._has_failed:
-                self.together(_raising(error))
+                self.together(partial(_raise, error))
             raise
         self.together(lambda: None)
 
@@ -134,11 +135,8 @@ def _failure(sign_of_life: bytes) -> str:
     return failure
 
 
-def _raising(error: BaseException) -> Callable[[], None]:
-    def function() -> None:
-        raise error
-
-    return function
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _error_of(rank: int, name: str, text: str) -> FtrainError:

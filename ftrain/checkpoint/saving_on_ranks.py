@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ftrain._torch import on_meta
 from ftrain._torch.dtensor import is_dtensor, local_part
 from ftrain.checkpoint import files
 from ftrain.checkpoint.blocks import Block, blocks_of_ranks, is_divided, parts, runs, whole_block
@@ -59,17 +60,13 @@ def local_tree(flat: FlatTree, rank: int) -> LocalTree:
     values = [leaf.value for leaf in flat.leaves]
     blocks = [blocks_of_ranks(value) for value in values]
     locals_ = {number: _plain(value) for number, value in enumerate(values) if rank in blocks[number]}
-    leaves = [leaf._replace(value=_on_meta(leaf.value)) for leaf in flat.leaves]
+    leaves = [leaf._replace(value=on_meta(leaf.value)) for leaf in flat.leaves]
     divided = frozenset(number for number, value in enumerate(values) if is_divided(value))
     return LocalTree(flat._replace(leaves=leaves), blocks, locals_, divided)
 
 
 def _plain(value: Tensor) -> Tensor:
     return local_part(value) if is_dtensor(value) else value
-
-
-def _on_meta(value: Tensor) -> Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 class _Target(NamedTuple):

@@ -88,7 +88,7 @@ def _description(item: Any) -> str:
     return trees.describe(item) if isinstance(item, Tensor) else class_name(type(item)).removeprefix("builtins.")
 
 
-def fill_like(like: PyTree, values: Mapping[tuple[Any, ...], Any], *, on_host: bool = False) -> PyTree:
+def fill_like(like: PyTree, values: Mapping[tuple[Any, ...], Any], *, on_host: bool) -> PyTree:
     """Return `like` with new leaves, moved to the devices of the old ones unless ``on_host``."""
     accessors, leaves, spec = optree.tree_flatten_with_accessor(like, namespace=NAMESPACE)
     paths = [tuple(entry.entry for entry in accessor) for accessor in accessors]
