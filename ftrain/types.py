@@ -362,15 +362,14 @@ class Optimizer:
         needs_rng: whether `update` draws random numbers, from the key ``hyper["rng"]``.
         factors: ``opt_state -> {name: 0-d tensor on the CPU}``: factors by which the scheduled values of these names
             are multiplied on the host.
-        split: ``(params, parts) -> optimizers``: for each part, a list of indices of leaves, one that takes these as a
-            dict by name, updates them to the same bits as this optimizer does among all leaves, and names the leaves of
-            its state as this one does. None if a leaf cannot be updated without the others.
+        split: ``(params, parts) -> optimizers``: for each list of indices of leaves, one that takes these as a dict by
+            name, with the bits and the names in its state that they have among all; None if that cannot be.
         offloaded: None; or for a state that is kept on the host or in files and copied to the device in parts, so that
             `update` cannot be part of a graph: ``transform -> optimizer``, the same for a transformed optimizer.
         name: of the factory, such as ``"adamw"``; empty for one that is made of others.
-        by_element: whether the update of an element depends on nothing but the gradient and the state of that element,
-            and the state has 0-d leaves and leaves of the shapes of parameters only: ranks can then update parts of a
-            leaf. Where it is false, one rank updates a leaf whole, by `split`.
+        by_element: whether each element is updated from its own gradient and state alone, and leaves of the state are
+            0-d or of the shapes of parameters: ranks then update parts of a leaf, and else one all of it, by `split`.
+        options: numbers and texts by name, also those that `text` leaves out; ranks compare them.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -383,6 +382,7 @@ class Optimizer:
     offloaded: Callable[[Callable[[Optimizer], Optimizer]], Optimizer] | None = None
     name: str = ""
     by_element: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Runner(Protocol):

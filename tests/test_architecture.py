@@ -39,6 +39,7 @@ SHARED = {
         "partial_update",
         "bias_correction",
         "grouping",
+        "recorded_options",
         "structure_cache",
         "state_dtype",
         "rounding",

@@ -165,7 +165,10 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
             return optimizer.update(transformed, opt_state, params, hyper, donate=donate)
 
         by_element = optimizer.by_element and all(transform.by_element for transform in transforms)
-        return Optimizer(optimizer.init, update, schedules, f"chain({text})", needs_rng=draws, by_element=by_element)
+        options = optimizer.options
+        return Optimizer(
+            optimizer.init, update, schedules, f"chain({text})", draws, by_element=by_element, options=options
+        )
 
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         index_of = {name: index for index, name in enumerate(tree.leaf_names(params))}

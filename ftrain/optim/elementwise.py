@@ -17,6 +17,7 @@ from torch import Tensor
 from ftrain import _torch, backends, tree
 from ftrain.errors import DeviceError, OptionError, StructureError, require_range
 from ftrain.optim.grouping import Group, Plan, Planner
+from ftrain.optim.recorded_options import read_from_factory
 from ftrain.optim.schedules import as_schedule
 from ftrain.optim.state_dtype import Lifted, Storage
 from ftrain.tree.name_patterns import Mask, as_select, everything, require_matches
@@ -163,9 +164,8 @@ def leafwise(
     draws = storage is not None and storage.stochastic
     update = partial(family.update, planner)
     by_element = by_element and (storage is None or storage.by_element)
-    whole = Optimizer(
-        init, update, {"lr": schedule}, text, needs_rng=draws, split=split, name=name, by_element=by_element
-    )
+    whole = Optimizer(init, update, {"lr": schedule}, text, draws, split=split, name=name, by_element=by_element)
+    whole = replace(whole, options=read_from_factory(rule, constants, fused, *state.values()))
     return whole
 
 

@@ -60,9 +60,8 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
     split = wrap_split(optimizer, lambda each: lookahead(each, k, alpha))
     schedules: dict[str, Schedule] = {**optimizer.schedules, NAME: due}
     text = f"lookahead({optimizer.text}, {k}, {alpha:g})"
-    return Optimizer(
-        init, update, schedules, text, needs_rng=optimizer.needs_rng, split=split, by_element=optimizer.by_element
-    )
+    draws, by_element, options = optimizer.needs_rng, optimizer.by_element, optimizer.options
+    return Optimizer(init, update, schedules, text, draws, split=split, by_element=by_element, options=options)
 
 
 def _synchronized(

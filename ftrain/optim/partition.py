@@ -77,7 +77,8 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
     text = ", ".join(f"{label}: {optimizer.text}" for label, optimizer in optimizers.items())
     needs_rng = any(optimizer.needs_rng for optimizer in optimizers.values())
     by_element = all(optimizer.by_element for optimizer in optimizers.values())
-    whole = Optimizer(init, update, schedules, f"partition({text})", needs_rng, by_element=by_element)
+    options = {f"{label}/{name}": value for label, each in optimizers.items() for name, value in each.options.items()}
+    whole = Optimizer(init, update, schedules, f"partition({text})", needs_rng, by_element=by_element, options=options)
     able = all(optimizer.split is not None for optimizer in optimizers.values())
     return dataclasses.replace(whole, split=split if able else None)
 

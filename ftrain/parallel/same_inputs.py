@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ftrain import _torch, tree
 from ftrain.errors import BatchError, StructureError
+from ftrain.optim.recorded_options import PLAIN
 from ftrain.parallel.mesh import Group
 from ftrain.step.across_ranks import DIFFERENT_BATCHES
 from ftrain.types import PyTree, TrainState
@@ -33,7 +34,7 @@ class SameInputs:
         """Check a step and its inputs, if it is the first; waits for the device then.
 
         Args:
-            step: compared as it prints, and the version of torch.
+            step: compared as it prints, with options that are numbers or texts, and the version of torch.
             state: with DTensors or whole tensors as leaves; names, shapes and the number of its step are compared.
             batch: of which every value is compared; of the rows of a rank only how many they are.
 
@@ -85,12 +86,21 @@ def _digest(content: bytes) -> int:
 
 
 def _description(step: Any) -> list[str]:
-    """Return the lines of a step as it prints, without addresses and directories, which ranks may have of their own."""
+    """Return what ranks must have alike: a step as it prints, and options. Addresses and directories may differ."""
     text = _ADDRESS.sub("", repr(step))
+    options = {step.optimizer.name or "the optimizer": step.optimizer.options}
     for wrapper in step.wrappers:
-        directory = (wrapper.options or {}).get("directory")
+        of_wrapper = dict(wrapper.options or {})
+        directory = of_wrapper.pop("directory", None)
         text = text if directory is None else text.replace(str(directory), "a directory")
-    return [*text.splitlines(), f"torch {torch.__version__}"]
+        options[wrapper.name] = of_wrapper
+    hidden = [
+        f"{name} with {option}={_ADDRESS.sub('', repr(value))}"
+        for name, of_name in options.items()
+        for option, value in of_name.items()
+        if isinstance(value, PLAIN)
+    ]
+    return [*text.splitlines(), *hidden, f"torch {torch.__version__}"]
 
 
 def _structure(state: TrainState) -> list[str]:

@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 import math
 
 import pytest
@@ -483,6 +484,21 @@ def test_boundaries_are_accepted():
 )
 def test_how_optimizers_print(optimizer, text):
     assert optimizer.text == text
+
+
+@pytest.mark.parametrize(
+    "factory", [adagrad, adam, adamw, lamb, lion, muon, nadam, radam, rmsprop, schedule_free_adamw, sgd]
+)
+def test_every_number_among_the_arguments_is_in_the_text_or_the_options(factory):
+    """By which ranks see that theirs differ."""
+    momentum = {"momentum": 0.8} if factory is sgd else {}
+    plain, compared = factory(0.1, **momentum), 0
+    for name, parameter in inspect.signature(factory).parameters.items():
+        if name not in ("lr", *momentum) and isinstance(parameter.default, float):
+            other = factory(0.1, **momentum, **{name: parameter.default * 0.5 or 0.25})
+            assert (other.text, other.options) != (plain.text, plain.options), name
+            compared += 1
+    assert compared
 
 
 def test_a_rate_is_a_number_or_any_schedule():
