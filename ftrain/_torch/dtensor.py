@@ -101,9 +101,9 @@ def axis_of(tensor: DTensor) -> int:
     return int(axis)
 
 
-def local_part(tensor: DTensor) -> Tensor:
-    """Return the part of this rank, without a graph."""
-    return tensor._local_tensor
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that this rank has, without a graph; another tensor as it is."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def with_local_part(tensor: DTensor, local: Tensor) -> DTensor:

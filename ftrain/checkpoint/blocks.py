@@ -32,7 +32,7 @@ def is_divided(tensor: Tensor) -> bool:
 
 def undivided(tensor: Tensor) -> Tensor:
     """Return the plain tensor for a DTensor of one rank; another tensor as it is."""
-    return local_part(tensor) if is_dtensor(tensor) and tensor.device_mesh.size() == 1 else tensor
+    return tensor if is_divided(tensor) else local_part(tensor)
 
 
 def why_not_blocks(tensor: DTensor) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftrain import tree as trees
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.checkpoint.checkpoints import Checkpoints
 from ftrain.checkpoint.journal import Mark, check, parse_mark
@@ -89,7 +90,7 @@ def _difference(one: Any, other: Any) -> str:
         # Compared as text, since NaN is not equal to itself.
         return "" if repr(one) == repr(other) else f"{one!r:.60}, {other!r:.60}"
     if one.dtype != other.dtype or one.shape != other.shape:
-        return f"{_dtype_and_shape(one)}, {_dtype_and_shape(other)}"
+        return f"{trees.describe(one)}, {trees.describe(other)}"
     bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     if torch.equal(*bits):
         return ""
@@ -97,7 +98,3 @@ def _difference(one: Any, other: Any) -> str:
     wide = [tensor.to(torch.complex128 if one.is_complex() else torch.float64) for tensor in (one, other)]
     largest = (wide[0] - wide[1]).abs().nan_to_num(float("inf")).max().item()
     return f"{count} of {one.numel()} elements differ, by up to {largest:.3g}"
-
-
-def _dtype_and_shape(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ftrain._torch import on_meta
-from ftrain._torch.dtensor import is_dtensor, local_part
+from ftrain._torch.dtensor import local_part
 from ftrain.checkpoint import files
 from ftrain.checkpoint.blocks import Block, blocks_of_ranks, is_divided, parts, runs, whole_block
 from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
@@ -59,14 +59,10 @@ def local_tree(flat: FlatTree, rank: int) -> LocalTree:
     """Return what a rank writes of a flattened tree."""
     values = [leaf.value for leaf in flat.leaves]
     blocks = [blocks_of_ranks(value) for value in values]
-    locals_ = {number: _plain(value) for number, value in enumerate(values) if rank in blocks[number]}
+    locals_ = {number: local_part(value) for number, value in enumerate(values) if rank in blocks[number]}
     leaves = [leaf._replace(value=on_meta(leaf.value)) for leaf in flat.leaves]
     divided = frozenset(number for number, value in enumerate(values) if is_divided(value))
     return LocalTree(flat._replace(leaves=leaves), blocks, locals_, divided)
-
-
-def _plain(value: Tensor) -> Tensor:
-    return local_part(value) if is_dtensor(value) else value
 
 
 class _Target(NamedTuple):

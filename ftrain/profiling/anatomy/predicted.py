@@ -158,5 +158,4 @@ def _materialized(leaf: Any) -> Any:
 
 def _tensors(node: PyTree) -> list[Any]:
     """Return the tensors of a tree; of DTensors the part of this rank."""
-    tensors = [leaf for leaf in tree.leaves(node) if isinstance(leaf, Tensor)]
-    return [dtensor.local_part(leaf) if dtensor.is_dtensor(leaf) else leaf for leaf in tensors]
+    return [dtensor.local_part(leaf) for leaf in tree.leaves(node) if isinstance(leaf, Tensor)]
