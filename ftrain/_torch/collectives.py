@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,21 @@ from torch import Tensor
 from ftrain import _torch
 from ftrain._torch import private_names
 
-ARE_LEFT_OUT: dict[Any, Callable[[], bool]] = {}
-"""The default process group of a rank -> whether it leaves out the collective that is next; called for each.
 
-The result of such a one has the shape of the true one, and no meaning.
-"""
+class Counter(Protocol):
+    """Learns of each collective that a rank starts, and may leave it out."""
+
+    def leaves_out(self) -> bool:
+        """Return whether to leave out the next one: its result has the shape of the true one, and no meaning."""
+        ...
+
+    def has_started(self) -> None:
+        """Count one that was started, and not one that has failed to, for want of memory for its result."""
+        ...
+
+
+COUNTERS: dict[Any, Counter] = {}
+"""The default process group of a rank -> what counts its collectives."""
 
 
 @functools.cache
@@ -37,23 +47,28 @@ def _operations() -> Any:
         return operations
 
 
-def _is_left_out() -> bool:
-    if not ARE_LEFT_OUT or _torch.is_capturing():
-        return False
-    left_out = ARE_LEFT_OUT.get(torch.distributed.group.WORLD)
-    return left_out is not None and left_out()
+def _started(start: Callable[[], Tensor], stand_in: Callable[[], Tensor]) -> Tensor:
+    """Return the result of a collective, or what stands in for that of one that is left out."""
+    counter = COUNTERS.get(torch.distributed.group.WORLD) if COUNTERS and not _torch.is_capturing() else None
+    if counter is None:
+        return start()
+    if counter.leaves_out():
+        return stand_in()
+    result = start()
+    counter.has_started()
+    return result
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Context of collectives of which `ARE_LEFT_OUT` learns nothing: those of the first step alone."""
-    world = torch.distributed.group.WORLD if ARE_LEFT_OUT else None
-    left_out = ARE_LEFT_OUT.pop(world, None)
+    """Context of collectives that are not counted: those of the first step alone."""
+    world = torch.distributed.group.WORLD if COUNTERS else None
+    counter = COUNTERS.pop(world, None)
     try:
         yield
     finally:
-        if left_out is not None:
-            ARE_LEFT_OUT[world] = left_out
+        if counter is not None:
+            COUNTERS[world] = counter
 
 
 def store_of_one_rank() -> Any:
@@ -68,39 +83,32 @@ def all_reduce_(tensor: Tensor, operation: str, group: str) -> Tensor:
 
     `operation` is ``"sum"``, ``"max"`` or ``"min"``.
     """
-    if _is_left_out():
-        return tensor
     function = _operations().all_reduce if _torch.is_capturing() else _operations().all_reduce_
-    return function(tensor, operation, group)  # type: ignore[no-any-return]
+    return _started(lambda: function(tensor, operation, group), lambda: tensor)
 
 
 def all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
     """Start to join the tensors of `size` ranks along their first axis, in the order of ranks."""
-    if _is_left_out():
-        return tensor.new_zeros((size * tensor.shape[0], *tensor.shape[1:]))
-    return _operations().all_gather_into_tensor(tensor, size, group)  # type: ignore[no-any-return]
+    function, shape = _operations().all_gather_into_tensor, (size * tensor.shape[0], *tensor.shape[1:])
+    return _started(lambda: function(tensor, size, group), lambda: tensor.new_zeros(shape))
 
 
 def reduce_scatter(tensor: Tensor, size: int, group: str) -> Tensor:
     """Start to sum a tensor over `size` ranks; each rank gets its equal part of the first axis."""
-    if _is_left_out():
-        return tensor.new_zeros((tensor.shape[0] // size, *tensor.shape[1:]))
-    return _operations().reduce_scatter_tensor(tensor, "sum", size, group)  # type: ignore[no-any-return]
+    function, shape = _operations().reduce_scatter_tensor, (tensor.shape[0] // size, *tensor.shape[1:])
+    return _started(lambda: function(tensor, "sum", size, group), lambda: tensor.new_zeros(shape))
 
 
 def broadcast_(tensor: Tensor, source: int, group: str) -> Tensor:
     """Start to give every rank the tensor of rank `source`, which replaces its own unless a graph is captured."""
-    if _is_left_out():
-        return tensor
     function = _operations().broadcast if _torch.is_capturing() else _operations().broadcast_
-    return function(tensor, source, group)  # type: ignore[no-any-return]
+    return _started(lambda: function(tensor, source, group), lambda: tensor)
 
 
 def all_to_all(tensor: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
     """Start to send ``sent[r]`` rows of the first axis to each rank r, and to join ``received[r]`` rows of each."""
-    if _is_left_out():
-        return tensor.new_zeros((sum(received), *tensor.shape[1:]))
-    return _operations().all_to_all_single(tensor, received, sent, group)  # type: ignore[no-any-return]
+    function, shape = _operations().all_to_all_single, (sum(received), *tensor.shape[1:])
+    return _started(lambda: function(tensor, received, sent, group), lambda: tensor.new_zeros(shape))
 
 
 def wait(tensor: Tensor) -> Tensor:

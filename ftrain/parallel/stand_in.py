@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ftrain import tree
-from ftrain._torch.collectives import ARE_LEFT_OUT
+from ftrain._torch.collectives import COUNTERS
 from ftrain.parallel.rows import Rows
 
 
@@ -23,7 +23,7 @@ class StandIn:
     """Counts the collectives of a gradient: a context, in which this rank can take part in those that are left."""
 
     def __init__(self) -> None:
-        self._started = self._left_out = 0
+        self._started = self._to_leave_out = 0
         self._is_counting = False
         self.is_active = False
         """Whether this rank takes part in a gradient for which it has no memory."""
@@ -31,11 +31,11 @@ class StandIn:
 
     def __enter__(self) -> StandIn:
         self._world, self._started = dist.group.WORLD, 0
-        ARE_LEFT_OUT[self._world] = self._start
+        COUNTERS[self._world] = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        del ARE_LEFT_OUT[self._world]
+        del COUNTERS[self._world]
         self._is_counting = False
 
     def begin(self) -> None:
@@ -45,17 +45,22 @@ class StandIn:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context in which the gradient that has failed is computed again."""
-        self._left_out, self.is_active, self._is_counting = self._started, True, False
+        self._to_leave_out, self.is_active, self._is_counting = self._started, True, False
         try:
             yield
         finally:
-            self._left_out, self.is_active = 0, False
+            self._to_leave_out, self.is_active = 0, False
 
-    def _start(self) -> bool:
-        if not self._is_counting:
+    def leaves_out(self) -> bool:
+        """Return whether the next collective is one that was started before."""
+        if not self._is_counting or not self._to_leave_out:
             return False
-        self._started += 1
-        return self._started <= self._left_out
+        self._to_leave_out -= 1
+        return True
+
+    def has_started(self) -> None:
+        """Count a collective that was started."""
+        self._started += self._is_counting
 
 
 def without_examples(rows: Rows) -> Rows:

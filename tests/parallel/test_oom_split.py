@@ -27,10 +27,12 @@ class Scarce(TorchDispatchMode):
 
     def __init__(self, at):
         super().__init__()
-        self.at, self.seen = at, 0
+        self.at, self.seen, self.collectives = at, 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen += 1
+        if func.namespace == "_c10d_functional" and func.overloadpacket.__name__ != "wait_tensor":
+            self.collectives.append(self.seen)
         if self.seen == self.at:
             self.at = None
             raise torch.OutOfMemoryError("out of memory, on purpose")
@@ -71,13 +73,13 @@ def trained(size, level, modes, at=None, faulty=1, wrappers=(), criterion=models
 
 
 def operations_of_gradient(size, level, modes, monkeypatch, **options):
-    """Return how many operations a rank makes before the ranks agree that all have their gradients."""
+    """Return how many operations a rank makes before all agree on their gradients, and which start collectives."""
     counts, largest = [], Agreement.largest
 
     def counting(self, number):
         mode = getattr(modes, "mode", None)
         if mode is not None and mode.seen:
-            counts.append(mode.seen)
+            counts.append((mode.seen, mode.collectives))
         return largest(self, number)
 
     with monkeypatch.context() as patch:
@@ -91,9 +93,10 @@ def operations_of_gradient(size, level, modes, monkeypatch, **options):
 def test_one_rank_runs_out_of_memory_at_any_operation_of_its_gradient(level, modes, monkeypatch):
     options = {"wrappers": (ft.accumulate(2), ft.clip(0.05), ft.ema(0.8))}
     (reference,) = trained(1, 0, modes, **options)
-    count = operations_of_gradient(2, level, modes, monkeypatch, **options)
+    count, collectives = operations_of_gradient(2, level, modes, monkeypatch, **options)
     assert count > 100
-    for at in (1, count // 2, count):
+    # The last collective, as well: one that has no memory for its result is not started.
+    for at in (1, count // 2, collectives[-1], count):
         assert_same(trained(2, level, modes, at, **options), reference)
 
 
