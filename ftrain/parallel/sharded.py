@@ -209,11 +209,11 @@ class _Ranks:
         require_ranks(self._mesh, tree.leaves(batch))
         if self._as_autocast and all(other.name != "with_amp" for other in step.wrappers):
             raise ComposeError(f"{NAME}: gather='amp' is the dtype of with_amp, which the step has not; add it")
-        rows = replace(self._rows_of(batch, self._all.rank, self._all.size, step.microbatches), ranks=self._all)
         self._watch.begin(state.step)
         with self._watch:
+            rows = replace(self._rows_of(batch, self._all.rank, self._all.size, step.microbatches), ranks=self._all)
             self._same_inputs.require(step, state, batch)
-        local, layout = self._local_states.take(state)
+            local, layout = self._local_states.take(state)
         shards = self._shards_of(layout) if self._level else None
 
         def around(runner: Runner) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 import pytest
 
 import ftrain as ft
-from ftrain.errors import ComposeError, OptionError, RankError
+from ftrain.errors import BatchError, ComposeError, OptionError, RankError
 from ftrain.parallel import deadline
 from tests.faults.forks import BROKEN, quiet_forks
 from tests.parallel import models
@@ -18,13 +18,13 @@ STEPS = 4
 class Data:
     """Batches that keep their position, and end or fail early on the rank at fault."""
 
-    def __init__(self, count=STEPS, failing_position=False):
-        self._count, self._failing_position, self._position = count, failing_position, 0
+    def __init__(self, count=STEPS, *, third=None, failing_position=False):
+        self._count, self._third, self._failing_position, self._position = count, third, failing_position, 0
 
     def __iter__(self):
         for batch in list(models.batches(STEPS))[self._position : self._count]:
             self._position += 1
-            yield batch
+            yield self._third if self._third and self._position == 3 else batch
         self._position = 0
 
     def state_dict(self):
@@ -67,6 +67,11 @@ FAULTS = {
         "in step 3",
         "has waited, too, after step 2, at the end of the run; none has said why: ranks may have different data",
     ),
+    "batch": (
+        lambda step, is_faulty: {"data": Data(third="nonsense" if is_faulty else None)},
+        "BatchError: sharded: the batch has no tensor with an axis to cut",
+        "failed in step 3: BatchError: sharded: the batch has no tensor with an axis to cut",
+    ),
     "position": (
         lambda step, is_faulty: {"data": Data(failing_position=is_faulty)},
         "OSError: no position",
@@ -93,7 +98,7 @@ def fitting(tell, rank, directory, name, faulty):
         fit(step, directory, steps=2, data=Data())
     try:
         fit(step, directory, **options)
-    except (OSError, RankError) as error:
+    except (OSError, BatchError, RankError) as error:
         tell(f"{type(error).__name__}: {error}")
         raise
 
