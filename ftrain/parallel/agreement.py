@@ -181,19 +181,21 @@ class Agreement:
         return self.from_first(self.together(name, function))
 
     def require_same(self, arguments: Mapping[str, Any]) -> None:
-        """Check that all ranks have equal arguments, which are pickled; by their names.
+        """Check that all ranks have arguments that print the same; by their names.
 
         Raises:
             OptionError: on the ranks that have others than the first one.
             RankError: on the others.
         """
-        first = self.from_first(arguments)
+        # NaN, of which an error follows, is not equal to itself, and an array has no single answer.
+        texts = {name: str(value) for name, value in arguments.items()}
+        first = self.from_first(texts)
 
         def compare() -> None:
-            for name, value in arguments.items():
-                if value != first[name]:
+            for name, text in texts.items():
+                if text != first[name]:
                     raise OptionError(
-                        f"fit: {name} is {value} on rank {self._rank}, and {first[name]} on rank 0; every rank must "
+                        f"fit: {name} is {text} on rank {self._rank}, and {first[name]} on rank 0; every rank must "
                         "call it with the same arguments"
                     )
 

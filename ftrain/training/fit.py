@@ -134,7 +134,8 @@ def fit(
     )
     signals = [signal.SIGINT] if checkpoints is None else [signal.SIGINT, signal.SIGTERM]
     with agreement:
-        agreement.require_same(_comparable(options, checkpoints, resume, on_nonfinite, donate))
+        if not agreement.is_alone:
+            agreement.require_same(_comparable(options, checkpoints, resume, on_nonfinite, donate))
         _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
         _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
         _require_agreement(step, ranks, on_oom)
