@@ -121,8 +121,10 @@ ALL = ("C1", "C2", "C3")
 
 LEVEL_0_TRIED = (
     "It was 1.07 to 1.10 while autograd held all gradients back until the backward pass was over. Now buckets start "
-    "when complete, and a plain loss needs no sum of weights. What remains, by a trace: the sum of loss and metrics "
-    "after the backward pass, gradients that are clipped out of place, and host work."
+    "when complete, a plain loss needs no sum of weights, and loss and metrics are summed meanwhile: 1.00 to 1.05 of "
+    "DDP from run to run. What remains, by a trace of 2 ranks, of 105 ms: hooks that take 53 gradients 0.8, clipping "
+    "out of place 0.4, the sum of loss and metrics 0.4, and buffers in new memory. Buckets of a megabyte took 1.07 "
+    "where these took 1.03, and one for all took as long."
 )
 LEVEL_1_TRIED = (
     "Each tensor is divided, so that gathered parameters and scattered gradients are copied between flat buffers and "
