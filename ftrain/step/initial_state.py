@@ -100,9 +100,9 @@ class _Placement:
         params, frozen = tree.split(params, self.chosen)
         if self.adapters is not None:
             params, frozen = self.adapters.added(params, frozen, random.key(self.seed))
-        given = tree.map(lambda leaf: None if isinstance(leaf, StoredTensor) else leaf, params)
-        if tree.leaves(given):
-            require_params(given)
+        in_memory = tree.map(lambda leaf: None if isinstance(leaf, StoredTensor) else leaf, params)
+        if tree.leaves(in_memory):
+            require_params(in_memory)
         parts = params, frozen if tree.leaves(frozen) else None, buffers
         if self.device is not None:
             parts = tree.to(parts, self.device)

@@ -67,7 +67,7 @@ def value_and_grad(
 
 @dataclass(eq=False)
 class ForwardResult:
-    """The result of a forward pass; nobody changes it, but a frozen one takes three times as long to make.
+    """The result of a forward pass, not to be changed; it is not frozen, which takes three times as long to make.
 
     Args:
         params: the leaves of the parameters that are differentiated.
