@@ -87,8 +87,9 @@ def sharded(
         batches: ``"whole"``: each rank calls the step with the batch of all ranks. ``"rows"``: with its own part of it,
             as ``ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size())`` or a ``DistributedSampler`` reads
             it; all need the same number of examples. The batch is then that of all ranks, one after the other.
-        gather: how the parameters of blocks travel at level 3: ``"own"`` in their own dtype; ``"amp"`` as blocks then
-            get them, in the 16 bits of `with_amp` if they have two or more axes. Gradients are added in their own.
+        gather: how the parameters of blocks travel at level 3: ``"own"`` in their own dtype; ``"amp"`` in the 16 bits
+            of `with_amp` those with two or more axes, and blocks then compute with these 16 bits. Gradients are
+            summed in the parameters' own dtype.
 
     Raises:
         OptionError: for another level, a mesh with other axes, another `reduce`, or one at level 3 on a mesh with one
