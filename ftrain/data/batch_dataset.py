@@ -6,7 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from torch.utils.data import Dataset, default_collate
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from ftrain.data import rng_streams
 from ftrain.data.array_dataset import ArrayDataset
@@ -38,7 +40,8 @@ class BatchDataset(Dataset[FetchedBatch]):
     """
 
     def __init__(self, dataset: Any, collate: Collate, *, seed: int, skip_errors: bool, refill: bool) -> None:
-        self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._dataset, self._seed = dataset, seed
+        self._collate = _default_collate if collate is default_collate else collate
         self._skip_errors, self._refill = skip_errors, refill
         collated_rows = isinstance(dataset, ArrayDataset | TokenFile) and collate is default_collate
         self._rows = dataset.rows if collated_rows else None
@@ -108,6 +111,19 @@ class BatchDataset(Dataset[FetchedBatch]):
                 if not self._skip_errors:
                     break
         return samples, errors
+
+
+def _default_collate(samples: list[Any]) -> PyTree:
+    """Return `default_collate` of samples; if they are dicts of tensors, without its search through types."""
+    first = samples[0]
+    # Workers stack in shared memory.
+    if type(first) is dict and get_worker_info() is None and all(map(_is_plain_tensor, first.values())):
+        return {key: torch.stack([sample[key] for sample in samples]) for key in first}
+    return default_collate(samples)
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_nested
 
 
 def describe(request: BatchRequest, max_listed: int = 8) -> str:

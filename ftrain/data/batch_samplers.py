@@ -41,8 +41,8 @@ def in_order(batch_size: int, rank: int, num_ranks: int) -> BatchSampler:
     size = batch_size * num_ranks
 
     def divide(indices: Indices) -> list[Indices]:
-        start, stop = (len(indices) * each // num_ranks for each in (rank, rank + 1))
-        return [indices[start:stop]]
+        count = len(indices)
+        return [indices[count * rank // num_ranks : count * (rank + 1) // num_ranks]]
 
     return BatchSampler(divide, num_ranks, size, size, fixed_size=True)
 

@@ -41,6 +41,8 @@ def _seed(words: tuple[int, int]) -> None:
     # Not torch.manual_seed, which seeds the devices as well, in workers too.
     torch.default_generator.manual_seed(number)
     python_random.seed(number)
+    # Never the one that `PreservedState.detect` watches.
+    mtrand.set_bit_generator(_SEEDED)
     # One word only: seeding numpy with several takes six times as long.
     np.random.seed(words[0])
 
@@ -52,12 +54,10 @@ class PreservedState:
     call.
     """
 
-    __slots__ = ("_likely", "_numpy", "_python", "_resets", "_torch")
-
-    _last_torch = b""
+    __slots__ = ("_numpy", "_python", "_resets", "_torch")
 
     def __enter__(self) -> PreservedState:
-        self._torch, self._likely = torch.default_generator.get_state(), PreservedState._last_torch
+        self._torch = torch.default_generator.get_state()
         self._python = _PythonState.now()
         # Replaced instead of copied, which takes a hundred times as long.
         self._numpy = mtrand.get_bit_generator()
@@ -79,18 +79,13 @@ class PreservedState:
 
         Code that reads a state, draws and then sets that state again is not detected.
         """
-        mtrand.set_bit_generator(_SEEDED)
-        has_drawn = _SPARE.has_drawn(), self._python.has_drawn(), self._torch_has_drawn()
-        return any(has_drawn) or _SPARE.resets != self._resets
-
-    def _torch_has_drawn(self) -> bool:
-        # As bytes: `torch.equal` takes several times as long.
-        state = np.asarray(torch.default_generator.get_state()).tobytes()
-        # Mostly it is the one that the batch before has left, whose bytes are at hand.
-        if state == self._likely:
-            return False
-        PreservedState._last_torch = np.asarray(self._torch).tobytes()
-        return state != PreservedState._last_torch
+        return (
+            # First, as it repairs what it finds.
+            _SPARE.has_drawn()
+            or _SPARE.resets != self._resets
+            or self._python.has_drawn()
+            or not torch.equal(torch.default_generator.get_state(), self._torch)
+        )
 
 
 class _PythonState:
@@ -150,7 +145,7 @@ _GENERATOR: Any = python_random.getstate.__self__  # type: ignore[attr-defined]
 
 
 _SEEDED = np.random.MT19937(0)
-"""The global generator of numpy while samples are read that draw."""
+"""The global generator of numpy while samples draw."""
 
 
 class _Spare:
@@ -164,8 +159,9 @@ class _Spare:
 
     def has_drawn(self) -> bool:
         """Return whether the generator has been used since the last call."""
+        random, same = self.generator.random_raw, self._same.random_raw
         # Twice the 32 bits that it makes at once.
-        if all(self.generator.random_raw() == self._same.random_raw() for _ in range(2)):
+        if random() == same() and random() == same():
             return False
         self.generator.state, self.resets = self._same.state, self.resets + 1
         return True

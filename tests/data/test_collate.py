@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
 from ftrain import data
 from ftrain.errors import BatchError, DataError, OptionError
@@ -131,3 +132,29 @@ def test_padding_adds_up_over_batches():
 def test_padding_of_what_does_not_tell(batch):
     with pytest.raises(BatchError, match="neither documents nor attention_mask"):
         data.padding(batch)
+
+
+ONES = torch.ones(2, 2)
+SAMPLES = {
+    "tensors": [{"x": ONES, "y": torch.tensor(1)}, {"y": torch.tensor(2), "x": -ONES, "more": ONES}],
+    "numbers": [{"x": ONES, "y": 1.5}, {"x": ONES, "y": 2.5}],
+    "trees": [{"x": {"y": ONES}}, {"x": {"y": -ONES}}],
+    "parameters": [{"x": torch.nn.Parameter(ONES)}, {"x": ONES}],
+    "nothing": [{}, {}],
+    "shapes": [{"x": ONES}, {"x": ONES[0]}],
+    "sparse": [{"x": ONES.to_sparse()}] * 2,
+    "missing": [{"x": ONES, "y": ONES}, {"x": ONES}],
+    "types": [{"x": ONES}, {"x": 1.0}],
+}
+
+
+@pytest.mark.parametrize("samples", SAMPLES.values(), ids=SAMPLES)
+def test_samples_are_collated_as_torch_does_it(samples):
+    loader = data.loader(samples, 2, shuffle=False)
+    try:
+        expected = default_collate(samples)
+    except Exception as error:
+        with pytest.raises(DataError, match=type(error).__name__):
+            next(iter(loader))
+    else:
+        torch.testing.assert_close(next(iter(loader)), expected, rtol=0, atol=0)
