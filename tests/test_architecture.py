@@ -84,7 +84,7 @@ RAISED = {
     "checkpoint/ranks.py": {"error"},
     "data/device_prefetch.py": {"first.error"},
     "parallel/agreement.py": {"error"},
-    "parallel/graph_stand_in.py": {"OutOfMemoryOnRankError"},
+    "parallel/stand_in.py": {"OutOfMemoryOnRankError"},
     "step/across_ranks.py": {"error"},
     "training/oom_retry.py": {"Abandoned", "OutOfMemoryOnRankError", "StateOverwrittenError"},
     "training/signals.py": {"Abandoned"},

@@ -1,4 +1,22 @@
-"""Many devices: the mesh of ranks, and the states that are divided over them."""
+"""Many devices: N ranks compute together what one does.
+
+How a step of `ftrain.sharded` goes through the files:
+
+1. `sharded` takes the local parts of a state of DTensors (`state`, `partition`) and this rank's examples (`rows`). In
+   the first step all ranks compare what they were given (`same_inputs`), and then what they run (`same_program`).
+2. `rank_gradient` computes the gradient of these examples, and combines those of all ranks.
+3. `loss_params` gives the loss whole parameters: at levels 1 and 2 gathered once, at level 3 block by block
+   (`block_gather`, `gather_ahead`, `gather`; `not_gathered` stands for them elsewhere). `stock_draws` has random
+   operations draw by example.
+4. `gradient_sums` sends gradients in buckets (`bucket_order`, `partition`) while the backward pass runs, and
+   `loss_results` the loss, metrics and buffers; `compression` sends gradients in fewer bytes when it is over.
+5. The optimizer updates the local parts, and where it needs leaves whole, `whole_update` brings each to one rank.
+6. `state` makes DTensors of the new parts.
+
+`mesh` arranges the ranks that `join` has brought together, and has their collectives. `deadline` says which rank has
+not come to one. Around the steps of `fit`, `agreement` lets all ranks go on, stop and fail together, and `stand_in`
+takes part in a step for which a rank has no memory.
+"""
 
 from ftrain.parallel.compression import powersgd as powersgd
 from ftrain.parallel.compression import sign as sign

@@ -1,6 +1,11 @@
 """Agreement of all ranks, on the host: on numbers, on errors, and on what the first rank decides.
 
 Messages travel in a group of their own, so that they wait neither for a device nor for the collectives of a step.
+
+What ranks agree on when they save (`ftrain.checkpoint.ranks`) travels otherwise, through the store of the process
+group: from the thread that writes, in programs without `fit`, and so that a rank can give up waiting for dead ones.
+There each rank reads the messages of all. After every step that would be too much for many ranks, and a collective is
+not.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.parallel import buffer_changes
+from ftrain.errors import LossError
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Results, start_sum_all
-from ftrain.parallel.rows import Rows, current, require_scalars
+from ftrain.parallel.rows import Rows, current
 from ftrain.step.value_and_grad import ForwardResult, ValueAndGrad
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
 
@@ -58,7 +58,6 @@ class LossResults:
         def run(state: TrainState, *args: Any) -> ForwardResult:
             result, rows = forward(state, *args), current()
             if rows is not None:
-                require_scalars(result.metrics)
                 addends = _addends(result.loss.total, result.metrics, result.buffers, state.buffers, rows)
                 sums = self._start(addends)
                 self._started = _Started(result.loss.total, result.metrics, result.buffers, sums)
@@ -77,7 +76,6 @@ class LossResults:
         started, self._started = self._started, None
         sums: Any = None if started is None else started.sums()
         if started is None or not started.are_of(local):
-            require_scalars(local.metrics)
             addends = _addends(local.loss.total, local.metrics, local.buffers, buffers, rows)
             addends["not_finite"] = None if local.finite is None else (~local.finite).to(torch.int32)
             sums = self._start(addends)()
@@ -85,7 +83,7 @@ class LossResults:
             local,
             loss=replace(local.loss, total=sums["total"]),
             metrics=sums["metrics"],
-            buffers=buffer_changes.applied(buffers, local.buffers, sums["buffers"]),
+            buffers=_changed_buffers(buffers, local.buffers, sums["buffers"]),
             finite=None if local.finite is None else sums["not_finite"] == 0,
         )
 
@@ -103,8 +101,45 @@ class LossResults:
 
 def _addends(total: Tensor, metrics: Metrics, new: PyTree, old: PyTree, rows: Rows) -> dict[str, Any]:
     """Return what this rank adds to the results."""
+    _require_scalars(metrics)
     return {
         "total": total,
         "metrics": {name: m if isinstance(m, Mean) else rows.share_of(m) for name, m in metrics.items()},
-        "buffers": tree.map(rows.share_of, buffer_changes.between(old, new)),
+        "buffers": tree.map(rows.share_of, _buffer_changes(old, new)),
     }
+
+
+def _require_scalars(metrics: Metrics) -> None:
+    """Check that metrics have a mean over ranks.
+
+    Raises:
+        LossError: for a tensor with an axis, such as one of values by example, of which ranks have different ones.
+    """
+    for name, metric in metrics.items():
+        if isinstance(metric, Tensor) and metric.ndim:
+            raise LossError(
+                f"sharded: the metric {name} is {tree.describe(metric)}; on ranks a metric is a 0-d tensor or a Mean. "
+                "Return its mean, or leave it out"
+            )
+
+
+def _buffer_changes(old: PyTree, new: PyTree) -> PyTree:
+    """Return what a step has changed in each floating-point buffer; the others have no mean.
+
+    Ranks take the mean of the changes, so that a buffer that nothing changes keeps its bits.
+    """
+
+    def change(new: Tensor, old: Tensor) -> Tensor:
+        # Infinity minus infinity would be NaN: a mask of attention may hold it.
+        return torch.where(new == old, 0, new - old) if new.is_floating_point() else new.new_zeros(())
+
+    return tree.map(change, new, old)
+
+
+def _changed_buffers(old: PyTree, new: PyTree, changes: PyTree) -> PyTree:
+    """Return the buffers with the changes of all ranks, and as this rank has them where they have no mean."""
+
+    def changed(new: Tensor, old: Tensor, change: Tensor) -> Tensor:
+        return old + change.to(old.dtype) if new.is_floating_point() else new
+
+    return tree.map(changed, new, old, changes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,7 +17,6 @@ from ftrain._torch.planned_mesh import PlannedMesh
 from ftrain.errors import OptionError, require_positive_number
 from ftrain.parallel.deadline import watch
 from ftrain.parallel.join import join
-from ftrain.tree.sharding import Shards
 
 REPLICATE, SHARD = "replicate", "shard"
 """The names of the axes of a mesh, in their order."""
@@ -130,14 +129,6 @@ class Group:
     def start_broadcast_(self, tensor: Tensor) -> Result:
         """Start to give every rank the tensor of the first one."""
         return self._result(collectives.broadcast_(tensor, 0, self.name) if self.size > 1 else tensor, tensor)
-
-    def shards(self, shapes: Mapping[str, tuple[int, ...]]) -> Shards | None:
-        """Return what `ftrain.tree` needs to know of leaves divided over this group; None for one rank.
-
-        Args:
-            shapes: name of a parameter -> shape of the whole parameter.
-        """
-        return Shards(self.sum, self.rank == 0, shapes) if self.size > 1 else None
 
     def _result(self, started: Tensor, source: Tensor) -> Result:
         return partial(_wait, started, source) if self.size > 1 else lambda: started

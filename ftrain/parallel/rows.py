@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ftrain import random, tree
-from ftrain.errors import LossError
 from ftrain.parallel.mesh import Group
 from ftrain.random import torch_ops
 from ftrain.step.microbatch import split_batch
-from ftrain.types import STATIC, Mean, Metrics, PyTree, tree_class
+from ftrain.types import STATIC, Mean, PyTree, tree_class
 
 
 @tree_class
@@ -78,20 +77,6 @@ class Rows:
         """Return the number in the whole batch of the first example of a microbatch, given its number among these."""
         each = max(self.consecutive, 1)
         return first // each * self.total + first % each + self.start
-
-
-def require_scalars(metrics: Metrics) -> None:
-    """Check that metrics have a mean over ranks.
-
-    Raises:
-        LossError: for a tensor with an axis, such as one of values by example, of which ranks have different ones.
-    """
-    for name, metric in metrics.items():
-        if isinstance(metric, Tensor) and metric.ndim:
-            raise LossError(
-                f"sharded: the metric {name} is {tree.describe(metric)}; on ranks a metric is a 0-d tensor or a Mean. "
-                "Return its mean, or leave it out"
-            )
 
 
 _current: ContextVar[Rows | None] = ContextVar("ftrain_rows", default=None)

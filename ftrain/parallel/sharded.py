@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -15,28 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from ftrain import tree
 from ftrain.errors import ComposeError, OptionError
 from ftrain.parallel.block_gather import BlockGather
-from ftrain.parallel.bucket_order import BucketOrder, stream_plan
 from ftrain.parallel.compression import Compression, compression_of
 from ftrain.parallel.compression.memory import SLOT
 from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.deadline import watch
-from ftrain.parallel.loss_params import LossParams, passing
-from ftrain.parallel.loss_results import LossResults
+from ftrain.parallel.loss_params import LossParams
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group, require_ranks
-from ftrain.parallel.partition import Part, broadcast_all, gather_all, scatter_all, sum_all
-from ftrain.parallel.rows import Rows, computing_on, current, own_rows, rows_of
+from ftrain.parallel.partition import broadcast_all
+from ftrain.parallel.rank_gradient import RankGradient
+from ftrain.parallel.rows import current, own_rows, rows_of
 from ftrain.parallel.same_inputs import SameInputs, digest
-from ftrain.parallel.same_program import SameProgram
-from ftrain.parallel.state import WHOLE, Layout, LocalStates, divide, require_whole
-from ftrain.parallel.stock_draws import StockDraws
+from ftrain.parallel.state import WHOLE, Layout, LocalStates, current_layout, divide, require_whole
 from ftrain.parallel.whole_update import whole_update
-from ftrain.step.value_and_grad import StreamingGrad
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, wrapper
 from ftrain.tree import sharding
 from ftrain.tree.sharding import Shards
 from ftrain.types import (
-    GradFn,
-    Gradients,
     Loss,
     LossOutput,
     LossRanks,
@@ -115,15 +108,15 @@ def sharded(
     reduction = Reduction(compression_of(reduce), mesh, level)
     more = (", rows" if batches == "rows" else "") + (", gather=amp" if gather == "amp" else "")
     text = f"sharded({mesh.size(0)}x{mesh.size(1)}, level={level}{reduction.text}{more})"
-    ranks = _Ranks(mesh, level, text, reduction, whole_batches=batches == "whole", as_autocast=gather == "amp")
+    of_rank = _RankStep(mesh, level, text, reduction, whole_batches=batches == "whole", as_autocast=gather == "amp")
     return Wrapper(
         NAME,
         text,
-        loss=OnLoss(ranks.on_loss, order=1),
-        grad=OnGrad(ranks.on_grad, reads_gradients=reduction.needs_all, across_ranks=True),
-        update=OnUpdate(optimizer=ranks.on_optimizer),
-        validate=ranks.validate,
-        step=OnStep(place=ranks.place, on_ranks=ranks.on_ranks, ranks=mesh.size()),
+        loss=OnLoss(of_rank.on_loss, order=1),
+        grad=OnGrad(of_rank.gradient.of, reads_gradients=reduction.needs_all, across_ranks=True),
+        update=OnUpdate(optimizer=of_rank.on_optimizer),
+        validate=of_rank.validate,
+        step=OnStep(place=of_rank.place, on_ranks=of_rank.on_ranks, ranks=mesh.size()),
         slot=reduction.slot,
         choice=partial(_communication, mesh.size(0), mesh.size(1), level),
     )
@@ -137,11 +130,8 @@ def _communication(replicate: int, shard: int, level: int) -> str:
     return f"gathers {gathered}; scatters gradients" + ("; sums shards of copies" if replicate > 1 else "")
 
 
-_layout: ContextVar[Layout] = ContextVar("ftrain_layout")
-
-
-class _Ranks:
-    """The groups of ranks of a mesh, and what they exchange in a step."""
+class _RankStep:
+    """What a rank does of a step, around the gradient (`RankGradient`)."""
 
     def __init__(
         self, mesh: DeviceMesh, level: int, text: str, reduction: Reduction, *, whole_batches: bool, as_autocast: bool
@@ -156,8 +146,7 @@ class _Ranks:
         self._local_states = LocalStates(mesh, level)
         self._shards_layout: Layout | None = None
         self._shards: Shards | None = None
-        self._order: dict[str, None] = {}
-        self._planned: tuple[Layout, list[list[int]]] | None = None
+        self.gradient = RankGradient(level, self._all, self._shard, self._replicate, reduction)
         self._watch = watch()
 
     def validate(self, step: Any) -> None:
@@ -219,12 +208,12 @@ class _Ranks:
 
         def around(runner: Runner) -> Callable[..., Any]:
             def run(*args: Any) -> tuple[TrainState, Metrics]:
-                token = _layout.set(layout)
+                token = current_layout.set(layout)
                 try:
                     with self._watch, sharding.over(shards):
                         new, metrics = runner(*args)
                 finally:
-                    _layout.reset(token)
+                    current_layout.reset(token)
                 return self._local_states.put_back(new, state), metrics
 
             return run
@@ -236,7 +225,8 @@ class _Ranks:
             parts = tree.leaves(layout.params)
             names = tree.leaf_names(layout.params)
             shapes = {name: () if part is WHOLE else part.shape for name, part in zip(names, parts, strict=True)}
-            self._shards_layout, self._shards = layout, self._shard.shards(shapes)
+            shards = Shards(self._shard.sum, self._shard.rank == 0, shapes) if self._shard.size > 1 else None
+            self._shards_layout, self._shards = layout, shards
         return self._shards
 
     def on_loss(self, loss: Loss) -> Loss:
@@ -246,14 +236,14 @@ class _Ranks:
         if gathers and loss.module is not None:
             blocks = BlockGather(loss.module, self._watch, as_autocast=self._as_autocast)
         order = dict.fromkeys(name for name, _ in loss.module.named_parameters()) if loss.module is not None else {}
-        self._order = order
+        self.gradient.order = order
 
         def of_rows(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             rows = current()
             if rows is None:  # Not in a step of ranks: an evaluation, of whole parameters.
                 require_whole(params, self._text)
                 return loss.fn(params, batch, rng=rng, buffers=buffers)
-            params = self._loss_params(params, _layout.get(), blocks, order)
+            params = self._loss_params(params, current_layout.get(), blocks, order)
             with rows.stock_draws():
                 mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
             if blocks is not None:
@@ -275,104 +265,3 @@ class _Ranks:
             return new
         ranks = LossRanks(self._all.rank, self._all.size, self._all.sum, digest, self._whole_batches)
         return dataclasses.replace(new, ranks=ranks)
-
-    def on_grad(self, grad: GradFn) -> GradFn:
-        """Compute the gradient of this rank's rows, and combine those of all ranks."""
-        draws, program = StockDraws(self._all, can_repeat=self._all.size == 1), SameProgram(self._all)
-        used = SameProgram(self._all)  # By a backward pass that runs later.
-        results = LossResults(self._all)
-        starting = results.started_by(grad)
-
-        def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
-            parts = _layout.get().params_parts
-            in_backward = self._combines_in_backward(grad, rows)
-            wholes = None
-            if 0 < self._level < 3:
-                leaves, spec = tree.flatten(state.params)
-                wholes = gather_all(self._shard, leaves, parts)
-                state = state if in_backward else replace(state, params=tree.unflatten(spec, wholes))
-            with program.required(state.params), passing(in_backward, wholes):
-                local, drawing = draws.run(partial(_of_rows, starting, state, rows, rng), state)
-            whole = results.of_all_ranks(replace(local, grads=None), state.buffers, rows)
-            if local.stream_grads is not None:
-                # What a block computes again is of these rows, too.
-                watched = used.required(state.params)
-                around = _entered(drawing, computing_on(rows), watched, passing(in_backward, wholes))
-                plan = self._stream_plan(state.params)
-                stream = partial(self._stream, local.stream_grads, around, in_backward, plan)
-                return replace(whole, stream_grads=stream)
-            leaves, spec = tree.flatten(local.grads)
-            if self._reduction.is_active:
-                grads, slots = self._reduction(leaves, parts, state.slots, spec)
-                return replace(whole, grads=tree.unflatten(spec, grads), accepted_slots=slots)
-            return replace(whole, grads=tree.unflatten(spec, self._combined(leaves, parts, in_backward)))
-
-        return combined
-
-    def _combines_in_backward(self, grad: GradFn, rows: Rows) -> bool:
-        """Return whether gradients travel in the backward pass, and not after that of the last microbatch."""
-        if self._level == 3:
-            return self._shard.size > 1
-        if self._reduction.is_active or isinstance(grad, StreamingGrad):
-            return False
-        ranks = self._shard if self._level else self._all
-        return ranks.size > 1 and (self._level == 2 or rows.microbatches == 1)
-
-    def _stream(
-        self,
-        stream_grads: Callable[..., None],
-        around: AbstractContextManager[None],
-        in_backward: bool,
-        plan: list[list[int]],
-        take: Callable[[int, Tensor], None],
-    ) -> None:
-        """Run the backward pass in a context, and give `take` the gradients of all ranks; a few travel together."""
-        parts = _layout.get().params_parts
-
-        def start(numbers: Sequence[int], grads: list[Tensor]) -> None:
-            combined = self._combined(grads, [parts[number] for number in numbers], in_backward)
-            for number, grad in zip(numbers, combined, strict=True):
-                take(number, grad)
-
-        order = BucketOrder(plan, start)
-
-        def take_local(index: int, grad: Tensor) -> None:
-            order.take(index, grad)
-            order.start_complete()
-
-        with around:
-            stream_grads(take_local)
-
-    def _stream_plan(self, params: PyTree) -> list[list[int]]:
-        layout = _layout.get()
-        if self._planned is None or layout is not self._planned[0]:
-            self._planned = layout, stream_plan(params, layout.params_parts, self._order)
-        return self._planned[1]
-
-    def _combined(self, grads: list[Tensor], parts: list[Part | None], in_backward: bool) -> list[Tensor]:
-        """Return the gradients of all ranks; at level 1 and above, this rank's parts of them.
-
-        Args:
-            grads: whole ones of this rank; or what the backward pass has combined.
-            parts: how they are divided.
-            in_backward: whether it has.
-        """
-        if self._level == 0:
-            return grads if in_backward else sum_all(self._all, grads)
-        if self._level < 3 and not in_backward:
-            grads = scatter_all(self._shard, grads, parts)
-        return sum_all(self._replicate, grads)
-
-
-def _of_rows(grad: GradFn, state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
-    """Return the gradient of this rank's rows, on whole parameters."""
-    with computing_on(rows), sharding.over(None):
-        return grad(state, rows.batch, rng)
-
-
-@contextmanager
-def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
-        yield

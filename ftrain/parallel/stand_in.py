@@ -1,25 +1,37 @@
-"""A rank without memory for its examples takes part in the collectives of a gradient, so that no rank waits for it.
+"""A rank that runs out of memory takes part in the collectives that are left, so that no rank waits for it.
 
-It computes again, on one example of each microbatch, and leaves out the collectives that it had started before. All
-ranks start the same ones in the same order, so what it sends meets what the others wait for. The gradient is of no use;
-the ranks must agree on that before they update.
+All ranks start the same collectives in the same order, so what it sends meets what the others wait for. It is of no
+use: the ranks must agree to discard the result (`ftrain.training.oom_retry`).
+
+An eager step does not know its collectives before it has run: the rank computes the gradient again, on one example of
+each microbatch, and leaves out the collectives that it had started before. The graph of a compiled step says which
+collectives there are, and of what shapes: the rank makes those that are left without computing anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, fx
 
-from ftrain import tree
-from ftrain._torch.collectives import COUNTERS
+from ftrain import _torch, tree
+from ftrain._torch.collectives import COUNTERS, wait
+from ftrain.backends.oom import is_out_of_memory, release
+from ftrain.errors import DeviceError
+from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.rows import Rows
+from ftrain.step.traffic import collectives_of, is_collective
+
+Run: TypeAlias = Callable[..., Sequence[Tensor]]
 
 
-class StandIn:
+class GradientStandIn:
     """Counts the collectives of a gradient: a context, in which this rank can take part in those that are left."""
 
     def __init__(self) -> None:
@@ -29,7 +41,7 @@ class StandIn:
         """Whether this rank takes part in a gradient for which it has no memory."""
         self._world: Any = None
 
-    def __enter__(self) -> StandIn:
+    def __enter__(self) -> GradientStandIn:
         self._world, self._started = dist.group.WORLD, 0
         COUNTERS[self._world] = self
         return self
@@ -68,3 +80,110 @@ def without_examples(rows: Rows) -> Rows:
     every = max(rows.length, 1)
     firsts = tree.map(lambda leaf: leaf[::every] if tree.is_tensor(leaf) and leaf.ndim else leaf, rows.batch)
     return replace(rows, batch=firsts, length=0)
+
+
+class OutOfMemoryOnRankError(DeviceError):
+    """Memory ran out on one rank at least, and all know it."""
+
+
+class GraphStandIn:
+    """Runs the compiled graphs of a step on all ranks, or on none.
+
+    Args:
+        agreement: of the ranks.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Context in which compiled graphs are run by this object."""
+        token = _running_graphs.set(self)
+        try:
+            yield
+        finally:
+            _running_graphs.reset(token)
+
+    def run(self, run: Run, captured: fx.GraphModule, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what a compiled graph returns; the hosts of all ranks wait for each other.
+
+        Args:
+            run: the graph.
+            captured: of what it was compiled.
+            inputs: of the graph; they may be overwritten in part when it fails.
+
+        Raises:
+            OutOfMemoryOnRankError: on every rank, when one had no memory for it.
+            DeviceError: when there is no memory for a collective either; or for a compiler that has changed which
+                collectives there are, as some options of Inductor let it.
+        """
+        collectives, started = collectives_of(captured), _Started()
+        outputs, why = None, None
+        try:
+            with started:
+                outputs = run(*inputs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            why = error
+        else:
+            _require_all(started.count, len(collectives))
+        if why is not None:
+            release(why, inputs[0].device)
+            for node in collectives[started.count :]:
+                _join(node)
+        if self._agreement.largest(int(outputs is None)) or outputs is None:
+            raise OutOfMemoryOnRankError("fit: memory ran out on a rank") from why
+        return outputs
+
+
+_running_graphs: ContextVar[GraphStandIn | None] = ContextVar("ftrain_graph_stand_in", default=None)
+
+
+running_graphs = _running_graphs.get
+"""``() -> GraphStandIn | None``: what runs compiled graphs; None where they are simply called."""
+
+
+class _Started(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the collectives that have been started."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        # One that has no memory for its result is not started.
+        self.count += is_collective(function)
+        return result
+
+
+def _require_all(started: int, captured: int) -> None:
+    # A replayed recording starts none from the host.
+    if started not in (0, captured):
+        raise DeviceError(
+            f"fit: on_oom='split' needs to know the collectives of a compiled step: {captured} were captured, and the "
+            f"compiler made {started} of them; leave out options of compiled() that join or remove collectives"
+        )
+
+
+def _join(node: fx.Node) -> None:
+    """Take part in a collective of a graph, with zeros."""
+
+    def zeros(leaf: Any) -> Any:
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        value: Tensor = leaf.meta["val"]
+        return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+    target: Any = node.target
+    try:
+        wait(target(*tree.map(zeros, node.args), **tree.map(zeros, node.kwargs)))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceError(
+            "fit: memory ran out on this rank, which has none for what it must send to the others; use ft.remat(), a "
+            "higher level of ft.sharded or smaller batches"
+        ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,10 @@ class Layout:
     def parts(self) -> list[Part | None]:
         """The parts of the parameters and the frozen ones together, in the order of `ftrain.tree.leaves`."""
         return _without_marks(self.params if self.frozen is None else tree.overlay(self.params, self.frozen))
+
+
+current_layout: ContextVar[Layout] = ContextVar("ftrain_layout")
+"""How the state is divided on which a step computes."""
 
 
 def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from ftrain import _torch
 
 SENT_PER_BYTE = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
@@ -69,3 +73,16 @@ def traffic_of(collectives: Iterable[Collective], sizes: Mapping[str, int]) -> l
         for (operation, axis), nbytes in inputs.items()
     ]
     return sorted(rows, key=lambda row: -row.sent)
+
+
+def collectives_of(captured: fx.GraphModule) -> list[fx.Node]:
+    """Return the collectives of a captured graph, in the order in which ranks start them."""
+    return [node for node in captured.graph.nodes if is_collective(node.target)]
+
+
+def is_collective(target: Any) -> bool:
+    """Whether an operation is a collective of torch."""
+    if not isinstance(target, _torch.OpOverload) or target.namespace != "_c10d_functional":
+        return False
+    # A compiler may choose the one that overwrites its input.
+    return target.overloadpacket.__name__.removesuffix("_") in NAMES

@@ -13,8 +13,7 @@ from ftrain import tree
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError
 from ftrain.parallel.agreement import Agreement
-from ftrain.parallel.graph_stand_in import GraphStandIn, OutOfMemoryOnRankError
-from ftrain.parallel.stand_in import StandIn, without_examples
+from ftrain.parallel.stand_in import GradientStandIn, GraphStandIn, OutOfMemoryOnRankError, without_examples
 from ftrain.profiling.oom_report import shortage
 from ftrain.step.accumulation import accumulate_grads
 from ftrain.step.across_ranks import ranks_of
@@ -77,7 +76,7 @@ class OomRetry:
     ) -> None:
         self._original, self._say, self._interrupted = step, say, interrupted
         self._compiled, self._agreement = step.is_compiled, agreement
-        self._stand_in, self._graphs = StandIn(), GraphStandIn(agreement)
+        self._stand_in, self._graphs = GradientStandIn(), GraphStandIn(agreement)
         self._writes = _StateWrites(not self._compiled and step.may_refuse_updates)
         if not (agreement.is_alone or self._compiled):
             self._writes = _AgreedStateWrites(agreement, self._stand_in)
@@ -262,7 +261,7 @@ class _AgreedStateWrites(_StateWrites):
         stand_in: for a rank that has no gradient.
     """
 
-    def __init__(self, agreement: Agreement, stand_in: StandIn) -> None:
+    def __init__(self, agreement: Agreement, stand_in: GradientStandIn) -> None:
         super().__init__(refusable=False)
         self._agreement, self._stand_in = agreement, stand_in
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
 from ftrain.parallel.agreement import Agreement
-from ftrain.parallel.graph_stand_in import GraphStandIn
+from ftrain.parallel.stand_in import GraphStandIn
 
 WIDTH, BLOCKS = 8, 4
 

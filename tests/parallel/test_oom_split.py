@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ftrain as ft
 from ftrain.errors import ComposeError, DeviceError
 from ftrain.parallel.agreement import Agreement
-from ftrain.parallel.graph_stand_in import GraphStandIn
+from ftrain.parallel.stand_in import GraphStandIn
 from ftrain.step.step import Step
 from tests.faults.forks import quiet_forks
 from tests.parallel import models

@@ -9,8 +9,9 @@ import torch
 
 import ftrain as ft
 from ftrain.optim import offloaded
-from ftrain.parallel import bucket_order, ownership
+from ftrain.parallel import bucket_order
 from ftrain.parallel.mesh import Group
+from ftrain.parallel.whole_update import ownership
 from tests.laws.optimizers import COMBINED, MATRICES_ONLY, OPTIMIZERS
 from tests.parallel import models, script
 from tests.parallel.ranks import run

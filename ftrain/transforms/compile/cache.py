@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftrain import _torch, tree
 from ftrain.errors import BatchError
-from ftrain.parallel import graph_stand_in
+from ftrain.parallel.stand_in import running_graphs
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.fallback import attempted
 from ftrain.tree.fast_flatten import reader
@@ -220,7 +220,7 @@ class Graph:
 
     def __call__(self, leaves: list[Any]) -> tuple[PyTree, PyTree]:
         """Run the graph on the leaves of its arguments."""
-        tensors, stand_in = self._tensors(leaves), graph_stand_in.active()
+        tensors, stand_in = self._tensors(leaves), running_graphs()
         outputs = iter(self._run(*tensors) if stand_in is None else stand_in.run(self._run, self.captured, tensors))
         extra = tree.unflatten(self._extra_spec, [next(outputs) if e is None else e for e in self._extras])
         carried = leaves[: self._size]

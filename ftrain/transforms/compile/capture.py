@@ -19,8 +19,8 @@ from torch import Tensor, fx
 from ftrain import _torch
 from ftrain._torch import compile as torch_compile
 from ftrain.errors import FtrainError, OptionError, TraceError
-from ftrain.parallel.graph_stand_in import collectives_of
 from ftrain.step import optimization_barrier
+from ftrain.step.traffic import collectives_of
 from ftrain.transforms.compile.graph_fixes import fix_graph, materialize_reshapes
 
 Flat: TypeAlias = Callable[..., Sequence[Tensor]]

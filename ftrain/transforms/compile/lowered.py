@@ -11,9 +11,8 @@ from torch import Tensor, fx
 
 from ftrain import _torch, tree
 from ftrain._torch import compile as torch_compile
-from ftrain.parallel.graph_stand_in import collectives_of
 from ftrain.parallel.mesh import Group
-from ftrain.step.traffic import Collective, Traffic, traffic_of
+from ftrain.step.traffic import Collective, Traffic, collectives_of, traffic_of
 
 
 def count_nodes(*graphs: fx.GraphModule) -> dict[str, int]:

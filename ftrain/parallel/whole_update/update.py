@@ -21,10 +21,19 @@ from ftrain import tree
 from ftrain._torch import dtensor
 from ftrain.optim.partial_update import ParamGroup
 from ftrain.optim.structure_cache import StructureCache
-from ftrain.parallel.exchange import from_owners, to_owners
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.ownership import Plan, Round, assign, parts_of_state, plan, single_groups, split_of, wholes_of
 from ftrain.parallel.state import block_of
+from ftrain.parallel.whole_update.exchange import from_owners, to_owners
+from ftrain.parallel.whole_update.ownership import (
+    Plan,
+    Round,
+    assign,
+    parts_of_state,
+    plan,
+    single_groups,
+    split_of,
+    wholes_of,
+)
 from ftrain.tree import sharding
 from ftrain.types import Hyper, Optimizer, PyTree
 

@@ -1,0 +1,147 @@
+"""The gradient of a step on many ranks: each computes on its rows, and gets what it needs of the sum over all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.parallel.bucket_order import BucketOrder, stream_plan
+from ftrain.parallel.compression.reduction import Reduction
+from ftrain.parallel.loss_params import passing
+from ftrain.parallel.loss_results import LossResults
+from ftrain.parallel.mesh import Group
+from ftrain.parallel.partition import Part, gather_all, scatter_all, sum_all
+from ftrain.parallel.rows import Rows, computing_on
+from ftrain.parallel.same_program import SameProgram
+from ftrain.parallel.state import Layout, current_layout
+from ftrain.parallel.stock_draws import StockDraws
+from ftrain.step.value_and_grad import StreamingGrad
+from ftrain.tree import sharding
+from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
+
+
+class RankGradient:
+    """Makes the gradient of all ranks of one that computes on the rows of this rank.
+
+    Args:
+        level: of `sharded`.
+        all_ranks: between which gradients are summed at level 0.
+        shard: the ranks that have a part each from level 1 on.
+        replicate: the ranks that have the same part.
+        reduction: how gradients are compressed, if they are.
+
+    Attributes:
+        order: names of the parameters in the order of their use, as far as it is known.
+    """
+
+    def __init__(self, level: int, all_ranks: Group, shard: Group, replicate: Group, reduction: Reduction) -> None:
+        self._level, self._reduction = level, reduction
+        self._all, self._shard, self._replicate = all_ranks, shard, replicate
+        self._planned: tuple[Layout, list[list[int]]] | None = None
+        self.order: Mapping[str, None] = {}
+
+    def of(self, grad: GradFn) -> GradFn:
+        """Return the gradient of all ranks: at level 0 whole, and from level 1 on this rank's parts of it."""
+        draws, program = StockDraws(self._all, can_repeat=self._all.size == 1), SameProgram(self._all)
+        used = SameProgram(self._all)  # By a backward pass that runs later.
+        results = LossResults(self._all)
+        starting = results.started_by(grad)
+
+        def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
+            parts = current_layout.get().params_parts
+            in_backward = self._combines_in_backward(grad, rows)
+            wholes = None
+            if 0 < self._level < 3:
+                leaves, spec = tree.flatten(state.params)
+                wholes = gather_all(self._shard, leaves, parts)
+                state = state if in_backward else replace(state, params=tree.unflatten(spec, wholes))
+            with program.required(state.params), passing(in_backward, wholes):
+                local, drawing = draws.run(partial(_of_rows, starting, state, rows, rng), state)
+            whole = results.of_all_ranks(replace(local, grads=None), state.buffers, rows)
+            if local.stream_grads is not None:
+                # What a block computes again is of these rows, too.
+                watched = used.required(state.params)
+                around = _entered(drawing, computing_on(rows), watched, passing(in_backward, wholes))
+                plan = self._stream_plan(state.params)
+                stream = partial(self._stream, local.stream_grads, around, in_backward, plan)
+                return replace(whole, stream_grads=stream)
+            leaves, spec = tree.flatten(local.grads)
+            if self._reduction.is_active:
+                grads, slots = self._reduction(leaves, parts, state.slots, spec)
+                return replace(whole, grads=tree.unflatten(spec, grads), accepted_slots=slots)
+            return replace(whole, grads=tree.unflatten(spec, self._combined(leaves, parts, in_backward)))
+
+        return combined
+
+    def _combines_in_backward(self, grad: GradFn, rows: Rows) -> bool:
+        """Return whether gradients travel in the backward pass, and not after that of the last microbatch."""
+        if self._level == 3:
+            return self._shard.size > 1
+        if self._reduction.is_active or isinstance(grad, StreamingGrad):
+            return False
+        ranks = self._shard if self._level else self._all
+        return ranks.size > 1 and (self._level == 2 or rows.microbatches == 1)
+
+    def _stream(
+        self,
+        stream_grads: Callable[..., None],
+        around: AbstractContextManager[None],
+        in_backward: bool,
+        plan: list[list[int]],
+        take: Callable[[int, Tensor], None],
+    ) -> None:
+        """Run the backward pass in a context, and give `take` the gradients of all ranks; a few travel together."""
+        parts = current_layout.get().params_parts
+
+        def start(numbers: Sequence[int], grads: list[Tensor]) -> None:
+            combined = self._combined(grads, [parts[number] for number in numbers], in_backward)
+            for number, grad in zip(numbers, combined, strict=True):
+                take(number, grad)
+
+        order = BucketOrder(plan, start)
+
+        def take_local(index: int, grad: Tensor) -> None:
+            order.take(index, grad)
+            order.start_complete()
+
+        with around:
+            stream_grads(take_local)
+
+    def _stream_plan(self, params: PyTree) -> list[list[int]]:
+        layout = current_layout.get()
+        if self._planned is None or layout is not self._planned[0]:
+            self._planned = layout, stream_plan(params, layout.params_parts, self.order)
+        return self._planned[1]
+
+    def _combined(self, grads: list[Tensor], parts: list[Part | None], in_backward: bool) -> list[Tensor]:
+        """Return the gradients of all ranks; at level 1 and above, this rank's parts of them.
+
+        Args:
+            grads: whole ones of this rank; or what the backward pass has combined.
+            parts: how they are divided.
+            in_backward: whether it has.
+        """
+        if self._level == 0:
+            return grads if in_backward else sum_all(self._all, grads)
+        if self._level < 3 and not in_backward:
+            grads = scatter_all(self._shard, grads, parts)
+        return sum_all(self._replicate, grads)
+
+
+def _of_rows(grad: GradFn, state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
+    """Return the gradient of this rank's rows, on whole parameters."""
+    with computing_on(rows), sharding.over(None):
+        return grad(state, rows.batch, rng)
+
+
+@contextmanager
+def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
