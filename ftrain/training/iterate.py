@@ -62,7 +62,7 @@ def iterate(
     steps: int | None = None,
     epochs: int | None = None,
     position: Position | None = None,
-) -> Generator[StepRecord, Any, None]:
+) -> Generator[StepRecord, Any, int | None]:
     """Run a step over data and yield after each step: the loop of `fit`, to write your own around it.
 
     ``send(state)`` replaces the state and returns the record with it; the loop goes on from it. The state before is
@@ -76,6 +76,9 @@ def iterate(
         steps: stop when the state has made so many steps.
         epochs: stop after so many passes over the data, those before `position` included. Default, without `steps`: 1.
         position: where to go on, as returned by `position_of`. Default: the beginning.
+
+    Returns:
+        The passes over the data that were completed, when the loop ends because there are no more; None after `steps`.
 
     Raises:
         ComposeError: when `step` cannot be called or is a class, or stands where the state does.
@@ -106,14 +109,15 @@ def iterate(
                 raise
             if steps is not None and count >= steps:
                 _keep_position(data)
-                return
+                return None
         # An empty pass does not count as an epoch, unless a run resumes at the end of a pass, of which nothing is left.
         empty_passes = empty_passes + 1 if count == count_before_pass else 0
-        if not empty_passes or resumed:
+        if not empty_passes or (resumed and index):
             epoch += 1
         index, batches, resumed = 0, data, False
         if empty_passes > 1 or (steps is not None and isinstance(data, Iterator) and epochs is None):
             raise DataError(_data_ended(count, steps, empty=count == first))
+    return epoch if last_epoch is not None and epoch >= last_epoch else None
 
 
 def _keep_position(data: Iterable[PyTree]) -> None:

@@ -154,7 +154,7 @@ class Run:
         loop = functools.partial(iterate, step, data=self._data, steps=options.steps)
         while True:
             try:
-                yield from loop(self._newest.state, epochs=options.epochs, position=self._position)
+                passes = yield from loop(self._newest.state, epochs=options.epochs, position=self._position)
             except StateOverwrittenError as error:
                 self._continue_from(self._checkpoints.reload(error.state, self.step + 1))
                 if retry is not None:
@@ -162,6 +162,9 @@ class Run:
             except Abandoned:
                 return
             else:
+                if passes is not None:
+                    # Data that reports its position is at the beginning of the next pass now, and so is the run.
+                    self._newest = self._newest._replace(epoch=passes, batches=0)
                 return
 
     def after_step(self, record: StepRecord, steps: Steps) -> None:

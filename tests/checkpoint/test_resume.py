@@ -128,6 +128,16 @@ def test_passes_are_counted_over_pieces(epochs, kind, at, tmp_path):
     assert len(found.history) == epochs * BATCHES
 
 
+@pytest.mark.parametrize("kind", ["list", "stateful", "loader", "prefetched"])
+def test_passes_that_are_completed_are_not_made_again(kind, tmp_path):
+    data = {"list": batches, **DATA}[kind]
+    for epochs in (1, 1, 2, 4):
+        # Saved at the end alone: when the data has ended, and some data is at the beginning of the next pass.
+        checkpoints = ft.Checkpoints(tmp_path, every=100)
+        found = fit(make(), data(), steps=None, epochs=epochs, checkpoints=checkpoints)
+        assert_same(found, fit(make(), data(), steps=None, epochs=epochs))
+
+
 def test_a_finished_run_is_only_read(tmp_path):
     needed = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     found = fit(make(), batches(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
