@@ -13,7 +13,14 @@ from typing import Any, Literal, Self
 
 from ftrain import backends
 from ftrain.checkpoint import files
-from ftrain.checkpoint.directory_lock import LOCK, lock_directory, require_held, system_errors
+from ftrain.checkpoint.directory_lock import (
+    LOCK,
+    holder,
+    lock_directory,
+    require_held,
+    require_locked_by,
+    system_errors,
+)
 from ftrain.checkpoint.loaded import LoadedCheckpoint as LoadedCheckpoint
 from ftrain.checkpoint.loaded import load_checkpoint
 from ftrain.checkpoint.manifest import Manifest, environment
@@ -94,18 +101,24 @@ class Checkpoints:
         """Lock the directory for this process.
 
         Raises:
-            CheckpointError: when another process has locked it; the message names its host and process.
+            CheckpointError: when another process has locked it; the message names its host and process. On many ranks
+                also when they have different directories; the path of one may differ.
         """
         self._ranks, self._saving = Ranks("Checkpoints"), Ranks("Checkpoints.save")
         try:
-            self.was_used = self._ranks.first(self._open)
+            self.was_used, expected = self._ranks.first(self._open)
+            if self._ranks.size > 1:
+                self._ranks.together(lambda: self._require_shared(expected))
         except BaseException:
             self._close()
             raise
         return self
 
-    def _open(self) -> bool:
-        """Lock the directory, and return whether a run has used it; an interrupted save is cleared away."""
+    def _open(self) -> tuple[bool, str]:
+        """Lock the directory; return whether a run has used it, and what the lock holds.
+
+        An interrupted save is cleared away.
+        """
         with system_errors(self.directory):
             files.make_directories(self.directory)
             was_used = files.exists(self.directory / LOCK)
@@ -116,7 +129,11 @@ class Checkpoints:
             for step in self.steps():
                 finish_replacement(self._step_path(step), step)
             self._read_metrics()
-        return was_used
+            return was_used, holder(self.directory)
+
+    def _require_shared(self, expected: str) -> None:
+        with system_errors(self.directory):
+            require_locked_by(self.directory, expected)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the save in the background, and release the lock.
@@ -307,7 +324,7 @@ class Checkpoints:
             elif ranks.is_first:
                 self._write_and_rotate(step, lambda path: lead_write(path, content, notes, ranks), first)
             else:
-                help_write(content, ranks)
+                help_write(self.directory, content, ranks)
 
     def _write_and_rotate(self, step: int, write: Callable[[Path], Manifest], first: Callable[[], None] | None) -> None:
         if first is not None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ftrain.checkpoint import files
 from ftrain.errors import CheckpointError
 
 LOCK = ".lock"
+LONGEST_HOLDER = 4096
+"""Bytes of what the holder of a lock writes into it, at most."""
+PATIENCE, PAUSE = 60.0, 0.1
+"""Seconds after which every machine sees a new file, though it may cache a shared directory; and between two looks."""
 
 
 def lock_directory(directory: Path) -> files.Lock:
@@ -29,6 +34,36 @@ def lock_directory(directory: Path) -> files.Lock:
             stacklevel=6,
         )
     return held
+
+
+def holder(directory: Path) -> str:
+    """Return what the process has written that has locked a directory."""
+    return files.read(directory / LOCK, LONGEST_HOLDER).decode(errors="replace")
+
+
+def require_locked_by(directory: Path, expected: str) -> None:
+    """Check that this rank sees the directory that the first one has locked, perhaps under another name.
+
+    Args:
+        directory: as this rank names it.
+        expected: the `holder` of the directory, as the first rank reads it.
+
+    Raises:
+        CheckpointError: when it is another directory.
+    """
+    waited, seen = 0.0, ""
+    while seen != expected:
+        if waited > PATIENCE:
+            raise CheckpointError(
+                f"Checkpoints: {directory} on this rank is not the directory that the first rank has opened. All ranks "
+                "write each checkpoint together, and read it: use a directory on a file system that they share; its "
+                "path may differ"
+            )
+        with suppress(FileNotFoundError):
+            seen = holder(directory)
+        if seen != expected:
+            threading.Event().wait(PAUSE)
+            waited += PAUSE
 
 
 def require_held(held: files.Lock) -> None:

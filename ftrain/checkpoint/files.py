@@ -344,6 +344,7 @@ def lock(path: Path, holder: Mapping[str, object]) -> Lock:
             if is_held(held):
                 os.ftruncate(descriptor, 0)
                 write(descriptor, json.dumps(holder).encode())
+                os.fsync(descriptor)  # So that other machines see it.
                 return held
         except (BlockingIOError, PermissionError):
             text = _holder(descriptor)

@@ -88,20 +88,27 @@ def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manif
     placements = place_leaves(tree.flat, notes.texts)
     with new_directory(path, [leaf.value for leaf in tree.flat.leaves]) as temporary:
         folders = make_folders(temporary, [*notes.texts, *(item.file for item in placements)])
-        digests = _write_and_verify(temporary, _make_files(temporary, placements, tree), tree, ranks)
-        tensors = [tensor_entry(item, digest) for item, digest in zip(placements, digests, strict=True)]
-        return write_manifest(temporary, tree.flat, tensors, notes, folders)
+        tensors = _make_files(temporary, placements, tree)
+        digests = _write_and_verify(path.parent, temporary.name, tensors, tree, ranks)
+        entries = [tensor_entry(item, digest) for item, digest in zip(placements, digests, strict=True)]
+        return write_manifest(temporary, tree.flat, entries, notes, folders)
 
 
-def help_write(tree: LocalTree, ranks: Ranks) -> None:
-    """Write the blocks of a rank that is not the first, and verify its share of the tensors; raises as `lead_write`."""
-    _write_and_verify(Path(), [], tree, ranks)
+def help_write(parent: Path, tree: LocalTree, ranks: Ranks) -> None:
+    """Write the blocks of a rank that is not the first, and verify its share of the tensors; raises as `lead_write`.
+
+    Args:
+        parent: the directory in which the first rank makes the checkpoint; its path may differ between ranks.
+        tree: what is saved.
+        ranks: all of them.
+    """
+    _write_and_verify(parent, "", [], tree, ranks)
 
 
-def _write_and_verify(directory: Path, tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> list[str]:
+def _write_and_verify(parent: Path, name: str, tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> list[str]:
     """Write and verify tensors on all ranks, and return the digest of each; the first rank says which and where."""
-    name, tensors = ranks.first(lambda: (str(directory), tensors))
-    directory = Path(name)
+    name, tensors = ranks.first(lambda: (name, tensors))
+    directory = parent / name
     targets: list[_Target] = []
 
     def write() -> list[str]:
@@ -171,7 +178,7 @@ def _opened(
             yield {name: stack.enter_context(opening(directory / name)) for name in names}
     except OSError as error:
         raise CheckpointError(
-            f"save: {directory} could not be written on every rank: {error}; all ranks must see one file system, and "
+            f"save: {directory} could not be written on every rank: {error}; all ranks must see one directory, and "
             "what was saved before is as it was"
         ) from error
 

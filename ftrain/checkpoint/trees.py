@@ -30,7 +30,7 @@ def save(
 
     A tree with leaves that are divided over ranks must be saved by all of them: each writes its own blocks into the
     same files, which are those that one rank writes. The first rank writes what is not divided, and no rank ever holds
-    a whole leaf. All ranks must see one file system.
+    a whole leaf. All ranks must see one directory, whose path may differ.
 
     Args:
         path: of the new directory, which must not exist.
@@ -53,7 +53,7 @@ def save(
             if ranks.is_first:
                 lead_write(Path(path), content, notes, ranks)
             else:
-                help_write(content, ranks)
+                help_write(Path(path).parent, content, ranks)
     else:
         write(Path(path), flat, notes)
 

@@ -176,7 +176,8 @@ def _comparable(options: Options, checkpoints: Checkpoints | None, *others: Any)
     """Return what ranks that train together must have alike among the arguments of `fit`, by name."""
     functions = {name: getattr(options, name) for name in ("evaluate", "stop", "adapt")}
     return {
-        "checkpoints": repr(checkpoints),
+        # Machines may see one directory under different paths: `Checkpoints` compares the directory itself.
+        "checkpoints": checkpoints and repr(checkpoints).replace(repr(str(checkpoints.directory)), "..."),
         **dict(zip(("resume", "on_nonfinite", "donate"), others, strict=True)),
         **{name: getattr(options, name) for name in ("steps", "epochs", "evaluate_every", "log_every", "on_oom")},
         **{name: function if function is None else "a function" for name, function in functions.items()},

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import ftrain as ft
 from ftrain._torch import store
-from ftrain.checkpoint import Checkpoints, files
+from ftrain.checkpoint import Checkpoints, directory_lock, files
 from ftrain.errors import CheckpointError, RankError
 from tests.parallel import models
 from tests.parallel.ranks import run
@@ -191,6 +191,50 @@ def test_ranks_that_save_different_states_are_told_so(tmp_path):
 def test_a_directory_is_written_to_by_one_run_of_many_ranks(tmp_path):
     with Checkpoints(tmp_path, every=1), pytest.raises(CheckpointError, match="is being written to by"):
         run(2, lambda rank: Checkpoints(tmp_path, every=1).__enter__())
+
+
+def test_ranks_may_have_the_directory_under_different_paths(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "mounted").symlink_to(tmp_path / "disk")
+    original, written = files.opened_to_write, set()
+
+    def recording(path):
+        written.add(path.relative_to(tmp_path).parts[0])
+        return original(path)
+
+    def rank(number):
+        mine = tmp_path / ("mounted" if number else "disk")
+        step, batches = sharded_step(), list(models.batches())
+        ft.fit(step, step.init(seed=5), batches[:2], checkpoints=Checkpoints(mine / "run", every=1), progress=False)
+        checkpoints = Checkpoints(mine / "run", every=1)
+        state, _ = ft.fit(step, step.init(), batches, checkpoints=checkpoints, resume="must", progress=False, steps=3)
+        ft.checkpoint.save(mine / "alone", state)
+        assert_bits(ft.checkpoint.load(mine / "alone", like=state), state)
+        return checkpoints.steps()
+
+    monkeypatch.setattr(files, "opened_to_write", recording)
+    assert run(2, rank) == [[1, 2, 3]] * 2
+    assert written == {"disk", "mounted"}
+
+
+def test_a_directory_that_is_not_the_same_on_all_ranks_is_refused_before_a_step(tmp_path, monkeypatch):
+    def rank(number):
+        for other in ("missing", "older"):
+            step, checkpoints = sharded_step(), Checkpoints(tmp_path / (other if number else "run"), every=1)
+            with pytest.raises(CheckpointError, match="is not the directory that the first rank has opened") as caught:
+                ft.fit(step, step.init(), [], checkpoints=checkpoints, progress=False)
+            assert str(caught.value).startswith("rank 1: ") == (number == 0)
+            dist.barrier()
+
+    with Checkpoints(tmp_path / "older", every=1):
+        (tmp_path / "copy").write_bytes((tmp_path / "older" / ".lock").read_bytes())
+    (tmp_path / "older" / ".lock").write_bytes(
+        (tmp_path / "copy").read_bytes().replace(b'"process": ', b'"process": 1')
+    )
+    monkeypatch.setattr(directory_lock, "PATIENCE", 0.2)
+    run(2, rank)
+    with Checkpoints(tmp_path / "run", every=1) as checkpoints:
+        assert checkpoints.steps() == []
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):
