@@ -36,7 +36,8 @@ class Pad:
         """Return the batch of some samples, mappings with the same fields.
 
         Raises:
-            DataError: if they are not, or if the tensors of a field cannot be stacked; the message names the field.
+            DataError: if they are not, or if the tensors of a field cannot be stacked, or their dtype cannot hold its
+                padding value; the message names the field.
         """
         names = _names(samples)
         batch: dict[str, Any] = {}
@@ -66,6 +67,8 @@ class Pad:
             raise DataError(f"pad: field {name} has {', '.join(listed)} in one batch; only the first axis may differ")
         length = self._length(name, max(len(tensor) for tensor in tensors))
         fill = self.values.get(name, FILLS.get(name, 0))
+        if any(len(tensor) < length for tensor in tensors):
+            _require_holds(name, tensors[0].dtype, fill)
         batch = tensors[0].new_full((len(tensors), length, *tensors[0].shape[1:]), fill)
         for row, tensor in zip(batch, tensors, strict=True):
             tensor = tensor[:length]
@@ -122,6 +125,18 @@ def pad(
     if cut and length is None:
         raise OptionError("pad: cut=True needs length=")
     return Pad(dict(values or {}), length, multiple, side, None if fields is None else tuple(fields), mask, cut)
+
+
+def _require_holds(name: str, dtype: torch.dtype, fill: float) -> None:
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    # torch wraps around: -100 would be the label 156 in uint8, and True in bool.
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not (least <= fill <= most and fill == int(fill)):
+        raise DataError(
+            f"pad: field {name} is {str(dtype).removeprefix('torch.')}, which cannot hold the padding value {fill}; "
+            f"convert it (to int64), or pass values={{{name!r}: ...}}"
+        )
 
 
 def _names(samples: list[Any]) -> list[str]:

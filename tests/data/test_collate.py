@@ -69,6 +69,17 @@ def test_bools_are_padded_with_false():
     assert data.pad()([{"keep": [True]}, {"keep": [True, True]}])["keep"].tolist() == [[True, False], [True, True]]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.bool])
+def test_a_padding_value_that_the_dtype_cannot_hold(dtype):
+    # In bytes, -100 would be the label 156.
+    samples = [{"labels": torch.tensor(row).to(dtype)} for row in ([1, 0, 1], [1])]
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(DataError, match=rf"pad: field labels is {name}, which cannot hold the padding value -100; .*"):
+        data.pad()(samples)
+    assert data.pad(values={"labels": 1})(samples)["labels"].tolist() == [[1, 0, 1], [1, 1, 1]]
+    assert data.pad()(samples[:1] * 2)["labels"].dtype == dtype
+
+
 def test_what_is_too_long_is_cut_only_when_that_is_wanted():
     samples = [{"tokens": [1, 2, 3, 4]}, {"tokens": [5]}]
     with pytest.raises(DataError, match="field tokens is 4 long, more than length=3; pass cut=True"):
