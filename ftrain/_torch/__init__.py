@@ -79,6 +79,8 @@ with private_names():
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
     _ = Tensor._version, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
+    _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+    _hooks_of(Tensor)
     # The public function also imports Inductor, and turns off the choice of kernels by their speed.
     _make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
     _engine_run_backward: Any = torch.autograd.graph._engine_run_backward
@@ -184,6 +186,11 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dict in which a module keeps its own buffers, without those of its children."""
     return module._buffers
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether a leaf has functions of `register_hook` or `register_post_accumulate_grad_hook`."""
+    return any(_hooks_of(parameter))
 
 
 def original(module: nn.Module) -> nn.Module:

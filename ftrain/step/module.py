@@ -220,8 +220,8 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
     Those on the device meta have no values yet.
 
     Raises:
-        StructureError: for a lazy parameter that has no shape yet, or one whose values were donated; for a trainable
-            one that has memory in common with another tensor.
+        StructureError: for a lazy parameter that has no shape yet, or one whose values were donated; for one that has
+            hooks; for a trainable one that has memory in common with another tensor.
     """
     for owner, part in module.named_modules():
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
@@ -236,6 +236,13 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
                     "values: it was donated to another state; fill the module first (ft.to_module(module, state) puts "
                     "weights back)"
                 )
+    for name, param in module.named_parameters():
+        if _torch.has_hooks(param):
+            raise StructureError(
+                f"Step.init: {name} of {type(module).__name__} has a hook (Tensor.register_hook), which no step would "
+                "call: the state has other tensors. Remove the hook, and change gradients by ft.optim.chain or a "
+                "wrapper of your own (ft.OnGrad); hooks of modules are called"
+            )
     params = {name: param.detach() for name, param in module.named_parameters()}
     buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
     trainable = {name for name, param in module.named_parameters() if param.requires_grad}

@@ -109,3 +109,14 @@ def test_the_state_of_a_pure_function_fits_no_module():
 def test_parameters_that_have_no_shape_yet():
     with failing(StructureError, "Step.init", "weight", "LazyLinear"):
         step_of(nn.LazyLinear(3), total).init()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_parameter_with_a_hook_which_no_step_would_call(register):
+    module = nn.Linear(3, 1)
+    handle = getattr(module.weight, register)(lambda grad: None)
+    step = step_of(module, total)
+    with failing(StructureError, "Step.init", "weight of Linear", "has a hook", "ft.OnGrad"):
+        step.init()
+    handle.remove()
+    step.init()
