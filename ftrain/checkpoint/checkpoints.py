@@ -15,8 +15,8 @@ from ftrain import backends
 from ftrain.checkpoint import files
 from ftrain.checkpoint.directory_lock import (
     LOCK,
-    holder,
     lock_directory,
+    published,
     require_held,
     require_locked_by,
     system_errors,
@@ -106,19 +106,16 @@ class Checkpoints:
         """
         self._ranks, self._saving = Ranks("Checkpoints"), Ranks("Checkpoints.save")
         try:
-            self.was_used, expected = self._ranks.first(self._open)
+            self.was_used = self._ranks.first(self._open)
             if self._ranks.size > 1:
-                self._ranks.together(lambda: self._require_shared(expected))
+                self._require_shared(self._ranks)
         except BaseException:
             self._close()
             raise
         return self
 
-    def _open(self) -> tuple[bool, str]:
-        """Lock the directory; return whether a run has used it, and what the lock holds.
-
-        An interrupted save is cleared away.
-        """
+    def _open(self) -> bool:
+        """Lock the directory, and return whether a run has used it; an interrupted save is cleared away."""
         with system_errors(self.directory):
             files.make_directories(self.directory)
             was_used = files.exists(self.directory / LOCK)
@@ -129,11 +126,12 @@ class Checkpoints:
             for step in self.steps():
                 finish_replacement(self._step_path(step), step)
             self._read_metrics()
-            return was_used, holder(self.directory)
+        return was_used
 
-    def _require_shared(self, expected: str) -> None:
+    def _require_shared(self, ranks: Ranks) -> None:
         with system_errors(self.directory):
-            require_locked_by(self.directory, expected)
+            expected = ranks.first(lambda: published(self._lock) if self._lock is not None else "")
+            ranks.together(lambda: require_locked_by(self.directory, expected))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the save in the background, and release the lock.

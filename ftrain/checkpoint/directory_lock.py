@@ -36,9 +36,10 @@ def lock_directory(directory: Path) -> files.Lock:
     return held
 
 
-def holder(directory: Path) -> str:
-    """Return what the process has written that has locked a directory."""
-    return files.read(directory / LOCK, LONGEST_HOLDER).decode(errors="replace")
+def published(held: files.Lock) -> str:
+    """Return what this process has written into a lock, when other machines can read it."""
+    files.sync(held.descriptor)
+    return _holder(held.path)
 
 
 def require_locked_by(directory: Path, expected: str) -> None:
@@ -46,7 +47,7 @@ def require_locked_by(directory: Path, expected: str) -> None:
 
     Args:
         directory: as this rank names it.
-        expected: the `holder` of the directory, as the first rank reads it.
+        expected: what the first rank has `published`.
 
     Raises:
         CheckpointError: when it is another directory.
@@ -60,10 +61,14 @@ def require_locked_by(directory: Path, expected: str) -> None:
                 "path may differ"
             )
         with suppress(FileNotFoundError):
-            seen = holder(directory)
+            seen = _holder(directory / LOCK)
         if seen != expected:
             threading.Event().wait(PAUSE)
             waited += PAUSE
+
+
+def _holder(path: Path) -> str:
+    return files.read(path, LONGEST_HOLDER).decode(errors="replace")
 
 
 def require_held(held: files.Lock) -> None:

@@ -178,6 +178,11 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
         remaining = remaining[count:]
 
 
+def sync(descriptor: int) -> None:
+    """Sync what was written to disk; then other machines can read it."""
+    os.fsync(descriptor)
+
+
 def sync_directory(path: Path) -> None:
     """Sync the entries of a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
@@ -344,7 +349,6 @@ def lock(path: Path, holder: Mapping[str, object]) -> Lock:
             if is_held(held):
                 os.ftruncate(descriptor, 0)
                 write(descriptor, json.dumps(holder).encode())
-                os.fsync(descriptor)  # So that other machines see it.
                 return held
         except (BlockingIOError, PermissionError):
             text = _holder(descriptor)
