@@ -38,6 +38,9 @@ Criterion: TypeAlias = Callable[..., Any]
 
 log = logging.getLogger("ftrain")
 
+DIVISOR = "num_items_in_batch"
+"""What the `Trainer` of transformers adds to a batch: the count of labels of all batches of an update."""
+
 
 def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
     """Turn a module into a pure loss over the dict of its parameters, by their dotted names.
@@ -158,12 +161,17 @@ def hf_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None 
     without any label not at all. A loss that has others added to it is a plain number.
 
     Raises:
-        LossError: when the batch is no mapping or the model computes no loss from it.
+        LossError: when the batch is no mapping, says what to divide the loss by, or the model computes no loss from it.
     """
     if not isinstance(batch, Mapping):
         raise LossError(
             f"from_module: without a criterion the batch is passed as keywords, found {type(batch).__name__}; "
             "needs a dict, or a criterion(model, batch)"
+        )
+    if DIVISOR in batch:
+        raise LossError(
+            f"from_module: the batch has {DIVISOR}, by which {type(module).__name__} divides its loss in place of its "
+            "own count of labels, so that pieces of the batch would be weighted twice; leave it out"
         )
     weight = weigh(batch) if weigh else None
     outputs = module(**(batch if weight is None else with_any_label(batch, weight)))

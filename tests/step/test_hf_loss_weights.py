@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import ftrain as ft
+from ftrain.errors import LossError
 from ftrain.step.hf_loss_weights import LOSS_TYPES
 from ftrain.training.oom_retry import split_step
 
@@ -445,3 +446,10 @@ def test_a_narrow_loss_has_all_of_its_labels():
     labels = torch.ones(70_001, dtype=torch.int64)
     mean, _, _ = loss.fn(dict(loss.module.named_parameters()), {"labels": labels}, rng=None, buffers={})
     assert (float(mean.weight), float(mean.value.detach())) == (70_001.0, 2.0)
+
+
+def test_a_batch_that_says_what_to_divide_its_loss_by():
+    # With it, the loss of half a batch is half of its mean, and would be weighted by its labels once more.
+    model, batch = make(MODELS["ForCausalLM"][0]), MODELS["ForCausalLM"][1]()
+    with pytest.raises(LossError, match=r"from_module: the batch has num_items_in_batch, .* leave it out"):
+        trained(model, {**batch, "num_items_in_batch": torch.tensor(9)})
