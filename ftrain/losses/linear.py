@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ftrain.errors import LossError
 from ftrain.losses.chunked import losses_and_gradients
@@ -51,7 +52,7 @@ def linear_cross_entropy(
             of the memory of `weight` if that is more.
 
     Raises:
-        LossError: a shape, a dtype, the smoothing or the chunk is not as above.
+        LossError: a shape, a dtype, the smoothing or the chunk is not as above; for a derivative in forward mode.
 
     Source: Hsu et al. 2024, https://arxiv.org/abs/2410.10989 (gradients with the loss, by chunks);
     Wijmans et al. 2024, https://arxiv.org/abs/2411.09009.
@@ -76,8 +77,21 @@ def linear_cross_entropy(
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (hidden, weight, bias)):
         total = _Loss.apply(rows, weight, bias, labels, *options)  # type: ignore[no-untyped-call]
     else:
+        _require_no_tangent(rows, weight, bias)
         total = losses_and_gradients(rows, weight, bias, labels, *options, [False] * 3)[0]
     return Mean(total, weight_of_labels(labels, ignore_index, class_weight, wide))
+
+
+def _require_no_tangent(*inputs: Tensor | None) -> None:
+    # torch takes the tangent of an operation that has no rule for it as zero.
+    if torch.compiler.is_compiling():
+        return
+    given = [each for each in inputs if each is not None]
+    if any(unpack_dual(each).tangent is not None for each in given):  # type: ignore[no-untyped-call]
+        raise LossError(
+            f"{NAME}: has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); use cross_entropy on "
+            "the logits."
+        )
 
 
 class _Loss(torch.autograd.Function):

@@ -221,6 +221,12 @@ class TestGradientsThatAreWanted:
         with pytest.raises(RuntimeError, match="functorch transforms"):
             torch.func.grad(lambda hidden: linear_cross_entropy(hidden, weight, labels).total)(randn(9, WIDTH))
 
+    def test_a_derivative_in_forward_mode_is_refused(self):
+        # torch would return 0.
+        hidden, weight, labels = randn(9, WIDTH), layer()[0], some_labels(9)
+        with pytest.raises(LossError, match=r"^linear_cross_entropy: .*forward-mode.*use cross_entropy"):
+            torch.func.jvp(lambda each: linear_cross_entropy(each, weight, labels).total, (hidden,), (hidden,))
+
 
 def relative(found, wanted):
     return float((found.double() - wanted).norm() / wanted.norm())
