@@ -221,6 +221,8 @@ class TestGradientsThatAreWanted:
         with pytest.raises(RuntimeError, match="functorch transforms"):
             torch.func.grad(lambda hidden: linear_cross_entropy(hidden, weight, labels).total)(randn(9, WIDTH))
 
+    # torch scripts its own rules when it first computes in forward mode.
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
     def test_a_derivative_in_forward_mode_is_refused(self):
         # torch would return 0.
         hidden, weight, labels = randn(9, WIDTH), layer()[0], some_labels(9)
