@@ -75,7 +75,7 @@ class Agreement:
 
     def largest(self, number: int) -> int:
         """Return the largest number that a rank has; waits for all of them."""
-        return self._finished(self._started(number)) if self._ranks > 1 else number
+        return self._finished(self._started(number))[0] if self._ranks > 1 else number
 
     def sums(self, numbers: list[float]) -> list[float]:
         """Return the sums of numbers over ranks; waits for all of them."""
@@ -85,28 +85,28 @@ class Agreement:
         sums = self._waited(tensor, dist.all_reduce(tensor, group=self._group, async_op=True))
         return [float(each) for each in sums]
 
-    def vote(self, number: int) -> int:
-        """Start `largest`, and return what the call before started; 0 at the first call.
+    def vote(self, *numbers: int) -> list[int]:
+        """Start `largest` of each number, and return what the call before started; [] at the first call.
 
         So ranks learn of a number one call later, and rarely wait for each other.
         """
         if self._ranks == 1:
-            return number
+            return list(numbers)
         result = self.last_vote()
-        self._vote = self._started(number)
+        self._vote = self._started(*numbers)
         return result
 
-    def last_vote(self) -> int:
-        """Return the result of the last `vote`, or 0 if it is known already."""
+    def last_vote(self) -> list[int]:
+        """Return the result of the last `vote`, or [] if it is known already."""
         vote, self._vote = self._vote, None
-        return self._finished(vote) if vote is not None else 0
+        return self._finished(vote) if vote is not None else []
 
-    def _started(self, number: int) -> tuple[torch.Tensor, Any]:
-        tensor = torch.tensor(number, device=tree.HOST)
+    def _started(self, *numbers: int) -> tuple[torch.Tensor, Any]:
+        tensor = torch.tensor(numbers, device=tree.HOST)
         return tensor, dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def _finished(self, started: tuple[torch.Tensor, Any]) -> int:
-        return int(self._waited(*started))
+    def _finished(self, started: tuple[torch.Tensor, Any]) -> list[int]:
+        return [int(number) for number in self._waited(*started)]
 
     def _waited(self, tensor: torch.Tensor, work: Any) -> torch.Tensor:
         with self._named():

@@ -22,7 +22,8 @@ from ftrain.training.nonfinite_loss import NonFiniteLossCheck
 from ftrain.training.progress import Lines, show
 from ftrain.training.resume import RunCheckpoints
 from ftrain.training.run import FitResult, Options, Run, S
-from ftrain.training.signals import EXIT_CODE_BASE, AgreedSignal, interruptible
+from ftrain.training.signals import EXIT_CODE_BASE, interruptible
+from ftrain.training.step_votes import StepVotes
 from ftrain.training.throughput import Count
 from ftrain.transforms.compile.status import is_compiling
 from ftrain.types import PyTree
@@ -116,6 +117,8 @@ def fit(
         DeviceError: when steps are split and not even one example fits, with the `anatomy` of the step; or when a
             state was overwritten, and there is no checkpoint.
         DataError: when there is no batch, or the data ends before `steps` is reached.
+        BatchError: on every rank, when ranks that take their rows of one batch have batches of other shapes; one step
+            later, so that a state that was saved after that step may be of them.
         NonFiniteError: when `skip_nonfinite` has reached its limit, or for ``on_nonfinite="raise"``; nothing is saved.
         CheckpointError: when a checkpoint cannot be read or written, or is not as `resume` requires.
         StructureError: when the checkpoint is of another model, optimizer or wrapper.
@@ -149,7 +152,8 @@ def fit(
             # A rank that abandons a step leaves the others in it.
             interruptible(signals, is_compiling if ranks == 1 else lambda frame: False) as received,
         ):
-            interrupted = AgreedSignal(agreement, received)
+            whole_batches = isinstance(step, Step) and step.loss.ranks is not None and step.loss.ranks.whole_batches
+            votes = StepVotes(agreement, received, compares_batches=whole_batches)
             donating = step.donating if isinstance(step, Step) and donate else step
             run = Run(
                 donating,
@@ -159,15 +163,15 @@ def fit(
                 checkpoints=saves,
                 check_loss=check_loss,
                 display=display,
-                interrupted=interrupted,
+                interrupted=votes,
                 agreement=agreement,
             )
             # The run alone holds a state from here on, so that the memory of the first one can be freed.
             del state
-            _train(run, interrupted)
+            _train(run, votes)
     data_ended = steps is None or run.step < steps
-    run.history.stopped = "interrupt" if interrupted() else run.stopped or ("data" if data_ended else "steps")
-    if checkpoints and (number := interrupted()):
+    run.history.stopped = "interrupt" if votes() else run.stopped or ("data" if data_ended else "steps")
+    if checkpoints and (number := votes()):
         raise _interrupted(number, checkpoints, run.result, say=agreement.is_first)
     return run.result
 
@@ -185,18 +189,18 @@ def _comparable(options: Options, checkpoints: Checkpoints | None, *others: Any)
     }
 
 
-def _train(run: Run, interrupted: AgreedSignal) -> None:
+def _train(run: Run, votes: StepVotes) -> None:
     try:
         run.start()
         steps = run.steps()
         for record in () if run.stopped else steps:
             run.after_step(record, steps)
-            interrupted.after_step()
-            if run.stopped or interrupted():
+            votes.after_step(record.batch)
+            if run.stopped or votes():
                 break
-        interrupted.at_end()
+        votes.at_end()
         run.finish()
-        interrupted.at_end()
+        votes.at_end()
     except BaseException as error:
         run.rescue(error)
         raise

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from ftrain.parallel.agreement import Agreement
-
 EXIT_CODE_BASE = 128
 """A shell's exit code for a process that a signal has ended is this plus the number of the signal."""
 
@@ -59,32 +57,3 @@ class interruptible:  # noqa: N801
     def _restore(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-
-
-class AgreedSignal:
-    """The signal after which all ranks end the run, at the same step.
-
-    Args:
-        agreement: of the ranks.
-        received: returns the signal that this rank has received, or None.
-    """
-
-    def __init__(self, agreement: Agreement, received: Callable[[], signal.Signals | None]) -> None:
-        self._agreement, self._received = agreement, received
-        self._agreed = 0
-
-    def __call__(self) -> signal.Signals | None:
-        """Return the signal on which the ranks have agreed, or None; of a run of one rank, the one received."""
-        number = (self._received() or 0) if self._agreement.is_alone else self._agreed
-        return signal.Signals(number) if number else None
-
-    def after_step(self) -> None:
-        """Tell the other ranks; all of them have agreed after the next step."""
-        if not self._agreed:
-            self._agreed = self._agreement.vote(self._received() or 0)
-
-    def at_end(self) -> None:
-        """Wait for the other ranks, and agree."""
-        self._agreement.tell_place("at the end of the run")
-        self._agreed = max(self._agreed, self._agreement.last_vote())
-        self._agreed = self._agreed or self._agreement.largest(self._received() or 0)

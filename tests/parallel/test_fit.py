@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import RankError
+from ftrain.errors import BatchError, RankError
 from ftrain.parallel.agreement import Agreement
 from ftrain.training.progress import Lines
 from ftrain.training.throughput import Throughput
@@ -156,10 +156,31 @@ def test_an_error_on_one_rank_between_steps_ends_all_with_what_was_trained():
 def test_a_vote_is_known_one_call_later_and_the_largest_wins():
     def rank(number):
         with Agreement(3) as agreement:
-            votes = [agreement.vote(number if at == 1 else 0) for at in range(4)]
+            votes = [agreement.vote(number if at == 1 else 0, -number) for at in range(4)]
             return [*votes, agreement.last_vote(), agreement.largest(number), agreement.from_first(str(number))]
 
-    assert run(3, rank) == [[0, 0, 2, 0, 0, 2, "0"]] * 3
+    assert run(3, rank) == [[[], [0, 0], [2, 0], [0, 0], [0, 0], 2, "0"]] * 3
+
+
+@pytest.mark.parametrize("odd", [3, 6], ids=["in the middle", "the last"])
+def test_a_later_batch_of_another_shape_on_one_rank_is_an_error_on_every_rank_one_step_later(odd):
+    def rank(number):
+        # Where all ranks have shorter batches there is no error.
+        data = [*models.batches(4), *models.batches(2, length=9)]
+        if number == 1:
+            data[odd - 1] = next(models.batches(1, length=10))
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), 3))
+        with pytest.raises(BatchError) as caught:
+            ft.fit(step, step.init(), data, log_every=1, progress=False)
+        return str(caught.value), int(caught.value.result.state.step)
+
+    results = run(3, rank)
+    length = 12 if odd == 3 else 9
+    for number, (text, step) in enumerate(results):
+        count = 10 if number == 1 else length
+        assert text.startswith("fit: the ranks have different batches; ")
+        assert f"of this rank was weight float64[{count}], x float64[{count}, 5], y float64[{count}, 3]; that" in text
+        assert step == min(odd + 1, 6)
 
 
 def samples():

@@ -1,0 +1,81 @@
+"""What ranks tell each other after every step, without waiting: signals, and the shapes of their batches."""
+
+from __future__ import annotations
+
+import signal
+import zlib
+from collections.abc import Callable
+
+from ftrain import tree
+from ftrain.errors import BatchError
+from ftrain.parallel.agreement import Agreement
+from ftrain.step.across_ranks import DIFFERENT_BATCHES
+from ftrain.types import PyTree
+
+
+class StepVotes:
+    """The signal after which all ranks end the run, at the same step; and a check that they have batches of one shape.
+
+    All ranks learn of a step after the next one, so that they rarely wait for each other.
+
+    Args:
+        agreement: of the ranks.
+        received: returns the signal that this rank has received, or None.
+        compares_batches: whether all ranks must have the same batches, of which the shapes are compared.
+    """
+
+    def __init__(
+        self, agreement: Agreement, received: Callable[[], signal.Signals | None], *, compares_batches: bool
+    ) -> None:
+        self._agreement, self._received = agreement, received
+        self._compares = compares_batches and not agreement.is_alone
+        self._agreed = 0
+        self._numbers: dict[tuple[tuple[int, ...], ...], int] = {}
+        self._texts: dict[int, str] = {}
+        self._number = 0
+
+    def __call__(self) -> signal.Signals | None:
+        """Return the signal on which the ranks have agreed, or None; of a run of one rank, the one received."""
+        number = (self._received() or 0) if self._agreement.is_alone else self._agreed
+        return signal.Signals(number) if number else None
+
+    def after_step(self, batch: PyTree) -> None:
+        """Tell the other ranks; all of them have agreed after the next step.
+
+        Raises:
+            BatchError: on every rank, when their batches of the step before this one had other shapes.
+        """
+        if not self._agreed:
+            number = self._number_of(batch) if self._compares else 0
+            self._note(self._agreement.vote(self._received() or 0, number, -number))
+            self._number = number
+
+    def at_end(self) -> None:
+        """Wait for the other ranks, and agree.
+
+        Raises:
+            BatchError: as `after_step`.
+        """
+        self._agreement.tell_place("at the end of the run")
+        self._note(self._agreement.last_vote())
+        self._agreed = self._agreed or self._agreement.largest(self._received() or 0)
+
+    def _note(self, largest: list[int]) -> None:
+        """Note the largest numbers of all ranks, if there are any."""
+        if not largest:
+            return
+        number, batch, minus_smallest = largest
+        self._agreed = max(self._agreed, number)
+        if batch != -minus_smallest:
+            raise BatchError(
+                f"fit: {DIFFERENT_BATCHES}, or pass sharded(batches='rows'). The batch of this rank was "
+                f"{self._texts[self._number]}; that of another one has other shapes"
+            )
+
+    def _number_of(self, batch: PyTree) -> int:
+        """Return a number that tells the shapes of a batch apart from others, the same on all ranks."""
+        shapes = tuple(tuple(leaf.shape) for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
+        if shapes not in self._numbers:
+            self._numbers[shapes] = number = zlib.crc32(repr(shapes).encode())
+            self._texts[number] = ", ".join(f"{name} {text}" for name, text in tree.signature(batch).items())
+        return self._numbers[shapes]
