@@ -13,7 +13,7 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
-from ftrain.errors import ComposeError, DataError, DeviceError, OptionError, require_order
+from ftrain.errors import ComposeError, DataError, DeviceError, LossError, OptionError, require_order
 from ftrain.step import purity
 from ftrain.step.across_ranks import Share, require_same_outcome, share_of, sum_means, whole_model
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
@@ -71,7 +71,7 @@ class EvalStep:
             loss, metrics, _ = purity.call(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
             length = tree.batch_length(batch)
             return {
-                name: _mean(metric, 1 if length is None else length)
+                name: _mean(metric, 1 if length is None else length, f"{self.loss.text}: the metric {name!r}")
                 for name, metric in detach({"loss": loss, **metrics}).items()
             }
 
@@ -135,6 +135,7 @@ def evaluate(
         BatchError: on every rank, when ranks that evaluate together have different first batches.
         RankError: when another of these ranks has failed.
         ComposeError: when `step` is no evaluation step, or its loss computes in another narrow dtype by `with_amp`.
+        LossError: for a metric that is no number, such as a vector.
     """
     require_order("evaluate", step, state, "evaluate(step, state, data)")
     if not isinstance(step, EvalStep):
@@ -263,10 +264,15 @@ def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tu
     return EvalStep(dataclasses.replace(loss, fn=autocast(loss.fn, wanted))), replace(state, **parts)
 
 
-def _mean(metric: Any, length: int) -> Mean:
+def _mean(metric: Any, length: int, what: str) -> Mean:
     if isinstance(metric, Mean) and not metric.plain:
         return zero_if_empty(Mean(_widened(metric.total), _widened(metric.weight)))
-    value = _widened(torch.as_tensor(metric.value if isinstance(metric, Mean) else metric))
+    value = metric.value if isinstance(metric, Mean) else metric
+    if not isinstance(value, Tensor | float | int) or (isinstance(value, Tensor) and value.numel() != 1):
+        raise LossError(
+            f"{what} is {tree.describe(value)}; an evaluation takes the mean of numbers: 0-d tensors or Means"
+        )
+    value = _widened(torch.as_tensor(value))
     # The mean of no examples is NaN, and they count for nothing.
     return Mean(value * length if length else torch.zeros_like(value), torch.full_like(value, length))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,9 +73,16 @@ def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         rows: the metrics of each step: tensors of any shape, `Mean`, or anything else, which is returned as it is.
 
     Returns:
-        The same with numbers, or nested lists of numbers, in place of tensors.
+        The same with numbers, or nested lists of numbers, in place of tensors, and numbers of Python in place of those
+        of numpy.
     """
-    read = [{name: m.value if isinstance(m, Mean) else m for name, m in row.items()} for row in rows]
+    read = [
+        {
+            name: m.value if isinstance(m, Mean) else m.item() if isinstance(m, np.generic) else m
+            for name, m in row.items()
+        }
+        for row in rows
+    ]
     groups: dict[tuple[Any, ...], list[tuple[int, str, Tensor]]] = {}
     for index, row in enumerate(read):
         for name, value in row.items():

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -599,6 +600,14 @@ def test_what_an_evaluation_must_not_return(returned, message):
     assert int(caught.value.result.state.step) == 2
 
 
+def test_an_evaluation_may_return_numbers_of_numpy(tmp_path):
+    # As functions of scikit-learn return them.
+    checkpoints = ft.Checkpoints(tmp_path, every=1, best="eval_a")
+    values = {"a": np.float64(0.5), "b": np.float32(2.0), "c": np.int64(3)}
+    _, history = fit(make(), batches(1), evaluate=lambda state: values, checkpoints=checkpoints)
+    assert [type(history[-1][name]) for name in ("eval_a", "eval_b", "eval_c")] == [float, float, int]
+
+
 def test_an_evaluation_may_return_vectors(capsys):
     _, history = fit(make(), batches(1), progress=True, evaluate=lambda state: {"each": torch.tensor([1.0, 2.0])})
     assert history["eval_each"] == [[1.0, 2.0]]
@@ -920,6 +929,15 @@ def test_an_evaluation_that_changes_its_inputs_in_place(loss, path):
     state = make(loss=loss).init(params(), buffers={"seen": torch.zeros(())})
     with pytest.raises(LossError, match=f"{loss.__name__}.*{path} in place"):
         ft.evaluate(ft.eval_step(loss), state, batches(1))
+
+
+@pytest.mark.parametrize(("metric", "found"), [(torch.ones(2), "float32[2]"), ("text", "str")])
+def test_an_evaluation_with_a_metric_that_is_no_number(metric, found):
+    def loss(params, batch):
+        return params["w"].square().mean(), {"each": metric}
+
+    with pytest.raises(LossError, match=re.escape(f"loss: the metric 'each' is {found}; an evaluation takes")):
+        ft.evaluate(ft.eval_step(loss), make(loss=loss).init(params()), batches(1))
 
 
 def test_what_an_evaluation_puts_into_its_dicts_does_not_reach_the_caller():
