@@ -133,11 +133,16 @@ class _Prefetched:
 def _copy(batch: PyTree, device: torch.device, stream: torch.Stream | None) -> tuple[PyTree, torch.Event | None]:
     """Return a tree on a device, and the event of the copy if it is on a separate stream."""
     if stream is None:
-        return tree.to(batch, device), None
+        # A copy on the device itself, too: the data may fill its tensors again for the batches that are read ahead.
+        return tree.map(lambda leaf: _copied(leaf, device), batch), None
     pinned = tree.map(_pin, batch)
     with stream:
         copy = tree.to(pinned, device)
     return copy, stream.record_event()
+
+
+def _copied(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device, non_blocking=True, copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _pin(leaf: Any) -> Any:

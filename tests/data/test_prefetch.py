@@ -76,6 +76,16 @@ def test_so_much_is_read_ahead_and_no_more():
     assert read == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_data_may_fill_its_tensors_again(device):
+    def source():
+        memory = torch.empty(2, dtype=torch.int64)
+        for number in range(5):
+            yield {"x": memory.fill_(number)}
+
+    assert taken(data.prefetch(source(), device)) == [[number] * 2 for number in range(5)]
+
+
 def test_an_error_comes_when_its_turn_has_come():
     class Source:
         def __iter__(self):
