@@ -90,6 +90,7 @@ with private_names():
     _has_kernel = torch._C._dispatch_has_kernel
     _has_kernel_for = torch._C._dispatch_has_kernel_for_dispatch_key
     _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    _set_order: Any = torch._C._FunctionBase._set_sequence_nr  # type: ignore[attr-defined]
     _current_graph_task_id = torch._C._current_graph_task_id
     privateuse1_name = torch._C._get_privateuse1_backend_name
     """``() -> str``, the name of a device that a package outside of torch has registered."""
@@ -278,6 +279,14 @@ def run_backward(
     """
     grads = _engine_run_backward((total,), (cotangent,), False, False, tuple(leaves), True, accumulate_grad=add)
     return () if add else grads
+
+
+def run_when_ready(tensor: Tensor) -> None:
+    """Let the backward pass run the `torch.autograd.Function` that made a tensor as soon as its gradients are complete.
+
+    Of the nodes that it can run, autograd takes the newest first, and a leaf before all.
+    """
+    _set_order(tensor.grad_fn, 2**64 - 1)
 
 
 def saved_tensors_pack_hook() -> Any:

@@ -1,8 +1,7 @@
 """Sums of gradients over ranks, which start in the backward pass when gradients are complete, and end with it.
 
-A loss reads other leaves than its parameters: autograd gives their gradients to a hook as soon as each is complete, and
-not when all that was computed later is done, as it does for nodes that stand between parameters and loss. Where a block
-gathers its parameters, a node that is made then takes their gradients at once.
+A loss reads other tensors than its parameters: the results of autograd nodes, of which each takes the gradients of a
+bucket, or of a block, when all of them are complete.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from ftrain import _torch
 from ftrain.parallel.bucket_order import BucketOrder, plan_of
 from ftrain.parallel.partition import Results
 from ftrain.step.combined_grads import Backward
@@ -44,21 +44,29 @@ class GradientSums:
         self._nbytes: deque[int] = deque()  # Of what was started.
         self._sums: dict[int, Tensor] = {}
         self._used: set[int] = set()
-        self._leaves: dict[int, Tensor] = {}
+        self._sparse: dict[int, Tensor] = {}
         self._buckets: BucketOrder | None = None
+        self._forms: dict[int, _Form] = {}  # Of what is in buckets.
+        self._has_blocks = False
         self._source: Tensor | None = None
-        self._zeros: dict[torch.dtype, Tensor] = {}
 
     def in_buckets(self, wholes: Mapping[int, Tensor], combine: Combine) -> dict[int, Tensor]:
-        """Return the leaves that a loss reads; their gradients travel in buckets, in one order on all ranks.
+        """Return the tensors that a loss reads; their gradients travel in buckets, in one order on all ranks.
 
         Args:
             wholes: whole tensors by the indices of their parameters, in the order of their use.
             combine: gets the gradients of one bucket.
         """
-        self._leaves = {index: whole.detach().requires_grad_() for index, whole in wholes.items()}
-        self._buckets = BucketOrder(_plan_of(wholes), partial(self._start, combine))
-        return self._leaves
+        plan = _plan_of(wholes)
+        self._forms = {index: _Form.of(whole) for index, whole in wholes.items()}
+        self._buckets = BucketOrder(plan, partial(self._start, combine))
+        new: dict[int, Tensor] = {}
+        for indices in plan:
+            tensors = self._read([wholes[index] for index in indices], partial(self._take, indices))
+            # Autograd runs the newest nodes first, and this one is older than the loss.
+            _torch.run_when_ready(tensors[0])
+            new.update(zip(indices, tensors, strict=True))
+        return new
 
     def at_once(self, wholes: Sequence[Tensor], indices: Sequence[int], combine: Combine) -> list[Tensor]:
         """Return whole tensors for a block; their gradients travel when all of them are complete.
@@ -68,15 +76,15 @@ class GradientSums:
             indices: of the parameters.
             combine: gets the gradients of `wholes`.
         """
+        forms = [_Form.of(whole) for whole in wholes]
 
-        def complete(grads: Sequence[Tensor | None], forms: Sequence[_Form]) -> None:
+        def complete(grads: Sequence[Tensor | None]) -> None:
             self._used.update(index for index, grad in zip(indices, grads, strict=True) if grad is not None)
             pairs = zip(grads, forms, strict=True)
             self._start(combine, indices, [form.zeros() if grad is None else grad for grad, form in pairs])
 
-        if self._source is None:
-            self._source = torch.zeros((), device=wholes[0].device, requires_grad=True)
-        return list(_Start.apply(complete, wholes, self._source))  # type: ignore[no-untyped-call]
+        self._has_blocks = True
+        return self._read(wholes, complete)
 
     def backward(self, run: Backward) -> list[Tensor | None]:
         """Run the backward pass; return the sums, of 0 where there was no gradient, and sparse gradients as they are.
@@ -84,36 +92,43 @@ class GradientSums:
         Args:
             run: ``tensors -> gradients``.
         """
-        sources = [] if self._source is None else [self._source]
-        for index, leaf in self._leaves.items():
-            leaf.register_hook(partial(self._take, index))  # type: ignore[no-untyped-call]
-        grads = run([*self._leaves.values(), *sources])
+        run([] if self._source is None else [self._source])
         if self._buckets is not None:
-            self._buckets.start_rest(lambda index: torch.zeros_like(self._leaves[index]))
+            self._buckets.start_rest(lambda index: self._forms[index].zeros())
+            # It refers to this object: the sums would be kept until Python collects the cycle.
+            self._buckets = None
         while self._started:
             self._finish()
         self._note_used()
-        sparse = {index: grad for index, grad in zip(self._leaves, grads, strict=False) if _is_sparse(grad)}
-        # The hooks of the leaves refer to this object: what it refers to would be kept until Python collects the cycle.
-        sums, self._sums, self._leaves = self._sums, {}, {}
         return [
-            sparse[index] if index in sparse else sums[index] if index in sums else torch.zeros_like(param)
+            self._sparse[index]
+            if index in self._sparse
+            else self._sums[index]
+            if index in self._sums
+            else torch.zeros_like(param)
             for index, param in enumerate(self._params)
         ]
 
-    def _take(self, index: int, grad: Tensor | None) -> Tensor | None:
-        if grad is None or grad.is_sparse:  # None comes from a custom autograd.Function.
-            return None
-        self._used.add(index)
-        if self._buckets is not None:
-            self._buckets.take(index, grad)
-            # Between those of blocks, a bucket would start at another place on a rank that lacks one of its gradients.
-            if self._source is None:
-                self._buckets.start_complete()
-        # The engine keeps the returned tensor: an expanded single number takes no memory.
-        if grad.dtype not in self._zeros:
-            self._zeros[grad.dtype] = grad.new_zeros(())
-        return self._zeros[grad.dtype].expand_as(grad)
+    def _read(self, wholes: Sequence[Tensor], complete: Callable[[Sequence[Tensor | None]], None]) -> list[Tensor]:
+        """Return tensors of the same values, of which a function gets the gradients when all are complete."""
+        if self._source is None:
+            self._source = torch.zeros((), device=wholes[0].device, requires_grad=True)
+        return list(_Read.apply(complete, wholes, self._source))  # type: ignore[no-untyped-call]
+
+    def _take(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Take the gradients of a bucket."""
+        buckets = cast(BucketOrder, self._buckets)
+        for index, grad in zip(indices, grads, strict=True):
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                self._sparse[index] = grad
+                continue
+            self._used.add(index)
+            buckets.take(index, grad)
+        # Between those of blocks, a bucket would start at another place on a rank that lacks one of its gradients.
+        if not self._has_blocks:
+            buckets.start_complete()
 
     def _start(self, combine: Combine, indices: Sequence[int], grads: list[Tensor]) -> None:
         """Start to combine gradients; waits for the oldest if many travel."""
@@ -134,10 +149,6 @@ class GradientSums:
             on_rank.note_gathered(self._names, [index in self._used for index in range(len(self._names))])
 
 
-def _is_sparse(grad: Tensor | None) -> bool:
-    return grad is not None and grad.is_sparse
-
-
 class _Form(NamedTuple):
     """What a gradient is like, without the memory of its parameter."""
 
@@ -153,23 +164,20 @@ class _Form(NamedTuple):
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
-class _Start(torch.autograd.Function):
-    """Whole tensors, of which a function gets the gradients."""
+class _Read(torch.autograd.Function):
+    """Whole tensors, of which a function gets the gradients when all are complete."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        complete: Callable[[Sequence[Tensor | None], Sequence[_Form]], None],
-        wholes: Sequence[Tensor],
-        source: Tensor,
+        ctx: Any, complete: Callable[[Sequence[Tensor | None]], None], wholes: Sequence[Tensor], source: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.complete, ctx.forms = complete, [_Form.of(whole) for whole in wholes]
+        ctx.complete = complete
         return tuple(whole.detach() for whole in wholes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.complete(grads, ctx.forms)
+        ctx.complete(grads)
         return None, None, None
 
 

@@ -1,5 +1,7 @@
 """Gradients travel while the backward pass computes those of earlier layers."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -113,3 +115,25 @@ def test_a_loss_that_fails_leaves_nothing_to_the_next_step(level):
         return announced()
 
     assert run(2, rank) == [None, None]
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_no_cycle_of_references_keeps_gradients(level):
+    def rank(_):
+        loss = ft.from_module(nn.Linear(WIDTH, WIDTH), lambda model, batch: model(batch["x"]).square().mean())
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), level))
+        state = step.init(seed=0)
+        for _ in range(2):
+            state, _ = step(state, {"x": torch.ones(4, WIDTH)})
+
+    def kept():
+        return sum(type(each) is gradient_sums.GradientSums for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = kept()
+        run(2, rank)
+        assert kept() == before
+    finally:
+        gc.enable()
