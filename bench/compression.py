@@ -70,7 +70,6 @@ def main() -> None:
                     f"{metrics['loss']:.4f} {metrics['accuracy']:.4f}",
                     flush=True,
                 )
-    dist.destroy_process_group()
 
 
 def criterion(model: nn.Module, batch: dict[str, Tensor]) -> Any:

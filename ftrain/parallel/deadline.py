@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import threading
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -36,7 +37,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.rank, self.size = store.rank_and_size()
-        self.group = dist.group.WORLD
+        # A group that something refers to keeps its threads when it is destroyed.
+        self._group = weakref.ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
         self._number, self._doing, self._place = 0, BETWEEN_STEPS, ""
         self._failure, self._has_waited = "", False
         self._beats = 0
@@ -49,6 +51,11 @@ class Watch:
             thread.start()
             # A thread that is in the store when the interpreter ends would abort the process.
             atexit.register(self._end, thread)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the ranks are still in the process group for which this was made."""
+        return dist.is_initialized() and self._group() is dist.group.WORLD
 
     def begin(self, step: Tensor) -> None:
         """Note the number of the step that begins; reads it, and so waits for the device, at the first one only."""
@@ -144,7 +151,7 @@ class Watch:
         self._store.set(store.sign_of_life(self.rank), json.dumps(note))
 
     def _keep_telling(self) -> None:
-        while dist.group.WORLD is self.group and not self._ended.wait(BEAT):
+        while self.is_current and not self._ended.wait(BEAT):
             try:
                 self._tell()
             except RuntimeError:  # The run is over, and the process that has the store is gone.
@@ -163,7 +170,7 @@ def watch() -> Watch:
     global _watch
     if not dist.is_initialized() or not store.are_processes():
         return Watch()
-    if _watch is None or _watch.group is not dist.group.WORLD:
+    if _watch is None or not _watch.is_current:
         _watch = Watch()
     return _watch
 

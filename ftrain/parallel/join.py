@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import os
+import sys
 import threading
 import uuid
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +27,40 @@ PAUSE = 0.01
 def join(timeout: float) -> None:
     """Make the process group of all ranks, if there is none; its collectives fail after `timeout` seconds.
 
+    The group is destroyed at the end of the program.
+
     Raises:
         RankError: when a rank does not join within the timeout.
     """
     if dist.is_initialized():
         return
+    _initialise(timeout)
+    at_exit(_destroy, weakref.ref(dist.group.WORLD))
+
+
+def at_exit(function: Callable[[Any], None], argument: Any) -> None:
+    """Call a function of process groups at the end of the program, before functions for which this was called earlier.
+
+    Not after an error, when other ranks may be in a collective and it could wait for them; nor in a forked process.
+    """
+    process = os.getpid()
+
+    def call() -> None:
+        if os.getpid() == process and getattr(sys, "last_value", None) is None:
+            function(argument)
+
+    atexit.register(call)
+
+
+def _destroy(group: Callable[[], Any]) -> None:
+    """Destroy a process group, as torch asks for, unless the program has done so."""
+    if dist.is_initialized() and group() is dist.group.WORLD:
+        dist.destroy_process_group()
+
+
+def _initialise(timeout: float) -> None:
+    # Its functions keep the group, and its threads, that exists when they are imported, as DTensor does.
+    importlib.import_module("torch.distributed.nn.functional")
     backend = backends.default()
     if "RANK" not in os.environ:
         dist.init_process_group(backend.distributed, store=collectives.store_of_one_rank(), rank=0, world_size=1)

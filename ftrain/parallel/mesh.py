@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ftrain import _torch, backends, tree
 from ftrain._torch import collectives, store
+from ftrain._torch.mesh_groups import release_groups
 from ftrain._torch.planned_mesh import PlannedMesh
 from ftrain.errors import OptionError, require_positive_number
 from ftrain.parallel.deadline import watch
-from ftrain.parallel.join import join
+from ftrain.parallel.join import at_exit, join
 
 REPLICATE, SHARD = "replicate", "shard"
 """The names of the axes of a mesh, in their order."""
@@ -33,7 +35,8 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
     shard of each rank does.
 
     Under torchrun the ranks join by its environment variables, with the communication library that the record of the
-    device names. Without, this process is the only rank.
+    device names. Without, this process is the only rank. A process group that this has made is destroyed at the end of
+    the program, unless that ends with an error.
 
     Args:
         replicate: rows. Default: what `shard` leaves, or 1 when neither is given.
@@ -59,6 +62,7 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
         )
     device = backends.default().device.type
     result = init_device_mesh(device, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
+    at_exit(release_groups, weakref.ref(result))
     if store.are_processes():
         # Torch makes the groups of the axes without it.
         store.set_timeout([dist.group.WORLD, *result.get_all_groups()], timeout)

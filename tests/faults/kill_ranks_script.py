@@ -59,7 +59,6 @@ def main(directory):
         records = [{name: value for name, value in record.items() if name != "seconds"} for record in history]
         torch.save((whole, records), directory / "end.new")
         os.replace(directory / "end.new", directory / "end.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

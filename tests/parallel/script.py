@@ -1,6 +1,9 @@
 """What each rank of `test_torchrun` runs: `python -m torch.distributed.run --nproc-per-node=N script.py OUTPUT`."""
 
+import atexit
+import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,11 +14,11 @@ from tests.parallel import models
 torch.set_num_threads(1)
 
 STEPS = {
-    "level 0": (0, []),
-    "level 3": (3, []),
-    "level 3, compiled": (3, [ft.compiled(lowering="whole", backend="aot_eager")]),
+    "level 0": (0, False),
+    "level 3": (3, False),
+    "level 3, compiled": (3, True),
 }
-"""Name -> level, and further wrappers."""
+"""Name -> level, and whether the step is compiled."""
 
 
 def optimizer():
@@ -40,9 +43,11 @@ def optimizer():
 
 def train(name):
     """Return the whole state after the steps, and their metrics."""
-    level, wrappers = STEPS[name]
+    level, is_compiled = STEPS[name]
     sharded = ft.sharded(ft.parallel.mesh(), level)
-    wrappers = ft.remat(), ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), sharded, *wrappers
+    # Made after the mesh: what it imports of torch must not keep the process group.
+    compiled = [ft.compiled(lowering="whole", backend="aot_eager")] if is_compiled else []
+    wrappers = ft.remat(), ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), sharded, *compiled
     return models.train(models.step_of(*wrappers, optimizer=optimizer()))
 
 
@@ -53,8 +58,16 @@ def main(output):
         results[name] = state.params, history
     if dist.get_rank() == 0:
         torch.save(results, output)
-    dist.destroy_process_group()
+
+
+def tell_threads(output):
+    """Write, at the end of the program, whether there is a process group, and which of its threads run."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    threads = [name for name in names if "gloo" in name]
+    output.write_text(f"{'in a group' if dist.is_initialized() else 'left'}, with threads {threads}")
 
 
 if __name__ == "__main__":
+    # What is registered first is called last.
+    atexit.register(tell_threads, Path(f"{sys.argv[1]}.end-of-{os.environ['RANK']}"))
     main(sys.argv[1])

@@ -1,5 +1,6 @@
 """Ranks that a launcher starts again find those of their own start, and say who is missing."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -7,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from ftrain.errors import RankError
+from ftrain.parallel import join
 from ftrain.parallel.join import name_of_start
 
 SIZE = 3
@@ -42,6 +44,22 @@ def test_ranks_that_are_started_again_share_a_name_that_no_earlier_start_had(lau
     names.append(start(launcher, range(SIZE)))
     assert all(len(set(each)) == 1 for each in names)
     assert len({each[0] for each in names}) == len(names)
+
+
+def test_after_an_error_and_in_a_copy_of_the_process_nothing_is_done_to_groups_at_the_end(monkeypatch):
+    registered, called = [], []
+    monkeypatch.setattr(join.atexit, "register", registered.append)
+    join.at_exit(called.append, "first")
+    (end,) = registered
+    monkeypatch.setattr(sys, "last_value", OSError(), raising=False)
+    end()
+    monkeypatch.delattr(sys, "last_value")
+    monkeypatch.setattr(join.os, "getpid", lambda: -1)
+    end()
+    assert called == []
+    monkeypatch.undo()
+    end()
+    assert called == ["first"]
 
 
 def test_a_rank_that_does_not_join_is_named(launcher):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ def test_a_script_computes_under_torchrun_what_one_rank_does(size, tmp_path):
         [*command, str(output)], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    ends = [Path(f"{output}.end-of-{rank}").read_text() for rank in range(size)]
+    assert ends == ["left, with threads []"] * size
     together = torch.load(output)
     assert together.keys() == set(script.STEPS)
     ((reference, history),) = run(1, lambda rank: script.train("level 0"))

@@ -1,0 +1,19 @@
+"""The process groups of a DeviceMesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def release_groups(mesh: Callable[[], DeviceMesh | None]) -> None:
+    """Let go of the groups of a mesh, if it exists still, so that nothing keeps those that are destroyed.
+
+    Their threads end with them. A thread of gloo that still holds a tensor when Python is gone aborts the process.
+
+    Args:
+        mesh: returns it, or None.
+    """
+    # In some versions of torch a mesh has the names of its groups alone.
+    getattr(mesh(), "_pg_registry", {}).clear()
