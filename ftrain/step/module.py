@@ -28,6 +28,7 @@ from ftrain.step.swap_params import (
     named_tensors,
     preserve_dicts,
     put,
+    require_no_other_thread,
     slots_of,
 )
 from ftrain.tree import MAX_LISTED
@@ -230,7 +231,9 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
     Raises:
         StructureError: for a lazy parameter that has no shape yet, or one whose values were donated; for one that has
             hooks; for a trainable one that has memory in common with another tensor.
+        LossError: when the module is in a step of another thread.
     """
+    require_no_other_thread(module)
     for owner, part in module.named_modules():
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
             if is_lazy(tensor):

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ftrain import _torch
 from ftrain._torch import dtensor
+from ftrain.errors import LossError
 
 
 class Slot(NamedTuple):
@@ -122,16 +124,44 @@ class BorrowedModule:
             self._original = None
 
 
-class DuringStep:
-    """Context of a step, in which a module and its children are in training or evaluation mode."""
+_threads: dict[int, int] = {}
+"""Of each module that is within a step: its id -> the thread of that step."""
 
-    __slots__ = ("_borrowed", "_modes", "_training")
+
+def require_no_other_thread(module: nn.Module) -> None:
+    """Check that a module is not in a step of another thread, which has put the tensors of its state into it.
+
+    Raises:
+        LossError: if it is.
+    """
+    if _threads.get(id(module), thread := get_ident()) != thread:
+        raise _in_another_thread(module)
+
+
+def _in_another_thread(module: nn.Module) -> LossError:
+    return LossError(
+        f"{type(module).__name__} is in a step of another thread, which has put the tensors of its state into it; give "
+        "each thread a loss of its own, from_module(copy.deepcopy(module), ...)"
+    )
+
+
+class DuringStep:
+    """Context of a step, in which a module and its children are in training or evaluation mode.
+
+    Raises:
+        LossError: on entry, when the module is in a step of another thread.
+    """
+
+    __slots__ = ("_borrowed", "_is_outermost", "_modes", "_training")
 
     def __init__(self, borrowed: BorrowedModule, training: bool) -> None:
         self._borrowed, self._training = borrowed, training
 
     def __enter__(self) -> None:
-        borrowed = self._borrowed
+        borrowed, thread = self._borrowed, get_ident()
+        self._is_outermost = id(borrowed.module) not in _threads
+        if _threads.setdefault(id(borrowed.module), thread) != thread:
+            raise _in_another_thread(borrowed.module)
         self._modes = [part.training for part in borrowed.parts]
         if borrowed.overrides_train:
             borrowed.module.train(self._training)
@@ -148,6 +178,8 @@ class DuringStep:
             borrowed.give_back()
         for part, mode in zip(borrowed.parts, self._modes, strict=True):
             part.__dict__["training"] = mode
+        if self._is_outermost:
+            del _threads[id(borrowed.module)]
 
 
 @contextmanager
@@ -189,7 +221,11 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into those of a module, of the same names and shapes; meta tensors are replaced by copies.
 
     Tensors that are divided over ranks are gathered one after the other.
+
+    Raises:
+        LossError: when the module is in a step of another thread.
     """
+    require_no_other_thread(module)
     empty = {}
     with torch.no_grad():
         for name, tensor in named_tensors(module):

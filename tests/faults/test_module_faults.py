@@ -1,5 +1,7 @@
 """Modules and criteria that make no loss."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -120,3 +122,37 @@ def test_a_parameter_with_a_hook_which_no_step_would_call(register):
         step.init()
     handle.remove()
     step.init()
+
+
+@pytest.mark.parametrize("use", ["step", "evaluate", "init", "to_module"])
+def test_a_module_that_is_in_a_step_of_another_thread(use):
+    module = nn.Linear(3, 1)
+    errors = []
+
+    def elsewhere():
+        try:
+            uses[use]()
+        except LossError as error:
+            errors.append(error)
+
+    def criterion(model, batch):
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=elsewhere)
+            other.start()
+            other.join()
+        return total(model, batch)
+
+    step = step_of(module, criterion)
+    state, batch = step.init(), torch.ones(2, 3)
+    uses = {
+        "step": lambda: step_of(module, total)(state, batch),
+        "evaluate": lambda: ft.evaluate(ft.eval_step(ft.from_module(module, total)), state, [batch]),
+        "init": step.init,
+        "to_module": lambda: ft.to_module(module, state),
+    }
+    step(state, batch)
+    assert "Linear is in a step of another thread" in str(errors[0])
+    assert "copy.deepcopy(module)" in str(errors[0])
+    # Afterwards it is free again.
+    elsewhere()
+    assert len(errors) == 1
