@@ -8,6 +8,7 @@ import re
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ftrain import _torch, tree
@@ -116,17 +117,14 @@ def _first_difference(ranks: Group, lines: list[str], device: torch.device) -> t
 
     None when all have the same. It waits for all ranks.
     """
-    content = "\n".join(lines).encode()
-    number = _digest(content)
-    numbers = torch.tensor([number, -number, len(content)], device=device)
-    largest, minus_smallest, length = ranks.max(numbers).tolist()
+    number = _digest("\n".join(lines).encode())
+    largest, minus_smallest = ranks.max(torch.tensor([number, -number], device=device)).tolist()
     if largest == -minus_smallest:
         return None
-    padded = torch.frombuffer(bytearray(content.ljust(length)), dtype=torch.uint8).to(device)
-    gathered = ranks.start_gather(padded)().view(ranks.size, length).tolist()
-    first, *others = (bytes(row).decode().rstrip().split("\n") for row in gathered)
-    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
-    pairs = itertools.zip_longest(first, other, fillvalue="nothing")
+    lines_of_ranks: list[Any] = [None] * ranks.size
+    dist.all_gather_object(lines_of_ranks, lines)
+    rank, other = next((rank, other) for rank, other in enumerate(lines_of_ranks) if other != lines_of_ranks[0])
+    pairs = itertools.zip_longest(lines_of_ranks[0], other, fillvalue="nothing")
     return rank, *next(pair for pair in pairs if pair[0] != pair[1])
 
 

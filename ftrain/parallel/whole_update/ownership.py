@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import optree
@@ -164,13 +164,19 @@ def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mappin
     ]
     shared = {place for place, part in enumerate(state_parts) if part is None}
     mine = [*groups_of[ranks.rank], *([local_group] if local_group else [])]
-    updated = {place for group in mine for place in group.state_places}
-    idle = list[tuple[ParamGroup, Tensor]]()
-    for group, leaf in sorted(zip(singles, leaves, strict=True), key=lambda pair: pair[1].numel()):
-        if any(place in shared and state[place].numel() and place not in updated for place in group.state_places):
-            idle.append((group, leaf))
-            updated.update(group.state_places)
+    missing = {place for place in shared if state[place].numel()}.difference(*(group.state_places for group in mine))
+    idle = _idle_groups(zip(singles, leaves, strict=True), missing)
     return Plan((tree.flatten(params)[1], tree.flatten(opt_state)[1]), local_group, rounds, shared, idle)
+
+
+def _idle_groups(singles: Iterable[tuple[ParamGroup, Tensor]], missing: set[int]) -> list[tuple[ParamGroup, Tensor]]:
+    """Return the smallest parameters, with their groups, to which these places in the state belong."""
+    idle = []
+    for group, leaf in sorted(singles, key=lambda pair: pair[1].numel()):
+        if missing.intersection(group.state_places):
+            idle.append((group, leaf))
+            missing = missing.difference(group.state_places)
+    return idle
 
 
 def _chunks(leaves: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:
