@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from numbers import Number
 from typing import Any, Protocol, runtime_checkable
 
 import optree
@@ -190,7 +191,7 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
     """Return the gradient of a batch that was cut into microbatches, which are computed one after the other.
 
     Raises:
-        LossError: when microbatches report different metrics.
+        LossError: when microbatches report different metrics, or one that is no tensor, `Mean` or number.
     """
     stream, start = torch_ops.current(), 0
     offset = stream.offset if stream is not None else 0
@@ -208,6 +209,12 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
 
 
 def _first(piece: Gradients) -> Gradients:
+    for name, each in piece.metrics.items():
+        if not isinstance(each, Mean | Tensor | Number):
+            raise LossError(
+                f"accumulate: the metric {name!r} is {tree.describe(each)}; of those of all microbatches the mean is "
+                "taken: needs a tensor, a Mean or a number"
+            )
     # As floats, so that the mean of a bool metric is a share: the sum of bools would be a bool.
     metrics = {
         name: each.float() if isinstance(each, Tensor) and each.dtype == torch.bool else each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -36,7 +37,7 @@ class EvalStep:
 
         Modules run in evaluation mode, a loss that takes a key gets None, and neither the state nor
         torch's random generators change. A plain number counts once for each example of the batch, and so not at all
-        for an empty one.
+        for an empty one; a warning says where the first axes of its tensors differ.
 
         The loss of a step on many ranks (`ftrain.sharded`) is evaluated by all of them together, each on its examples
         of the batch, or on its own batch (``batches="rows"``), and any loss of a state that is divided by every rank,
@@ -69,10 +70,11 @@ class EvalStep:
         with torch.no_grad(), seeded, self.loss.scope(False):
             leaves, spec = tree.flatten((state.params, state.frozen, batch, state.buffers))
             loss, metrics, _ = purity.call(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
-            length = tree.batch_length(batch)
+            values = detach({"loss": loss, **metrics})
+            plain = [name for name, value in values.items() if not isinstance(value, Mean) or value.plain]
+            length = _length(batch, self.loss.text, plain) if plain else 1
             return {
-                name: _mean(metric, 1 if length is None else length, f"{self.loss.text}: the metric {name!r}")
-                for name, metric in detach({"loss": loss, **metrics}).items()
+                name: _mean(value, length, f"{self.loss.text}: the metric {name!r}") for name, value in values.items()
             }
 
     def wrapped(self, wrapper: Wrapper) -> NoReturn:
@@ -262,6 +264,24 @@ def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tu
         )
     parts = {part: tree.cast(getattr(state, part), wanted) for part in ("params", "frozen", "buffers")}
     return EvalStep(dataclasses.replace(loss, fn=autocast(loss.fn, wanted))), replace(state, **parts)
+
+
+def _length(batch: PyTree, text: str, plain: list[str]) -> int:
+    """Return how many examples a batch has, by which plain numbers are weighted; warn where its tensors disagree."""
+    lengths = [leaf.shape[0] if tree.is_tensor(leaf) and leaf.ndim else None for leaf in tree.leaves(batch)]
+    counted = [index for index, length in enumerate(lengths) if length is not None]
+    if not counted:
+        return 1
+    first = counted[0]
+    if other := next((index for index in counted if lengths[index] != lengths[first]), None):
+        names = tree.leaf_names(batch)
+        warnings.warn(
+            f"{text}: {tree.path('batch', names[first])} has {lengths[first]} rows and "
+            f"{tree.path('batch', names[other])} {lengths[other]}; an evaluation weights a batch by the first of them "
+            f"for what is no Mean ({', '.join(plain)}): return ft.Mean(total, weight)",
+            stacklevel=2,
+        )
+    return lengths[first] or 0
 
 
 def _mean(metric: Any, length: int, what: str) -> Mean:

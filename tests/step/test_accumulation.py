@@ -193,3 +193,13 @@ def test_an_evaluation_leaves_out_what_has_no_weight():
 def test_a_nan_that_counts_is_not_hidden():
     step, state = ft.eval_step(averaged), ft.train_step(averaged, optim.sgd(0.1)).init({"a": torch.tensor(torch.nan)})
     assert torch.tensor(ft.evaluate(step, state, [EMPTY, FULL])["loss"]).isnan()
+
+
+@pytest.mark.parametrize(("metric", "found"), [({"a": torch.ones(())}, "dict"), ("text", "str"), (None, "NoneType")])
+def test_a_metric_that_has_no_mean(metric, found):
+    def loss(params, batch):
+        return (params["a"] * batch["x"]).mean(), {"each": metric}
+
+    step = ft.compose(ft.train_step(loss, optim.sgd(0.1)), ft.accumulate(2))
+    with pytest.raises(LossError, match=f"accumulate: the metric 'each' is {found}; .* a Mean or a number"):
+        step(step.init({"a": torch.ones(3)}), {"x": torch.ones(4, 3)})

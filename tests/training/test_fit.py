@@ -871,6 +871,17 @@ def test_an_evaluation_is_exact_for_uneven_batches(size):
         assert found[name] == pytest.approx(float(value), rel=1e-14)
 
 
+def test_an_evaluation_cannot_count_the_examples_of_a_batch_with_unequal_axes():
+    def loss(params, batch):
+        return batch["nodes"].mean() * params["w"].sum()
+
+    batch = {"edges": torch.ones(2, 7), "nodes": torch.ones(5, 3)}
+    with pytest.warns(
+        UserWarning, match=r"loss: batch.edges has 2 rows and batch.nodes 5; .* \(loss\): return ft.Mean"
+    ):
+        ft.evaluate(ft.eval_step(loss), make(loss=loss).init(params()), [batch])
+
+
 def test_an_evaluation_of_float32_adds_up_in_float64():
     # 2**25 + 1 ones in float32 stay at 2**24; here the weights are that large.
     def loss(params, batch):
