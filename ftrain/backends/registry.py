@@ -77,7 +77,7 @@ class Backend:
         memory: bytes in use.
         distributed: the name of the `torch.distributed` backend.
         reduce_scatter: whether that backend has a reduce-scatter of its own. One that makes an all-reduce of it sends
-            twice as much, so ranks then exchange the parts and sum them.
+            twice as much, so ranks then exchange the parts and sum them. They exchange what they gather, too.
         emulated_dtypes: those of `autocast_dtypes` whose products are computed by conversion to float32 and back, which
             is slower than in float32.
         free: free bytes, including those of the cache; None where the device does not report them.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -70,6 +71,9 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
     return result
 
 
+_split_copy: Any = torch.split_with_sizes_copy
+"""Torch declares that it returns nothing."""
+
 Result: TypeAlias = Callable[[], Tensor]
 """Waits for a collective and returns its result; on a GPU, its stream waits and not the host."""
 
@@ -84,7 +88,8 @@ class Group:
         name: by which torch knows the group.
         size: its number of ranks.
         rank: the place of this rank among them.
-        has_reduce_scatter: whether the library has a reduce-scatter of its own, as `Backend` says.
+        has_reduce_scatter: whether the library has a reduce-scatter of its own, as `Backend` says; ranks gather by an
+            exchange, too, where it has none.
     """
 
     name: str
@@ -104,9 +109,30 @@ class Group:
         """Start to sum a tensor over the ranks."""
         return self._result(collectives.all_reduce_(tensor, "sum", self.name) if self.size > 1 else tensor, tensor)
 
-    def start_gather(self, tensor: Tensor) -> Result:
-        """Start to join the tensors of all ranks along the first axis."""
-        return self._result(collectives.all_gather(tensor, self.size, self.name) if self.size > 1 else tensor, tensor)
+    def start_gather(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Start to gather vectors, which have the same lengths on all ranks.
+
+        Returns:
+            what waits, once, and returns for each vector a matrix with a row of each rank, in memory of its own.
+        """
+        lengths = [tensor.shape[0] for tensor in tensors]
+        if self.size == 1:
+            return lambda: [tensor.unsqueeze(0) for tensor in tensors]
+        if self.has_reduce_scatter:
+            flat = torch.cat([*tensors])
+            started = [self._result(collectives.all_gather(flat, self.size, self.name), flat)]
+            # Popped, so that what was sent is freed before anything is copied.
+            return lambda: [*_split_copy(started.pop()().view(self.size, -1), lengths, 1)]
+        # An all-gather of gloo takes the memory of two more copies. In an exchange a rank sends itself nothing.
+        counts = [0 if rank == self.rank else sum(lengths) for rank in range(self.size)]
+        exchanged = [self.start_exchange(torch.cat([*tensors] * (self.size - 1)), counts, counts)]
+
+        def joined() -> list[Tensor]:
+            others = exchanged.pop()().view(self.size - 1, -1).split_with_sizes(lengths, 1)
+            pairs = zip(others, tensors, strict=True)
+            return [torch.cat([rows[: self.rank], own[None], rows[self.rank :]]) for rows, own in pairs]
+
+        return joined
 
     def start_scatter(self, tensor: Tensor) -> Result:
         """Start to sum a tensor over the ranks, of which each gets its part of the first axis."""

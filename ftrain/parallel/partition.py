@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -111,9 +111,6 @@ def buckets(tensors: Sequence[Tensor], sizes: Sequence[int], limit: int = BUCKET
     yield from (members for members, _ in by_dtype.values() if members)
 
 
-_split_copy: Any = torch.split_with_sizes_copy
-"""Torch declares that it returns nothing."""
-
 Results: TypeAlias = Callable[[], list[Tensor]]
 """Waits for collectives, and returns a result for each tensor."""
 
@@ -166,15 +163,12 @@ def start_gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Pa
     started = []
     for members in buckets([locals_[index] for index, _ in divided], [part.padded for _, part in divided]):
         bucket = [divided[member] for member in members]
-        flat = torch.cat([part.row(locals_[index]) for index, part in bucket])
-        started.append((bucket, group.start_gather(flat)))
+        started.append((bucket, group.start_gather([part.row(locals_[index]) for index, part in bucket])))
 
     def results() -> list[Tensor]:
         wholes = dict(enumerate(locals_))
         for bucket, wait in started:
-            # Copies, so that each tensor has memory of its own.
-            columns: Any = _split_copy(wait().view(group.size, -1), [part.padded for _, part in bucket], 1)
-            wholes.update((index, part.whole(rows)) for (index, part), rows in zip(bucket, columns, strict=True))
+            wholes.update((index, part.whole(rows)) for (index, part), rows in zip(bucket, wait(), strict=True))
         return [wholes[index] for index in range(len(locals_))]
 
     return results

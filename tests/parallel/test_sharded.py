@@ -99,7 +99,7 @@ def test_every_shape_of_a_mesh_equals_one_rank(shape, level):
 
 @pytest.mark.parametrize(("level", "mesh"), [(1, {}), (3, {"replicate": 2})])
 def test_a_library_without_a_reduce_scatter(level, mesh, monkeypatch):
-    """As gloo is: ranks exchange parts of gradients, and add them up themselves."""
+    """As gloo is: ranks exchange parts of gradients, and add them up themselves; so do they gather parameters."""
     module = importlib.import_module("ftrain.parallel.mesh")
     group = module._group
 
@@ -108,6 +108,7 @@ def test_a_library_without_a_reduce_scatter(level, mesh, monkeypatch):
 
     monkeypatch.setattr(module, "_group", lambda *args: dataclasses.replace(group(*args), has_reduce_scatter=False))
     monkeypatch.setattr(collectives, "reduce_scatter", refuse)
+    monkeypatch.setattr(collectives, "all_gather", refuse)
     (reference,) = trained(1, 0, lambda: [ft.accumulate(2)])
     assert_same(trained(4, level, lambda: [ft.accumulate(2)], mesh), reference)
 

@@ -32,8 +32,8 @@ def sign() -> Compression:
         wanted = with_residuals(grads, [memory[RESIDUAL] for memory in memories])
         scales = torch.stack([each.abs().sum() / max(each.numel(), 1) for each in wanted])
         signs = torch.cat([each.reshape(-1) >= 0 for each in wanted])
-        their_scales, their_signs = exchange.group.start_gather(scales), exchange.group.start_gather(packed(signs))
-        all_scales, all_bits = (wait().view(exchange.group.size, -1) for wait in (their_scales, their_signs))
+        their_scales, their_signs = exchange.group.start_gather([scales]), exchange.group.start_gather([packed(signs)])
+        all_scales, all_bits = (wait()[0] for wait in (their_scales, their_signs))
         totals = [torch.zeros_like(each) for each in wanted]
         # One rank after the other, in the same order on all of them: the same bits, without memory for all at once.
         for bits, rank_scales in zip(all_bits, all_scales, strict=True):
