@@ -92,6 +92,7 @@ with private_names():
     _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
     _set_order: Any = torch._C._FunctionBase._set_sequence_nr  # type: ignore[attr-defined]
     _current_graph_task_id = torch._C._current_graph_task_id
+    _current_autograd_node = torch._C._current_autograd_node
     privateuse1_name = torch._C._get_privateuse1_backend_name
     """``() -> str``, the name of a device that a package outside of torch has registered."""
     _stop_workers = _MultiProcessingDataLoaderIter._shutdown_workers
@@ -303,6 +304,12 @@ def recomputes(hook: Any) -> bool:
 def in_backward() -> bool:
     """Whether this thread is running a backward pass."""
     return _current_graph_task_id() >= 0
+
+
+def backward_node() -> int:
+    """Return the number of the node of the graph whose backward pass this thread computes; -1 outside of one."""
+    node = _current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
 
 
 # Data

@@ -1,7 +1,9 @@
 """Gather the parameters of a model block by block, for its forward and again for its backward pass, and keep none.
 
 While a block computes, the parameters of the next one travel: in the forward pass those of the block that is registered
-next, in the backward pass those of the block that ran before it. So one block more is in memory than computes.
+next, so that one block more is in memory than computes. In the backward pass, where most of the activations are in
+memory, those of the block that ran before start when this block has read half of its parameters, and each of these is
+freed when the backward pass needs it no more. The rest of the block takes as long as a forward pass does.
 """
 
 from __future__ import annotations
@@ -31,8 +33,14 @@ MOST_BLOCKS = 2
 
 
 class _View(NamedTuple):
-    """A view of a gathered tensor, or of its cast to another dtype."""
+    """A view of a gathered tensor, or of its cast to another dtype.
 
+    Args:
+        number: of this view among those that autograd saves for a block.
+        place: the number of the gathered tensor.
+    """
+
+    number: int
     place: int
     dtype: torch.dtype
     shape: torch.Size
@@ -124,7 +132,7 @@ class BlockGather:
             tell = partial(self._watch.tell_place, f"at block {self._block_names[number]}")
             tell()
             again = _Again(current.ahead, names, self._gathered_again, tell)
-            wholes = current.params.joined(names, current.ahead.take(names), again.forget)
+            wholes = current.params.joined(names, current.ahead.take(names), again.finish)
             if _torch.in_backward():
                 current.start_before(number)
             else:
@@ -182,6 +190,8 @@ class _Pass:
 class _Again:
     """Saves for the backward pass which gathered tensors it needs in place of these, and gathers them again there.
 
+    Each of them is freed when another node of the graph runs than the last one that has saved it.
+
     Attributes:
         before: the block that has run before.
         is_needed: whether the backward pass probably needs the parameters.
@@ -195,7 +205,12 @@ class _Again:
         self._places: dict[int, int] = {}
         self._sources: dict[tuple[Any, int], int] = {}
         self._strides: list[tuple[int, ...]] = []
-        self._wholes: list[Tensor] | None = None
+        self._places_of_views: list[int] = []
+        self._unread: dict[int, set[int]] = {}
+        self._wholes: dict[int, Tensor] = {}
+        self._nbytes: dict[int, int] = {}
+        self._node = -1
+        self._has_started_before = False
         self.before: _Again | None = None
         self.is_needed = False
 
@@ -229,7 +244,9 @@ class _Again:
         if place is None or tensor.dtype != base.dtype or tensor.is_neg():
             return tensor
         self.is_needed = True
-        return _View(place, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        self._places_of_views.append(place)
+        number = len(self._places_of_views) - 1
+        return _View(number, place, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _cast_of(self, tensor: Tensor) -> int | None:
         """Return the number of the gathered tensor of which a tensor is a cast; autocast makes one for each use."""
@@ -243,29 +260,56 @@ class _Again:
         """Return the tensor that was saved."""
         if not isinstance(saved, _View):
             return cast(Tensor, saved)
-        return self.whole(saved.place).to(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset)
+        node = _torch.backward_node()
+        if node != self._node:
+            # Not when they are read for the last time: a function may ask twice for what it has saved.
+            self._node = node
+            for place in [place for place, numbers in self._unread.items() if not numbers]:
+                self._wholes.pop(place, None)
+        whole = self.whole(saved.place)
+        self._unread[saved.place].discard(saved.number)
+        if not self._has_started_before and self._is_half_read():
+            self.start_before()
+        return whole.to(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset)
 
     def whole(self, place: int) -> Tensor:
         """Return a tensor of a number, gathered again."""
-        if self._wholes is None:
+        if place not in self._wholes:
+            self.forget()
             self._tell()
-            self._wholes = self._ahead.take(self._names)
+            self._wholes = dict(enumerate(self._ahead.take(self._names)))
+            self._unread = {read: set() for read in self._places_of_views}
+            for number, read in enumerate(self._places_of_views):
+                self._unread[read].add(number)
+            self._nbytes = {read: self._wholes[read].nbytes for read in self._unread}
             # Of a block that trains nothing no gradient tells when it is done: the next but one block does.
             self._gathered_again.append(self)
             if len(self._gathered_again) > MOST_BLOCKS:
                 self._gathered_again[0].forget()
-            self.start_before()
         return self._wholes[place]
+
+    def _is_half_read(self) -> bool:
+        """Return whether less than half of the parameters that the backward pass needs will be read after this one."""
+        # By the bytes of parameters, which all ranks have alike.
+        left = sum(nbytes for place, nbytes in self._nbytes.items() if self._unread[place])
+        return left < sum(self._nbytes.values()) / 2
 
     def start_before(self) -> None:
         """Start the gather of the block that has run before, whose backward pass is next."""
+        self._has_started_before = True
         if self.before is not None and self.before.is_needed:
             self._ahead.start(self.before._names)
 
+    def finish(self) -> None:
+        """Free what was gathered again, when the gradients are complete."""
+        if self._wholes and not self._has_started_before:
+            self.start_before()
+        self.forget()
+
     def forget(self) -> None:
         """Free what was gathered again."""
-        if self._wholes is not None:
-            self._wholes = None
+        if self._wholes:
+            self._wholes = {}
             self._gathered_again.remove(self)
 
 

@@ -1,4 +1,7 @@
-"""Level 3 starts the gather of a block while the one before it computes, in the forward and in the backward pass."""
+"""Level 3 starts the gather of a block while the one before it computes, in the forward and in the backward pass.
+
+In the backward pass, it frees each parameter that is needed no more.
+"""
 
 import random
 
@@ -6,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +22,10 @@ HIDDEN = 16, 24, 32
 
 
 class Events(TorchDispatchMode):
-    """Context that notes, with the number of the block, when a gather starts, when it is waited for, and products."""
+    """Context that notes, with the number of the block, when a gather starts, when it is waited for, and products.
+
+    And, without a number, when gradients are sent.
+    """
 
     def __init__(self):
         super().__init__()
@@ -36,6 +43,8 @@ class Events(TorchDispatchMode):
         elif name == "mm":
             lengths = {length for each in args for length in each.shape}
             self._note("compute", next(i for i, each in enumerate(HIDDEN) if each in lengths))
+        elif name == "reduce_scatter_tensor":
+            self._note("send", None)
         return result
 
     def _note(self, *event):
@@ -50,27 +59,111 @@ def ranks_that_do_not_exist():
     dist.destroy_process_group()
 
 
+def one_step(blocks, *wrappers):
+    loss = ft.from_module(nn.Sequential(*blocks), lambda model, x: model(x).square().mean())
+    train_step = ft.train_step(loss, ft.optim.sgd(0.1), allow_unused=True)
+    step = ft.compose(train_step, *wrappers, ft.sharded(ft.parallel.mesh()))
+    step(step.init(), torch.randn(2 * RANKS, WIDTH))
+
+
 @pytest.mark.parametrize("wrappers", [(), (ft.remat(),)], ids=["alone", "remat"])
 def test_the_gather_of_the_next_block_starts_before_a_block_computes(wrappers, ranks_that_do_not_exist):
     def block(hidden):
         return nn.Sequential(nn.Linear(WIDTH, hidden, bias=False), nn.Tanh(), nn.Linear(hidden, WIDTH, bias=False))
 
-    loss = ft.from_module(nn.Sequential(*map(block, HIDDEN)), lambda model, x: model(x).square().mean())
-    step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers, ft.sharded(ft.parallel.mesh()))
-    state, x = step.init(), torch.randn(2 * RANKS, WIDTH)
     with Events() as recorded:
-        step(state, x)
+        one_step([block(hidden) for hidden in HIDDEN], *wrappers)
 
-    def in_order(blocks):
-        first, *_ = blocks
-        yield "start", first
-        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-            yield "wait", block
-            if following is not None:
-                yield "start", following
-            yield "compute", block
+    forward = [("start", 0)]
+    for block in range(3):
+        forward += [("wait", block), *([("start", block + 1)] if block < 2 else []), ("compute", block)]
+    backward = [("start", 2)]
+    for block in (2, 1, 0):
+        before = [("start", block - 1)] if block else []
+        # What is computed again starts the gather; else the first half of the block's parameters is read before.
+        half = [*before, ("compute", block)] if wrappers or not block else [("compute", block), *before]
+        backward += [("wait", block), *half, *([("compute", block)] if block and not wrappers else []), ("send", None)]
+    assert recorded.events == [*forward, *backward]
 
-    assert recorded.events == [*in_order([0, 1, 2]), *in_order([2, 1, 0])]
+
+class HalfUnused(nn.Module):
+    """A block of which the backward pass does not reach the larger parameter."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.small = nn.Parameter(torch.ones(RANKS, WIDTH))
+        self.large = nn.Parameter(torch.ones(2 * hidden - RANKS, WIDTH))
+        self.shape = nn.Tanh()
+
+    def forward(self, x):
+        _unused = self.large * x[0]
+        return self.shape(self.small[0] * x)
+
+
+def test_a_gather_starts_at_the_latest_before_gradients_are_sent(ranks_that_do_not_exist):
+    with Events() as recorded:
+        one_step(map(HalfUnused, HIDDEN))
+    # The first block needs no parameters there.
+    backward = ["start", "wait", "start", "send", "wait", "send"]
+    assert [event for event, _ in recorded.events[-len(backward) :]] == backward
+
+
+class Twice(torch.autograd.Function):
+    """A product that asks twice for what it has saved."""
+
+    @staticmethod
+    def forward(ctx, x, weight, gain):
+        ctx.save_for_backward(x, weight, gain)
+        return x @ weight * gain
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, _, gain), (_, weight, _) = ctx.saved_tensors, ctx.saved_tensors
+        return (grad * gain) @ weight.T, x.T @ (grad * gain), (grad * (x @ weight)).sum(0)
+
+
+class Alive(TorchDispatchMode):
+    """Context that counts gathers, and at each product the gathered matrices that are in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.gathers, self.alive, self._matrices = 0, [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        self.gathers += name == "all_gather_into_tensor"
+        if name == "split_with_sizes_copy":
+            columns = [column for column in result if column.numel() == WIDTH * WIDTH]
+            self._matrices += [StorageWeakRef(column.untyped_storage()) for column in columns]
+        elif name == "mm":
+            self.alive.append(sum(not matrix.expired() for matrix in self._matrices))
+        return result
+
+
+class Doubled(nn.Module):
+    """A block that uses one matrix twice, between others."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(4))
+        self.gain, self.product = nn.Parameter(torch.ones(WIDTH)), product
+
+    def forward(self, x):
+        first, second, third, fourth = self.weights
+        for weight in (first, second, third, second, fourth):
+            x = self.product(x, weight, self.gain).tanh()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("product", "products"), [(lambda x, weight, gain: x @ weight * gain, 2), (Twice.apply, 3)], ids=["once", "twice"]
+)
+def test_a_parameter_is_freed_when_the_backward_pass_needs_it_no_more(product, products, ranks_that_do_not_exist):
+    with Alive() as recorded:
+        one_step([Doubled(product), Doubled(product)])
+    assert recorded.gathers == 2 * 2
+    in_backward = [alive for alive in (4, 3, 3, 2, 1) for _ in range(products)]
+    assert recorded.alive[2 * 5 :][: len(in_backward)] == in_backward
 
 
 def backwards(net, x):
