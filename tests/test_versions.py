@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch._inductor import inductor_prims
 from torch._subclasses import fake_tensor
-from torch.fx.experimental import proxy_tensor
 from torch.utils import checkpoint
 from torch.utils.data import dataloader
 
@@ -71,7 +70,7 @@ def renamed(init):
         (torch.autograd.graph, "_engine_run_backward"),
         (torch._C, "_SetExcludeDispatchKeyGuard"),
         (torch._C._functorch, "is_batchedtensor"),
-        (proxy_tensor, "get_proxy_mode"),
+        (torch._C, "_get_dispatch_mode"),
         (dataloader._MultiProcessingDataLoaderIter, "_shutdown_workers"),
     ],
 )

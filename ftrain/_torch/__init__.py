@@ -68,7 +68,6 @@ with private_names():
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import (
         _disable_current_modes,
@@ -91,6 +90,7 @@ with private_names():
     _has_kernel_for = torch._C._dispatch_has_kernel_for_dispatch_key
     _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
     _set_order: Any = torch._C._FunctionBase._set_sequence_nr  # type: ignore[attr-defined]
+    _get_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
     _current_graph_task_id = torch._C._current_graph_task_id
     _current_autograd_node = torch._C._current_autograd_node
     privateuse1_name = torch._C._get_privateuse1_backend_name
@@ -238,7 +238,7 @@ def active_modes() -> list[TorchDispatchMode]:
 
 def is_capturing() -> bool:
     """Whether `make_fx` captures what runs as a graph."""
-    return get_proxy_mode() is not None
+    return _get_dispatch_mode(_PROXY) is not None
 
 
 class deterministic:  # noqa: N801

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ def functions_of(generator: torch.Generator) -> Generator:
 
 
 HOST = functions_of(torch.default_generator)
+
+_get_state = methodcaller("get_state")
 
 
 def save_generators(*devices: Generator) -> Callable[[], None]:
@@ -46,7 +49,7 @@ class seeded:  # noqa: N801
 
     # Every eager step does this, so without the two calls more of `save_generators`.
     def __enter__(self) -> None:
-        self._states = [generator.get_state() for generator in self._generators]
+        self._states = [*map(_get_state, self._generators)]
         for generator in self._generators:
             generator.manual_seed(self._seed)
 

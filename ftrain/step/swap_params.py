@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from ftrain import _torch
 from ftrain._torch import dtensor
 from ftrain.errors import LossError
+
+_is_training = attrgetter("training")
 
 
 class Slot(NamedTuple):
@@ -162,7 +165,7 @@ class DuringStep:
         self._is_outermost = id(borrowed.module) not in _threads
         if _threads.setdefault(id(borrowed.module), thread) != thread:
             raise _in_another_thread(borrowed.module)
-        self._modes = [part.training for part in borrowed.parts]
+        self._modes = [*map(_is_training, borrowed.parts)]
         if borrowed.overrides_train:
             borrowed.module.train(self._training)
         else:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import optree
@@ -16,7 +17,6 @@ from ftrain import _torch, backends, tree
 from ftrain.errors import LossError
 from ftrain.step import purity
 from ftrain.step.combined_grads import CombinedGrads, announce, announced
-from ftrain.step.differentiable import require_differentiable
 from ftrain.step.reentrant_checkpoint import REMEDY, CheckpointInputs
 from ftrain.step.unused_params import listed, refuse_unused, watching
 from ftrain.tree.fast_flatten import Flattener
@@ -33,6 +33,8 @@ from ftrain.types import (
 )
 
 Around: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_is_sparse = attrgetter("is_sparse")
 
 
 def value_and_grad(
@@ -137,7 +139,7 @@ class _Forward:
                 params = [*map(Tensor.requires_grad_, map(Tensor.detach, leaves[: params_spec.num_leaves]))]
             leaves[: len(params)] = params
             mean, metrics, buffers = purity.call(self._loss, leaves, spec, rng=rng, name=self._name)
-        require_differentiable(mean, self._name)
+        _require_differentiable(mean, self._name)
         # An integer count of tokens, or a narrower float, must not lower the precision of the gradient.
         loss = Mean(mean.total.detach(), mean.weight, mean.plain)
         if not mean.plain:
@@ -167,6 +169,20 @@ class _Forward:
         if not hidden:
             self._unused.add(tuple(unused))
         return hidden
+
+
+def _require_differentiable(mean: Mean, name: str) -> None:
+    """Check that a loss is a floating-point number that depends on the parameters, and that its weight does not."""
+    if not mean.total.is_floating_point():
+        raise LossError(f"{name}: the loss is {tree.describe(mean.total)}; needs a floating-point tensor")
+    if not mean.total.requires_grad:
+        raise LossError(
+            f"{name}: the loss does not depend on the parameters (it has no grad_fn); look for .detach(), "
+            ".item(), torch.no_grad(), torch.utils.checkpoint with use_reentrant=True, or a computation that does not "
+            "read its first argument"
+        )
+    if mean.weight.requires_grad:
+        raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")
 
 
 @dataclass(frozen=True)
@@ -302,7 +318,7 @@ def _filled(
 ) -> list[Tensor]:
     """Return the gradients with zeros for unused parameters, if these are allowed."""
     on_rank = watching()
-    irregular = [index for index, grad in enumerate(grads) if grad is None or grad.is_sparse]
+    irregular = [] if _are_dense(grads) else [i for i, grad in enumerate(grads) if grad is None or grad.is_sparse]
     if on_rank is not None:
         on_rank.note_call([index for index in irregular if grads[index] is None], name, allow_unused)
     if not irregular:
@@ -319,6 +335,11 @@ def _filled(
     if on_rank is None and not allow_unused:
         refuse_unused(name, params, unused)
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(result.params, grads, strict=True)]
+
+
+def _are_dense(grads: tuple[Tensor | None, ...]) -> bool:
+    # Without a Python loop over the leaves, which every step would make.
+    return type(None) not in map(type, grads) and not any(map(_is_sparse, grads))
 
 
 def _sparse(params: PyTree, index: int, name: str) -> LossError:

@@ -195,8 +195,7 @@ def _train(run: Run, votes: StepVotes) -> None:
         steps = run.steps()
         for record in () if run.stopped else steps:
             run.after_step(record, steps)
-            votes.after_step(record.batch)
-            if run.stopped or votes():
+            if votes.after_step(record.batch) or run.stopped:
                 break
         votes.at_end()
         run.finish()

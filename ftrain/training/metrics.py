@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,6 +19,8 @@ Evaluate: TypeAlias = Callable[[Any], Mapping[str, float]]
 
 EVALUATION = "eval_"
 """Prefix of the names under which the results of an evaluation are recorded."""
+
+_kind = attrgetter("dtype", "device", "shape")
 
 
 class StepMetrics(NamedTuple):
@@ -76,20 +79,19 @@ def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         The same with numbers, or nested lists of numbers, in place of tensors, and numbers of Python in place of those
         of numpy.
     """
-    read = [
-        {
-            name: m.value if isinstance(m, Mean) else m.item() if isinstance(m, np.generic) else m
-            for name, m in row.items()
-        }
-        for row in rows
-    ]
-    groups: dict[tuple[Any, ...], list[tuple[int, str, Tensor]]] = {}
-    for index, row in enumerate(read):
-        for name, value in row.items():
+    read = [*map(dict, rows)]
+    groups: dict[tuple[Any, ...], list[tuple[dict[str, Any], str, Tensor]]] = {}
+    for row in read:
+        for name, metric in row.items():
+            value = metric
+            if isinstance(metric, Mean):
+                value = row[name] = metric.value
+            elif isinstance(metric, np.generic):
+                row[name] = metric.item()
             if isinstance(value, Tensor):
-                groups.setdefault((value.dtype, value.device, value.shape), []).append((index, name, value))
+                groups.setdefault(_kind(value), []).append((row, name, value))
     for tensors in groups.values():
         values = torch.stack([tensor for _, _, tensor in tensors]).tolist()
-        for (index, name, _), value in zip(tensors, values, strict=True):
-            read[index][name] = float(value) if isinstance(value, bool) else value
+        for (row, name, _), value in zip(tensors, values, strict=True):
+            row[name] = float(value) if isinstance(value, bool) else value
     return read

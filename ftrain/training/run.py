@@ -59,8 +59,9 @@ class Options:
 
     def evaluates_after(self, step: int) -> bool:
         """Whether to evaluate after this step."""
-        is_due = step == self.steps or (self.evaluate_every is not None and step % self.evaluate_every == 0)
-        return self.evaluate is not None and is_due
+        if self.evaluate is None:
+            return False
+        return step == self.steps or (self.evaluate_every is not None and step % self.evaluate_every == 0)
 
 
 class Run:

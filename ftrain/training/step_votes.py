@@ -39,8 +39,8 @@ class StepVotes:
         number = (self._received() or 0) if self._agreement.is_alone else self._agreed
         return signal.Signals(number) if number else None
 
-    def after_step(self, batch: PyTree) -> None:
-        """Tell the other ranks; all of them have agreed after the next step.
+    def after_step(self, batch: PyTree) -> bool:
+        """Tell the other ranks, and return whether the run ends here: of several ranks one step after the signal.
 
         Raises:
             BatchError: on every rank, when their batches of the step before this one had other shapes.
@@ -49,6 +49,7 @@ class StepVotes:
             number = self._number_of(batch) if self._compares else 0
             self._note(self._agreement.vote(self._received() or 0, number, -number))
             self._number = number
+        return self._agreed != 0
 
     def at_end(self) -> None:
         """Wait for the other ranks, and agree.
