@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -172,6 +173,8 @@ class Step:
             scale=next((each.loss_scale for each in self._on_grad if each.loss_scale), None),
             watch=bool(self._on_finite),
             late=self.pulls,
+            # Weak: the memory of a module may be given to a state.
+            own=WeakValueDictionary(self.base.module.named_parameters() if self.base.module else ()),
         )
         grad = around_grad(grad)
         for each in order(self._on_grad):

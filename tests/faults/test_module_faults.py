@@ -156,3 +156,45 @@ def test_a_module_that_is_in_a_step_of_another_thread(use):
     # Afterwards it is free again.
     elsewhere()
     assert len(errors) == 1
+
+
+class Keeping(nn.Module):
+    """A module that keeps a parameter in a list, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.kept = [self.layer.weight]
+
+    def forward(self, x):
+        return self.layer(x) + (x @ self.kept[0].t())
+
+
+@pytest.mark.parametrize("wrappers", [(), (ft.compiled(backend="eager"),)], ids=["eager", "compiled"])
+def test_a_parameter_of_the_module_that_is_used_from_elsewhere(wrappers):
+    # It would stay as it was when the module was made.
+    step = ft.compose(step_of(Keeping(), total), *wrappers)
+    state = step.init()
+    for _ in range(2):
+        with failing(LossError, "total(Keeping)", "layer.weight from elsewhere", "a list"):
+            step(state, torch.ones(2, 3))
+
+
+def test_parameters_of_another_module_do_not_train_and_the_log_says_so(caplog):
+    head = nn.Linear(1, 2)
+
+    def criterion(model, batch):
+        return head(model(batch)).sum()
+
+    step = step_of(nn.Linear(3, 1), criterion)
+    state = step.init()
+    for _ in range(2):
+        state, _ = step(state, torch.ones(2, 3))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("criterion(Linear): uses 2 parameters that are not in the state, and do not train: ")
+    assert "float32[2, 1]" in said
+    caplog.clear()
+    head.requires_grad_(False)
+    step = step_of(nn.Linear(3, 1), criterion)
+    step(step.init(), torch.ones(2, 3))
+    assert not caplog.records
