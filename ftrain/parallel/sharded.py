@@ -24,7 +24,7 @@ from ftrain.parallel.partition import broadcast_all
 from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rows import current, own_rows, rows_of
 from ftrain.parallel.same_inputs import SameInputs, digest
-from ftrain.parallel.state import WHOLE, Layout, LocalStates, current_layout, divide, require_whole
+from ftrain.parallel.state import WHOLE, Layout, LocalStates, current_layout, divide
 from ftrain.parallel.whole_update import whole_update
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, wrapper
 from ftrain.tree import sharding
@@ -241,7 +241,6 @@ class _RankStep:
         def of_rows(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             rows = current()
             if rows is None:  # Not in a step of ranks: an evaluation, of whole parameters.
-                require_whole(params, self._text)
                 return loss.fn(params, batch, rng=rng, buffers=buffers)
             params = self._loss_params(params, current_layout.get(), blocks, order)
             with rows.stock_draws():

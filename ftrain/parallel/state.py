@@ -112,19 +112,6 @@ def divided(state: PyTree, like: PyTree) -> PyTree:
     return tree.map(leaf_like, state, like)
 
 
-def require_whole(params: PyTree, text: str) -> None:
-    """Check that parameters are whole, as an evaluation needs them.
-
-    Raises:
-        StructureError: when one is a DTensor.
-    """
-    if any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(params)):
-        raise StructureError(
-            f"{text}: the parameters are divided over ranks, and outside of a training step the loss needs whole ones: "
-            "ft.parallel.whole(state), called on every rank"
-        )
-
-
 class LocalStates:
     """Takes states of DTensors apart, and puts them together again.
 

@@ -35,6 +35,8 @@ def test_options_of_sharded_are_checked():
             ft.sharded(ft.parallel.mesh(), 4)
         with pytest.raises(OptionError, match=r"sharded: the mesh is None; needs one of ft.parallel.mesh"):
             ft.sharded(None)
+        with pytest.raises(OptionError, match="sharded: batches is 'half'; needs 'whole' or 'rows'"):
+            ft.sharded(ft.parallel.mesh(), batches="half")
 
     run(2, rank)
 
