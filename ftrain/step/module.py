@@ -93,7 +93,10 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         mean, metrics, _ = normalise(returned, None, text)
         return mean, metrics, new_buffers
 
-    initial = partial(module_state, module)
+    def initial() -> tuple[PyTree, PyTree, set[str]]:
+        _require_unchanged(borrowed, slots)
+        return module_state(module)
+
     return Loss(loss, text, scope=partial(DuringStep, borrowed), module=module, initial=initial, needs_rng=needs_rng)
 
 
@@ -121,6 +124,17 @@ def _require_module(module: Any, criterion: Any) -> None:
             f"from_module: the criterion {getattr(criterion, '__name__', type(criterion).__name__)}{signature} cannot "
             "be called as criterion(model, batch); for a loss of outputs and labels write "
             "lambda model, batch: loss(model(batch['x']), batch['y'])"
+        )
+
+
+def _require_unchanged(borrowed: BorrowedModule, slots: list[Slot]) -> None:
+    """Check that a module has the submodules and the names that it had when a loss was made of it."""
+    module = borrowed.module
+    names = [[slot[1:] for slot in each] for each in (slots_of(module), slots)]
+    if [*module.modules()] != borrowed.parts or names[0] != names[1]:
+        raise StructureError(
+            f"Step.init: {type(module).__name__} was given other submodules, parameters or buffers after "
+            "ft.from_module; call ft.from_module after the last change"
         )
 
 

@@ -198,3 +198,22 @@ def test_parameters_of_another_module_do_not_train_and_the_log_says_so(caplog):
     step = step_of(nn.Linear(3, 1), criterion)
     step(step.init(), torch.ones(2, 3))
     assert not caplog.records
+
+
+def test_a_module_that_is_changed_after_its_loss_was_made():
+    def head(module):
+        module[1] = nn.Linear(3, 1)
+
+    def dropout(module):
+        # Evaluations would leave it in training mode.
+        module[2] = nn.Dropout()
+
+    def tied(module):
+        module[1].weight = module[0].weight
+
+    for change in (head, dropout, tied):
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.ReLU())
+        step = step_of(module, total)
+        change(module)
+        with failing(StructureError, "Step.init", "Sequential was given other submodules", "after the last change"):
+            step.init()
