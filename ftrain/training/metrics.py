@@ -83,13 +83,11 @@ def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[Any, ...], list[tuple[dict[str, Any], str, Tensor]]] = {}
     for row in read:
         for name, metric in row.items():
-            value = metric
-            if isinstance(metric, Mean):
-                value = row[name] = metric.value
-            elif isinstance(metric, np.generic):
-                row[name] = metric.item()
+            value = metric.value if isinstance(metric, Mean) else metric
             if isinstance(value, Tensor):
                 groups.setdefault(_kind(value), []).append((row, name, value))
+            else:
+                row[name] = value.item() if isinstance(value, np.generic) else value
     for tensors in groups.values():
         values = torch.stack([tensor for _, _, tensor in tensors]).tolist()
         for (row, name, _), value in zip(tensors, values, strict=True):

@@ -85,15 +85,12 @@ class RunCheckpoints:
         if checkpoints is None and resume == "must":
             raise OptionError("fit: resume='must' needs checkpoints=")
         self._checkpoints, self._data, self._resume = checkpoints, data, resume
+        self.enabled = checkpoints is not None
+        """Whether anything is saved."""
         self._is_first = is_first
         self._journal = Journal(checkpoints.directory) if checkpoints is not None and is_first else None
         self._began: dict[str, Any] = {}
         self._saved = -1, -1
-
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is saved."""
-        return self._checkpoints is not None
 
     @property
     def best(self) -> str | None:

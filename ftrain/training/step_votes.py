@@ -45,6 +45,8 @@ class StepVotes:
         Raises:
             BatchError: on every rank, when their batches of the step before this one had other shapes.
         """
+        if self._agreement.is_alone:
+            return self._received() is not None
         if not self._agreed:
             number = self._number_of(batch) if self._compares else 0
             self._note(self._agreement.vote(self._received() or 0, number, -number))
