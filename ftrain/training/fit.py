@@ -121,7 +121,8 @@ def fit(
             later, so that a state that was saved after that step may be of them.
         NonFiniteError: when `skip_nonfinite` has reached its limit, or for ``on_nonfinite="raise"``; nothing is saved.
         CheckpointError: when a checkpoint cannot be read or written, or is not as `resume` requires.
-        StructureError: when the checkpoint is of another model, optimizer or wrapper.
+        StructureError: when the checkpoint is of another model, or of an optimizer or wrapper with another state (the
+            moments of `adamw` have the form of those of `lamb`, and are taken).
         Interrupted: after a signal, when there are checkpoints.
         RankError: when another rank has failed between steps, has other arguments or has not come.
         Exception: whatever a step, the data or a logger raises. Every error has what was trained until then, as `fit`
