@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def release_groups(mesh: Callable[[], DeviceMesh | None]) -> None:
-    """Let go of the groups of a mesh, if it exists still, so that nothing keeps those that are destroyed.
+    """Make a mesh forget its groups, if it still exists, so that nothing keeps those that are destroyed.
 
     Their threads end with them. A thread of gloo that still holds a tensor when Python is gone aborts the process.
 

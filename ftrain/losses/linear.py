@@ -86,8 +86,8 @@ def _require_no_tangent(*inputs: Tensor | None) -> None:
     # torch takes the tangent of an operation that has no rule for it as zero.
     if torch.compiler.is_compiling():
         return
-    given = [each for each in inputs if each is not None]
-    if any(unpack_dual(each).tangent is not None for each in given):  # type: ignore[no-untyped-call]
+    tensors = [each for each in inputs if each is not None]
+    if any(unpack_dual(each).tangent is not None for each in tensors):  # type: ignore[no-untyped-call]
         raise LossError(
             f"{NAME}: has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); use cross_entropy on "
             "the logits."

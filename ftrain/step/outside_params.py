@@ -13,35 +13,35 @@ from ftrain.errors import LossError
 log = logging.getLogger("ftrain")
 
 
-def check_outside_params(total: Tensor, own: Mapping[str, nn.Parameter], name: str) -> None:
+def check_outside_params(total: Tensor, module_params: Mapping[str, nn.Parameter], name: str) -> None:
     """Look for parameters in the graph of a loss; those of the state are tensors, but no `nn.Parameter`.
 
     The logger ``ftrain`` says which are not in the state and so do not train, such as those of a second module.
 
     Args:
         total: the loss, with its graph.
-        own: the parameters of its module, as they are outside of a step.
+        module_params: the parameters of its module, as they are outside of a step.
         name: of the loss.
 
     Raises:
         LossError: for one of the module itself, whose place in the module has the tensor of the state.
     """
-    found = [*_parameters(total)]
-    for parameter in found:
-        if place := next((each for each, param in own.items() if param is parameter), None):
+    outside = [*_parameters(total)]
+    for parameter in outside:
+        if place := next((each for each, param in module_params.items() if param is parameter), None):
             raise LossError(
                 f"{name}: uses the parameter {place} from elsewhere than its place in the module, where the one of the "
                 "state is, so that it would keep its first value. Use model(...) or model.get_parameter(...) of the "
                 "model that the criterion is given, and in a module keep no parameter in a list, a dict or a function"
             )
-    if found:
+    if outside:
         log.warning(
             "%s: uses %d parameters that are not in the state, and do not train: %s%s. Make one module of both for "
             "ft.from_module, or freeze them: parameter.requires_grad_(False)",
             name,
-            len(found),
-            ", ".join(map(tree.describe, found[: tree.MAX_LISTED])),
-            ", ..." if len(found) > tree.MAX_LISTED else "",
+            len(outside),
+            ", ".join(map(tree.describe, outside[: tree.MAX_LISTED])),
+            ", ..." if len(outside) > tree.MAX_LISTED else "",
         )
 
 

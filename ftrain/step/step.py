@@ -174,7 +174,7 @@ class Step:
             watch=bool(self._on_finite),
             late=self.pulls,
             # Weak: the memory of a module may be given to a state.
-            own=WeakValueDictionary(self.base.module.named_parameters() if self.base.module else ()),
+            module_params=WeakValueDictionary(self.base.module.named_parameters() if self.base.module else ()),
         )
         grad = around_grad(grad)
         for each in order(self._on_grad):

@@ -46,7 +46,7 @@ def value_and_grad(
     scale: Callable[[TrainState], Tensor] | None = None,
     watch: bool = False,
     late: bool = False,
-    own: Mapping[str, nn.Parameter] | None = None,
+    module_params: Mapping[str, nn.Parameter] | None = None,
 ) -> GradFn:
     """Return the function that computes the gradient of a mean loss with respect to ``state.params``.
 
@@ -58,14 +58,14 @@ def value_and_grad(
             afterwards. Keeps small float16 gradients from underflowing (Micikevicius et al. 2018, arXiv:1710.03740).
         watch: also report whether loss and gradients are finite.
         late: do not run the backward pass, which `Gradients.stream_grads` then does; excludes `scale` and `watch`.
-        own: the parameters of the module of the loss, as they are outside of a step.
+        module_params: the parameters of the module of the loss, as they are outside of a step.
 
     Raises:
         LossError: from the returned function (or from `Gradients.stream_grads`), when the loss changes its inputs in
             place, does not depend on the parameters, leaves some of them unused, or uses those of its module from
             elsewhere.
     """
-    forward = _Forward(loss, name, own or {})
+    forward = _Forward(loss, name, module_params or {})
     if late:
         return StreamingGrad(forward, name, allow_unused)
     return ValueAndGrad(forward, name, allow_unused, scale, watch)
@@ -110,8 +110,8 @@ class ForwardResult:
 class _Forward:
     """Runs a loss on new detached leaves, or on the leaves of an earlier run."""
 
-    def __init__(self, loss: LossFn, name: str, own: Mapping[str, nn.Parameter]) -> None:
-        self._loss, self._flatten, self._name, self._own = loss, Flattener(), name, own
+    def __init__(self, loss: LossFn, name: str, module_params: Mapping[str, nn.Parameter]) -> None:
+        self._loss, self._flatten, self._name, self._module_params = loss, Flattener(), name, module_params
         self._unused: set[tuple[int, ...]] = set()
         self._is_checked = False
         # The last structure of what a loss reads, and that of its parameters.
@@ -146,7 +146,7 @@ class _Forward:
             mean, metrics, buffers = purity.call(self._loss, leaves, spec, rng=rng, name=self._name)
         _require_differentiable(mean, self._name)
         if not self._is_checked:
-            check_outside_params(mean.total, self._own, self._name)
+            check_outside_params(mean.total, self._module_params, self._name)
             self._is_checked = True
         # An integer count of tokens, or a narrower float, must not lower the precision of the gradient.
         loss = Mean(mean.total.detach(), mean.weight, mean.plain)
