@@ -159,9 +159,9 @@ class _Spare:
 
     def has_drawn(self) -> bool:
         """Return whether the generator has been used since the last call."""
-        random, same = self.generator.random_raw, self._same.random_raw
+        draw, draw_same = self.generator.random_raw, self._same.random_raw
         # Twice the 32 bits that it makes at once.
-        if random() == same() and random() == same():
+        if draw() == draw_same() and draw() == draw_same():
             return False
         self.generator.state, self.resets = self._same.state, self.resets + 1
         return True

@@ -100,13 +100,9 @@ class GradientSums:
         while self._started:
             self._finish()
         self._note_used()
+        results = {**self._sums, **self._sparse}
         return [
-            self._sparse[index]
-            if index in self._sparse
-            else self._sums[index]
-            if index in self._sums
-            else torch.zeros_like(param)
-            for index, param in enumerate(self._params)
+            results[index] if index in results else torch.zeros_like(param) for index, param in enumerate(self._params)
         ]
 
     def _read(self, wholes: Sequence[Tensor], complete: Callable[[Sequence[Tensor | None]], None]) -> list[Tensor]:

@@ -130,7 +130,7 @@ class Group:
         def joined() -> list[Tensor]:
             others = exchanged.pop()().view(self.size - 1, -1).split_with_sizes(lengths, 1)
             pairs = zip(others, tensors, strict=True)
-            return [torch.cat([rows[: self.rank], own[None], rows[self.rank :]]) for rows, own in pairs]
+            return [torch.cat([rows[: self.rank], row[None], rows[self.rank :]]) for rows, row in pairs]
 
         return joined
 
