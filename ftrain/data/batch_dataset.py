@@ -117,13 +117,12 @@ def _default_collate(samples: list[Any]) -> PyTree:
     """Return `default_collate` of samples; if they are dicts of tensors, without its search through types."""
     first = samples[0]
     # Workers stack in shared memory.
-    if type(first) is dict and get_worker_info() is None and all(map(_is_plain_tensor, first.values())):
-        return {key: torch.stack([sample[key] for sample in samples]) for key in first}
-    return default_collate(samples)
-
-
-def _is_plain_tensor(value: Any) -> bool:
-    return type(value) is Tensor and value.layout is torch.strided and not value.is_nested
+    if type(first) is not dict or get_worker_info() is not None:
+        return default_collate(samples)
+    for value in first.values():
+        if type(value) is not Tensor or value.layout is not torch.strided or value.is_nested:
+            return default_collate(samples)
+    return {key: torch.stack([sample[key] for sample in samples]) for key in first}
 
 
 def describe(request: BatchRequest, max_listed: int = 8) -> str:

@@ -6,9 +6,10 @@ Every rank gets the same number of batches, so that no rank waits for another th
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -27,24 +28,26 @@ class BatchSampler:
         granularity: with ``drop_last``, the number of samples that are used is a multiple of this.
         window_size: the number of samples in a window; a multiple of `granularity`.
         fixed_size: whether every batch has `granularity` samples on all ranks together.
+        keeps_order: whether a window is one batch, and `divide` takes a slice of it, of a list too.
     """
 
-    divide: Callable[[Indices], list[Indices]]
+    divide: Callable[[Any], list[Any]]
     num_ranks: int
     granularity: int
     window_size: int
     fixed_size: bool
+    keeps_order: bool = False
 
 
 def in_order(batch_size: int, rank: int, num_ranks: int) -> BatchSampler:
     """Return batches of a fixed size in the given order, parts of those of all ranks; a window is one of these."""
     size = batch_size * num_ranks
 
-    def divide(indices: Indices) -> list[Indices]:
+    def divide(indices: Sequence[int]) -> list[Sequence[int]]:
         count = len(indices)
         return [indices[count * rank // num_ranks : count * (rank + 1) // num_ranks]]
 
-    return BatchSampler(divide, num_ranks, size, size, fixed_size=True)
+    return BatchSampler(divide, num_ranks, size, size, fixed_size=True, keeps_order=True)
 
 
 def by_length(batch_size: int, rank: int, num_ranks: int, *, lengths: Lengths, window_size: int) -> BatchSampler:

@@ -17,7 +17,7 @@ from ftrain import random
 from ftrain.data import rng_streams
 from ftrain.data.batch_samplers import BatchSampler
 from ftrain.data.fetched_batch import Position
-from ftrain.data.permutation import ORDERS, Indices, permuted_range
+from ftrain.data.permutation import BLOCK, ORDERS, Indices, permuted_range
 
 
 class BatchRequest(NamedTuple):
@@ -98,11 +98,31 @@ class EpochPlan:
 
     def requests(self, epoch: int, window: int, batch: int) -> Iterator[BatchRequest]:
         """Yield the batches of an epoch from a position on."""
+        if self.batch_sampler.keeps_order:
+            window, batch = window + (batch > 0), 0
+            for indices in self._batches_in_order(epoch, window):
+                window += 1
+                yield BatchRequest(epoch, indices, {"window": window, "batch": 0})
         for number in range(window, self.num_windows):
             batches = self.window(epoch, number)
             for k in range(batch, len(batches)):
                 is_last = k + 1 == len(batches)
                 position = {"window": number + 1, "batch": 0} if is_last else {"window": number, "batch": k + 1}
-                # Python's integers, which index any dataset.
-                yield BatchRequest(epoch, list(memoryview(batches[k])), position)  # type: ignore[arg-type]
+                yield BatchRequest(epoch, _to_list(batches[k]), position)
             batch = 0
+
+    def _batches_in_order(self, epoch: int, window: int) -> Iterator[list[int]]:
+        """Yield the batches of the windows that are full, each of which has one; computed many at a time."""
+        sampler = self.batch_sampler
+        size, num_full = sampler.window_size, self.num_used // sampler.window_size
+        step = max(BLOCK // size, 1)
+        for start in range(window, num_full, step):
+            count = min(step, num_full - start) * size
+            indices = _to_list(self._indices(epoch, start * size, count))
+            for first in range(0, count, size):
+                yield from sampler.divide(indices[first : first + size])
+
+
+def _to_list(indices: Indices) -> list[int]:
+    """Return Python's integers, which index any dataset."""
+    return list(memoryview(indices))  # type: ignore[arg-type]

@@ -77,7 +77,10 @@ class Loader:
             if batch.empty:
                 self._require_one_rank(batch.skipped)
                 continue
-            yield batch.batch
+            # Nothing here keeps a batch that the caller has dropped.
+            rest = [batch.batch]
+            del batch
+            yield rest.pop()
             self._require_latest(iterator)
         self._epoch += 1
         self._start = self._position = self._source.start
