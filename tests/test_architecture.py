@@ -67,6 +67,7 @@ NAMES_THE_HOST = {"tree", "random"}
 SYNCHRONISING = {"item", "tolist", "numpy", "cpu", "synchronize"}
 # (file, function) that waits for the device and says so in its docstring.
 WAITS = {
+    ("data/worker_messages.py", "_to_bytes"),
     ("optim/elementwise.py", "_number"),
     ("parallel/same_inputs.py", "_first_difference"),
     ("parallel/same_inputs.py", "_bytes"),

@@ -1,12 +1,15 @@
 """The loader beside torch's `DataLoader` on a memory map of tokens: the time of a batch, shuffled and collated.
 
-Each reads the same small samples, in this process and by two workers. First the samples of a whole pass are compared.
+Each reads the same small samples: in this process, one batch after another or with a small step of training between two
+batches, which takes the place of the reader's code and data in the caches of the CPU; and by two workers. First the
+samples of a whole pass are compared.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from bench.stats import pairwise
 from bench.timing import LocalRacer, interleaved
 
 LENGTH, BATCH = 128, 32
+WIDTH = 1024
 TORCHS, OURS, SAID, FILE = "DataLoader", "ftrain loader", "ftrain loader, draws = False", "ftrain loader, TokenFile"
 
 
@@ -47,11 +51,29 @@ def run(settings: Settings) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.npy"
         ft.data.write_tokens(path, [np.arange(count * LENGTH + 1) * 7919 % 50_021])
-        return [row for workers in (0, 2) for row in _race(path, workers, settings)]
+        races = [(0, False), (0, True), (2, False)]
+        return [row for workers, stepping in races for row in _race(path, workers, stepping, settings)]
 
 
-def _race(path: Path, workers: int, settings: Settings) -> list[Row]:
-    question = f"C10 loader, {workers} workers"
+class BetweenSteps:
+    """A racer that reads a batch after each step of a small model; only the reading is timed."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+        self._weight, self._inputs = torch.ones(WIDTH, WIDTH), torch.ones(BATCH, WIDTH)
+
+    def turn(self, steps: int) -> float:
+        seconds = 0.0
+        for _ in range(steps):
+            torch.mm(self._inputs, self._weight)
+            start = time.perf_counter()
+            self._read()
+            seconds += time.perf_counter() - start
+        return seconds
+
+
+def _race(path: Path, workers: int, stepping: bool, settings: Settings) -> list[Row]:
+    question = f"C10 loader, {workers} workers" + (", a step between batches" if stepping else "")
     print(question, flush=True)
     options: dict[str, Any] = {"num_workers": workers}
     loaders = {
@@ -67,7 +89,8 @@ def _race(path: Path, workers: int, settings: Settings) -> list[Row]:
     if different:
         return [said(question, name, FAILED, f"other samples than {TORCHS}") for name in different]
     # Each turn goes on where the last one of the same loader stopped: workers are not started anew.
-    racers = {name: LocalRacer(_endless(loader).__next__, "cpu") for name, loader in loaders.items()}
+    reads = {name: _endless(loader).__next__ for name, loader in loaders.items()}
+    racers = {name: BetweenSteps(read) if stepping else LocalRacer(read, "cpu") for name, read in reads.items()}
     times = interleaved(racers, rounds=settings.rounds, seconds=settings.seconds)
     rows = [measured(question, name, TIME, "us", values) for name, values in times.items()]
     ratios = {name: pairwise(times[name], times[TORCHS]) for name in (OURS, SAID, FILE)}

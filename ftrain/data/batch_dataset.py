@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ from ftrain.data.array_dataset import ArrayDataset
 from ftrain.data.epoch_plan import BatchRequest
 from ftrain.data.fetched_batch import FetchedBatch, ReadError
 from ftrain.data.token_files import TokenFile
+from ftrain.data.worker_messages import MAX_BYTES
 from ftrain.types import PyTree
 
 Collate: TypeAlias = Callable[[list[Any]], PyTree]
@@ -116,11 +118,14 @@ class BatchDataset(Dataset[FetchedBatch]):
 def _default_collate(samples: list[Any]) -> PyTree:
     """Return `default_collate` of samples; if they are dicts of tensors, without its search through types."""
     first = samples[0]
-    # Workers stack in shared memory.
-    if type(first) is not dict or get_worker_info() is not None:
+    if type(first) is not dict:
         return default_collate(samples)
+    # Workers stack what they do not send by value in shared memory.
+    most_bytes = MAX_BYTES / len(samples) if get_worker_info() else math.inf
     for value in first.values():
         if type(value) is not Tensor or value.layout is not torch.strided or value.is_nested:
+            return default_collate(samples)
+        if value.nbytes > most_bytes:
             return default_collate(samples)
     return {key: torch.stack([sample[key] for sample in samples]) for key in first}
 

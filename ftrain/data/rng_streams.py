@@ -11,7 +11,7 @@ import torch
 from numpy.random import mtrand
 from torch import Tensor
 
-from ftrain import random
+from ftrain import random, tree
 
 ORDER, WINDOW, SAMPLE, COLLATION = range(4)
 """Purposes of the keys of an epoch. Keys of different purposes give independent numbers."""
@@ -96,7 +96,7 @@ class _TorchNumber:
     """
 
     last: complex | None = None
-    _number = torch.empty((), dtype=torch.complex128, device="cpu")
+    _number = torch.empty((), dtype=torch.complex128, device=tree.HOST)
     _generator = torch.Generator()
 
     @classmethod

@@ -16,6 +16,7 @@ from ftrain import _torch
 from ftrain.data.batch_dataset import BatchDataset, describe
 from ftrain.data.epoch_plan import BatchRequest
 from ftrain.data.fetched_batch import FetchedBatch
+from ftrain.data.worker_messages import by_value
 from ftrain.errors import DataError
 
 
@@ -42,7 +43,8 @@ def _data_loader(
         dataset,
         batch_size=None,
         num_workers=options.num_workers,
-        collate_fn=_identity,
+        # Of what the dataset returns: a batch.
+        collate_fn=by_value,  # type: ignore[arg-type]
         timeout=options.timeout,
         # Each epoch draws a number from this generator; the default is the user's global one.
         generator=generator,
@@ -51,10 +53,6 @@ def _data_loader(
         prefetch_factor=options.prefetch_factor,
         **more,
     )
-
-
-def _identity(batch: Any) -> Any:
-    return batch
 
 
 def _ignore_interrupts(worker: int) -> None:

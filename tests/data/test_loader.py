@@ -2,6 +2,7 @@
 
 import json
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -327,3 +328,20 @@ def test_ranks_share_a_position():
     next(begun)
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
+
+
+def test_a_batch_that_was_dropped_is_freed_before_the_next_one_is_read():
+    alive, earlier = [], []
+
+    class Watching(list):
+        draws = False
+
+        def __getitem__(self, index):
+            alive.append(sum(each() is not None for each in earlier))
+            return torch.ones(3)
+
+    for batch in data.loader(Watching(range(8)), 2):
+        earlier.append(weakref.ref(batch))
+        del batch
+    assert len(earlier) == 4
+    assert alive == [0] * 8
