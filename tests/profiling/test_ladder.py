@@ -185,6 +185,13 @@ def test_a_technique_that_fails_is_a_row(timed):
     assert "does not go at all" in repr(found)
 
 
+def test_a_model_without_repeated_blocks_has_a_ladder(timed):
+    loss = ft.from_module(torch.nn.Linear(16, 16), squares)
+    found = timed(ft.train_step(loss, ft.optim.adamw(1e-3)), batch(), techniques=["remat()", "batch x2"])
+    assert "Linear has no repeated children" in found["remat()"].note
+    assert found["batch x2"].seconds
+
+
 def test_a_technique_for_which_there_is_no_memory_is_a_row(timed):
     oom = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate everything")
     found = timed(make(), batch(), {"remat()": oom}, techniques=["remat()", "donated()"])

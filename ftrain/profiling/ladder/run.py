@@ -186,8 +186,8 @@ class _Runner:
         row = Row(group, technique.method, technique.name, _examples(self.case.batch))
         if isinstance(case, FtrainError):
             return dataclasses.replace(row, note=str(case))
-        row = dataclasses.replace(row, examples=_examples(case.batch), emulated=self._is_emulated(case.step))
         try:
+            row = dataclasses.replace(row, examples=_examples(case.batch), emulated=self._is_emulated(case.step))
             state = self.original.outline(case.step)
             at_rest = sum(leaf.nbytes for leaf in tree.leaves((state, case.batch)) if tree.is_tensor(leaf))
             row = dataclasses.replace(row, at_rest=at_rest)
