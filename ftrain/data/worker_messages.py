@@ -1,73 +1,98 @@
-"""How tensors travel from a worker process: small ones by value, within the message.
+"""How batches travel from a worker process: small tensors by value, within the message.
 
-Torch moves each tensor into shared memory of its own and sends a file descriptor, which takes about half a millisecond
-whatever its size, and a place in ``/dev/shm`` and in the table of open files. A copy of a few kilobytes takes less.
+Torch moves the memory of each tensor into shared memory and sends a file descriptor, which takes about half a
+millisecond whatever its size, and a place in ``/dev/shm`` and in the table of open files. A copy of a few kilobytes
+takes less.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import io
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftrain import _torch, tree
-from ftrain.data.fetched_batch import FetchedBatch
+from ftrain.data.fetched_batch import FetchedBatch, ReadError
 
 MAX_BYTES = 1 << 19
-"""Up to this size a tensor is sent by value. Copies of more take as long as a file descriptor."""
+"""Up to this size the memory of a tensor is sent by value. Copies of more take as long as a file descriptor."""
 
 
-def by_value(fetched: FetchedBatch) -> FetchedBatch:
-    """Return a batch whose small tensors are pickled by value; what it unpickles to is the batch itself.
-
-    Tensors that share memory, as views of one another do, are left to torch, which keeps that they share it; so is what
-    is not a plain, contiguous tensor on the host.
-    """
-    leaves, structure = tree.flatten(fetched.batch)
-    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    storages = Counter(map(_storage, tensors.values()))
-    small = {
-        key: _Value(_to_bytes(tensor), tensor.dtype, tensor.shape)
-        for key, tensor in tensors.items()
-        if _is_plain(tensor) and tensor.nbytes <= MAX_BYTES and storages[_storage(tensor)] == 1
-    }
-    if not small:
-        return fetched
-    return fetched._replace(batch=tree.unflatten(structure, [small.get(id(leaf), leaf) for leaf in leaves]))
+def to_message(fetched: FetchedBatch) -> Message:
+    """Return what a worker sends of a batch, as it is now; it is received as a `FetchedBatch`."""
+    try:
+        return Message(_pickled(fetched))
+    except Exception as error:
+        read_error = ReadError.from_exception("a batch cannot be sent from its worker", error)
+        return Message(_pickled(FetchedBatch(fetched.position, error=read_error)))
 
 
-def _storage(tensor: Tensor) -> int | None:
-    return _torch.storage_id(tensor) if tensor.layout is torch.strided else None
+class Message:
+    """A pickled object that another process receives unpickled."""
+
+    def __init__(self, pickled: bytes) -> None:
+        self._pickled = pickled
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._pickled,)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _ByValuePickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _ByValuePickler(ForkingPickler):
+    """Pickles as torch's processes do, but for plain tensors of little memory; these still share what they shared."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self._memories: dict[int, _Memory] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a value is rebuilt, or that it is pickled as usual."""
+        if type(value) is not Tensor or not _is_small(value):
+            return NotImplemented
+        value = value.resolve_conj().resolve_neg()
+        memory = self._memories.setdefault(_torch.storage_id(value), _Memory(value))
+        return _view, (memory, value.dtype, value.storage_offset(), value.size(), value.stride())
+
+
+def _is_small(tensor: Tensor) -> bool:
     return (
-        type(tensor) is Tensor
-        and tensor.device == tree.HOST
+        tensor.device == tree.HOST
         and tensor.layout is torch.strided
-        and tensor.numel() > 0
-        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() <= MAX_BYTES
         and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
     )
 
 
-class _Value:
-    """What a tensor holds now; pickles as its bytes, and unpickles as a tensor."""
+class _Memory:
+    """Pickles as the bytes of a tensor's memory, and unpickles as a tensor of these."""
 
-    def __init__(self, *fields: Any) -> None:
-        self._fields = fields
+    def __init__(self, owner: Tensor) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8).set_(owner.untyped_storage())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_bytes, self._fields
+        return _from_bytes, (_to_bytes(self._bytes),)
 
 
 def _to_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor on the host, for which nothing waits."""
-    return tensor.resolve_conj().resolve_neg().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.numpy().tobytes()
 
 
-def _from_bytes(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+def _from_bytes(data: bytes) -> Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
     # Copied, so that it lies in memory as any other tensor does: kernels may add up in another order elsewhere.
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).clone()
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
+
+
+def _view(memory: Tensor, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, size, stride)

@@ -16,7 +16,7 @@ from ftrain import _torch
 from ftrain.data.batch_dataset import BatchDataset, describe
 from ftrain.data.epoch_plan import BatchRequest
 from ftrain.data.fetched_batch import FetchedBatch
-from ftrain.data.worker_messages import by_value
+from ftrain.data.worker_messages import to_message
 from ftrain.errors import DataError
 
 
@@ -43,8 +43,8 @@ def _data_loader(
         dataset,
         batch_size=None,
         num_workers=options.num_workers,
-        # Of what the dataset returns: a batch.
-        collate_fn=by_value,  # type: ignore[arg-type]
+        # Called with what the dataset returns, a batch.
+        collate_fn=to_message,  # type: ignore[arg-type]
         timeout=options.timeout,
         # Each epoch draws a number from this generator; the default is the user's global one.
         generator=generator,

@@ -2,13 +2,16 @@
 
 import operator
 import os
-from collections import namedtuple
+import threading
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from ftrain import data
 from ftrain.data.worker_messages import MAX_BYTES
+from ftrain.errors import DataError
 
 Pair = namedtuple("Pair", "left right")
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.uint8, torch.int64]
@@ -46,12 +49,16 @@ def kinds():
         "scalar": torch.tensor(3.5),
         "empty": torch.empty(0, 4, dtype=torch.int32),
         "transposed": numbers(3, 5).T,
+        "expanded": numbers(3, 1).expand(3, 5),
         "channels last": numbers(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "part of a larger one": numbers(100)[10:20],
         "conjugate": torch.tensor([1 + 2j]).conj(),
         "sparse": torch.eye(3).to_sparse(),
+        "differentiated": numbers(3).requires_grad_(),
         "parameter": torch.nn.Parameter(numbers(3)),
         "large": torch.full((MAX_BYTES // 4 + 1,), 2.0),
+        "packed": pack_sequence([numbers(3), numbers(2)]),
+        "object": UserDict(x=numbers(2)),
         "nested": [Pair(numbers(2), {"none": None, "text": "x"}), (whole[:, :-1], whole[:, 1:])],
         7: numbers(1),
     }
@@ -65,7 +72,7 @@ def test_batches_of_workers_are_those_of_this_process():
             layout = value.stride() if value.layout is torch.strided else None
             bits = dense.contiguous().view(-1).view(torch.uint8).tolist() if dense.numel() else []
             return type(value), value.dtype, value.shape, layout, value.requires_grad, bits
-        if isinstance(value, dict):
+        if isinstance(value, dict | UserDict):
             return [(key, described(item)) for key, item in value.items()]
         return (type(value), *map(described, value)) if isinstance(value, list | tuple) else value
 
@@ -87,9 +94,9 @@ def test_tensors_that_share_memory_still_do():
 
 def test_tensors_lie_in_memory_as_those_of_this_process_do():
     """Kernels may add up in another order at other places."""
-    small = sent(aliases)["alone"]
-    assert small.data_ptr() % 64 == 0
-    assert not small.is_shared()
+    batch = sent(lambda: [numbers(count) for count in range(1, 20)])
+    assert [small.data_ptr() % 64 for small in batch] == [0] * 19
+    assert not any(small.is_shared() for small in batch)
 
 
 class Refilled:
@@ -114,8 +121,20 @@ def test_a_buffer_that_is_filled_again_is_sent_as_it_was():
     assert [batch["x"].unique().tolist() for batch in loader] == [[float(index)] for index in range(40)]
 
 
+def test_a_batch_that_cannot_be_pickled():
+    with pytest.raises(DataError, match=r"cannot be sent from its worker: TypeError: cannot pickle"):
+        sent(threading.Lock)
+
+
+class UserDicts:
+    """Batches of a class of their own, as tokenizers make them."""
+
+    def __call__(self, samples):
+        return UserDict(x=torch.stack([sample["x"] for sample in samples]))
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files where Linux lists them")
-@pytest.mark.parametrize("collate", [None, data.pad()])
+@pytest.mark.parametrize("collate", [None, data.pad(), UserDicts()])
 def test_small_batches_take_no_open_files(collate):
     loader = data.loader([{"x": torch.ones(3), "y": torch.ones(2)}] * 60, 2, collate=collate, num_workers=1)
     batches = iter(loader)
