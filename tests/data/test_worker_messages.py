@@ -92,9 +92,13 @@ def test_tensors_that_share_memory_still_do():
     assert batch["right"][1] == -1.0
 
 
+def many():
+    return [numbers(count) for count in range(1, 20)]
+
+
 def test_tensors_lie_in_memory_as_those_of_this_process_do():
     """Kernels may add up in another order at other places."""
-    batch = sent(lambda: [numbers(count) for count in range(1, 20)])
+    batch = sent(many)
     assert [small.data_ptr() % 64 for small in batch] == [0] * 19
     assert not any(small.is_shared() for small in batch)
 
