@@ -164,15 +164,15 @@ def fit(
                 checkpoints=saves,
                 check_loss=check_loss,
                 display=display,
-                interrupted=votes,
+                interrupted=votes.agreed_signal,
                 agreement=agreement,
             )
             # The run alone holds a state from here on, so that the memory of the first one can be freed.
             del state
             _train(run, votes)
     data_ended = steps is None or run.step < steps
-    run.history.stopped = "interrupt" if votes() else run.stopped or ("data" if data_ended else "steps")
-    if checkpoints and (number := votes()):
+    run.history.stopped = "interrupt" if votes.agreed_signal() else run.stopped or ("data" if data_ended else "steps")
+    if checkpoints and (number := votes.agreed_signal()):
         raise _interrupted(number, checkpoints, run.result, say=agreement.is_first)
     return run.result
 

@@ -34,7 +34,7 @@ class StepVotes:
         self._texts: dict[int, str] = {}
         self._number = 0
 
-    def __call__(self) -> signal.Signals | None:
+    def agreed_signal(self) -> signal.Signals | None:
         """Return the signal on which the ranks have agreed, or None; of a run of one rank, the one received."""
         number = (self._received() or 0) if self._agreement.is_alone else self._agreed
         return signal.Signals(number) if number else None
