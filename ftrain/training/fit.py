@@ -111,9 +111,10 @@ def fit(
         ComposeError: when `step` cannot be called, is a class, or stands where the state does; or is to be split and
             is no `Step`; for ``on_oom="split"`` on several ranks with `update_in_backward`, or with `compiled` beside
             ``offload("opt_state")``; or when `adapt` returns None.
-        OptionError: for an `evaluate`, `stop`, `adapt` or logger that is no function, `evaluate_every` without
-            `evaluate`, a metric that is not recorded (`patience`, `plateau`, ``best=``), numbers that are not positive,
-            or another `resume`, `on_oom` or `on_nonfinite`; or for arguments that are not those of the first rank.
+        OptionError: for an `evaluate`, `stop`, `adapt`, logger or count of `throughput` that is no function, or a
+            `stop` that returns one; `evaluate_every` without `evaluate`, a metric that is not recorded (`patience`,
+            `plateau`, ``best=``), numbers that are not positive, or another `resume`, `on_oom` or `on_nonfinite`; or
+            for arguments that are not those of the first rank.
         DeviceError: when steps are split and not even one example fits, with the `anatomy` of the step; or when a
             state was overwritten, and there is no checkpoint.
         DataError: when there is no batch, or the data ends before `steps` is reached.
@@ -142,6 +143,7 @@ def fit(
             agreement.require_same(_comparable(options, checkpoints, resume, on_nonfinite, donate))
         _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
         _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
+        _require_counts(options.throughput)
         _require_agreement(step, ranks, on_oom)
         if agreement.is_first:
             _warn_if_best_is_missed(checkpoints, evaluate_every)
@@ -236,6 +238,14 @@ def _require_services(
     if not isinstance(loggers, Sequence) or isinstance(loggers, str) or not all(map(callable, loggers)):
         raise OptionError(
             f"fit: loggers is {loggers!r}; needs a list of functions of a record, such as [ft.loggers.jsonl(path)]"
+        )
+
+
+def _require_counts(throughput: Any) -> None:
+    if not isinstance(throughput, Mapping) or not all(map(callable, throughput.values())):
+        raise OptionError(
+            f"fit: throughput is {throughput!r}; needs functions of a batch by name, such as "
+            '{"tokens": lambda batch: batch["tokens"].numel()}'
         )
 
 

@@ -55,9 +55,10 @@ def read_evaluation(returned: Any) -> dict[str, Any]:
     Raises:
         OptionError: when it is no dict of numbers by name, or two of the names become one.
     """
-    if not isinstance(returned, Mapping):
+    if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
+        found = f"the keys {[*returned]}" if isinstance(returned, Mapping) else type(returned).__name__
         raise OptionError(
-            f"fit: evaluate returned {type(returned).__name__}; needs a dict of numbers by name, such as "
+            f"fit: evaluate returned {found}; needs a dict of numbers by name, such as "
             'ft.evaluate(ft.eval_step(loss_fn), state, batches) or {"accuracy": 0.9}'
         )
     named = {name if name.startswith(EVALUATION) else f"{EVALUATION}{name}": value for name, value in returned.items()}
@@ -76,8 +77,7 @@ def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         rows: the metrics of each step: tensors of any shape, `Mean`, or anything else, which is returned as it is.
 
     Returns:
-        The same with numbers, or nested lists of numbers, in place of tensors, and numbers of Python in place of those
-        of numpy.
+        The same with numbers, or nested lists of numbers, in place of tensors and of numbers and arrays of numpy.
     """
     read = [*map(dict, rows)]
     groups: dict[tuple[Any, ...], list[tuple[dict[str, Any], str, Tensor]]] = {}
@@ -87,7 +87,7 @@ def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             if isinstance(value, Tensor):
                 groups.setdefault(_kind(value), []).append((row, name, value))
             else:
-                row[name] = value.item() if isinstance(value, np.generic) else value
+                row[name] = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
     for tensors in groups.values():
         values = torch.stack([tensor for _, _, tensor in tensors]).tolist()
         for (row, name, _), value in zip(tensors, values, strict=True):

@@ -44,8 +44,9 @@ def show(enabled: bool) -> Display:
     """Return a bar in a terminal if `rich` is installed, otherwise lines; or a display that shows nothing."""
     if not enabled:
         return Display()
-    bar = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
-    return Bar() if bar else Lines()
+    # A program without a console has no stderr; a stand-in for it may have no more than write and flush.
+    is_terminal = getattr(sys.stderr, "isatty", lambda: False)()
+    return Bar() if is_terminal and importlib.util.find_spec("rich") is not None else Lines()
 
 
 class Display:
@@ -88,7 +89,8 @@ class Lines(Display):
 
     def say(self, text: str) -> None:
         """Print a line."""
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        if sys.stderr is not None:
+            print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 class Bar(Display):

@@ -314,7 +314,7 @@ class Run:
     def _why_to_stop(self) -> str:
         """Ask `stop`; return "" to go on."""
         stop = self._options.stop
-        return self._agreement.decide("stop", lambda: stop(self.history)) if stop else ""
+        return self._agreement.decide("stop", lambda: _reason(stop(self.history))) if stop else ""
 
     def _adapt(self, steps: Steps | None) -> None:
         adapt = self._options.adapt
@@ -351,6 +351,15 @@ class Run:
     def _is_leaving(self) -> bool:
         """Whether the process ends as soon as it has saved."""
         return self._checkpoints.enabled and self._interrupted() is not None
+
+
+def _reason(returned: Any) -> Any:
+    if callable(returned):
+        raise OptionError(
+            'fit: stop returned a function; needs a reason to stop or "" of the history, as what '
+            "ft.patience('eval_loss') returns does: call it with the name of a metric"
+        )
+    return returned
 
 
 def _adapted(adapt: Adapt, state: Any, history: History) -> Any:

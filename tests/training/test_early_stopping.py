@@ -193,6 +193,15 @@ MISSPELT = {
 }
 
 
+def test_a_stop_that_was_not_given_its_metric_does_not_end_the_run():
+    # `ft.patience` itself takes the history for a name, and returns what would have been given to `fit`.
+    step = build()
+    with pytest.raises(
+        OptionError, match=r"stop returned a function; needs .* what ft\.patience\('eval_loss'\) returns"
+    ):
+        ft.fit(step, start(step), DATA, evaluate=score, evaluate_every=2, stop=ft.patience, progress=False)
+
+
 @pytest.mark.parametrize("case", MISSPELT)
 def test_a_metric_that_there_is_not_is_an_error_at_the_first_evaluation(case, tmp_path):
     options, message, at = MISSPELT[case]

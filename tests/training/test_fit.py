@@ -408,6 +408,8 @@ SERVICES = {
     "a directory": ({"checkpoints": "runs"}, "checkpoints is 'runs'; needs ft.Checkpoints"),
     "one logger": ({"loggers": print}, "loggers is .*; needs a list of functions"),
     "a name of a logger": ({"loggers": ["wandb"]}, "loggers is .*; needs a list of functions"),
+    "one count": ({"throughput": len}, "throughput is .*; needs functions of a batch by name"),
+    "a number of tokens": ({"throughput": {"tokens": 512}}, "throughput is .*; needs functions of a batch by name"),
     "no epoch": ({"epochs": 0}, "epochs is 0"),
     "half a step": ({"steps": 1e3}, "steps is 1000.0, needs a whole number"),
 }
@@ -591,6 +593,7 @@ def test_what_an_evaluation_returns_is_recorded_with_eval_before_its_name(log_ev
     [
         (None, "evaluate returned NoneType; needs a dict"),
         (0.5, "evaluate returned float; needs a dict"),
+        ({1: 0.5}, r"evaluate returned the keys \[1\]; needs a dict of numbers by name"),
         ({"loss": 1.0, "eval_loss": 2.0}, "two are recorded under one name: loss, eval_loss"),
     ],
 )
@@ -606,6 +609,20 @@ def test_an_evaluation_may_return_numbers_of_numpy(tmp_path):
     values = {"a": np.float64(0.5), "b": np.float32(2.0), "c": np.int64(3)}
     _, history = fit(make(), batches(1), evaluate=lambda state: values, checkpoints=checkpoints)
     assert [type(history[-1][name]) for name in ("eval_a", "eval_b", "eval_c")] == [float, float, int]
+
+
+def test_an_evaluation_may_return_arrays_of_numpy(tmp_path):
+    # A confusion matrix, say. Both the log and the checkpoint take it, and what resumes has it.
+    options = {
+        "evaluate": lambda state: {"each": np.eye(2), "one": np.array(1.5)},
+        "evaluate_every": 1,
+        "checkpoints": ft.Checkpoints(tmp_path / "run", every=1),
+        "loggers": [ft.loggers.jsonl(tmp_path / "log")],
+    }
+    fit(make(), batches(), steps=1, **options)
+    _, history = fit(make(), batches(), steps=2, **options)
+    assert history["eval_each"] == [[[1.0, 0.0], [0.0, 1.0]]] * 2
+    assert history["eval_one"] == [1.5] * 2
 
 
 def test_an_evaluation_may_return_vectors(capsys):
@@ -797,6 +814,32 @@ def test_progress_without_a_known_end(capsys):
     _, err = capsys.readouterr()
     assert "left" not in err
     assert "\r" not in err
+
+
+class Tee:
+    """What programs put in the place of stderr: no more than `print` needs."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_progress_goes_to_what_is_no_file(monkeypatch):
+    monkeypatch.setattr("sys.stderr", tee := Tee())
+    fit(make(), batches(), steps=3, progress=True)
+    assert "loss" in tee.text
+
+
+def test_progress_without_a_console_is_not_shown(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr", None)
+    _, history = fit(make(), batches(2), progress=True)
+    assert len(history) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_progress_can_be_turned_off(capsys):
