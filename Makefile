@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
+# Processes of tests: one more than two cores, for tests wait for children, disks and deadlines too.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 # The oldest torch, as ftrain itself names it, in an environment of its own.
 OLD := $(VENV)-oldest
 OLD_TORCH := torch==$(shell sed -n 's/^TESTED = (\([0-9]*\), \([0-9]*\)).*/\1.\2.0/p' ftrain/_torch/__init__.py)
@@ -31,12 +35,12 @@ train: $(READY)  ## Train a byte-level GPT on Python's own standard library (ARG
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
 test: $(READY)  ## Run the tests, the doctests and the code blocks of the documentation.
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(RANK_TESTS:%=--ignore=%) $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(RANK_TESTS)
+	$(PYTEST) $(RANK_TESTS:%=--ignore=%) $(ARGS)
+	$(PYTEST) $(RANK_TESTS)
 
 test-all: $(READY)  ## Run the same, and the tests that are marked as exhaustive: more cases of what the others prove.
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m '' $(RANK_TESTS:%=--ignore=%) $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m '' $(RANK_TESTS)
+	$(PYTEST) -m '' $(RANK_TESTS:%=--ignore=%) $(ARGS)
+	$(PYTEST) -m '' $(RANK_TESTS)
 
 $(OLD)/.ready: pyproject.toml constraints.txt ftrain/_torch/__init__.py
 	rm -f $@
@@ -47,13 +51,13 @@ $(OLD)/.ready: pyproject.toml constraints.txt ftrain/_torch/__init__.py
 		&& touch $@ || echo "test-oldest: not run, for $(OLD_TORCH) cannot be installed here"
 
 test-oldest: $(OLD)/.ready  ## Run some of the tests with the oldest torch (a download of 3 GB), if it can be had.
-	if [ -e $(OLD)/.ready ]; then $(OLD)/bin/python -m pytest -n 2 --dist worksteal $(OLD_TESTS) $(ARGS); fi
+	if [ -e $(OLD)/.ready ]; then $(OLD)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(OLD_TESTS) $(ARGS); fi
 
 test-avx2: $(READY)  ## Run the tests that depend on the CPU as on one without AVX-512, in about a minute.
-	$(AVX2) $(BIN)/python -m pytest -n 2 --dist worksteal $(CPU_TESTS) $(ARGS)
+	$(AVX2) $(PYTEST) $(CPU_TESTS) $(ARGS)
 
 faults: $(READY)  ## Kill, crash, fill, flip and fuzz as often as the table of faults says; takes hours.
-	FTRAIN_FAULTS=full $(BIN)/python -m pytest -n 2 --dist worksteal -m '' tests/faults $(ARGS)
+	FTRAIN_FAULTS=full $(PYTEST) -m '' tests/faults $(ARGS)
 
 lint: $(READY)  ## Check format, style and types.
 	$(BIN)/ruff format --check .

@@ -89,15 +89,31 @@ def operations_of_gradient(size, level, modes, monkeypatch, **options):
     return counts[0]
 
 
-@pytest.mark.parametrize("level", [0, *(pytest.param(level, marks=pytest.mark.exhaustive) for level in (1, 2)), 3])
-def test_one_rank_runs_out_of_memory_at_any_operation_of_its_gradient(level, modes, monkeypatch):
+PLACES = {
+    "first": lambda count, collectives: 1,
+    "middle": lambda count, collectives: count // 2,
+    # One that has no memory for its result is not started.
+    "last collective": lambda count, collectives: collectives[-1],
+    "last": lambda count, collectives: count,
+}
+"""Name -> which of the operations of a gradient it is, of their count and of those that start collectives."""
+
+
+@pytest.mark.parametrize(
+    ("level", "places"),
+    [
+        (0, ["last collective", "last"]),
+        (3, ["middle", "last collective"]),
+        *(pytest.param(level, list(PLACES), marks=pytest.mark.exhaustive) for level in (0, 1, 2, 3)),
+    ],
+)
+def test_one_rank_runs_out_of_memory_at_any_operation_of_its_gradient(level, places, modes, monkeypatch):
     options = {"wrappers": (ft.accumulate(2), ft.clip(0.05), ft.ema(0.8))}
     (reference,) = trained(1, 0, modes, **options)
     count, collectives = operations_of_gradient(2, level, modes, monkeypatch, **options)
     assert count > 100
-    # The last collective, as well: one that has no memory for its result is not started.
-    for at in (1, count // 2, collectives[-1], count):
-        assert_same(trained(2, level, modes, at, **options), reference)
+    for place in places:
+        assert_same(trained(2, level, modes, PLACES[place](count, collectives), **options), reference)
 
 
 def test_a_plain_loss_on_three_ranks_runs_out_of_memory_in_its_first_step(modes):

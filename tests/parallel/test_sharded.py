@@ -39,18 +39,34 @@ def assert_same(results, reference, tolerance=1e-12):
             assert metrics == pytest.approx(others, rel=tolerance, abs=tolerance, nan_ok=True)
 
 
-@pytest.mark.parametrize("names", [*registry.ALONE, *registry.STACKS], ids="+".join)
-def test_each_wrapper_on_ranks_equals_one(names):
+def assert_wrappers_equal_one_rank(names, sizes_and_levels):
     def wrappers():
         return registry.make(names)
 
     tolerance = NARROW if registry.is_narrow(names) else 1e-12
     (reference,) = trained(1, 0, wrappers)
-    for size, level in ((2, 0), (3, 1), (4, 3)):
+    for size, level in sizes_and_levels:
         assert_same(trained(size, level, wrappers), reference, tolerance)
 
 
-@pytest.mark.parametrize(("size", "levels"), [(2, (0, 1, 2, 3)), (5, (0, 3)), (8, (2,)), (16, (3,))])
+@pytest.mark.parametrize("names", registry.ALONE, ids="+".join)
+def test_each_wrapper_on_ranks_equals_one(names):
+    assert_wrappers_equal_one_rank(names, [(2, 0), (3, 3)])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [*registry.STACKS, *(pytest.param(names, marks=pytest.mark.exhaustive) for names in registry.ALONE)],
+    ids="+".join,
+)
+def test_stacks_on_ranks_equal_one(names):
+    assert_wrappers_equal_one_rank(names, [(2, 0), (3, 1), (4, 3)])
+
+
+@pytest.mark.parametrize(
+    ("size", "levels"),
+    [(2, (0, 1, 2, 3)), (5, (0,)), (8, (2, 3)), pytest.param(16, (3,), marks=pytest.mark.exhaustive)],
+)
 def test_any_number_of_ranks_equals_one_also_without_examples(size, levels):
     def wrappers():
         return ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), ft.skip_nonfinite(3)
