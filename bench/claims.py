@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bench import field
-from bench.cases import c5, c6, c9, c11
+from bench.cases import c5, c6, c9, c10, c11
 from bench.rows import ADDED, MEMORY, RATIO, TIME, WITHIN, Row
 from bench.tasks import Entrant
 
@@ -119,6 +119,12 @@ UPDATE, UPDATE_COMPILED = field.OURS_UPDATE.name, field.OURS_UPDATE_COMPILED.nam
 TORCHS = [field.TORCH.name, field.TORCH_DEFAULT.name]
 ALL = ("C1", "C2", "C3")
 
+LOADER_TRIED = (
+    "The worst is one batch after another in this process, of a dataset that does not say whether its samples draw: to "
+    "see that nothing was drawn, and to put Python's 625 words back, takes 5% of the time of a batch; with "
+    "`draws = False` it is 0.95. The rest was brought down: a number of torch's generator in place of its state, "
+    "indices of many batches at a time, dicts of tensors stacked without a search through types."
+)
 LEVEL_0_TRIED = (
     "It was 1.07 to 1.10 while autograd held all gradients back until the backward pass was over. Now buckets start "
     "when complete, a plain loss needs no sum of weights, and loss and metrics are summed meanwhile: 1.00 to 1.07 of "
@@ -231,6 +237,7 @@ ON_ONE_DEVICE = (
 """The worst of all cases and peers counts, not a mean. For the leaves the aim is flat: a tenth of the bound."""
 
 ON_RANKS = (
+    Claim("loader / torch's DataLoader", "", 1.00, 0.95, ratios(c10.OURS, [c10.TORCHS], ("C10",)), LOADER_TRIED),
     Claim("many ranks: level 0 / DDP", "", 1.00, 0.95, _on_ranks(0, c11.DDP), LEVEL_0_TRIED),
     Claim("many ranks: level 0 / Accelerate", "", 1.00, 0.95, _on_ranks(0, [field.ACCELERATE_FUSED]), LEVEL_0_TRIED),
     Claim("many ranks: level 1 / DDP + ZeroRedundancyOptimizer", "", 0.80, 0.70, _on_ranks(1, c11.ZERO), LEVEL_1_TRIED),
