@@ -22,7 +22,7 @@ from ftrain.step.lowered import Lowered, Lowering
 from ftrain.step.purity import as_tree
 from ftrain.step.shared_memory import copy_shared
 from ftrain.step.swap_params import to_meta_
-from ftrain.step.trainable_params import require_params
+from ftrain.step.trainable_params import require_choice, require_params
 from ftrain.step.update import guarded, optimize
 from ftrain.step.value_and_grad import value_and_grad
 from ftrain.step.wrapper import ARROWS, OnGrad, OnRanks, OnStep, OnUpdate, SlotSpec, Wrapper
@@ -356,6 +356,8 @@ class Step:
             raise StructureError(f"Step: the state is {type(state).__name__}; needs the TrainState of step.init()")
         require_params(state.params)
         self._require_device(state.params)
+        if self.loss.adapters is None:  # Beside which other parameters train than beside none.
+            require_choice(self.trainable, self.base.module, state.params, state.frozen)
         params = tree.map(_torch.on_meta, state.params)
         needed = {
             "opt_state": self.optimizer.init(params),

@@ -451,6 +451,30 @@ def test_a_choice_overrides_requires_grad():
     assert not module.norm.weight.requires_grad
 
 
+@pytest.mark.parametrize("how", ["trainable", "requires_grad"])
+def test_a_state_that_trains_other_parameters_is_refused(how):
+    """After a module was unfrozen, or frozen, between two phases: the state decides what trains, and would go on so."""
+    module, batch, criterion = make("net")
+    head = ["norm.*"] if how == "trainable" else None
+    module.embed.weight.requires_grad_(how == "trainable")
+    narrow = step_of(module, criterion, trainable=head)
+    few, _ = narrow(narrow.init(), batch())
+    # The same choice, of another step.
+    step_of(module, criterion, ft.clip(1.0), trainable=head)(few, batch())
+    module.embed.weight.requires_grad_(True)
+    wide = step_of(module, criterion)
+    with pytest.raises(
+        StructureError, match=r"the state freezes params\.embed\.weight, which this step trains; .*init"
+    ):
+        wide(few, batch())
+    with pytest.raises(StructureError, match="freezes"):
+        ft.fit(wide, few, [batch()], progress=False)
+    everything = wide.init()
+    module.embed.weight.requires_grad_(how == "trainable")
+    with pytest.raises(StructureError, match=r"the state trains params\.embed\.weight, which this step freezes"):
+        step_of(module, criterion, trainable=head)(everything, batch())
+
+
 def test_a_criterion_may_take_a_key_and_return_metrics():
     module = nn.Linear(4, 3).double()
     keys = []
