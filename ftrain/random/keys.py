@@ -29,7 +29,8 @@ _INT64_MAX = (1 << 63) - 1
 def key(seed: int) -> Tensor:
     """Make a key, on the CPU, from any integer that fits in 64 bits.
 
-    A negative seed is the same as its two's complement. Raises `OptionError` outside -2**63 .. 2**64 - 1.
+    A negative seed is the same as its two's complement. Raises `OptionError` outside -2**63 .. 2**64 - 1, and
+    `ComposeError` for what is no integer.
 
     >>> key(7)
     tensor([7, 0])

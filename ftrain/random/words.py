@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import SupportsIndex
 
 import numpy as np
 
-from ftrain.errors import OptionError
+from ftrain.errors import ComposeError, OptionError
 from ftrain.random.philox import MASK, philox_host
 
 FOLD = 2
@@ -70,7 +71,10 @@ def halves(function: str, name: str, value: int) -> tuple[int, int]:
 
     Raises:
         OptionError: when it does not fit in 64 bits.
+        ComposeError: when it is none.
     """
+    if not isinstance(value, SupportsIndex):
+        raise ComposeError(f"{function}: {name} is {value!r}, needs a whole number")
     value = operator.index(value)
     if not -(1 << 63) <= value < 1 << 64:
         raise OptionError(f"{function}: {name} = {value} does not fit in 64 bits; needed -2**63 <= {name} < 2**64.")

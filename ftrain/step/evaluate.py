@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -23,7 +23,7 @@ from ftrain.step.microbatch import RAISE, most_pieces, require_on_oom, split_bat
 from ftrain.step.purity import as_tree
 from ftrain.step.value_and_grad import detach
 from ftrain.step.wrapper import Wrapper
-from ftrain.types import Loss, Mean, PyTree, TrainState, replace, zero_if_empty
+from ftrain.types import Loss, Mean, PyTree, TrainState, replace, require_state, zero_if_empty
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def evaluate(
             it too; the means stay exact.
 
     Raises:
-        DataError: when there is no batch.
+        DataError: when there is no batch, or data that is one batch.
+        StructureError: for a `state` that is none.
         OptionError: for another dtype, or another `on_oom`.
         DeviceError: for a dtype that the device cannot compute in, or when with ``"split"`` not even a single example
             fits.
@@ -143,6 +144,9 @@ def evaluate(
     if not isinstance(step, EvalStep):
         raise ComposeError(f"evaluate: the step is a {type(step).__name__}; needs one of ft.eval_step(loss_fn)")
     require_on_oom("evaluate", on_oom)
+    require_state("evaluate", state)
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        raise DataError(f"evaluate: data is a {type(data).__name__}; needs an iterable of batches, such as [batch]")
     state, device = whole_model(state), tree.device_of(state.params)
     if dtype == "auto" and auto_dtype(backends.of(device)) == "float32":
         dtype = None

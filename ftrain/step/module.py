@@ -32,7 +32,7 @@ from ftrain.step.swap_params import (
     slots_of,
 )
 from ftrain.tree import MAX_LISTED
-from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
+from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState, require_state
 
 Criterion: TypeAlias = Callable[..., Any]
 
@@ -214,8 +214,9 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
     divided over ranks is gathered; then every rank must call this.
 
     Raises:
-        StructureError: when names or shapes differ; the module is then unchanged.
+        StructureError: when names or shapes differ; the module is then unchanged. For an argument that is no state.
     """
+    require_state("to_module", state)
     tensors = merge(state.params, state.frozen)
     tensors = tensors if isinstance(tensors, dict) else {}
     tensors = {**tensors, **(state.buffers or {})}

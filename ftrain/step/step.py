@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, random, tree
-from ftrain.errors import ComposeError, OptionError, StructureError
+from ftrain.errors import ComposeError, OptionError
 from ftrain.step.across_ranks import order
 from ftrain.step.eager import Eager
 from ftrain.step.initial_state import initial_parts
@@ -44,6 +44,7 @@ from ftrain.types import (
     is_donatable,
     mark_donatable,
     replace,
+    require_state,
 )
 
 
@@ -352,8 +353,7 @@ class Step:
         Raises:
             StructureError: naming the paths that differ.
         """
-        if not isinstance(state, TrainState):
-            raise StructureError(f"Step: the state is {type(state).__name__}; needs the TrainState of step.init()")
+        require_state("Step", state)
         require_params(state.params)
         self._require_device(state.params)
         if self.loss.adapters is None:  # Beside which other parameters train than beside none.

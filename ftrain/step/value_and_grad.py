@@ -186,8 +186,8 @@ def _require_differentiable(mean: Mean, name: str) -> None:
     if not mean.total.requires_grad:
         raise LossError(
             f"{name}: the loss does not depend on the parameters (it has no grad_fn); look for .detach(), "
-            ".item(), torch.no_grad(), torch.utils.checkpoint with use_reentrant=True, or a computation that does not "
-            "read its first argument"
+            ".item(), torch.no_grad(), torch.inference_mode(), torch.utils.checkpoint with use_reentrant=True, or a "
+            "computation that does not read its first argument"
         )
     if mean.weight.requires_grad:
         raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ftrain import tree
 from ftrain.errors import StructureError
-from ftrain.types import TrainState, replace
+from ftrain.types import TrainState, replace, require_state
 
 KINDS = "ema", "swa"
 
@@ -17,8 +17,10 @@ def averaged(state: TrainState, kind: str | None = None) -> TrainState:
         kind: which of the two, ``"ema"`` or ``"swa"``, when the step has both.
 
     Raises:
-        StructureError: when the step of the state has no such wrapper, or both and `kind` is None.
+        StructureError: when the step of the state has no such wrapper, or both and `kind` is None; for an argument that
+            is no state.
     """
+    require_state("averaged", state)
     kinds = [name for name in KINDS if name in state.slots]
     if not kinds or (kind is not None and kind not in kinds):
         needed = f"ft.{kind}" if kind in KINDS else "ft.ema(decay) or ft.swa()"

@@ -603,9 +603,10 @@ def test_errors_name_function_and_value(call, message):
         call()
 
 
-def test_a_seed_must_be_an_integer():
-    with pytest.raises(TypeError):
-        random.key(0.5)
+@pytest.mark.parametrize("seed", [0.5, None, "0"])
+def test_a_seed_must_be_an_integer(seed):
+    with pytest.raises(TypeError, match=f"key: seed is {seed!r}, needs a whole number"):
+        random.key(seed)
 
 
 # -- stock operations under Keyed ---------------------------------------------------------------------------

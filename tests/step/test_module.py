@@ -629,6 +629,20 @@ def test_to_module_casts_to_the_modules_dtype():
     torch.testing.assert_close(target.norm.weight.double(), state.params["norm.weight"], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("given", [lambda state: state.params, lambda state: nn.Linear(2, 2), lambda state: None])
+def test_what_takes_a_state_says_so(given):
+    module, batch, criterion = make("net")
+    step = step_of(module, criterion)
+    found, loss = given(step.init()), ft.eval_step(step.loss)
+    for name, call in {
+        "to_module": lambda: ft.to_module(module, found),
+        "averaged": lambda: ft.averaged(found),
+        "evaluate": lambda: ft.evaluate(loss, found, [batch()]),
+    }.items():
+        with pytest.raises(StructureError, match=f"{name}: the state is {type(found).__name__}; needs the TrainState"):
+            call()
+
+
 def test_to_module_that_does_not_fit_changes_nothing():
     module, batch, criterion = make("net")
     step = step_of(module, criterion)

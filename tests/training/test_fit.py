@@ -436,6 +436,13 @@ def test_data_that_is_no_iterable_of_batches(data, message):
         fit(make(), data)
 
 
+@pytest.mark.parametrize("data", [{"x": torch.ones(2, 3)}, None])
+def test_an_evaluation_of_what_is_no_iterable_of_batches(data):
+    step = make()
+    with pytest.raises(DataError, match=rf"evaluate: data is a {type(data).__name__}; needs an iterable of batches"):
+        ft.evaluate(ft.eval_step(step.loss), step.init(params()), data)
+
+
 def test_an_adapt_that_returns_nothing_is_an_error_and_no_step_is_lost():
     """Sent to the loop, None would be the next step, which nobody records."""
     with pytest.raises(ft.errors.ComposeError, match="adapt returned None") as caught:
