@@ -217,16 +217,6 @@ def is_donatable(state: TrainState) -> bool:
     return vars(state).get("_owner") == id(state)
 
 
-def require_state(function: str, state: Any) -> None:
-    """Check that an argument is a state.
-
-    Raises:
-        StructureError: naming the function, and what was found.
-    """
-    if not isinstance(state, TrainState):
-        raise StructureError(f"{function}: the state is {type(state).__name__}; needs the TrainState of step.init()")
-
-
 LossOutput: TypeAlias = tuple[Mean, Metrics, PyTree]
 """``(loss, metrics, buffers)``."""
 

@@ -21,9 +21,10 @@ from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_
 from ftrain.step.loss_forms import adapt
 from ftrain.step.microbatch import RAISE, most_pieces, require_on_oom, split_batch
 from ftrain.step.purity import as_tree
+from ftrain.step.state_argument import require_state
 from ftrain.step.value_and_grad import detach
 from ftrain.step.wrapper import Wrapper
-from ftrain.types import Loss, Mean, PyTree, TrainState, replace, require_state, zero_if_empty
+from ftrain.types import Loss, Mean, PyTree, TrainState, replace, zero_if_empty
 
 
 @dataclass(frozen=True)

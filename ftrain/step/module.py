@@ -19,6 +19,7 @@ from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
 from ftrain.step.loss_forms import normalise
 from ftrain.step.purity import merge
 from ftrain.step.shared_memory import overlaps
+from ftrain.step.state_argument import require_state
 from ftrain.step.swap_params import (
     BorrowedModule,
     DuringStep,
@@ -32,7 +33,7 @@ from ftrain.step.swap_params import (
     slots_of,
 )
 from ftrain.tree import MAX_LISTED
-from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState, require_state
+from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
 
 Criterion: TypeAlias = Callable[..., Any]
 

@@ -21,6 +21,7 @@ from ftrain.step.loss_forms import report
 from ftrain.step.lowered import Lowered, Lowering
 from ftrain.step.purity import as_tree
 from ftrain.step.shared_memory import copy_shared
+from ftrain.step.state_argument import require_state
 from ftrain.step.swap_params import to_meta_
 from ftrain.step.trainable_params import require_choice, require_params
 from ftrain.step.update import guarded, optimize
@@ -44,7 +45,6 @@ from ftrain.types import (
     is_donatable,
     mark_donatable,
     replace,
-    require_state,
 )
 
 

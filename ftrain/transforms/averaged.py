@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ftrain import tree
 from ftrain.errors import StructureError
-from ftrain.types import TrainState, replace, require_state
+from ftrain.step.state_argument import require_state
+from ftrain.types import TrainState, replace
 
 KINDS = "ema", "swa"
 
