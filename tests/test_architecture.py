@@ -70,6 +70,7 @@ WAITS = {
     ("data/worker_messages.py", "_to_bytes"),
     ("optim/elementwise.py", "_number"),
     ("parallel/same_inputs.py", "_first_difference"),
+    ("parallel/same_inputs.py", "_warn_of_same_rows"),
     ("parallel/same_inputs.py", "_bytes"),
     ("parallel/same_program.py", "_unused_by_all"),
     ("parallel/same_program.py", "require_same_block"),

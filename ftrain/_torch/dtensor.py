@@ -37,6 +37,14 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     return "torch.distributed.tensor" in sys.modules and isinstance(value, _names().DTensor)
 
 
+def is_divided(value: Any) -> bool:
+    """Whether other ranks have parts of a tensor, which this one must gather to have it whole."""
+    if not is_dtensor(value) or is_fake(value._local_tensor):
+        return False
+    sizes = value.device_mesh.shape
+    return any(axis is not None and size > 1 for axis, size in zip(axes_of(value), sizes, strict=True))
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return a whole tensor of a DTensor, for which every rank must call this; another tensor as it is."""
     if not is_dtensor(tensor):

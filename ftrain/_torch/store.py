@@ -41,7 +41,8 @@ def under(prefix: str, store: Any) -> Any:
 def sign_of_life(rank: int) -> str:
     """Return the key under which a rank writes again and again that it lives (`ftrain.parallel.deadline`).
 
-    Each time another JSON object; its ``failure`` is the text of the error that has ended the rank, or empty.
+    Each time another JSON object: in it are ``number``, that of its step; ``failure``, the text of the error that has
+    ended the rank, or empty; ``has_ended``, whether its program has; and ``waits``, whether it waits for all others.
     """
     return f"ftrain/watch/{rank}"
 

@@ -161,6 +161,8 @@ class Agreement:
         except Exception as raised:
             error = raised
             self._watch.explain(error)
+        else:
+            self._watch.tell_place(f"at the end of {name}", waits=True)
         try:
             failed = self.largest(0 if error is None else 1 + self._rank)
         except RankError as late:

@@ -10,6 +10,7 @@ import atexit
 import json
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +41,7 @@ class Watch:
         # A group that something refers to keeps its threads when it is destroyed.
         self._group = weakref.ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
         self._number, self._doing, self._place = 0, BETWEEN_STEPS, ""
-        self._failure, self._has_waited = "", False
+        self._failure, self._has_waited, self._has_ended, self._waits = "", False, False, False
         self._beats = 0
         self._ended = threading.Event()
         self._is_telling = self.size > 1 and store.are_processes()
@@ -63,16 +64,23 @@ class Watch:
             self._number = int(step)
         self._number += 1
 
-    def tell_place(self, place: str) -> None:
-        """Note where in or after the step this rank is, such as ``"at block 3"``; "" when it has left."""
-        self._place = place and f", {place}"
+    def tell_place(self, place: str, *, waits: bool = False) -> None:
+        """Note where in or after the step this rank is, such as ``"at block 3"``; "" when it has left.
+
+        Args:
+            place: where.
+            waits: whether it does nothing there but wait for all others.
+        """
+        self._place, self._waits = place and f", {place}", waits
 
     def __enter__(self) -> None:
-        self._doing, self._place, self._failure, self._has_waited = IN_STEP, "", "", False
+        self._doing, self._failure, self._has_waited = IN_STEP, "", False
+        self.tell_place("")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self._doing, self._place = BETWEEN_STEPS, ""
+            self._doing = BETWEEN_STEPS
+            self.tell_place("")
         else:
             self.explain(error)
 
@@ -116,6 +124,8 @@ class Watch:
                 dead.append(f"rank {rank} never came")
             elif note["failure"]:
                 failed.append(f"rank {rank} failed {where}: {note['failure']}")
+            elif note["has_ended"]:
+                dead.append(f"the program of rank {rank} has ended {where}; see its log")
             elif note["has_waited"]:
                 waited.append(f"rank {rank} has waited, too, {where}")
             elif note == earlier[rank]:
@@ -146,6 +156,8 @@ class Watch:
             "place": self._place,
             "failure": self._failure,
             "has_waited": self._has_waited,
+            "has_ended": self._has_ended,
+            "waits": self._waits,
             "beats": self._beats,
         }
         self._store.set(store.sign_of_life(self.rank), json.dumps(note))
@@ -160,6 +172,10 @@ class Watch:
     def _end(self, thread: threading.Thread) -> None:
         self._ended.set()
         thread.join()
+        self._has_ended = True
+        if self.is_current:
+            with suppress(RuntimeError):  # The process that has the store may be gone.
+                self._tell()
 
 
 _watch: Watch | None = None

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+import warnings
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ftrain import _torch, tree
+from ftrain import _torch, random, tree
 from ftrain.errors import BatchError, StructureError
 from ftrain.optim.recorded_options import PLAIN
 from ftrain.parallel.mesh import Group
@@ -37,7 +39,8 @@ class SameInputs:
         Args:
             step: compared as it prints, with options that are numbers or texts, and the version of torch.
             state: with DTensors or whole tensors as leaves; names, shapes and the number of its step are compared.
-            batch: of which every value is compared; of the rows of a rank only how many they are.
+            batch: of which every value is compared. Of the rows of a rank how many they are; and a warning says which
+                ranks have the same ones.
 
         Raises:
             StructureError: on every rank, when steps or the structures of states differ; names the rank and the line.
@@ -54,6 +57,8 @@ class SameInputs:
         difference = _first_difference(self._ranks, lines, tree.device_of(state.params))
         if difference is not None:
             self._refuse(*difference)
+        if not self._whole_batches and count:
+            _warn_of_same_rows(self._ranks, digest(batch), tree.device_of(state.params))
         self._is_checked = True
 
     def _refuse(self, rank: int, first: str, other: str) -> NoReturn:
@@ -62,7 +67,7 @@ class SameInputs:
         if not (first.startswith(_INPUTS) and other.startswith(_INPUTS)):
             raise StructureError(
                 f"sharded: the ranks make different steps: {lines}; every rank must build the same model, "
-                "optimizer and wrappers"
+                "optimizer and wrappers, and make its state with the same seed"
             )
         if self._whole_batches:
             raise BatchError(f"sharded: {DIFFERENT_BATCHES}, or pass sharded(batches='rows'): {lines}")
@@ -75,6 +80,32 @@ class SameInputs:
                 f"sharded: {UNEVEN}; the first batch had {self._length} examples, and this one has {count}: leave out "
                 "the last, smaller batch of a pass (drop_last=True)"
             )
+
+
+def require_same_tensors(ranks: Group, parts: Mapping[str, PyTree], device: torch.device) -> None:
+    """Check that the tensors of a new state have the same names, shapes and dtypes on all ranks; waits for them.
+
+    Args:
+        ranks: that must have the same.
+        parts: name -> part of the state; what is in it and no tensor is left out.
+        device: on which the ranks communicate.
+
+    Raises:
+        StructureError: on every rank, when they differ; names the rank and the tensor.
+    """
+    lines = [
+        f"{tree.path(name, leaf_name)}: {tree.describe(leaf)}"
+        for name, part in parts.items()
+        for leaf_name, leaf in zip(tree.leaf_names(part), tree.leaves(part), strict=True)
+        if tree.is_tensor(leaf)
+    ]
+    difference = _first_difference(ranks, lines, device)
+    if difference is not None:
+        rank, first, other = difference
+        raise StructureError(
+            f"sharded: the ranks begin with different tensors: rank 0 has {first}, and rank {rank} has {other}; every "
+            "rank must build the same model, in the same dtype"
+        )
 
 
 def digest(batch: PyTree) -> int:
@@ -104,10 +135,28 @@ def _description(step: Any) -> list[str]:
     return [*text.splitlines(), *hidden, f"torch {torch.__version__}"]
 
 
+def _warn_of_same_rows(ranks: Group, number: int, device: torch.device) -> None:
+    """Warn, on the first rank, when ranks that should read different rows have read the same; waits for the device."""
+    numbers = torch.zeros(ranks.size, dtype=torch.int64, device=device)
+    numbers[ranks.rank] = number
+    first_with: dict[int, int] = {}
+    for rank, each in enumerate(ranks.sum(numbers).tolist()):
+        first = first_with.setdefault(each, rank)
+        if first != rank and not ranks.rank:
+            warnings.warn(
+                f"sharded: ranks {first} and {rank} have read the same first batch; with batches='rows' each must read "
+                "its own part, or examples count several times: "
+                "ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size()), or a DistributedSampler",
+                stacklevel=2,
+            )
+            return
+
+
 def _structure(state: TrainState) -> list[str]:
     signature = tree.signature((state.params, state.opt_state, state.slots))
     return [
         f"a state of step {int(state.step)}",
+        f"the random key {random.key_data(state.rng)} in its state",
         *(f"a leaf of the state, {name}: {text}" for name, text in signature.items()),
     ]
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ftrain import tree
+from ftrain import _torch, tree
 from ftrain.errors import ComposeError, OptionError
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.compression import Compression, compression_of
@@ -23,7 +23,7 @@ from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group, require_ran
 from ftrain.parallel.partition import broadcast_all
 from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rows import current, own_rows, rows_of
-from ftrain.parallel.same_inputs import SameInputs, digest
+from ftrain.parallel.same_inputs import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import WHOLE, Layout, LocalStates, current_layout, divide
 from ftrain.parallel.whole_update import whole_update
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, wrapper
@@ -79,7 +79,8 @@ def sharded(
             between the copies; at level 3 only between them. One rank has nothing to send.
         batches: ``"whole"``: each rank calls the step with the batch of all ranks. ``"rows"``: with its own part of it,
             as ``ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size())`` or a ``DistributedSampler`` reads
-            it; all need the same number of examples. The batch is then that of all ranks, one after the other.
+            it; all need the same number of examples. The batch is then that of all ranks, one after the other. A
+            warning says when ranks have read the same first part.
         gather: how the parameters of blocks travel at level 3: ``"own"`` in their own dtype; ``"amp"`` in the 16 bits
             of `with_amp` those with two or more axes, and blocks then compute with these 16 bits. Gradients are
             summed in the parameters' own dtype.
@@ -94,7 +95,7 @@ def sharded(
         BatchError: from the step, for a batch that cannot be divided into rows; from the first one, on every rank, when
             they have different batches.
         StructureError: from the step, for a state that is divided otherwise; from the first one, on every rank, when
-            they make different steps, or have different states.
+            they make different steps, or have different states or keys; from ``Step.init``, for different models.
         RankError: from the step, when another rank died, hangs or failed, within the timeout of the mesh.
     """
     if isinstance(level, bool) or level not in LEVELS:
@@ -182,8 +183,13 @@ class _RankStep:
         if self._all.size > 1:
             # What is in a file is the same on all ranks.
             tensors = [leaf for leaf in leaves if tree.is_tensor(leaf)]
-            # Copies: parts of one flat buffer would keep all of it.
-            copies = iter([copy.clone() for copy in broadcast_all(self._all, tensors)])
+            with self._watch:
+                self._watch.tell_place("in step.init")
+                if tensors and not _torch.is_fake(tensors[0]):
+                    parts = {"params": params, "frozen": frozen, "buffers": buffers}
+                    require_same_tensors(self._all, parts, tensors[0].device)
+                # Copies: parts of one flat buffer would keep all of it.
+                copies = iter([copy.clone() for copy in broadcast_all(self._all, tensors)])
             leaves = [next(copies) if tree.is_tensor(leaf) else leaf for leaf in leaves]
         params, frozen, buffers = tree.unflatten(spec, leaves)
         if self._level:

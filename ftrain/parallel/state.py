@@ -18,6 +18,7 @@ from ftrain.checkpoint.stored_tensor import StoredTensor
 from ftrain.errors import StructureError
 from ftrain.parallel.compression.memory import carried
 from ftrain.parallel.partition import Part, axis_to_divide
+from ftrain.step.across_ranks import require_to_gather
 from ftrain.types import PyTree, TrainState, replace
 
 WHOLE = "whole"
@@ -80,7 +81,11 @@ def whole(state: PyTree) -> PyTree:
     """Return a state, or part of one, with whole tensors in place of the DTensors; every rank must call it.
 
     Use it to evaluate, to save, or to fill a module: ``ft.to_module(module, ft.parallel.whole(state))``.
+
+    Raises:
+        RankError: when another rank does not call it.
     """
+    require_to_gather("whole", state)
     return tree.map(dtensor.whole, state)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ftrain import optim, tree
 from ftrain.errors import BatchError, ComposeError, require_order
+from ftrain.step.across_ranks import ranks_of
 from ftrain.step.microbatch import most_pieces
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
@@ -27,6 +28,20 @@ def require_step(function: str, step: Any, state: Any) -> None:
     if not isinstance(step, Step):
         raise ComposeError(
             f"{function}: the step is {type(step).__name__}; needs a Step, such as ft.train_step returns"
+        )
+
+
+def require_one_rank(function: str, step: Step) -> None:
+    """Check that a step which is to be timed runs on one rank: how often it runs depends on the time that it takes.
+
+    Raises:
+        ComposeError: when it runs on several, which would wait for each other in vain.
+    """
+    if (ranks := ranks_of(step.wrappers)) > 1:
+        raise ComposeError(
+            f"{function}: the step runs on {ranks} ranks, and cannot be timed there; give it the step without "
+            "ft.sharded on one rank, or predict with ft.anatomy(step, state, batch) or ft.tune(..., mesh=(1, "
+            f"{ranks}), memory=...)"
         )
 
 

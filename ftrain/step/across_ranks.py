@@ -10,6 +10,7 @@ import torch
 from ftrain import tree
 from ftrain._torch import dtensor
 from ftrain.errors import BatchError, RankError
+from ftrain.step.all_ranks import require_all_ranks
 from ftrain.step.microbatch import split_batch
 from ftrain.step.wrapper import OnGrad, Wrapper
 from ftrain.types import LossRanks, Mean, PyTree, TrainState, replace
@@ -37,16 +38,30 @@ def combines_ranks(wrappers: Sequence[Wrapper]) -> bool:
     return any(wrapper.grad is not None and wrapper.grad.across_ranks for wrapper in wrappers)
 
 
-def whole_model(state: TrainState) -> TrainState:
+def whole_model(state: TrainState, function: str) -> TrainState:
     """Return a state whose parameters and buffers are whole, gathered where they are divided over ranks.
 
-    Then every rank must call it.
+    Then every rank must call `function`, which is named in the error where one does not.
+
+    Raises:
+        RankError: when another rank does not come.
     """
     parts = state.params, state.frozen, state.buffers
     if not any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(parts)):
         return state
+    require_to_gather(function, parts)
     params, frozen, buffers = tree.map(dtensor.whole, parts)
     return replace(state, params=params, frozen=frozen, buffers=buffers)
+
+
+def require_to_gather(function: str, tensors: PyTree) -> None:
+    """Wait until all ranks have called a function, if it gathers tensors that are divided over them.
+
+    Raises:
+        RankError: when another rank does not come.
+    """
+    if any(map(dtensor.is_divided, tree.leaves(tensors))):
+        require_all_ranks(function)
 
 
 class Share(NamedTuple):

@@ -17,6 +17,7 @@ from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import ComposeError, DataError, DeviceError, LossError, OptionError, require_order
 from ftrain.step import purity
 from ftrain.step.across_ranks import Share, require_same_outcome, share_of, sum_means, whole_model
+from ftrain.step.all_ranks import require_all_ranks
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.loss_forms import adapt
 from ftrain.step.microbatch import RAISE, most_pieces, require_on_oom, split_batch
@@ -44,7 +45,7 @@ class EvalStep:
         of the batch, or on its own batch (``batches="rows"``), and any loss of a state that is divided by every rank,
         on parameters gathered for this call.
         """
-        return self.total(self.of_rank(whole_model(state), self.share(as_tree(batch))))
+        return self.total(self.of_rank(whole_model(state, "eval_step"), self.share(as_tree(batch))))
 
     def total(self, means: dict[str, Mean]) -> dict[str, Mean]:
         """Return the averages over all ranks, of those that this rank has."""
@@ -137,7 +138,7 @@ def evaluate(
         DeviceError: for a dtype that the device cannot compute in, or when with ``"split"`` not even a single example
             fits.
         BatchError: on every rank, when ranks that evaluate together have different first batches.
-        RankError: when another of these ranks has failed.
+        RankError: when another of these ranks has failed, or does not call this.
         ComposeError: when `step` is no evaluation step, or its loss computes in another narrow dtype by `with_amp`.
         LossError: for a metric that is no number, such as a vector.
     """
@@ -148,7 +149,9 @@ def evaluate(
     require_state("evaluate", state)
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise DataError(f"evaluate: data is a {type(data).__name__}; needs an iterable of batches, such as [batch]")
-    state, device = whole_model(state), tree.device_of(state.params)
+    if step.loss.ranks is not None:
+        require_all_ranks("evaluate")
+    state, device = whole_model(state, "evaluate"), tree.device_of(state.params)
     if dtype == "auto" and auto_dtype(backends.of(device)) == "float32":
         dtype = None
     if dtype is not None:

@@ -14,7 +14,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 
 from ftrain import _torch
+from ftrain._torch import dtensor
 from ftrain.errors import LossError, StructureError
+from ftrain.step.across_ranks import require_to_gather
 from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
 from ftrain.step.loss_forms import normalise
 from ftrain.step.purity import merge
@@ -216,6 +218,7 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
 
     Raises:
         StructureError: when names or shapes differ; the module is then unchanged. For an argument that is no state.
+        RankError: when another rank does not call it.
     """
     require_state("to_module", state)
     tensors = merge(state.params, state.frozen)
@@ -235,6 +238,7 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
                 "these are adapters: merge them first, ft.to_module(module, ft.adapters.merge(step, state))"
             )
         raise StructureError(f"to_module: the state does not fit {type(module).__name__}:\n  " + "\n  ".join(problems))
+    require_to_gather("to_module", tensors)
     fill(module, tensors)
     return module
 
@@ -246,7 +250,7 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
 
     Raises:
         StructureError: for a lazy parameter that has no shape yet, or one whose values were donated; for one that has
-            hooks; for a trainable one that has memory in common with another tensor.
+            hooks or is a DTensor; for a trainable one that has memory in common with another tensor.
         LossError: when the module is in a step of another thread.
     """
     require_no_other_thread(module)
@@ -269,6 +273,11 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
                 f"Step.init: {name} of {type(module).__name__} has a hook (Tensor.register_hook), which no step would "
                 "call: the state has other tensors. Remove the hook, and change gradients by ft.optim.chain or a "
                 "wrapper of your own (ft.OnGrad); hooks of modules are called"
+            )
+        if dtensor.is_dtensor(param):
+            raise StructureError(
+                f"Step.init: {name} of {type(module).__name__} is a DTensor, as fully_shard makes; needs the module "
+                "as it was before: ft.sharded(mesh, level=3) divides the state"
             )
     params = {name: param.detach() for name, param in module.named_parameters()}
     buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}

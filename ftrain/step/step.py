@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, random, tree
-from ftrain.errors import ComposeError, OptionError
+from ftrain._torch import dtensor
+from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.step.across_ranks import order
 from ftrain.step.eager import Eager
 from ftrain.step.initial_state import initial_parts
@@ -355,6 +356,11 @@ class Step:
         """
         require_state("Step", state)
         require_params(state.params)
+        if self._on_ranks is None and any(map(dtensor.is_dtensor, tree.leaves(state.params))):
+            raise StructureError(
+                "Step: the state is divided over ranks, and the step has no ft.sharded(mesh): add it to the step, or "
+                "take ft.parallel.whole(state), which every rank must call"
+            )
         self._require_device(state.params)
         if self.loss.adapters is None:  # Beside which other parameters train than beside none.
             require_choice(self.trainable, self.base.module, state.params, state.frozen)

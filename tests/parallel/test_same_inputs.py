@@ -55,3 +55,67 @@ def test_states_of_different_steps_are_refused():
             step(state, next(models.batches()))
 
     run(2, rank)
+
+
+def test_states_of_different_seeds_are_refused():
+    """They would draw different dropout, and a run that resumes would have the key of one of them."""
+
+    def rank(number):
+        step = models.step_of(ft.sharded(ft.parallel.mesh()))
+        with pytest.raises(StructureError, match=r"random key \(0, 0\) in its state, and rank 1 has .*the same seed"):
+            step(step.init(seed=number), next(models.batches()))
+
+    run(2, rank)
+
+
+def of_other_dtype(rank):
+    return torch.nn.Linear(5, 3, dtype=torch.float64 if rank else torch.float32)
+
+
+def of_other_width(rank):
+    return torch.nn.Linear(5, 3 - rank)
+
+
+@pytest.mark.parametrize("make", [of_other_dtype, of_other_width])
+def test_models_of_different_shapes_or_dtypes_are_refused_at_init(make):
+    """Gloo would end the program without an error when a rank sends more than another one expects."""
+
+    def rank(number):
+        loss = ft.from_module(make(number), lambda model, batch: model(batch).mean())
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh()))
+        with pytest.raises(StructureError, match=r"different tensors: rank 0 has params.*, and rank 1 has params"):
+            step.init()
+
+    run(2, rank)
+
+
+def rows_step(rank, batches):
+    step = models.step_of(ft.sharded(ft.parallel.mesh(), batches="rows"))
+    step(step.init(), batches[rank])
+
+
+def test_ranks_that_read_the_same_rows_are_warned_once():
+    first, second = models.batches(2)
+    with pytest.warns(UserWarning, match="ranks 0 and 2 have read the same first batch") as caught:
+        run(3, lambda rank: rows_step(rank, [first, second, first]))
+    assert len(caught) == 1
+
+
+def test_a_divided_state_is_refused_by_a_step_without_ranks():
+    def rank(_):
+        state = models.step_of(ft.sharded(ft.parallel.mesh())).init()
+        with pytest.raises(StructureError, match=r"has no ft.sharded\(mesh\): add it to the step"):
+            models.step_of()(state, next(models.batches()))
+
+    run(2, rank)
+
+
+def test_a_module_that_torch_has_divided_is_refused_at_init():
+    def rank(_):
+        mesh, module = ft.parallel.mesh(), torch.nn.Linear(5, 3)
+        torch.distributed.fsdp.fully_shard(module, mesh=mesh["shard"])
+        step = ft.compose(ft.train_step(ft.from_module(module, models.loss), ft.optim.sgd(0.1)), ft.sharded(mesh))
+        with pytest.raises(StructureError, match=r"is a DTensor, as fully_shard makes; needs the module as it was"):
+            step.init()
+
+    run(2, rank)

@@ -12,6 +12,8 @@ from ftrain.profiling.anatomy.planned import is_planned, layout_of, plan, planne
 from ftrain.profiling.anatomy.predicted import abstract_state, predict
 from ftrain.profiling.anatomy.record import Anatomy
 from ftrain.profiling.step_variants import remove_wrapper, require_step
+from ftrain.step.across_ranks import ranks_of
+from ftrain.step.all_ranks import require_all_ranks
 from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
@@ -57,6 +59,7 @@ def anatomy(
         OptionError: for a mesh that is no pair of sizes, another level, or a level without ranks.
         StructureError: for the state of another step, or no state where the loss is no module.
         TraceError: when the step asks for the value of a tensor.
+        RankError: when a step on ranks is measured, and another rank does not call this.
     """
     require_step("anatomy", step, state)
     batch = as_tree(batch)
@@ -71,6 +74,8 @@ def anatomy(
     is_meta = any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch))
     if not measure or state is None or is_for_others or is_planned(step) or is_meta:
         return predicted
+    if ranks_of(step.wrappers) > 1:
+        require_all_ranks("anatomy")
     # Only a step that donates writes to its state.
     measured = run_measured(step, tree.clone(state) if step.donate else state, batch)
     at_peak = predicted.at_rest.total() + measured.beyond_start

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ftrain import random, tree
-from ftrain._torch import FakeTensorMode, TorchDispatchMode, fake_like
+from ftrain._torch import FakeTensorMode, TorchDispatchMode, dtensor, fake_like
+from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.predicted import fake_run
 from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
+from ftrain.profiling.step_variants import remove_wrapper
 from ftrain.step.module_path import Running
 from ftrain.step.recording import is_aside
 from ftrain.step.step import Step
@@ -38,13 +40,14 @@ PLAIN = {"attn_mask": None, "key_padding_mask": None, "dropout_p": 0.0, "need_we
 
 
 def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], list[Attention]]:
-    """Return the products and attention calls of the loss of a step, in all its microbatches.
+    """Return the products and attention calls of the loss of a step on one rank, in all its microbatches.
 
     Raises:
         TraceError: when the step asks for the value of a tensor.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    state = replace(state, step=None, rng=None)
+    # Of one rank each part is the whole.
+    step, state = remove_wrapper(step, SHARDED), tree.map(dtensor.local_part, replace(state, step=None, rng=None))
     state, batch = tree.map(
         lambda leaf: _fake_on_device(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch)
     )

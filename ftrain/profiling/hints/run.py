@@ -16,7 +16,7 @@ from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints.calls import record_calls
 from ftrain.profiling.hints.facts import Facts, Product
 from ftrain.profiling.hints.rules import Hint, run_rules
-from ftrain.profiling.step_variants import double_batch, require_step
+from ftrain.profiling.step_variants import double_batch, require_one_rank, require_step
 from ftrain.profiling.timing import interval, loading, race
 from ftrain.step.flops import CONTRACTION
 from ftrain.step.purity import as_tree
@@ -45,13 +45,14 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
         data: batches, to time loading them; their position is restored. Default: loading is not timed.
 
     Raises:
-        ComposeError: when `step` is no `Step`.
+        ComposeError: when `step` is no `Step`, or runs on several ranks.
         StructureError: when the state is that of another step.
         ConsumedError: when the state was donated.
         DataError: when the data cannot be iterated several times.
         TraceError: when the step asks for the value of a tensor.
     """
     require_step("hints", step, state)
+    require_one_rank("hints", step)
     step.require(state)
     original = Original(step, state)
     batch = tree.to(as_tree(batch), original.device)

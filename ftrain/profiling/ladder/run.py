@@ -16,7 +16,7 @@ from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints import Hint, facts_of, run_rules
 from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
 from ftrain.profiling.ladder.techniques import TECHNIQUES, Case, Technique, replaced_wrappers
-from ftrain.profiling.step_variants import require_step
+from ftrain.profiling.step_variants import require_one_rank, require_step
 from ftrain.profiling.timing import Loading, interval, loading, race
 from ftrain.step.autocast import DTYPES
 from ftrain.step.purity import as_tree
@@ -63,7 +63,7 @@ def ladder(
         rounds: how often each is timed.
 
     Raises:
-        ComposeError: when `step` is no `Step`.
+        ComposeError: when `step` is no `Step`, or runs on several ranks.
         StructureError: when the state is that of another step.
         ConsumedError: when the state was donated.
         OptionError: for an unknown technique, or a number of rounds that is not positive.
@@ -71,6 +71,7 @@ def ladder(
         Exception: what the step as given raises, except running out of memory, which is a result.
     """
     require_step("ladder", step, state)
+    require_one_rank("ladder", step)
     require_positive("ladder", "rounds", rounds)
     chosen = _choose(techniques)
     step.require(state)

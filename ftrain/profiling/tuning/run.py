@@ -12,7 +12,7 @@ from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError, require_positive
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.hints import Hint, facts_of, run_rules
-from ftrain.profiling.step_variants import require_step
+from ftrain.profiling.step_variants import require_one_rank, require_step
 from ftrain.profiling.timing import interval, race
 from ftrain.profiling.tuning.mesh_search import mesh_trials
 from ftrain.profiling.tuning.record import Trial, Trials
@@ -63,7 +63,7 @@ def tune(
             an estimate of the time, from operations and bytes that are predicted (`Trials` prints how).
 
     Raises:
-        ComposeError: when `step` is no `Step`.
+        ComposeError: when `step` is no `Step`, or runs on several ranks and is to be timed.
         StructureError: when the state is that of another step, or is None and the loss is no module.
         ConsumedError: when the state was donated.
         OptionError: when `memory` is no amount, or less than the state takes; the message says what takes it.
@@ -97,6 +97,7 @@ def trials(
     if mesh is not None:
         return mesh_trials(step, state, as_tree(batch), memory, mesh)
     if state is not None:
+        require_one_rank("tune", step)
         batch = tree.to(as_tree(batch), tree.device_of(state.params))
     search = Search(step, state, as_tree(batch), memory)
     rows = search.predict()

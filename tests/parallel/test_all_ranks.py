@@ -1,0 +1,96 @@
+"""What exchanges tensors and is called by one rank alone, as `if rank == 0: ...`: an error that says so, soon."""
+
+import re
+import time
+
+import pytest
+
+import ftrain as ft
+from ftrain.errors import RankError
+from ftrain.parallel import deadline
+from ftrain.step import all_ranks
+from tests.faults.forks import quiet_forks
+from tests.parallel import models
+from tests.parallel.processes import started
+
+pytestmark = quiet_forks
+SOON = 60.0
+"""Seconds; the deadline is 600."""
+CALLS = {
+    "to_module": (3, lambda step, state: ft.to_module(models.Model().double(), state)),
+    "whole": (1, lambda step, state: ft.parallel.whole(state)),
+    "evaluate": (0, lambda step, state: ft.evaluate(ft.eval_step(step.loss), state, models.batches(1))),
+    "eval_step": (2, lambda step, state: ft.eval_step(step.loss)(state, next(models.batches(1)))),
+}
+"""Name -> level, and what the first rank calls."""
+
+
+def quick():
+    deadline.BEAT, all_ranks.PATIENCE = 0.1, 0.5
+
+
+def calling(tell, rank, name, goes_on):
+    quick()
+    level, call = CALLS[name]
+    step = models.step_of(ft.sharded(ft.parallel.mesh(), level))
+    state, _ = step(step.init(seed=5), next(models.batches(1)))
+    if rank == 0:
+        with pytest.raises(RankError) as caught:
+            call(step, state)
+        tell(str(caught.value))
+    elif goes_on:
+        step(state, next(models.batches(1)))
+    else:
+        deadline.watch()._ended.set()
+        deadline.watch()._has_ended = True
+        deadline.watch()._tell()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_calls_alone_what_gathers_is_told_where_the_others_are(name):
+    with started(2, calling, name, True) as ranks:
+        text = ranks[0].hear(SOON)
+    assert re.match(
+        f"{name}: rank 0 has called it, and rank 1 is in step 2(, at block .*)?. The ranks exchange tensors", text
+    )
+
+
+def test_a_rank_whose_program_has_ended_is_not_waited_for():
+    with started(2, calling, "to_module", False) as ranks:
+        text = ranks[0].hear(SOON)
+    assert text.startswith("to_module: rank 0 has called it, and the program of rank 1 has ended after step 1.")
+
+
+def fitting(tell, rank):
+    quick()
+    step = models.step_of(ft.sharded(ft.parallel.mesh()))
+
+    def evaluate(state):
+        return ft.evaluate(ft.eval_step(step.loss), state, models.batches(1)) if rank == 0 else {}
+
+    try:
+        ft.fit(step, step.init(seed=5), [*models.batches(2)], evaluate=evaluate, progress=False)
+    except RankError as error:
+        tell(str(error))
+
+
+def test_an_evaluation_within_fit_on_one_rank_alone_ends_soon():
+    with started(2, fitting) as ranks:
+        text = ranks[0].hear(SOON)
+    assert text.startswith("evaluate: rank 0 has called it, and rank 1 is after step 2, at the end of evaluate")
+
+
+def all_call(tell, rank):
+    step = models.step_of(ft.sharded(ft.parallel.mesh()))
+    state = step.init(seed=5)
+    for _ in range(3):
+        if rank == 0:
+            time.sleep(0.2)
+        ft.to_module(models.Model().double(), state)
+        state, _ = step(state, next(models.batches(1)))
+    tell(int(state.step))
+
+
+def test_ranks_that_come_late_are_waited_for():
+    with started(2, all_call) as ranks:
+        assert [rank.hear(SOON) for rank in ranks] == [3, 3]
