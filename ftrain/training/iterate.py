@@ -150,8 +150,9 @@ def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree
     if isinstance(data, Sequence):
         return (data[index] for index in range(position.batch, len(data)))
     if position.batch:
+        keeps = "kept no position in the run that is resumed" if sources.position(data) else "keeps no position"
         warnings.warn(
-            f"fit: {type(data).__name__} keeps no position, so that {position.batch} batches are read again and "
+            f"fit: {type(data).__name__} {keeps}, so that {position.batch} batches are read again and "
             "skipped; the run is the same only if they come in the same order (ftrain.data.loader keeps its position)",
             stacklevel=3,
         )

@@ -19,7 +19,7 @@ from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.reading import read_manifest
 from ftrain.checkpoint.saving import require_savable
 from ftrain.checkpoint.treedef import flatten, items_by_path
-from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError
+from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError
 from ftrain.parallel.compression.memory import SLOT
 from ftrain.parallel.state import divided
 from ftrain.training.history import History, record_of, unpack
@@ -128,7 +128,14 @@ class RunCheckpoints:
                 f"fit: {directory} holds a run at step {steps[-1]}, and resume='never'; use another directory"
             )
         refill = donate and isinstance(state, TrainState) and is_donatable(state)
-        checkpoint = self._newest(state, on_host=refill)
+        try:
+            checkpoint = self._newest(state, on_host=refill)
+        except StructureError as error:
+            error.add_note(
+                f"fit: {directory} holds a run of another step; give that step, or use another directory (what of the "
+                "run fits into this step: ft.checkpoint.load(path, like={'state': state}, partial=True))"
+            )
+            raise
         if checkpoint is not None:
             if self._is_first:
                 _warn_of_environment(checkpoint, device_of(state))

@@ -179,6 +179,28 @@ def test_data_that_keeps_no_position_is_walked_through_with_a_warning(tmp_path):
     assert_same(found, needed)
 
 
+def test_data_that_has_a_position_now_and_had_none_before_is_not_said_to_keep_none(tmp_path):
+    killed(make(), DataLoader(batches(), batch_size=None), 8, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+    loader = ft.data.loader(ft.data.arrays({"x": torch.ones(16, 3)}), 4, seed=0, collate=lambda rows: batches()[0])
+    with pytest.warns(UserWarning, match="Loader kept no position in the run that is resumed, so that"):
+        fit(make(), loader, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
+
+
+def test_a_run_of_another_step_is_refused_and_what_fits_can_be_taken(tmp_path):
+    checkpoints = ft.Checkpoints(tmp_path, every=EVERY)
+    first = fit(make(), batches(), steps=EVERY, checkpoints=checkpoints)
+    averaging = make(ft.ema(0.9))
+    with pytest.raises(StructureError, match=r"slots\.ema: missing") as caught:
+        fit(averaging, batches(), checkpoints=checkpoints)
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"fit: {tmp_path} holds a run of another step; give that step, or use another directory")
+    # As the note says.
+    like = {"state": averaging.init()}
+    state = ft.checkpoint.load(checkpoints.path(EVERY), like=like, partial=True)["state"]
+    assert_same(ft.FitResult(state.params, []), ft.FitResult(first.state.params, []))
+    assert int(fit(averaging, batches(), state).state.step) == STEPS
+
+
 @pytest.mark.parametrize("data", DATA)
 def test_data_with_a_position_goes_on_mid_epoch(data, tmp_path):
     data = DATA[data]
