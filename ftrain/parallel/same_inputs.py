@@ -78,7 +78,8 @@ class SameInputs:
         if self._length != count:
             raise BatchError(
                 f"sharded: {UNEVEN}; the first batch had {self._length} examples, and this one has {count}: leave out "
-                "the last, smaller batch of a pass (drop_last=True)"
+                "the last, smaller batch of a pass (drop_last=True); where batches have as many examples as fit "
+                "(max_tokens=), let every rank read whole ones, with batches='whole' and a loader without rank="
             )
 
 
