@@ -100,8 +100,10 @@ def test_donation_changes_no_bit(names):
 
 @pytest.mark.parametrize("names", choose(INTERACTING, [*ALONE, STACKS[0], STACKS[5]]), ids=label)
 def test_compiled_equals_eager(names):
-    # Counter-based dropout draws the same bits in both; stock dropout does not.
-    _, step = build(names, criterion=keyed_loss)
+    # Counter-based dropout draws the same bits in both; stock dropout does not. One block where one wrapper needs no
+    # more, for most of the time is that of the capture.
+    blocks = 1 if len(names) == 1 and "remat" not in names[0] else 2
+    _, step = build(names, criterion=keyed_loss, blocks=blocks)
     eager, eager_metrics = train(step)
     state, metrics = train(ft.compiled(lowering="whole", backend="eager", donate=True)(step))
     for part in ("params", "buffers", "opt_state", "slots"):
