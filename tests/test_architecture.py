@@ -5,6 +5,7 @@ import graphlib
 import re
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -96,8 +97,13 @@ RAISED = {
 }
 
 FILES = sorted(ROOT.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 NAMES = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
+
+
+@cache
+def tree_of(path):
+    # Not for all when this is imported, which every process of tests does.
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def unit(path):
@@ -111,7 +117,7 @@ def label(path):
 
 def imports(path):
     """Dotted names of what a file imports, wherever in it: `from a import b` is a.b."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -214,7 +220,7 @@ def test_no_drawers():
 
 def test_no_asserts():
     assert not offenders(
-        lambda path: where(path, (node for node in ast.walk(TREES[path]) if isinstance(node, ast.Assert)))
+        lambda path: where(path, (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)))
     )
 
 
@@ -238,7 +244,7 @@ def devices_named(tree, forbidden):
 def test_only_backends_name_devices():
     def named(path):
         forbidden = DEVICES if unit(path) in NAMES_THE_HOST else DEVICES | {"cpu"}
-        return where(path, devices_named(TREES[path], forbidden))
+        return where(path, devices_named(tree_of(path), forbidden))
 
     assert not offenders(named, leaving_out={"backends"})
 
@@ -276,7 +282,7 @@ def test_only_training_and_profiling_talk_and_read_clocks():
         clocks = {name.split(".")[0] for name in imports(path) if name != "datetime.timedelta"} & CLOCKS
         spoken = [
             node
-            for node in ast.walk(TREES[path])
+            for node in ast.walk(tree_of(path))
             if (isinstance(node, ast.Name) and node.id in {"print", "input"})
             or (isinstance(node, ast.Attribute) and ast.unparse(node) in {"sys.stdout", "sys.stderr"})
         ]
@@ -298,7 +304,7 @@ def test_what_waits_for_the_device_says_so():
     unseen = set(WAITS)
 
     def waiting(path):
-        for _, function, _ in functions(TREES[path]):
+        for _, function, _ in functions(tree_of(path)):
             calls = [
                 node
                 for node in ast.walk(function)
@@ -324,10 +330,10 @@ def public(node, parent):
 
 def test_public_names_have_docstrings():
     def missing(path):
-        assert ast.get_docstring(TREES[path]), f"{path} has none"
+        assert ast.get_docstring(tree_of(path)), f"{path} has none"
         return [
             f"ftrain/{label(path)}:{node.lineno}: {node.name}"
-            for _, node, parent in functions(TREES[path])
+            for _, node, parent in functions(tree_of(path))
             if (public(node, parent) or (node.name == "__call__" and public(parent, None)))
             and not ast.get_docstring(node)
         ]
@@ -342,7 +348,7 @@ def raises(function):
 
 def test_docstrings_say_what_is_raised():
     def silent(path):
-        for _, node, parent in functions(TREES[path]):
+        for _, node, parent in functions(tree_of(path)):
             if (
                 isinstance(node, ast.ClassDef)
                 or not raises(node)
@@ -362,18 +368,18 @@ def test_docstrings_say_what_is_raised():
 
 def test_errors_are_our_own():
     """Whoever catches `FtrainError` catches all that is raised on purpose; AttributeError is Python's protocol."""
-    known = {node.name for node in TREES[ROOT / "errors.py"].body if isinstance(node, ast.ClassDef)} | {
+    known = {node.name for node in tree_of(ROOT / "errors.py").body if isinstance(node, ast.ClassDef)} | {
         "AttributeError"
     }
 
     def other(path):
         makers = {
             node.name
-            for node in ast.walk(TREES[path])
+            for node in ast.walk(tree_of(path))
             if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) in known
         }
         allowed = {*known, *makers, *RAISED.get(label(path), ())}
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Raise) and node.exc is not None:
                 kind = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
                 if ast.unparse(kind) not in allowed:

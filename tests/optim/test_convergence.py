@@ -11,7 +11,6 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_breast_cancer, load_digits
 
 import ftrain as ft
 from ftrain import optim, tree
@@ -61,14 +60,17 @@ def rosenbrock():
     return {"w": torch.tensor([[-1.2, 1.0]])}, loss, [None] * 1000
 
 
-def standardised(data):
+def standardised(name):
+    from sklearn import datasets  # Takes a second, which each process of tests would spend.
+
+    data = getattr(datasets, name)()
     x, y = data.data, data.target
     x = (x - x.mean(0)) / (x.std(0) + 1e-6)
     return torch.tensor(x, dtype=torch.float32), torch.tensor(y)
 
 
 def logistic_regression():
-    x, y = standardised(load_breast_cancer())
+    x, y = standardised("load_breast_cancer")
     params = {"w": torch.zeros(30, 1), "b": torch.zeros(1)}
 
     def loss(params, batch):
@@ -78,7 +80,7 @@ def logistic_regression():
 
 
 def digits():
-    x, y = standardised(load_digits())
+    x, y = standardised("load_digits")
     draw = torch.Generator().manual_seed(0)
     params = {"w": torch.randn(64, 32, generator=draw) / 8, "b": torch.zeros(32), "out": torch.zeros(32, 10)}
 
