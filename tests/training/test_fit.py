@@ -299,8 +299,8 @@ def test_nothing_is_read_but_every_log_every_steps(name, donate, monkeypatch):
     # Batch k is drawn when k steps are done: what was read by then was read after 4 and after 8.
     assert at[:4] == [0] * 4
     assert len(set(at[4:8])) == 1
-    # Of two examples, once, to see whether they may be taken in pieces.
-    once = 4 * (name == "stack")
+    # Of pairs of examples, once, to see whether they may be taken in pieces.
+    once = 10 * (name == "stack")
     assert at[4] > once
     assert at[8] - at[4] == at[4] - once
     assert below.count == once

@@ -689,7 +689,7 @@ def test_nothing_of_an_attempt_is_left_when_the_next_one_begins():
         made.append(weakref.ref(big))
         if len(batch["x"]) > 2:
             raise torch.OutOfMemoryError("out of memory")
-        return still(params, batch)[0].value + 0 * big.sum()
+        return still(params, batch)[0].total / len(batch["x"]) + 0 * big.sum()
 
     fit(make(loss=loss), batches(1, 4))
     assert alive == [0] * len(alive)
@@ -815,6 +815,15 @@ def test_a_loss_that_is_no_mean_of_examples_is_warned_of_once(loss):
     for batch in data:
         state, _ = step(state, batch)
     assert_bitwise(found, state)
+
+
+@pytest.mark.parametrize("other", [3, 5])
+def test_the_first_two_examples_may_be_alike(other):
+    (batch,) = batches(1)
+    batch["kept"] = torch.ones(6, dtype=F64).index_fill(0, torch.tensor(other), 3.0)
+    step = ft.compose(ft.train_step(token_mean, ft.optim.sgd(0.1), allow_unused=True), ft.accumulate(2))
+    with pytest.warns(UserWarning, match=r"^accumulate: the loss of two examples"):
+        fit(step, [batch], on_oom="raise")
 
 
 def loud(params, batch):
