@@ -58,6 +58,8 @@ class Tally:
 
     def __init__(self):
         self.runs, self.failures, self.note = 0, [], ""
+        self.figures = {}
+        """Counts of the row beside those of runs and failures."""
 
     @contextmanager
     def one(self, what):
@@ -79,5 +81,6 @@ def tally(variant, **how):
         tries.failures.append(f"after {tries.runs}: {type(error).__name__}: {error!s:.500}")
         raise
     finally:
-        record(variant, runs=tries.runs, failures=len(tries.failures), note=tries.note, **how)
-    assert not tries.failures, "\n".join(tries.failures[:5])
+        figures = {"runs": tries.runs, **tries.figures, "failures": len(tries.failures)}
+        record(variant, note=tries.note, **figures, **how)
+    assert not tries.failures, "\n".join(map(str, tries.failures[:5]))

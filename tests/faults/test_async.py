@@ -7,7 +7,7 @@ import torch
 
 import ftrain as ft
 from ftrain.checkpoint import files, load
-from tests.faults.figures import record, times
+from tests.faults.figures import tally, times
 from tests.faults.problem import batch, make, squares
 from tests.faults.specimens import everything, same
 
@@ -34,7 +34,7 @@ def scribble(tree, draw):
 
 @pytest.mark.parametrize("kind", ["donated steps", "everything in place", "while files are written"])
 def test_a_file_has_the_state_of_the_call(kind, tmp_path, monkeypatch):
-    tries, draw, failures = times({"donated steps": 600}.get(kind, 200), 20), random.Random(kind), []
+    count, draw = times({"donated steps": 600}.get(kind, 200), 20), random.Random(kind)
     step, state = problem()
     more = {"large": torch.zeros(LENGTH, LENGTH // 8), **everything()}
     if kind == "while files are written":
@@ -46,9 +46,13 @@ def test_a_file_has_the_state_of_the_call(kind, tmp_path, monkeypatch):
             real(descriptor, data)
 
         monkeypatch.setattr(files, "write", write)
-    with ft.Checkpoints(tmp_path, every=1, keep=2) as checkpoints:
+
+    def as_kept(number):
+        assert same(load(checkpoints.path(number)), kept)
+
+    with ft.Checkpoints(tmp_path, every=1, keep=2) as checkpoints, tally(f"async: {kind}") as tries:
         kept = None
-        for number in range(1, tries + 1):
+        for number in range(1, count + 1):
             state = train(step, state, draw.randint(1, 3))
             parts = {"state": state} if kind == "donated steps" else {"state": state, "more": more}
             if kind == "while files are written":
@@ -57,17 +61,16 @@ def test_a_file_has_the_state_of_the_call(kind, tmp_path, monkeypatch):
             now = ft.tree.clone(parts)
             checkpoints.save(number, parts)
             # The save before is done now, and that state is gone.
-            if kept is not None and not same(load(checkpoints.path(number - 1)), kept):
-                failures.append(number - 1)
+            if kept is not None:
+                with tries.one(number - 1):
+                    as_kept(number - 1)
             kept = now
             state = train(step, state, draw.randint(0, 5))
             if kind != "donated steps":
                 scribble(more, draw)
         checkpoints.wait()
-        if not same(load(checkpoints.path(tries)), kept):
-            failures.append(tries)
-    record(f"async: {kind}", runs=tries, failures=len(failures))
-    assert not failures
+        with tries.one(count):
+            as_kept(count)
 
 
 def test_a_state_that_was_donated_before_cannot_be_saved(tmp_path):

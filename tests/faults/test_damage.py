@@ -16,7 +16,7 @@ import ftrain as ft
 from ftrain.checkpoint import load, save, verify
 from ftrain.checkpoint.manifest import parse
 from ftrain.errors import CheckpointError
-from tests.faults.figures import record, times
+from tests.faults.figures import record, tally, times
 from tests.faults.forks import forked, quiet_forks
 from tests.faults.specimens import everything, same, state
 
@@ -187,26 +187,25 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
 def test_damage_is_found_and_named(run, kind):
-    tries = times(20_000 // len(KINDS), 30)
+    count = times(20_000 // len(KINDS), 30)
     draw, routes = random.Random(kind.__name__), itertools.cycle(ROUTES.items())
-    silent, wrong = [], []
-    for number, (route, read) in zip(range(tries), routes, strict=False):
-        file, paths = kind(run, draw)
-        try:
-            said = read(run)
-        finally:
-            run.mend()
-        if said is None:
-            silent.append((number, route, file, paths))
-        elif not (
-            str(run.new) in said
-            and re.search(f"(?:{file})".replace(".", r"\."), said)
-            and (not paths or any(f"{path}:" in said for path in paths))
-        ):
-            wrong.append((number, route, file, paths, said))
-    record(f"damage: {kind.__name__}", runs=tries, silent=len(silent), failures=len(wrong))
+    silent = []
+    with tally(f"damage: {kind.__name__}") as tries:
+        for number, (route, read) in zip(range(count), routes, strict=False):
+            file, paths = kind(run, draw)
+            with tries.one((number, route, file, paths)):
+                try:
+                    said = read(run)
+                finally:
+                    run.mend()
+                if said is None:
+                    silent.append((number, route, file, paths))
+                    continue
+                assert str(run.new) in said
+                assert re.search(f"(?:{file})".replace(".", r"\."), said)
+                assert not paths or any(f"{path}:" in said for path in paths)
+        tries.figures["silent"] = len(silent)
     assert not silent
-    assert not wrong
     assert run.checkpoints.latest().step == NEW
 
 

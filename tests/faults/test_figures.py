@@ -42,3 +42,16 @@ def test_a_row_counts_what_went_wrong_and_is_written_by_a_test_that_fails(tmp_pa
     with pytest.raises(AssertionError, match="the whole is wrong"):
         tried((1,), ends=True)
     assert rows(tmp_path) == {"runs": (4.0, "of four"), "failures": (2.0, "of four")}
+
+
+def test_a_row_has_counts_of_its_own_also_when_the_test_ends_early(tmp_path):
+    def tried():
+        with tally("a flip", file=tmp_path / "faults.csv") as tries:
+            tries.figures["silent"] = 1
+            tries.runs += 3
+            tries.failures.append((2, "wrong"))
+            raise OSError("the third does not end")
+
+    with pytest.raises(OSError, match="the third"):
+        tried()
+    assert rows(tmp_path) == {"runs": (3.0, ""), "silent": (1.0, ""), "failures": (2.0, "")}

@@ -37,15 +37,23 @@ class Watched:
         return descriptor
 
 
+@pytest.fixture(scope="module")
+def ran():
+    return []
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _figures(request):
-    """A row for all of them, since each is tried but once."""
-    before, runs = (
-        request.session.testsfailed,
-        sum(getattr(item, "module", None) is request.module for item in request.session.items),
-    )
+def _figures(request, ran):
+    """A row for all of them, since each is tried but once. Where several processes share them, none knows it."""
+    before = request.session.testsfailed
     yield
-    record("hostile paths", runs=runs, failures=request.session.testsfailed - before)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        record("hostile paths", runs=len(ran), failures=request.session.testsfailed - before)
+
+
+@pytest.fixture(autouse=True)
+def _counted(request, ran):
+    ran.append(request.node.name)
 
 
 @pytest.fixture

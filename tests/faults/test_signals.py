@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from tests.faults.figures import FULL, record, times
+from tests.faults.figures import FULL, tally, times
 from tests.faults.forks import FOREVER, Child, quiet_forks
 from tests.faults.problem import make
 from tests.faults.specimens import same
@@ -114,30 +114,32 @@ def goes_on(directory):
 @signals
 def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
     number, code = SIGNALS[name]
-    tries, draw = times(150, 6), random.Random(name)
+    count, draw = times(150, 6), random.Random(name)
     states, takes = whole()[2], step_length(tmp_path / "first")
-    failures, saved, tried = [], 0, 0
-    while tried < tries:
-        directory, before = tmp_path / str(tried), 0
-        # Some runs are interrupted more than once.
-        for _ in range(draw.randint(1, 2)):
-            found, steps = signalled(directory, number, draw.randint(1, STEPS - before), [draw.uniform(0, 2 * takes)])
-            tried += 1
-            latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
-            at = None if latest is None else latest.step
-            saved += found == code
-            right = at is not None and same(latest.parts["state"], states[at])
-            # After the fit, which has then done all that it had to.
-            right &= at == before + steps if found == code else found in (ENDED, OUTSIDE) and at == STEPS
-            if not right:
-                failures.append((tried, found, before, steps, at))
-            before = at or 0
-            if before == STEPS:
-                break
-        if not goes_on(directory):
-            failures.append((tried, "goes on otherwise"))
-    record(f"signals: {name}", runs=tried, failures=len(failures), note=f"{saved} within fit, exit code {code}")
-    assert not failures
+    saved = 0
+    with tally(f"signals: {name}") as tries:
+        while tries.runs < count:
+            directory, before = tmp_path / str(tries.runs), 0
+            # Some runs are interrupted more than once.
+            for _ in range(draw.randint(1, 2)):
+                found, steps = signalled(
+                    directory, number, draw.randint(1, STEPS - before), [draw.uniform(0, 2 * takes)]
+                )
+                tries.runs += 1
+                latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
+                at = None if latest is None else latest.step
+                saved += found == code
+                right = at is not None and same(latest.parts["state"], states[at])
+                # After the fit, which has then done all that it had to.
+                right &= at == before + steps if found == code else found in (ENDED, OUTSIDE) and at == STEPS
+                if not right:
+                    tries.failures.append((tries.runs, found, before, steps, at))
+                before = at or 0
+                if before == STEPS:
+                    break
+            if not goes_on(directory):
+                tries.failures.append((tries.runs, "goes on otherwise"))
+        tries.note = f"{saved} within fit, exit code {code}"
     # Else nothing was tried.
     assert saved
 
@@ -146,24 +148,24 @@ def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
 def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
     number, code = SIGNALS[name]
     stopped = -number if number == signal.SIGTERM else INTERRUPTED
-    tries, draw = times(150, 6), random.Random(name)
+    draw, at_once = random.Random(name), 0
     states, takes = whole()[2], step_length(tmp_path / "first")
-    failures, at_once = [], 0
-    for tried in range(1, tries + 1):
-        directory = tmp_path / str(tried)
-        moments = [draw.uniform(0, takes), draw.choice([0.0, draw.uniform(0, 0.01)])]
-        found, _ = signalled(directory, number, draw.randint(1, STEPS), moments, default=True)
-        at_once += found == stopped
-        # The first may have come after the fit, or the second after what the first has asked for.
-        if found not in (stopped, code, ENDED, -number):
-            failures.append((tried, found, moments))
-        latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
-        if latest is not None and not same(latest.parts["state"], states[latest.step]):
-            failures.append((tried, found, latest.step))
-        if not goes_on(directory):
-            failures.append((tried, found, "goes on otherwise"))
-    record(f"signals: {name} twice", runs=tries, failures=len(failures), note=f"{at_once} stopped at once")
-    assert not failures
+    with tally(f"signals: {name} twice") as tries:
+        for tried in range(1, times(150, 6) + 1):
+            tries.runs = tried
+            directory = tmp_path / str(tried)
+            moments = [draw.uniform(0, takes), draw.choice([0.0, draw.uniform(0, 0.01)])]
+            found, _ = signalled(directory, number, draw.randint(1, STEPS), moments, default=True)
+            at_once += found == stopped
+            # The first may have come after the fit, or the second after what the first has asked for.
+            if found not in (stopped, code, ENDED, -number):
+                tries.failures.append((tried, found, moments))
+            latest = ft.Checkpoints(directory, every=EVERY).latest({"state": states[1]})
+            if latest is not None and not same(latest.parts["state"], states[latest.step]):
+                tries.failures.append((tried, found, latest.step))
+            if not goes_on(directory):
+                tries.failures.append((tried, found, "goes on otherwise"))
+        tries.note = f"{at_once} stopped at once"
     # When the second one comes is a matter of luck, and a few may all miss what the first has begun.
     assert at_once or not FULL
 

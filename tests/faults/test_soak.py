@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from tests.faults.figures import record, times
+from tests.faults.figures import tally, times
 from tests.faults.forks import forked, quiet_forks
 from tests.faults.problem import batch, make, squares
 from tests.faults.specimens import everything, state
@@ -143,11 +143,17 @@ def trend(values):
 def test_nothing_grows(name, tmp_path):
     function, full, quick = KINDS[name]
     count = times(full, quick)
-    samples = forked(alone, function, tmp_path, count)
-    memory, descriptors, threads, objects = (growth(column) for column in zip(*samples, strict=True))
-    slope = trend([sample[0] for sample in samples]) / (count / SAMPLES)
-    returned = HISTORY.get(name, 0) * count // 2
-    grown = [memory > SLACK + returned, descriptors > 0, threads > 0, objects > 100 + (count // 2 if returned else 0)]
-    note = f"{slope:+.1f} bytes each, {descriptors:+} descriptors, {threads:+} threads, {objects:+} objects"
-    record(f"soak: {name}", runs=count, failures=sum(grown), note=note)
-    assert not any(grown), note
+    with tally(f"soak: {name}") as tries:
+        tries.runs = count
+        samples = forked(alone, function, tmp_path, count)
+        memory, descriptors, threads, objects = (growth(column) for column in zip(*samples, strict=True))
+        slope = trend([sample[0] for sample in samples]) / (count / SAMPLES)
+        returned = HISTORY.get(name, 0) * count // 2
+        tries.note = f"{slope:+.1f} bytes each, {descriptors:+} descriptors, {threads:+} threads, {objects:+} objects"
+        grown = {
+            "memory": memory > SLACK + returned,
+            "descriptors": descriptors > 0,
+            "threads": threads > 0,
+            "objects": objects > 100 + (count // 2 if returned else 0),
+        }
+        tries.failures += [f"{what}: {tries.note}" for what, has_grown in grown.items() if has_grown]

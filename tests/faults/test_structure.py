@@ -11,7 +11,7 @@ from ftrain.checkpoint import load, save
 from ftrain.checkpoint.reading import load_parts
 from ftrain.errors import CheckpointError, StructureError
 from ftrain.training.replay import replay
-from tests.faults.figures import record, times
+from tests.faults.figures import tally, times
 from tests.faults.problem import batch, failing, make, squares
 from tests.faults.specimens import everything, same, state
 
@@ -175,36 +175,35 @@ def listed(error):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_tree_that_has_changed_is_one_error_with_every_path(name, tmp_path):
-    tries, failures = times(40, 6), []
     draw = random.Random(name)
-    for number in range(tries):
-        tree = next(tree for tree in iter(lambda: grown(draw), None) if candidates(tree, name))
-        save(tmp_path / str(number), {"state": tree})
-        like, lines = changed(tree, draw, name, draw.choice([0, 0, 1, 3]))
-        before = ft.tree.clone(like)
-        memory = [leaf.data_ptr() for leaf in ft.tree.leaves(like) if isinstance(leaf, torch.Tensor)]
-        for read, prefix in (
-            (lambda path, like: load(path, like={"state": like}), "state"),
-            (lambda path, like: load_parts(path, {"state": like}), None),
-        ):
-            try:
-                read(tmp_path / str(number), like)
-            except StructureError as error:
-                found = listed(error)
-            else:
-                found = {}
-            needed = {_within(prefix, path): what for path, what in lines.items()}
-            if (
-                not lines
-                or found.keys() != needed.keys()
-                or any(what not in found[path] for path, what in needed.items())
+    with tally(f"structure: {name}") as tries:
+        for number in range(times(40, 6)):
+            tries.runs += 1
+            tree = next(tree for tree in iter(lambda: grown(draw), None) if candidates(tree, name))
+            save(tmp_path / str(number), {"state": tree})
+            like, lines = changed(tree, draw, name, draw.choice([0, 0, 1, 3]))
+            before = ft.tree.clone(like)
+            memory = [leaf.data_ptr() for leaf in ft.tree.leaves(like) if isinstance(leaf, torch.Tensor)]
+            for read, prefix in (
+                (lambda path, like: load(path, like={"state": like}), "state"),
+                (lambda path, like: load_parts(path, {"state": like}), None),
             ):
-                failures.append((number, found, needed))
-        after = [leaf.data_ptr() for leaf in ft.tree.leaves(like) if isinstance(leaf, torch.Tensor)]
-        if not same(like, before) or memory != after:
-            failures.append((number, "touched"))
-    record(f"structure: {name}", runs=tries, failures=len(failures))
-    assert not failures
+                try:
+                    read(tmp_path / str(number), like)
+                except StructureError as error:
+                    found = listed(error)
+                else:
+                    found = {}
+                needed = {_within(prefix, path): what for path, what in lines.items()}
+                if (
+                    not lines
+                    or found.keys() != needed.keys()
+                    or any(what not in found[path] for path, what in needed.items())
+                ):
+                    tries.failures.append((number, found, needed))
+            after = [leaf.data_ptr() for leaf in ft.tree.leaves(like) if isinstance(leaf, torch.Tensor)]
+            if not same(like, before) or memory != after:
+                tries.failures.append((number, "touched"))
 
 
 def _within(prefix, path):
