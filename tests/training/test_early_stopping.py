@@ -257,6 +257,11 @@ def test_a_scheduler_of_torch_is_no_schedule():
             optim.sgd(scheduler)
 
 
+def test_what_makes_a_schedule_is_none_itself():
+    with pytest.raises(OptionError, match=r"value is the function warmup_cosine itself; needs a call, warmup_cosine\("):
+        optim.sgd(ft.schedules.warmup_cosine)
+
+
 def test_what_plateau_refuses():
     with pytest.raises(ComposeError, match=r"plateau: the rule is 0\.5; needs ft\.schedules\.reduce_on_plateau"):
         ft.plateau("score", 0.5)

@@ -16,6 +16,9 @@ P = ParamSpec("P")
 Check: TypeAlias = Callable[[str, str, Any], Any]
 """``(function, argument, value) -> value``, checked and converted; errors name the function and the argument."""
 
+MAKES_SCHEDULES = "makes_schedules"
+"""Attribute of functions that return schedules, and are none themselves."""
+
 
 def schedule(**checks: Check) -> Callable[[Callable[P, Schedule]], Callable[P, Schedule]]:
     """Make the schedules that a function returns print, compare and pickle as the call that made them.
@@ -36,6 +39,7 @@ def schedule(**checks: Check) -> Callable[[Callable[P, Schedule]], Callable[P, S
             arguments = {name: checks[name](function.__name__, name, value) for name, value in bound.arguments.items()}
             return Call(make, arguments, function(**arguments))  # type: ignore[call-arg]
 
+        setattr(make, MAKES_SCHEDULES, True)
         return make
 
     return decorate

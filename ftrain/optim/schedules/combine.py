@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from ftrain.errors import OptionError
-from ftrain.optim.schedules.call import schedule
+from ftrain.optim.schedules.call import MAKES_SCHEDULES, describe, schedule
 from ftrain.optim.schedules.checks import count, number, require_sorted
 from ftrain.optim.schedules.decays import constant
 from ftrain.types import Schedule
@@ -16,10 +16,13 @@ def schedule_of(function: str, argument: str, value: float | Schedule) -> Schedu
     """Return a number as `constant`, and a callable unchanged; errors name the function and its argument.
 
     Raises:
-        OptionError: `value` is neither a finite number nor callable, or is a class.
+        OptionError: `value` is neither a finite number nor callable, is a class, or makes schedules.
     """
     # A class is callable, too: torch's schedulers are classes, of which a call with a step would make an instance.
     if callable(value) and not isinstance(value, type):
+        if getattr(value, MAKES_SCHEDULES, False):
+            name = describe(value)
+            raise OptionError(f"{function}: {argument} is the function {name} itself; needs a call, {name}(...).")
         return value
     return constant(number(function, argument, value, "a finite number, or a function from step to number"))
 
