@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -88,14 +89,15 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Time racers in turns of about so many seconds, or of so many steps; return microseconds a step by round.
 
-    Odd rounds go backwards, so that nobody always runs behind the same one.
+    Each round has an order of its own, so that nobody always runs behind the same one, or more often than others
+    behind himself, when the caches still hold what he needs.
     """
     calls = {name: steps or _calls(one, seconds) for name, one in racers.items()}
     times: dict[str, list[float]] = {name: [] for name in racers}
     # Collections would hit whoever happens to run; each starts with the same clean heap.
     gc.collect()
     for number in range(rounds):
-        for name in reversed(racers) if number % 2 else racers:
+        for name in random.Random(number).sample(list(racers), len(racers)):
             times[name].append(racers[name].turn(calls[name]) / calls[name] * 1e6)
     return times
 
