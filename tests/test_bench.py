@@ -7,6 +7,8 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -77,7 +79,7 @@ def test_the_interval_covers_the_median_as_often_as_it_says():
     assert 180 <= covered <= 200
 
 
-def test_turns_alternate_and_are_counted_by_step():
+def test_turns_have_an_order_of_their_own_and_are_counted_by_step():
     order = []
 
     class Fake:
@@ -88,9 +90,14 @@ def test_turns_alternate_and_are_counted_by_step():
             order.append(self.name)
             return self.seconds * steps
 
-    times = interleaved({"a": Fake("a", 1e-6), "b": Fake("b", 2e-6)}, rounds=3, seconds=0.0, steps=7)
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert times == {"a": pytest.approx([1.0] * 3), "b": pytest.approx([2.0] * 3)}
+    racers = {name: Fake(name, 1e-6 * (1 + index)) for index, name in enumerate("abc")}
+    times = interleaved(racers, rounds=300, seconds=0.0, steps=7)
+    assert times == {name: pytest.approx([1.0 + index] * 300) for index, name in enumerate("abc")}
+    rounds = ["".join(order[first : first + 3]) for first in range(0, 900, 3)]
+    assert set(rounds) == {"abc", "acb", "bac", "bca", "cab", "cba"}
+    # Behind himself, once in nine rounds: as often as each other one.
+    behind = Counter(first for first, second in pairwise(order) if first == second)
+    assert all(20 <= behind[name] <= 50 for name in "abc")
 
 
 def test_the_examples_of_the_statistics_hold():
