@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, SupportsIndex
 
+from torch import nn
+
 __all__ = [
     "BatchError",
     "CheckpointError",
@@ -152,11 +154,16 @@ def require_order(function: str, step: Any, state: Any, needed: str) -> None:
 
 
 def require_callable(function: str, step: Any, state: Any, needed: str) -> None:
-    """Check that a step is callable, besides the checks of `require_order`, whose arguments it takes.
+    """Check that a step is callable and no module, besides the checks of `require_order`, whose arguments it takes.
 
     Raises:
         ComposeError: naming the function, what was found and `needed`.
     """
     require_order(function, step, state, needed)
+    if isinstance(step, nn.Module):
+        raise ComposeError(
+            f"{function}: the step is the module {type(step).__name__}; needs a step that trains it: "
+            "ft.train_step(ft.from_module(module, criterion), optimizer)"
+        )
     if not callable(step):
         raise ComposeError(f"{function}: the step is {type(step).__name__}; needs a Step or a function (state, batch)")

@@ -95,8 +95,10 @@ def eval_step(loss_fn: Callable[..., Any] | Loss) -> EvalStep:
     """Return the step that evaluates a loss, in any of the forms that `train_step` takes.
 
     Raises:
-        LossError: when `loss_fn` cannot be called as a loss.
+        LossError: when `loss_fn` cannot be called as a loss, or is a step.
     """
+    if isinstance(getattr(loss_fn, "loss", None), Loss):
+        raise LossError(f"eval_step: the loss is a {type(loss_fn).__name__}; pass its loss: eval_step(step.loss)")
     return EvalStep(adapt(loss_fn, "eval_step"))
 
 

@@ -13,6 +13,7 @@ from ftrain.checkpoint import Checkpoints
 from ftrain.errors import ComposeError, Interrupted, OptionError, require_callable, require_positive
 from ftrain.parallel.agreement import Agreement
 from ftrain.step.across_ranks import ranks_of
+from ftrain.step.evaluate import EvalStep
 from ftrain.step.microbatch import SPLIT, require_on_oom
 from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop
@@ -231,6 +232,8 @@ def _require_services(
     for name, (value, form) in needed.items():
         if value is not None and not callable(value):
             raise OptionError(f"fit: {name} is {type(value).__name__}; needs a function {form}")
+    if isinstance(evaluate, EvalStep):
+        raise OptionError(f"fit: evaluate is an eval_step, of one batch; needs a function {needed['evaluate'][1]}")
     if evaluate_every is not None and evaluate is None:
         raise OptionError(f"fit: evaluate_every={evaluate_every} needs evaluate=, a function {needed['evaluate'][1]}")
     if checkpoints is not None and not isinstance(checkpoints, Checkpoints):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftrain import data as sources
 from ftrain import tree
-from ftrain.errors import DataError, OptionError, require_callable, require_positive
+from ftrain.errors import ComposeError, DataError, OptionError, require_callable, require_positive
 from ftrain.step.purity import as_tree
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
@@ -81,7 +81,8 @@ def iterate(
         The passes over the data that were completed, when the loop ends because there are no more; None after `steps`.
 
     Raises:
-        ComposeError: when `step` cannot be called or is a class, or stands where the state does.
+        ComposeError: when `step` cannot be called, is a class or a module, or stands where the state does, and when it
+            returns no pair.
         OptionError: for numbers that are not positive, or several epochs of an iterator.
         DataError: when there is no batch, or the data ends before `steps` is reached.
     """
@@ -97,7 +98,13 @@ def iterate(
         count_before_pass = count
         for host_batch in batches:
             batch = _to_device(as_tree(host_batch), device, flatten)
-            state, metrics = step(state, batch)
+            result = step(state, batch)
+            try:
+                state, metrics = result
+            except (TypeError, ValueError) as error:
+                raise ComposeError(
+                    f"iterate: the step returned {type(result).__name__}; needs a pair (state, metrics)"
+                ) from error
             count, index = count + 1, index + 1
             try:
                 record = StepRecord(count, state, metrics, batch, epoch, index)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.errors import ComposeError, OptionError
+from ftrain.errors import ComposeError, LossError, OptionError
 from tests.faults.problem import batch, failing, make, params, squares
 
 WRAPPERS = {
@@ -128,6 +128,22 @@ def test_a_class_given_as_the_step(name):
 def test_iterate_over_what_is_no_function():
     with failing(ComposeError, "iterate: the step is NoneType; needs a Step or a function (state, batch)"):
         CALLS["iterate"](None, make().init(params()))
+
+
+@pytest.mark.parametrize("name", ["fit", "iterate"])
+def test_a_module_given_as_the_step(name):
+    with failing(ComposeError, f"{name}: the step is the module Linear; needs a step that trains it"):
+        CALLS[name](torch.nn.Linear(2, 1), make().init(params()))
+
+
+def test_a_step_that_returns_no_pair():
+    with failing(ComposeError, "iterate: the step returned TrainState; needs a pair (state, metrics)"):
+        CALLS["iterate"](lambda state, batch: state, make().init(params()))
+
+
+def test_an_eval_step_of_a_step():
+    with failing(LossError, "eval_step: the loss is a Step; pass its loss: eval_step(step.loss)"):
+        ft.eval_step(make())
 
 
 def plain_of_blocks(name, module):

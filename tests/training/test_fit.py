@@ -402,6 +402,10 @@ def test_the_handler_is_put_back_after_an_error(kind):
 
 SERVICES = {
     "evaluate of batches": ({"evaluate": batches()}, "evaluate is list; needs a function state ->"),
+    "evaluate by an eval_step": (
+        {"evaluate": ft.eval_step(lambda params, batch: params["w"].sum())},
+        "evaluate is an eval_step, of one batch; needs a function state ->",
+    ),
     "evaluate_every alone": ({"evaluate_every": 2}, "evaluate_every=2 needs evaluate="),
     "stop of a number": ({"stop": 3}, "stop is int; needs a function history ->"),
     "adapt of a scheduler": ({"adapt": object()}, "adapt is object; needs a function"),
