@@ -55,9 +55,9 @@ def _require_that_others_come(
     table: Any, name: str, number: int, rank: int, size: int, earlier: dict[int, Any]
 ) -> dict[int, Any]:
     """Check that no rank has told of what shows that it does not come; return what they have told."""
-    mine, told = _told(table, rank), {other: _told(table, other) for other in _absent(table, number, size)}
-    for other, note in told.items():
-        if mine is None or note is None:
+    own_note, notes = _note_of(table, rank), {other: _note_of(table, other) for other in _absent(table, number, size)}
+    for other, note in notes.items():
+        if own_note is None or note is None:
             continue
         place = f"{note['doing']} step {note['number']}{note['place']}"
         if note["failure"]:
@@ -66,9 +66,9 @@ def _require_that_others_come(
             raise _alone(name, rank, f"the program of rank {other} has ended {place}")
         # What was told since the last look is no older than this call.
         is_new = earlier.get(other) not in (None, note)
-        if note["number"] > mine["number"] or (note["waits"] and is_new):
+        if note["number"] > own_note["number"] or (note["waits"] and is_new):
             raise _alone(name, rank, f"rank {other} is {place}")
-    return told
+    return notes
 
 
 def _alone(name: str, rank: int, other: str) -> RankError:
@@ -82,7 +82,7 @@ def _absent(table: Any, number: int, size: int) -> list[int]:
     return [rank for rank in range(size) if table.add(_calls(rank), 0) < number]
 
 
-def _told(table: Any, rank: int) -> Any:
+def _note_of(table: Any, rank: int) -> Any:
     key = store.sign_of_life(rank)
     return json.loads(table.get(key)) if table.check([key]) else None
 

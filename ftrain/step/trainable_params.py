@@ -46,11 +46,11 @@ def require_choice(trainable: Mask | None, module: nn.Module | None, params: PyT
         leaves = zip(tree.leaf_names(kind), tree.leaves(kind), strict=True)
         other = [name for name, leaf in leaves if bool(select(name, leaf)) is not trains]
         if other:
-            found, needed = ("trains", "freezes") if trains else ("freezes", "trains")
+            state_does, step_does = ("trains", "freezes") if trains else ("freezes", "trains")
             more = f" and {len(other) - 1} more" if len(other) > 1 else ""
             raise StructureError(
-                f"Step: the state {found} {tree.path('params', other[0])}{more}, which this step {needed}; make "
-                "another one by step.init(), with the values of this one (first ft.to_module(module, state))"
+                f"Step: the state {state_does} {tree.path('params', other[0])}{more}, which this step {step_does}; "
+                "make another one by step.init(), with the values of this one (first ft.to_module(module, state))"
             )
 
 

@@ -105,6 +105,8 @@ def iterate(
                 raise ComposeError(
                     f"iterate: the step returned {type(result).__name__}; needs a pair (state, metrics)"
                 ) from error
+            # Or it would keep this state when another one is sent.
+            del result
             count, index = count + 1, index + 1
             try:
                 record = StepRecord(count, state, metrics, batch, epoch, index)

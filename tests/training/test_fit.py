@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import traceback
+import weakref
 
 import numpy as np
 import pytest
@@ -398,6 +399,16 @@ def test_the_handler_is_put_back_after_an_error(kind):
     with pytest.raises(kind):
         fit(make(), failing())
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_state_that_was_replaced_is_freed():
+    step = make()
+    records = ft.iterate(step, step.init(params()), batches(), steps=2)
+    record = next(records)
+    replaced = weakref.ref(next(iter(record.state.params.values())))
+    records.send(ft.tree.clone(record.state))
+    del record
+    assert replaced() is None
 
 
 SERVICES = {
