@@ -122,7 +122,7 @@ ALL = ("C1", "C2", "C3")
 LOADER_TRIED = (
     "The worst is one batch after another in this process, of a dataset that does not say whether its samples draw: to "
     "see that nothing was drawn, and to put Python's 625 words back, takes 5% of the time of a batch (1.018 before). "
-    "With a step of training between the batches it is 0.97 to 0.99, with `draws = False` 0.94 to 0.96, by machine. The "
+    "With a training step between the batches it is 0.97 to 0.99, with `draws = False` 0.94 to 0.96, by machine. The "
     "rest was brought down: a number of torch's generator in place of its state, indices of many batches at a time, "
     "dicts of tensors stacked without a search through types."
 )
