@@ -70,11 +70,7 @@ def tree_class(kind: type[T]) -> type[T]:
     static = tuple(each.name for each in fields if each.metadata.get("static"))
 
     def flatten(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
-        return (
-            tuple([getattr(node, name) for name in names]),
-            tuple([getattr(node, s) for s in static]),
-            names,
-        )
+        return tuple([getattr(node, name) for name in names]), tuple([getattr(node, s) for s in static]), names
 
     def unflatten(values: tuple[Any, ...], children: Iterable[Any]) -> Any:
         return kind(**dict(zip(names, children, strict=True)), **dict(zip(static, values, strict=True)))
@@ -251,6 +247,7 @@ class LossRanks:
         sum: ``tensor -> tensor``, its sum over them.
         digest: ``tree -> number``, which tells batches apart.
         whole_batches: whether all read the same batches, or each has examples of its own.
+        by_block: ``divided state -> (this rank's parts, context)``; the loss takes these and gathers block by block.
     """
 
     rank: int
@@ -258,6 +255,7 @@ class LossRanks:
     sum: Callable[[Tensor], Tensor]
     digest: Callable[[PyTree], int]
     whole_batches: bool = True
+    by_block: Callable[[TrainState], tuple[TrainState, AbstractContextManager[None]]] | None = None
 
 
 @dataclass(frozen=True)

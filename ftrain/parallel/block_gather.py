@@ -116,6 +116,18 @@ class BlockGather:
         self._require_same(len(self._block_names))
         cast(_Pass, self._pass).ahead.drop()
 
+    def take_part(self) -> None:
+        """Gather the blocks that have not run, as the other ranks do, when the forward pass has failed on this one.
+
+        The others run them in the order in which the module has them; where they do not, they wait in vain.
+        """
+        current = cast(_Pass, self._pass)
+        left = current.left()
+        for index, names in enumerate(left):
+            if index:
+                current.ahead.start(names)
+            current.ahead.take(names)
+
     def _require_same(self, number: int) -> None:
         params = cast(_Pass, self._pass).params
         require_same_block(params.group, self._block_names, number, params.device)
@@ -164,6 +176,10 @@ class _Pass:
         device = self.params.device.type
         if not self._runs and torch.is_autocast_enabled(device):
             self.params.narrow = torch.get_autocast_dtype(device)
+
+    def left(self) -> Sequence[Sequence[str]]:
+        """Return the parameters of each block that is registered after the last one that has run."""
+        return self._names_by_block[self._guess :]
 
     def start_after(self, number: int, run: _Again) -> None:
         """Start the gather of the block that is registered after one which runs now.

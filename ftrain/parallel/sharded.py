@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -17,8 +17,8 @@ from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.compression import Compression, compression_of
 from ftrain.parallel.compression.memory import SLOT
 from ftrain.parallel.compression.reduction import Reduction
-from ftrain.parallel.deadline import watch
-from ftrain.parallel.loss_params import LossParams
+from ftrain.parallel.deadline import is_failed_collective, watch
+from ftrain.parallel.loss_params import LossParams, passing
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group, require_ranks
 from ftrain.parallel.partition import broadcast_all
 from ftrain.parallel.rank_gradient import RankGradient
@@ -144,7 +144,7 @@ class _RankStep:
         self._same_inputs = SameInputs(self._all, whole_batches=whole_batches)
         self._loss_params = LossParams(level, self._all, self._shard)
         self._whole_batches, self._rows_of = whole_batches, rows_of if whole_batches else own_rows
-        self._local_states = LocalStates(mesh, level)
+        self._local_states, self._evaluated_states = LocalStates(mesh, level), LocalStates(mesh, level)
         self._shards_layout: Layout | None = None
         self._shards: Shards | None = None
         self.gradient = RankGradient(level, self._all, self._shard, self._replicate, reduction)
@@ -245,10 +245,13 @@ class _RankStep:
         self.gradient.order = order
 
         def of_rows(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-            rows = current()
-            if rows is None:  # Not in a step of ranks: an evaluation, of whole parameters.
+            rows, layout = current(), current_layout.get(None)
+            if layout is None:  # Not in a step of ranks: an evaluation, of whole parameters.
                 return loss.fn(params, batch, rng=rng, buffers=buffers)
-            params = self._loss_params(params, current_layout.get(), blocks, order)
+            params = self._loss_params(params, layout, blocks, order)
+            if rows is None:  # An evaluation by block.
+                with _completed(blocks):
+                    return loss.fn(params, batch, rng=rng, buffers=buffers)
             with rows.stock_draws():
                 mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
             if blocks is not None:
@@ -262,11 +265,41 @@ class _RankStep:
 
         @contextmanager
         def scope(training: bool) -> Iterator[None]:
-            with loss.scope(training), blocks.installed() if blocks and training else nullcontext():
+            gathers_blocks = training or current_layout.get(None) is not None
+            with loss.scope(training), blocks.installed() if blocks and gathers_blocks else nullcontext():
                 yield
 
         new = dataclasses.replace(loss, fn=of_rows, scope=scope, wrappers=(*loss.wrappers, self._text))
         if self._all.size == 1:
             return new
-        ranks = LossRanks(self._all.rank, self._all.size, self._all.sum, digest, self._whole_batches)
+        by_block = self._evaluating if blocks is not None and blocks.names else None
+        ranks = LossRanks(self._all.rank, self._all.size, self._all.sum, digest, self._whole_batches, by_block)
         return dataclasses.replace(new, ranks=ranks)
+
+    def _evaluating(self, state: TrainState) -> tuple[TrainState, AbstractContextManager[None]]:
+        """Return the local part of a state, and the context in which the loss takes it and gathers its blocks."""
+        local, layout = self._evaluated_states.take(state)
+        return local, _evaluating_on(layout)
+
+
+@contextmanager
+def _completed(blocks: BlockGather | None) -> Iterator[None]:
+    """Context of a forward pass, in which this rank gathers all blocks, even if it fails: the others wait for it."""
+    try:
+        yield
+    except Exception as error:
+        if blocks is not None and not is_failed_collective(error):
+            blocks.take_part()
+        raise
+    if blocks is not None:
+        blocks.finish()
+
+
+@contextmanager
+def _evaluating_on(layout: Layout) -> Iterator[None]:
+    token = current_layout.set(layout)
+    try:
+        with passing(in_backward=True, wholes=None):
+            yield
+    finally:
+        current_layout.reset(token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from ftrain.errors import BatchError, RankError
 from ftrain.step.all_ranks import require_all_ranks
 from ftrain.step.microbatch import split_batch
 from ftrain.step.wrapper import OnGrad, Wrapper
-from ftrain.types import LossRanks, Mean, PyTree, TrainState, replace
+from ftrain.types import Loss, LossRanks, Mean, PyTree, TrainState, replace
 
 DIFFERENT_BATCHES = (
     "the ranks have different batches; each takes its rows of one batch that all have, so read the same data on every "
@@ -54,6 +55,33 @@ def whole_model(state: TrainState, function: str) -> TrainState:
     return replace(state, params=params, frozen=frozen, buffers=buffers)
 
 
+def place_model(
+    loss: Loss, state: TrainState, function: str, *, by_block: bool = True
+) -> tuple[TrainState, AbstractContextManager[None] | None]:
+    """Return the state that a loss takes in an evaluation, and the context in which it gathers what it needs of it.
+
+    Args:
+        loss: to evaluate.
+        state: divided over ranks, or not; then every rank must call `function`.
+        function: named in the error where a rank does not.
+        by_block: let the loss gather the parameters block by block, if it can. Then all ranks must evaluate together:
+            each as many batches as the others.
+
+    Returns:
+        a whole model and None; or the parts of this rank, and a context.
+
+    Raises:
+        RankError: when another rank does not come.
+    """
+    ranks = loss.ranks
+    if not by_block or ranks is None or ranks.by_block is None:
+        return whole_model(state, function), None
+    if not any(map(dtensor.is_dtensor, tree.leaves(state.params))):
+        return whole_model(state, function), None
+    require_to_gather(function, state.params)
+    return ranks.by_block(state)
+
+
 def require_to_gather(function: str, tensors: PyTree) -> None:
     """Wait until all ranks have called a function, if it gathers tensors that are divided over them.
 
@@ -62,6 +90,12 @@ def require_to_gather(function: str, tensors: PyTree) -> None:
     """
     if any(map(dtensor.is_divided, tree.leaves(tensors))):
         require_all_ranks(function)
+
+
+def count(ranks: LossRanks, flags: Sequence[bool], device: torch.device) -> list[int]:
+    """Return for each flag on how many ranks it is set; waits for them."""
+    counts = ranks.sum(torch.tensor(flags, dtype=torch.int64, device=device)).to(tree.HOST)
+    return [int(each) for each in counts]
 
 
 class Share(NamedTuple):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -14,9 +15,17 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
-from ftrain.errors import ComposeError, DataError, DeviceError, LossError, OptionError, require_order
+from ftrain.errors import BatchError, ComposeError, DataError, DeviceError, LossError, OptionError, require_order
 from ftrain.step import purity
-from ftrain.step.across_ranks import Share, require_same_outcome, share_of, sum_means, whole_model
+from ftrain.step.across_ranks import (
+    DIFFERENT_BATCHES,
+    Share,
+    count,
+    place_model,
+    require_same_outcome,
+    share_of,
+    sum_means,
+)
 from ftrain.step.all_ranks import require_all_ranks
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.loss_forms import adapt
@@ -25,7 +34,7 @@ from ftrain.step.purity import as_tree
 from ftrain.step.state_argument import require_state
 from ftrain.step.value_and_grad import detach
 from ftrain.step.wrapper import Wrapper
-from ftrain.types import Loss, Mean, PyTree, TrainState, replace, zero_if_empty
+from ftrain.types import Loss, LossRanks, Mean, PyTree, TrainState, replace, zero_if_empty
 
 
 @dataclass(frozen=True)
@@ -43,9 +52,12 @@ class EvalStep:
 
         The loss of a step on many ranks (`ftrain.sharded`) is evaluated by all of them together, each on its examples
         of the batch, or on its own batch (``batches="rows"``), and any loss of a state that is divided by every rank,
-        on parameters gathered for this call.
+        on parameters gathered for this call: at level 3 block by block.
         """
-        return self.total(self.of_rank(whole_model(state, "eval_step"), self.share(as_tree(batch))))
+        share = self.share(as_tree(batch))
+        placed, gathering = place_model(self.loss, state, "eval_step")
+        with gathering or nullcontext():
+            return self.total(self.of_rank(placed, share))
 
     def total(self, means: dict[str, Mean]) -> dict[str, Mean]:
         """Return the averages over all ranks, of those that this rank has."""
@@ -57,10 +69,12 @@ class EvalStep:
         return Share(batch, True) if ranks is None or not ranks.whole_batches else share_of(batch, ranks)
 
     def of_rank(self, state: TrainState, share: Share) -> dict[str, Mean]:
-        """Return the averages over the examples of this rank; nothing here waits for other ranks.
+        """Return the averages over the examples of this rank.
+
+        Nothing here waits for other ranks, but for a loss that gathers its parameters block by block.
 
         Args:
-            state: with whole parameters and buffers.
+            state: as `place_model` returns it.
             share: of a batch.
         """
         means = self._means(state, share.batch)
@@ -115,11 +129,12 @@ def evaluate(
     Exact for uneven batches: totals and weights are summed on the device in float64, or as exactly in pairs of float32
     where it has no float64, and read once, at the end.
 
-    On many ranks (`ftrain.sharded`) every rank must call this. It gathers a divided state, whole on each rank. The loss
-    of the step, ``eval_step(step.loss)``, is then evaluated by all together, each rank on its examples of every batch;
-    a plain number is weighted by them. With ``sharded(batches="rows")`` each rank evaluates all that it reads, and any
-    number of batches: the result is the mean over what all have read. Another loss is evaluated by every rank alone, on
-    all that it reads.
+    On many ranks (`ftrain.sharded`) every rank must call this. The loss of the step, ``eval_step(step.loss)``, is
+    evaluated by all together, each rank on its examples of every batch; a plain number is weighted by them. With
+    ``sharded(batches="rows")`` each rank evaluates all that it reads, and any number of batches: the result is the mean
+    over what all have read. Another loss is evaluated by every rank alone, on all that it reads. A divided state is
+    gathered: for the loss of a step at level 3 block by block, each freed after its use; for other losses, other
+    levels and ``on_oom="split"`` whole on each rank.
 
     Args:
         step: from `eval_step`.
@@ -139,7 +154,8 @@ def evaluate(
         OptionError: for another dtype, or another `on_oom`.
         DeviceError: for a dtype that the device cannot compute in, or when with ``"split"`` not even a single example
             fits.
-        BatchError: on every rank, when ranks that evaluate together have different first batches.
+        BatchError: on every rank, when ranks that evaluate together have different first batches, or at level 3 other
+            numbers of batches.
         RankError: when another of these ranks has failed, or does not call this.
         ComposeError: when `step` is no evaluation step, or its loss computes in another narrow dtype by `with_amp`.
         LossError: for a metric that is no number, such as a vector.
@@ -153,7 +169,8 @@ def evaluate(
         raise DataError(f"evaluate: data is a {type(data).__name__}; needs an iterable of batches, such as [batch]")
     if step.loss.ranks is not None:
         require_all_ranks("evaluate")
-    state, device = whole_model(state, "evaluate"), tree.device_of(state.params)
+    device = tree.device_of(state.params)
+    state, gathering = place_model(step.loss, state, "evaluate", by_block=on_oom == RAISE)
     if dtype == "auto" and auto_dtype(backends.of(device)) == "float32":
         dtype = None
     if dtype is not None:
@@ -163,22 +180,71 @@ def evaluate(
         _add_batches(sums, step, state, data, on_oom)
     else:
         error = None
-        try:
-            _add_batches(sums, step, state, data, on_oom)
-        except Exception as raised:
-            error = raised
+        if gathering is not None:
+            with gathering:
+                error = _add_batches_together(sums, step, step.loss.ranks, state, data)
+        else:
+            try:
+                _add_batches(sums, step, state, data, on_oom)
+            except Exception as raised:
+                error = raised
         require_same_outcome(step.loss.ranks, error, sums.digest, device)
     return sums.read(step)
 
 
-def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[PyTree], on_oom: str) -> None:
-    """Add what this rank evaluates of all batches; it does not wait for other ranks."""
-    device, pieces = tree.device_of(state.params), 1
-    for drawn in data:
+def _next_share(sums: _Sums, step: EvalStep, batches: Iterator[PyTree], device: torch.device) -> Share | None:
+    """Return what this rank evaluates of the next batch; None after the last one."""
+    for drawn in batches:
         batch = tree.to(as_tree(drawn), device)
         if step.loss.ranks is not None and step.loss.ranks.whole_batches and not sums.totals:
             sums.digest = step.loss.ranks.digest(drawn)
-        share, means = step.share(batch), list[dict[str, Mean]]()
+        return step.share(batch)
+    if not sums.totals:
+        raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
+    return None
+
+
+def _add_batches_together(
+    sums: _Sums, step: EvalStep, ranks: LossRanks, state: TrainState, data: Iterable[PyTree]
+) -> Exception | None:
+    """Add what this rank evaluates of all batches, by a loss that all ranks must call equally often.
+
+    Before each batch they tell each other whether they have one. A rank that has none evaluates its last one again,
+    which does not count.
+
+    Returns:
+        the error of this rank; None if there is none, or if only others have one.
+
+    Raises:
+        BatchError: on every rank, when not all of them have as many batches, and they should.
+    """
+    batches, device = iter(data), tree.device_of(state.params)
+    share: Share | None = None
+    error: Exception | None = None
+    while True:
+        following = None
+        try:
+            following = None if error else _next_share(sums, step, batches, device)
+        except Exception as raised:
+            error = raised
+        having, failing = count(ranks, [following is not None, error is not None], device)
+        if failing or not having:
+            return error
+        if ranks.whole_batches and having < ranks.size:
+            raise BatchError(f"evaluate: {having} of {ranks.size} ranks have one more batch: {DIFFERENT_BATCHES}")
+        # A rank has had a batch before it has none.
+        share = following or cast(Share, share)._replace(counts=False)
+        try:
+            sums.add(step.of_rank(state, share))
+        except Exception as raised:
+            error = raised
+
+
+def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[PyTree], on_oom: str) -> None:
+    """Add what this rank evaluates of all batches; it does not wait for other ranks."""
+    device, pieces, batches = tree.device_of(state.params), 1, iter(data)
+    while (share := _next_share(sums, step, batches, device)) is not None:
+        means = list[dict[str, Mean]]()
         while not means:
             try:
                 means = [step.of_rank(state, share._replace(batch=p)) for p in split_batch(share.batch, pieces)]
@@ -191,8 +257,6 @@ def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[
                 pieces *= 2
         for each in means:
             sums.add(each)
-    if not sums.totals:
-        raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
 
 
 def _too_large(step: EvalStep, state: TrainState, batch: PyTree) -> DeviceError:

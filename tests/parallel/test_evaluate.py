@@ -1,10 +1,14 @@
 """Evaluation on ranks: each computes on its examples, and all have the result of one rank."""
 
+import weakref
+
 import pytest
 import torch
+from torch import nn
 
 import ftrain as ft
 from ftrain.errors import BatchError, DataError, RankError
+from ftrain.parallel.not_gathered import NotGathered
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -38,6 +42,47 @@ def test_an_evaluation_on_ranks_equals_one_rank(size, level):
     for results in evaluated(size, level):
         for found, expected in zip(results, reference, strict=True):
             assert found == pytest.approx(expected, rel=1e-12)
+
+
+class WatchedBlock(nn.Module):
+    """A block that notes its weight in a list."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.linear, self._weights = nn.Linear(4, 4), weights
+
+    def forward(self, x):
+        self._weights.append(weakref.ref(self.linear.weight))
+        return self.linear(x).tanh()
+
+
+def test_level_3_has_the_parameters_of_a_block_only_while_it_runs():
+    def rank(_):
+        weights, alive = [], []
+
+        def criterion(model, x):
+            assert isinstance(model[1].linear.weight, NotGathered)
+            outputs = model(x)
+            alive.append(sum(weight() is not None for weight in weights))
+            return outputs.square().mean()
+
+        loss = ft.from_module(nn.Sequential(*(WatchedBlock(weights) for _ in range(3))), criterion)
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), 3))
+        eval_step, state = ft.eval_step(step.loss), step.init()
+        eval_step(state, torch.ones(6, 4))
+        ft.evaluate(eval_step, state, [torch.ones(6, 4)] * 2)
+        return len(weights), alive
+
+    assert run(2, rank) == [(9, [0, 0, 0])] * 2
+
+
+def test_ranks_with_other_numbers_of_batches_are_told_so_at_level_3():
+    def rank(number):
+        step = sharded_step(3)
+        with pytest.raises(BatchError, match="evaluate: 1 of 2 ranks have one more batch: the ranks have different"):
+            ft.evaluate(ft.eval_step(step.loss), step.init(), models.batches(2 + number))
+
+    run(2, rank)
 
 
 def test_an_evaluation_in_a_narrow_dtype_on_ranks():
@@ -138,6 +183,34 @@ def test_what_fails_on_one_rank_fails_on_all():
         "no more",
         text,
     ]
+
+
+@pytest.mark.parametrize("place", ["inner", "blocks.0.norm", "blocks.1.out", "head"])
+def test_a_loss_that_fails_on_one_rank_fails_on_all(place):
+    """Before the blocks of level 3, within one of them, and after the last one."""
+
+    def rank(number):
+        step = sharded_step(3)
+        eval_step, state = ft.eval_step(step.loss), step.init()
+        part = step.loss.module.get_submodule(place)
+        forward, calls = part.forward, []
+
+        def failing(x):
+            calls.append(x)
+            if number == 1 and len(calls) == 2:
+                raise ArithmeticError("on purpose")
+            return forward(x)
+
+        part.forward = failing
+        with pytest.raises((ArithmeticError, RankError)) as caught:
+            ft.evaluate(eval_step, state, models.batches(3))
+        del part.forward
+        again = ft.evaluate(eval_step, state, models.batches(1))
+        return type(caught.value), len(calls), again["loss"]
+
+    reference, *others = run(3, rank)
+    assert others[0] == (ArithmeticError, *reference[1:])
+    assert others[1] == reference == (RankError, 2, pytest.approx(reference[2]))
 
 
 def test_ranks_with_data_of_their_own_are_told_so():
