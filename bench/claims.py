@@ -259,8 +259,8 @@ ON_RANKS = (
         "It was 1.06 while the block before was gathered from the start of a block's backward pass, and by gloo's "
         "all-gather, which takes up to three times the memory of its result. At the peak, in the first products of the "
         "backward pass, a rank now holds what FSDP2 holds there, without the block that FSDP2 has gathered ahead. "
-        "On 4 ranks it is 0.95 (3 of 5 runs) or 1.02: the rank that holds most has 2.4 MB more in all steps of a "
-        "run, or in none; why is not known.",
+        "On 4 ranks it is 0.95 (3 of 5 runs) or 1.02: the rank that holds most has 2.4 MB more, by the median "
+        "of its steps, in some runs; why is not known.",
     ),
     Claim("one rank: level 0 / no mesh", "", 1.02, 1.00, _on_ranks(0, [c11.NO_MESH])),
 )
