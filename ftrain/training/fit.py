@@ -119,7 +119,7 @@ def fit(
         DeviceError: when steps are split and not even one example fits, with the `anatomy` of the step; or when a
             state was overwritten, and there is no checkpoint.
         DataError: when there is no batch, or the data ends before `steps` is reached.
-        BatchError: on every rank, when ranks that take their rows of one batch have batches of other shapes; one step
+        BatchError: on every rank, when ranks that take their rows of one batch have other batches; one step
             later, so that a state that was saved after that step may be of them.
         NonFiniteError: when `skip_nonfinite` has reached its limit, or for ``on_nonfinite="raise"``; nothing is saved.
         CheckpointError: when a checkpoint cannot be read or written, or is not as `resume` requires.
@@ -157,7 +157,7 @@ def fit(
             interruptible(signals, is_compiling if ranks == 1 else lambda frame: False) as received,
         ):
             whole_batches = isinstance(step, Step) and step.loss.ranks is not None and step.loss.ranks.whole_batches
-            votes = StepVotes(agreement, received, compares_batches=whole_batches)
+            votes = StepVotes(agreement, received, compares_batches=whole_batches, log_every=log_every)
             donating = step.donating if isinstance(step, Step) and donate else step
             run = Run(
                 donating,
@@ -199,7 +199,7 @@ def _train(run: Run, votes: StepVotes) -> None:
         steps = run.steps()
         for record in () if run.stopped else steps:
             run.after_step(record, steps)
-            if votes.after_step(record.batch) or run.stopped:
+            if votes.after_step(record.batch, record.step) or run.stopped:
                 break
         votes.at_end()
         run.finish()

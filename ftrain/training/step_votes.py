@@ -1,33 +1,45 @@
-"""What ranks tell each other after every step, without waiting: signals, and the shapes of their batches."""
+"""What ranks tell each other after every step, without waiting: signals, and what their batches are."""
 
 from __future__ import annotations
 
 import signal
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 from ftrain import tree
 from ftrain.errors import BatchError
 from ftrain.parallel.agreement import Agreement
+from ftrain.parallel.same_inputs import digest
 from ftrain.step.across_ranks import DIFFERENT_BATCHES
 from ftrain.types import PyTree
 
+SAMPLED = 256
+"""About how many elements of each tensor of a batch are compared, spread over all of it."""
+
 
 class StepVotes:
-    """The signal after which all ranks end the run, at the same step; and a check that they have batches of one shape.
+    """The signal after which all ranks end the run, at the same step; and a check that they have the same batches.
 
     All ranks learn of a step after the next one, so that they rarely wait for each other.
 
     Args:
         agreement: of the ranks.
         received: returns the signal that this rank has received, or None.
-        compares_batches: whether all ranks must have the same batches, of which the shapes are compared.
+        compares_batches: whether all ranks must have the same batches: the shapes of each are compared.
+        log_every: after how many steps some elements of the batch are compared, too, for which this waits for the
+            device.
     """
 
     def __init__(
-        self, agreement: Agreement, received: Callable[[], signal.Signals | None], *, compares_batches: bool
+        self,
+        agreement: Agreement,
+        received: Callable[[], signal.Signals | None],
+        *,
+        compares_batches: bool,
+        log_every: int,
     ) -> None:
-        self._agreement, self._received = agreement, received
+        self._agreement, self._received, self._log_every = agreement, received, log_every
         self._compares = compares_batches and not agreement.is_alone
         self._agreed = 0
         self._numbers: dict[tuple[tuple[int, ...], ...], int] = {}
@@ -39,18 +51,23 @@ class StepVotes:
         number = (self._received() or 0) if self._agreement.is_alone else self._agreed
         return signal.Signals(number) if number else None
 
-    def after_step(self, batch: PyTree) -> bool:
+    def after_step(self, batch: PyTree, step: int) -> bool:
         """Tell the other ranks, and return whether the run ends here: of several ranks one step after the signal.
 
+        Args:
+            batch: of this step.
+            step: its number.
+
         Raises:
-            BatchError: on every rank, when their batches of the step before this one had other shapes.
+            BatchError: on every rank, when their batches of the step before this one were others.
         """
         if self._agreement.is_alone:
             return self._received() is not None
         if not self._agreed:
-            number = self._number_of(batch) if self._compares else 0
-            self._note(self._agreement.vote(self._received() or 0, number, -number))
-            self._number = number
+            shapes = self._number_of(batch) if self._compares else 0
+            values = digest(tree.map(_sample, batch)) if self._compares and step % self._log_every == 0 else 0
+            self._note(self._agreement.vote(self._received() or 0, shapes, -shapes, values, -values))
+            self._number = shapes
         return self._agreed != 0
 
     def at_end(self) -> None:
@@ -67,12 +84,13 @@ class StepVotes:
         """Note the largest numbers of all ranks, if there are any."""
         if not largest:
             return
-        number, batch, minus_smallest = largest
+        number, shapes, minus_shapes, values, minus_values = largest
         self._agreed = max(self._agreed, number)
-        if batch != -minus_smallest:
+        if shapes != -minus_shapes or values != -minus_values:
+            what = "values" if shapes == -minus_shapes else "shapes"
             raise BatchError(
                 f"fit: {DIFFERENT_BATCHES}, or pass sharded(batches='rows'). The batch of this rank was "
-                f"{self._texts[self._number]}; that of another one has other shapes"
+                f"{self._texts[self._number]}; that of another one has other {what}"
             )
 
     def _number_of(self, batch: PyTree) -> int:
@@ -82,3 +100,11 @@ class StepVotes:
             self._numbers[shapes] = number = zlib.crc32(repr(shapes).encode())
             self._texts[number] = ", ".join(f"{name} {text}" for name, text in tree.signature(batch).items())
         return self._numbers[shapes]
+
+
+def _sample(leaf: Any) -> Any:
+    """Return some elements of a tensor, and another leaf as it is."""
+    if not tree.is_tensor(leaf):
+        return leaf
+    flat = leaf.detach().reshape(-1)
+    return flat[:: max(flat.shape[0] // SAMPLED, 1)]

@@ -183,6 +183,21 @@ def test_a_later_batch_of_another_shape_on_one_rank_is_an_error_on_every_rank_on
         assert step == min(odd + 1, 6)
 
 
+def test_later_batches_of_other_values_are_an_error_on_every_rank():
+    """As where each rank shuffles for itself, from the second pass on."""
+
+    def rank(number):
+        first = list(models.batches(3))
+        data = [*first, *(first[::-1] if number == 2 else first)]
+        step = models.step_of(ft.sharded(ft.parallel.mesh(), 1))
+        with pytest.raises(BatchError, match=r"fit: the ranks have different batches; .* has other values") as caught:
+            ft.fit(step, step.init(), data, log_every=2, progress=False)
+        return int(caught.value.result.state.step)
+
+    # The first batch that differs is the 4th.
+    assert run(3, rank) == [5] * 3
+
+
 def samples():
     """Return the examples of a few batches, one by one."""
     return [{name: tensor[row] for name, tensor in batch.items()} for batch in models.batches(4) for row in range(12)]
