@@ -48,6 +48,7 @@ def script() -> None:
     ft.fit(step, state, data, resume="yes")  # E: arg-type
     ft.fit(step, state, data, on_oom="retry")  # E: arg-type
     ft.Checkpoints("runs", every=1, mode="least")  # E: arg-type
+    ft.evaluate(ft.eval_step(loss), state, data, dtype="bf17", on_oom="raise")  # E: arg-type
     ft.evaluate(ft.eval_step(loss), state, data, on_oom="retry")  # E: arg-type
     step.init(seed="0")  # E: arg-type
     _ = step.lowered  # E: attr-defined

@@ -203,8 +203,8 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
     """
     if isinstance(data, Iterator) or not isinstance(data, Iterable):
         raise DataError(
-            f"data is {type(data).__name__}; needs batches that can be iterated several times, such as those of "
-            "ft.data.loader"
+            f"hints, ladder: data is {type(data).__name__}; needs batches that can be iterated several times, such as "
+            "those of ft.data.loader"
         )
     position = sources.position(data)
 

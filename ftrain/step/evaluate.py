@@ -121,7 +121,7 @@ def evaluate(
     state: TrainState,
     data: Iterable[PyTree],
     *,
-    dtype: str | torch.dtype | None = None,
+    dtype: Literal["auto", "bf16", "bfloat16", "fp16", "float16"] | torch.dtype | None = None,
     on_oom: Literal["raise", "split"] = "raise",
 ) -> dict[str, float]:
     """Return the mean of the loss and of every metric over all of `data`.

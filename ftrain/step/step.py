@@ -15,6 +15,7 @@ from torch import Tensor
 from ftrain import _torch, backends, random, tree
 from ftrain._torch import dtensor
 from ftrain.errors import ComposeError, OptionError, StructureError
+from ftrain.optim.schedules.call import require_numbers
 from ftrain.step.across_ranks import order
 from ftrain.step.eager import Eager
 from ftrain.step.initial_state import initial_parts
@@ -232,6 +233,7 @@ class Step:
             CheckpointError: when a file cannot be read.
             DeviceError: when the device is not there or cannot do what a wrapper needs.
         """
+        require_numbers(self.optimizer.schedules)
         place = None if device is None else backends.resolve(device)
         params, frozen, buffers = initial_parts(self, params, buffers, seed, place, donate)
         require_params(params)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, ParamSpec, TypeAlias
 
+from ftrain.errors import OptionError
 from ftrain.types import Schedule
 
 P = ParamSpec("P")
@@ -82,6 +83,23 @@ class Call:
             elif value != parameter.default:
                 parts.append(f"{name}={_text(value)}")
         return f"{self.function.__name__}({', '.join(parts)})"
+
+
+def require_numbers(schedules: Mapping[str, Schedule]) -> None:
+    """Check that schedules return numbers, at step 0.
+
+    Raises:
+        OptionError: when one does not.
+    """
+    for name, each in schedules.items():
+        value: Any = each(0)
+        try:
+            float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise OptionError(
+                f"Step.init: the schedule of {name}, {describe(each)}, has returned a {type(value).__name__} at step "
+                "0; needs a number"
+            ) from error
 
 
 def describe(value: float | Schedule) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import ftrain as ft
 from ftrain.errors import OptionError
 from ftrain.optim import schedules
 from ftrain.optim.schedules import as_schedule, chain, describe
@@ -183,3 +184,13 @@ class TestErrors:
     def test_scale(self, bad: object) -> None:
         with pytest.raises(OptionError, match=r"^scale: factor is .*; it must be a finite number\.$"):
             schedules.scale(1.0, bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("value", "kind"), [(None, "NoneType"), (torch.ones(2), "Tensor")])
+def test_a_schedule_that_returns_no_number_is_named_by_init(value, kind):
+    def halved(step):
+        return value
+
+    step = ft.train_step(lambda params, batch: params["w"].sum(), ft.optim.sgd(halved))
+    with pytest.raises(OptionError, match=f"schedule of lr, halved, has returned a {kind} at step 0; needs a number"):
+        step.init({"w": torch.ones(2)})
