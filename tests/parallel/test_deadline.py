@@ -60,6 +60,7 @@ def training(tell, rank, name):
             fault()
         return models.loss(model, batch)
 
+    ft.parallel.mesh()  # To start the processes may take longer than the deadline.
     step = models.step_of(ft.sharded(ft.parallel.mesh(timeout=SECONDS)), criterion=loss)
     state = step.init(seed=5)
     for number, batch in enumerate(models.batches(AT), 1):

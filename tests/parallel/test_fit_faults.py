@@ -92,6 +92,7 @@ In ``{}`` are the numbers of the rank at fault and of the other one.
 def fitting(tell, rank, directory, name, faulty):
     """Train and save, with a fault on one rank; tell how it ended."""
     deadline.BEAT, deadline.PATIENCE = 0.1, 0.5
+    ft.parallel.mesh()  # To start the processes may take longer than the deadline.
     step = models.step_of(ft.sharded(ft.parallel.mesh(timeout=SECONDS), 3))
     options = {"data": Data(), **FAULTS[name][0](step, rank == faulty)}
     if name == "log":
