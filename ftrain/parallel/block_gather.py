@@ -119,10 +119,13 @@ class BlockGather:
     def take_part(self) -> None:
         """Gather the blocks that have not run, as the other ranks do, when the forward pass has failed on this one.
 
-        The others run them in the order in which the module has them; where they do not, they wait in vain.
+        The others run them in the order in which the module has them; where they do not, or where this rank has failed
+        before the first block of ``gather="amp"``, they wait in vain.
         """
         current = cast(_Pass, self._pass)
         left = current.left()
+        if self._as_autocast and len(left) == len(self._block_names):
+            return  # The first block would have told in which dtype the others gather.
         for index, names in enumerate(left):
             if index:
                 current.ahead.start(names)
