@@ -58,7 +58,7 @@ class BatchDataset(Dataset[FetchedBatch]):
             return self._fetch_rows(self._rows, request)
         if self._draws is False and not self._collate_draws:
             return self._fetch(request, *self._read(request, request.indices, seeded=False))
-        with rng_streams.PreservedState() as preserved:
+        with rng_streams.PreservedState(detect=self._draws is None) as preserved:
             return self._fetch(request, *self._read_seeding_if_needed(request, preserved))
 
     def _fetch_rows(self, rows: Callable[[list[int]], PyTree], request: BatchRequest) -> FetchedBatch:
@@ -87,7 +87,6 @@ class BatchDataset(Dataset[FetchedBatch]):
 
     def _read_seeding_if_needed(self, request: BatchRequest, preserved: rng_streams.PreservedState) -> _Samples:
         if self._draws is None:
-            preserved.detect()
             samples = self._read(request, request.indices, seeded=False)
             if not preserved.has_drawn():
                 return samples

@@ -11,7 +11,7 @@ import torch
 from numpy.random import mtrand
 from torch import Tensor
 
-from ftrain import random, tree
+from ftrain import random
 
 ORDER, WINDOW, SAMPLE, COLLATION = range(4)
 """Purposes of the keys of an epoch. Keys of different purposes give independent numbers."""
@@ -53,16 +53,26 @@ class PreservedState:
 
     Except for the second of the two normal numbers that ``np.random.randn`` computes at once and keeps for its next
     call.
+
+    Args:
+        detect: be able to tell whether code draws.
     """
 
-    __slots__ = ("_numpy", "_python", "_resets", "_torch", "_torch_number")
+    __slots__ = ("_detect", "_numpy", "_python", "_resets", "_torch", "_torch_numbers")
+
+    def __init__(self, *, detect: bool = False) -> None:
+        self._detect = detect
 
     def __enter__(self) -> PreservedState:
         self._torch = torch.default_generator.get_state()
         self._python = _PythonState.now()
         # Replaced instead of copied, which takes a hundred times as long.
         self._numpy = mtrand.get_bit_generator()
-        mtrand.set_bit_generator(_SEEDED)
+        if self._detect:
+            self._resets, self._torch_numbers = _SPARE.resets, _TorchNumbers.last
+            mtrand.set_bit_generator(_SPARE.generator)
+        else:
+            mtrand.set_bit_generator(_SEEDED)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -70,13 +80,8 @@ class PreservedState:
         self._python.restore()
         mtrand.set_bit_generator(self._numpy)
 
-    def detect(self) -> None:
-        """Begin to look whether code draws; nothing in this context may have drawn yet."""
-        self._resets, self._torch_number = _SPARE.resets, _TorchNumber.last
-        mtrand.set_bit_generator(_SPARE.generator)
-
     def has_drawn(self) -> bool:
-        """Return whether a global generator has been drawn from, or set, since `detect`; can be called once.
+        """Return whether a global generator has been drawn from, or set, in this context; can be called once.
 
         Code that draws and then sets the state that it found, or one of an earlier batch, is not detected.
         """
@@ -85,32 +90,35 @@ class PreservedState:
             _SPARE.has_drawn()
             or _SPARE.resets != self._resets
             or self._python.has_drawn()
-            or _TorchNumber.differs(self._torch_number, self._torch)
+            or _TorchNumbers.differ(self._torch_numbers, self._torch)
         )
 
 
-class _TorchNumber:
-    """The number that torch's global generator draws next, which takes a third of the time of comparing states.
+class _TorchNumbers:
+    """The numbers that torch's global generator draws next, which takes a third of the time of comparing states.
 
-    A complex one: of two normal numbers, the first may be one that the generator has left over, the second is not.
+    Two normal numbers: the first may be one that the generator has left over, the second is not.
     """
 
-    last: complex | None = None
-    _number = torch.empty((), dtype=torch.complex128, device=tree.HOST)
+    last: bytes | None = None
+    _memory = np.empty(2)
+    _numbers = torch.from_numpy(_memory)
     _generator = torch.Generator()
 
     @classmethod
-    def differs(cls, earlier: complex | None, state: Tensor) -> bool:
-        """Draw it, and return whether it is neither that of an earlier batch nor what is drawn next in a state.
+    def differ(cls, earlier: bytes | None, state: Tensor) -> bool:
+        """Draw them, and return whether they are neither those of an earlier batch nor what is drawn next in a state.
 
-        The latter is then the `last` one. Two states have the same number by chance once in 2**100 times.
+        The latter are then the `last` ones. Two states have the same numbers by chance once in 2**100 times.
         """
-        number = complex(cls._number.normal_())
-        if number == earlier:
+        cls._numbers.normal_()
+        numbers = cls._memory.tobytes()
+        if numbers == earlier:
             return False
         cls._generator.set_state(state)
-        cls.last = complex(cls._number.normal_(generator=cls._generator))
-        return number != cls.last
+        cls._numbers.normal_(generator=cls._generator)
+        cls.last = cls._memory.tobytes()
+        return numbers != cls.last
 
 
 class _PythonState:

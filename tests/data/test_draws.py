@@ -186,8 +186,7 @@ def test_pythons_numbers_go_on_at_each_place_of_its_generator():
     random.seed(1)
     found = []
     for _ in range(1400):
-        with rng_streams.PreservedState() as preserved:
-            preserved.detect()
+        with rng_streams.PreservedState(detect=True) as preserved:
             assert not preserved.has_drawn()
         found.append(random.getrandbits(32))
     assert found == expected
