@@ -48,6 +48,13 @@ def script() -> None:
     ft.fit(step, state, data, resume="yes")  # E: arg-type
     ft.fit(step, state, data, on_oom="retry")  # E: arg-type
     ft.Checkpoints("runs", every=1, mode="least")  # E: arg-type
+    ft.optim.adamw(1e-3, state_dtype="bf17")  # E: arg-type
+    ft.optim.muon(0.02, adjust_lr_fn="adamw")  # E: arg-type
+    ft.schedules.piecewise({0: 1.0}, between="line")  # E: arg-type
+    ft.schedules.one_cycle(1.0, 10, shape="line")  # E: arg-type
+    ft.schedules.warmup_stable_decay(1.0, 2, 8, 4, decay_shape="sqrt")  # E: arg-type
+    ft.schedules.reduce_on_plateau(mode="least")  # E: arg-type
+    ft.averaged(state, "mean")  # E: arg-type
     ft.evaluate(ft.eval_step(loss), state, data, dtype="bf17", on_oom="raise")  # E: arg-type
     ft.evaluate(ft.eval_step(loss), state, data, on_oom="retry")  # E: arg-type
     step.init(seed="0")  # E: arg-type

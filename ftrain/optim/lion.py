@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def lion(
     b1: float = 0.9,
     b2: float = 0.99,
     weight_decay: float = 0.0,
-    state_dtype: str | None = None,
+    state_dtype: Literal["bf16", "fp32"] | None = None,
     stochastic_rounding: bool | None = None,
     decay_mask: Mask = matrices,
 ) -> Optimizer:

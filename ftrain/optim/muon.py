@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def muon(
     ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
     ns_steps: int = 5,
     eps: float = 1e-7,
-    adjust_lr_fn: str = "original",
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
     decay_mask: Mask = everything,
 ) -> Optimizer:
     r"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), as `torch.optim.Muon`.

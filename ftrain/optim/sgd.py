@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     maximize: bool = False,
-    state_dtype: str | None = None,
+    state_dtype: Literal["bf16", "fp32"] | None = None,
     stochastic_rounding: bool | None = None,
     decay_mask: Mask = everything,
 ) -> Optimizer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -211,7 +211,7 @@ class Storage:
 
 
 def low_precision(
-    function: str, state_dtype: str | None, stochastic_rounding: bool | None, moments: Sequence[str]
+    function: str, state_dtype: Literal["bf16", "fp32"] | None, stochastic_rounding: bool | None, moments: Sequence[str]
 ) -> Storage | None:
     """Return how moments of a dtype are stored; None for those of the parameters, rounded to the nearest.
 

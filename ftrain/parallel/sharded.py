@@ -51,7 +51,7 @@ LEVELS = range(4)
 def sharded(
     mesh: DeviceMesh,
     level: int = 3,
-    reduce: str | Compression = "fp32",
+    reduce: Literal["fp32", "bf16", "fp16"] | Compression = "fp32",
     batches: Literal["whole", "rows"] = "whole",
     gather: Literal["own", "amp"] = "own",
 ) -> Wrapper:

@@ -1,10 +1,11 @@
-"""Notes on the error of a loss that its batch may have caused: NumPy arrays, or floats of another dtype."""
+"""Notes on the error of a loss that its batch may have caused: NumPy arrays, bytes, or floats of another dtype."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ftrain import tree
@@ -28,10 +29,18 @@ def explain(error: Exception, name: str, params: PyTree, batch: PyTree) -> None:
             f"{name}: {_listed(arrays)} in NumPy arrays, which torch does not compute with: convert them with "
             "torch.from_numpy, or take the batches from ft.data.loader or a DataLoader, which do so",
         )
+    # Each operation has words of its own for it: "the same dtype", "Input type and bias type", "for 'Byte'".
+    is_of_dtypes = isinstance(error, RuntimeError) and any(word in str(error) for word in ("type", "Byte"))
+    pixels = [path for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.dtype == torch.uint8]
+    if pixels and is_of_dtypes:
+        _note(
+            error,
+            f"{name}: {_listed(pixels)} uint8, of which torch computes little: convert inputs of the model to floats, "
+            "as x.float() / 255 does for pixels, and class indices with y.long()",
+        )
     dtypes = {leaf.dtype for leaf in tree.leaves(params) if _is_float(leaf)}
     others = {path: leaf for path, leaf in named.items() if _is_float(leaf) and leaf.dtype not in dtypes}
-    # Each operation has words of its own for it: "the same dtype", "expected scalar type", "Input type and bias type".
-    if others and dtypes and isinstance(error, RuntimeError) and "type" in str(error):
+    if others and dtypes and is_of_dtypes:
         listed = ", ".join(f"{path} is {tree.describe(leaf)}" for path, leaf in others.items())
         needed = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         _note(error, f"{name}: {listed}, and the parameters are {needed}: convert the batch, as x.float() does")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ftrain.errors import OptionError
+from ftrain.errors import ComposeError, OptionError
 from ftrain.step.loss_forms import report
 from ftrain.types import Mean, Metrics
 
@@ -35,8 +35,15 @@ def read_steps(steps: Sequence[StepMetrics]) -> list[dict[str, Any]]:
     """Return one record for each step; waits for the device.
 
     Raises:
+        ComposeError: when the metrics of a step are no dict.
         LossError: when a metric is called ``step`` or ``seconds``.
     """
+    for step, _, metrics in steps:
+        if not isinstance(metrics, Mapping):
+            raise ComposeError(
+                f"fit: the step returned {type(metrics).__name__} as the metrics of step {step}; needs a dict of "
+                'values by name, such as (state, {"loss": loss})'
+            )
     records = []
     for (step, seconds, _), metrics in zip(steps, read_metrics([each.metrics for each in steps]), strict=True):
         when = {"step": step, "seconds": round(seconds, 4)}

@@ -32,7 +32,8 @@ def replay(
             not consumed.
         data: the data that `fit` had; it reports its position, or gives the same batches again.
         checkpoints: of the run.
-        at: the number of the step, as in the history; the state returned has made one step less.
+        at: the number of the step, as in the history; the state returned has made one step less. Steps that the run did
+            not come to are made as it would have made them.
 
     Raises:
         OptionError: for a number that is not positive.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ftrain import tree
 from ftrain.errors import StructureError
 from ftrain.step.state_argument import require_state
@@ -10,7 +12,7 @@ from ftrain.types import TrainState, replace
 KINDS = "ema", "swa"
 
 
-def averaged(state: TrainState, kind: str | None = None) -> TrainState:
+def averaged(state: TrainState, kind: Literal["ema", "swa"] | None = None) -> TrainState:
     """Return the state with the averaged parameters in place of the trained ones, to evaluate or save.
 
     Args:
@@ -28,6 +30,6 @@ def averaged(state: TrainState, kind: str | None = None) -> TrainState:
         raise StructureError(f"averaged: the state holds no averages; compose the step with {needed}")
     if kind is None and len(kinds) > 1:
         raise StructureError("averaged: the state holds two averages; say which: averaged(state, 'ema')")
-    kind = kind or kinds[0]
-    averages = state.slots[kind]["params"] if kind == "swa" else state.slots[kind]
+    name = kind or kinds[0]
+    averages = state.slots[name]["params"] if name == "swa" else state.slots[name]
     return replace(state, params=tree.map(lambda average, leaf: average.to(leaf.dtype), averages, state.params))

@@ -141,6 +141,15 @@ def test_a_step_that_returns_no_pair():
         CALLS["iterate"](lambda state, batch: state, make().init(params()))
 
 
+@pytest.mark.parametrize("metrics", [3.0, torch.ones(()), [torch.ones(())]])
+def test_a_step_that_returns_no_dict_of_metrics(metrics):
+    kind = type(metrics).__name__
+    with failing(
+        ComposeError, f"fit: the step returned {kind} as the metrics of step 1; needs a dict of values by name"
+    ):
+        CALLS["fit"](lambda state, batch: (state, metrics), make().init(params()))
+
+
 def test_an_eval_step_of_a_step():
     with failing(LossError, "eval_step: the loss is a Step; pass its loss: eval_step(step.loss)"):
         ft.eval_step(make())

@@ -1091,8 +1091,9 @@ def _calls(wrappers, batch):
     [
         ({"x": torch.zeros(2, 3).numpy()}, r"batch\.x is in NumPy arrays, .*torch\.from_numpy, .*ft\.data\.loader"),
         ({"x": torch.zeros(2, 3).double()}, r"batch\.x is float64\[2, 3\], and the parameters are float32: convert"),
+        ({"x": torch.zeros(2, 3).byte()}, r"batch\.x is uint8, .*x\.float\(\) / 255"),
     ],
-    ids=["numpy", "float64"],
+    ids=["numpy", "float64", "uint8"],
 )
 def test_a_batch_that_does_not_fit_the_parameters_is_named_by_a_note(call, batch, note):
     with pytest.raises((TypeError, RuntimeError)) as raised:
@@ -1100,6 +1101,14 @@ def test_a_batch_that_does_not_fit_the_parameters_is_named_by_a_note(call, batch
     (found,) = raised.value.__notes__
     assert re.search(note, found)
     assert found in "".join(traceback.format_exception(raised.value))
+
+
+def test_uint8_is_named_where_an_operation_has_no_bytes():
+    loss = ft.from_module(nn.BatchNorm1d(3), lambda model, batch: model(batch["x"]).square().mean())
+    step = make(loss=loss)
+    with pytest.raises(NotImplementedError) as raised:
+        step(step.init(), {"x": torch.zeros(2, 3).byte()})
+    assert any("batch.x is uint8" in note for note in raised.value.__notes__)
 
 
 def test_a_float64_batch_is_named_where_the_step_is_compiled_and_cut():

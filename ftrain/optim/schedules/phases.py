@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from ftrain.errors import OptionError
 from ftrain.optim.schedules.call import describe, schedule
@@ -40,7 +41,7 @@ def _points(function: str, argument: str, value: Mapping[int, float]) -> dict[in
 
 
 @schedule(points=_points, between=one_of(("constant", *_BETWEEN)))
-def piecewise(points: Mapping[int, float], between: str = "constant") -> Schedule:
+def piecewise(points: Mapping[int, float], between: Literal["constant", "linear", "cosine"] = "constant") -> Schedule:
     """The values of `points` at their steps; between two of them the earlier value, a line or half a cosine.
 
     Constant pieces are torch's ``MultiStepLR`` with the values written out; lines and cosines are optax's
@@ -84,7 +85,7 @@ def one_cycle(
     rise: float = 0.3,
     start: float | None = None,
     end: float | None = None,
-    shape: str = "cosine",
+    shape: Literal["linear", "cosine"] = "cosine",
     three_phase: bool = False,
 ) -> Schedule:
     """From `start` to `peak` in a share `rise` of the steps, then to `end`: torch's ``OneCycleLR``.
@@ -152,8 +153,8 @@ def warmup_stable_decay(
     end: float = 0.0,
     *,
     start: float = 0.0,
-    warmup_shape: str = "linear",
-    decay_shape: str = "cosine",
+    warmup_shape: Literal["linear", "cosine", "1-sqrt"] = "linear",
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "cosine",
 ) -> Schedule:
     """From `start` to `peak` in `warmup` steps, constant, and to `end` in the last `decay` of `total` steps.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ftrain.errors import OptionError
 from ftrain.optim.schedules.checks import count, number, one_of, positive
@@ -58,9 +59,9 @@ def reduce_on_plateau(
     *,
     factor: float = 0.1,
     patience: int = 10,
-    mode: str = "min",
+    mode: Literal["min", "max"] = "min",
     threshold: float = 1e-4,
-    threshold_mode: str = "rel",
+    threshold_mode: Literal["rel", "abs"] = "rel",
     cooldown: int = 0,
     end: float = 0.0,
     eps: float = 1e-8,
