@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from ftrain import errors
-from ftrain._torch.store import rank_and_size, sign_of_life, store
+from ftrain._torch.store import rank_and_size, store
+from ftrain.checkpoint import signs_of_life
 from ftrain.errors import FtrainError, RankError
 
 T = TypeVar("T")
@@ -21,8 +22,6 @@ Json: TypeAlias = Any
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.001, 0.1
 """Seconds between two looks for messages: at first, and at last."""
-SILENCE = 20.0
-"""Seconds without a sign of life after which a rank counts as dead, where ranks give one every second."""
 
 
 class Ranks:
@@ -100,23 +99,7 @@ class Ranks:
         """Return the messages of all ranks."""
         keys = [f"{self._keys}/{self._count}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], json.dumps(message))
-        waited, pause = 0.0, SHORTEST_WAIT
-        heard, heard_at, is_silent = self._signs_of_life(keys), 0.0, False
-        while not self._store.check(keys):
-            if waited - heard_at > SILENCE:
-                earlier, heard, heard_at = heard, self._signs_of_life(keys), waited
-                is_silent = any(text == earlier.get(rank) or _failure(text) for rank, text in heard.items())
-            if is_silent or waited > self._seconds or self._abandoned.is_set():
-                self._has_failed = True
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                failed = {rank: _failure(text) for rank, text in self._signs_of_life(keys).items() if _failure(text)}
-                why = "; ".join(f"rank {rank} failed: {text}" for rank, text in failed.items())
-                raise RankError(
-                    f"{self._name}: rank {', '.join(map(str, missing))} did not come within {waited:.0f} seconds; "
-                    + (why or "it died, hangs, or runs another program")
-                )
-            self._abandoned.wait(pause)
-            waited, pause = waited + pause, min(2 * pause, LONGEST_WAIT)
+        self._wait_for_all(keys)
         messages = [json.loads(text) for text in self._store.multi_get(keys)]
         if self._count:
             # All have come here, so all have read the messages before.
@@ -124,15 +107,28 @@ class Ranks:
         self._count += 1
         return messages
 
-    def _signs_of_life(self, keys: list[str]) -> dict[int, bytes]:
-        """Return what ranks whose messages are missing have written last to say that they live."""
-        lives = {rank: sign_of_life(rank) for rank, key in enumerate(keys) if not self._store.check([key])}
-        return {rank: self._store.get(life) for rank, life in lives.items() if self._store.check([life])}
+    def _wait_for_all(self, keys: list[str]) -> None:
+        """Wait until the messages of all ranks are there, by their keys."""
 
+        def absent() -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
-def _failure(sign_of_life: bytes) -> str:
-    failure: str = json.loads(sign_of_life)["failure"]
-    return failure
+        # A thread that writes waits while other ranks are in later steps.
+        in_order = threading.current_thread() is threading.main_thread()
+        signs = signs_of_life.SignsOfLife(self._store, self.rank, self.size)
+        waited, looked, pause, why = 0.0, 0.0, SHORTEST_WAIT, ""
+        while not self._store.check(keys):
+            is_late = waited > self._seconds or self._abandoned.is_set()
+            if is_late or waited - looked > signs_of_life.PATIENCE:
+                looked, why = waited, signs.why_absent(absent, waited, in_order=in_order)
+            if is_late or why:
+                self._has_failed = True
+                raise RankError(
+                    f"{self._name}: rank {', '.join(map(str, absent()))} did not come within {waited:.0f} seconds; "
+                    f"{why or 'it died, hangs, or runs another program'}. Every rank must call it"
+                )
+            self._abandoned.wait(pause)
+            waited, pause = waited + pause, min(2 * pause, LONGEST_WAIT)
 
 
 def _raise(error: BaseException) -> None:

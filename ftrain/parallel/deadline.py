@@ -41,6 +41,7 @@ class Watch:
         # A group that something refers to keeps its threads when it is destroyed.
         self._group = weakref.ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
         self._number, self._doing, self._place = 0, BETWEEN_STEPS, ""
+        self._steps_before: int | None = None
         self._failure, self._has_waited, self._has_ended, self._waits = "", False, False, False
         self._beats = 0
         self._ended = threading.Event()
@@ -59,10 +60,10 @@ class Watch:
         return dist.is_initialized() and self._group() is dist.group.WORLD
 
     def begin(self, step: Tensor) -> None:
-        """Note the number of the step that begins; reads it, and so waits for the device, at the first one only."""
-        if not self._number and not _torch.is_fake(step):
-            self._number = int(step)
-        self._number += 1
+        """Note the number of the step that begins. One that is made again, as without memory, has the same again."""
+        if not _torch.is_fake(step) and (count := int(step)) != self._steps_before:
+            # A later number also for the first step of another run.
+            self._number, self._steps_before = max(self._number, count) + 1, count
 
     def tell_place(self, place: str, *, waits: bool = False) -> None:
         """Note where in or after the step this rank is, such as ``"at block 3"``; "" when it has left.

@@ -6,9 +6,9 @@ import time
 import pytest
 
 import ftrain as ft
+from ftrain.checkpoint import Checkpoints, signs_of_life
 from ftrain.errors import RankError
 from ftrain.parallel import deadline
-from ftrain.step import all_ranks
 from tests.faults.forks import quiet_forks
 from tests.parallel import models
 from tests.parallel.processes import started
@@ -26,7 +26,7 @@ CALLS = {
 
 
 def quick():
-    deadline.BEAT, all_ranks.PATIENCE = 0.1, 0.5
+    deadline.BEAT, signs_of_life.PATIENCE = 0.1, 0.5
 
 
 def calling(tell, rank, name, goes_on):
@@ -59,6 +59,39 @@ def test_a_rank_whose_program_has_ended_is_not_waited_for():
     with started(2, calling, "to_module", False) as ranks:
         text = ranks[0].hear(SOON)
     assert text.startswith("to_module: rank 0 has called it, and the program of rank 1 has ended after step 1.")
+
+
+def saving(tell, rank, path, how):
+    quick()
+    step = models.step_of(ft.sharded(ft.parallel.mesh()))
+    state, _ = step(step.init(seed=5), next(models.batches(1)))
+    checkpoints = Checkpoints(f"{path}/run", every=1)
+
+    def save():
+        with checkpoints:
+            checkpoints.save(1, {"state": state})
+
+    calls = {
+        "save": lambda: ft.checkpoint.save(f"{path}/a", state),
+        "Checkpoints": save,
+        "Checkpoints.latest": lambda: checkpoints.latest({"state": state}),
+    }
+    if rank == 0:
+        with pytest.raises(RankError) as caught:
+            calls[how]()
+        tell(str(caught.value))
+    else:
+        step(state, next(models.batches(1)))
+
+
+@pytest.mark.parametrize("how", ["save", "Checkpoints", "Checkpoints.latest"])
+def test_a_rank_that_saves_or_loads_alone_is_told_where_the_others_are(tmp_path, how):
+    with started(2, saving, str(tmp_path), how) as ranks:
+        text = ranks[0].hear(SOON)
+    name = how.partition(".")[0]
+    assert re.match(
+        rf"{name}: rank 1 did not come within \d+ seconds; rank 1 is in step 2.*Every rank must call it", text
+    )
 
 
 def fitting(tell, rank):

@@ -103,3 +103,11 @@ def test_a_collective_that_fails_without_the_name_of_its_library_is_known():
 def test_the_deadline_must_be_a_positive_number(timeout):
     with pytest.raises(OptionError, match="mesh: timeout is"):
         ft.parallel.mesh(timeout=timeout)
+
+
+def test_a_step_that_is_made_again_has_the_same_number_and_another_run_goes_on_counting():
+    watch, numbers = deadline.Watch(), []
+    for steps_before in (0, 0, 1, 7, 0, 1):
+        watch.begin(torch.tensor(steps_before))
+        numbers.append(watch._number)
+    assert numbers == [1, 1, 2, 8, 9, 10]

@@ -1,0 +1,66 @@
+"""What ranks tell of themselves once a second (`ftrain.parallel.deadline`), read by one that waits for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ftrain._torch.store import sign_of_life
+
+PATIENCE = 3.0
+"""Seconds between two looks at what the others tell."""
+SILENCE = 20.0
+"""Seconds without a sign of life after which a rank counts as dead, and after which one that failed does not come."""
+
+
+class SignsOfLife:
+    """Whether the ranks for which this one waits can still come. Ranks that never made a mesh tell nothing.
+
+    Args:
+        table: the store of the process group.
+        rank: the number of this rank.
+        size: how many there are.
+    """
+
+    def __init__(self, table: Any, rank: int, size: int) -> None:
+        self._table, self._rank, self._size = table, rank, size
+        self._silence = min(SILENCE, table.timeout.total_seconds())
+        self._notes: dict[int, Any] = {}
+        self._heard_at: dict[int, float] = {}
+
+    def why_absent(self, absent: Callable[[], Sequence[int]], waited: float, *, in_order: bool) -> str:
+        """Return why one of the ranks that have not come will not; empty if all still may.
+
+        Args:
+            absent: returns those ranks.
+            waited: for how many seconds this rank has waited.
+            in_order: whether this rank waits in the thread that makes its steps, so that one that is further in its
+                own does not come.
+        """
+        # Before asking who is absent: what a rank tells after it came does not count.
+        earlier, self._notes = self._notes, {rank: self._told_by(rank) for rank in range(self._size)}
+        own = self._notes[self._rank]
+        for rank in absent():
+            note = self._notes[rank]
+            if own is None or note is None:
+                continue
+            is_new = earlier.get(rank) not in (None, note)
+            if is_new:
+                self._heard_at[rank] = waited
+            place = f"{note['doing']} step {note['number']}{note['place']}"
+            if note["has_ended"]:
+                return f"the program of rank {rank} has ended {place}"
+            # What was told since the last look is no older than this call.
+            if in_order and (note["number"] > own["number"] or (note["waits"] and is_new)):
+                return f"rank {rank} is {place}"
+            # It may have caught the error, and still come.
+            if note["failure"] and waited >= self._silence:
+                return f"rank {rank} failed {place}: {note['failure']}"
+            if waited - self._heard_at.get(rank, 0.0) > self._silence:
+                return f"rank {rank} died or hangs, and was {place} when it was last heard of"
+        return ""
+
+    def _told_by(self, rank: int) -> Any:
+        key = sign_of_life(rank)
+        return json.loads(self._table.get(key)) if self._table.check([key]) else None
