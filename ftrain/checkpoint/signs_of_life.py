@@ -40,10 +40,10 @@ class SignsOfLife:
         """
         # Before asking who is absent: what a rank tells after it came does not count.
         earlier, self._notes = self._notes, {rank: self._told_by(rank) for rank in range(self._size)}
-        own = self._notes[self._rank]
+        own_note = self._notes[self._rank]
         for rank in absent():
             note = self._notes[rank]
-            if own is None or note is None:
+            if own_note is None or note is None:
                 continue
             is_new = earlier.get(rank) not in (None, note)
             if is_new:
@@ -52,7 +52,7 @@ class SignsOfLife:
             if note["has_ended"]:
                 return f"the program of rank {rank} has ended {place}"
             # What was told since the last look is no older than this call.
-            if in_order and (note["number"] > own["number"] or (note["waits"] and is_new)):
+            if in_order and (note["number"] > own_note["number"] or (note["waits"] and is_new)):
                 return f"rank {rank} is {place}"
             # It may have caught the error, and still come.
             if note["failure"] and waited >= self._silence:

@@ -143,8 +143,7 @@ def fit(
         if not agreement.is_alone:
             agreement.require_same(_comparable(options, checkpoints, resume, on_nonfinite, donate))
         _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
-        _require_services(evaluate, evaluate_every, stop, adapt, checkpoints, loggers)
-        _require_counts(options.throughput)
+        _require_services(options, checkpoints)
         _require_agreement(step, ranks, on_oom)
         if agreement.is_first:
             _warn_if_best_is_missed(checkpoints, evaluate_every)
@@ -221,13 +220,13 @@ def _interrupted(number: signal.Signals, checkpoints: Checkpoints, result: FitRe
     return error
 
 
-def _require_services(
-    evaluate: Any, evaluate_every: int | None, stop: Any, adapt: Any, checkpoints: Any, loggers: Any
-) -> None:
+def _require_services(options: Options, checkpoints: Any) -> None:
+    evaluate, evaluate_every = options.evaluate, options.evaluate_every
+    loggers: Any = options.loggers
     needed = {
         "evaluate": (evaluate, "state -> {name: number}, such as lambda state: ft.evaluate(eval_step, state, batches)"),
-        "stop": (stop, "history -> why, such as ft.patience('eval_loss')"),
-        "adapt": (adapt, "(state, history) -> state, such as ft.plateau('eval_loss', rule)"),
+        "stop": (options.stop, "history -> why, such as ft.patience('eval_loss')"),
+        "adapt": (options.adapt, "(state, history) -> state, such as ft.plateau('eval_loss', rule)"),
     }
     for name, (value, form) in needed.items():
         if value is not None and not callable(value):
@@ -242,6 +241,7 @@ def _require_services(
         raise OptionError(
             f"fit: loggers is {loggers!r}; needs a list of functions of a record, such as [ft.loggers.jsonl(path)]"
         )
+    _require_counts(options.throughput)
 
 
 def _require_counts(throughput: Any) -> None:

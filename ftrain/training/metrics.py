@@ -63,9 +63,9 @@ def read_evaluation(returned: Any) -> dict[str, Any]:
         OptionError: when it is no dict of numbers by name, or two of the names become one.
     """
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
-        found = f"the keys {[*returned]}" if isinstance(returned, Mapping) else type(returned).__name__
+        description = f"the keys {[*returned]}" if isinstance(returned, Mapping) else type(returned).__name__
         raise OptionError(
-            f"fit: evaluate returned {found}; needs a dict of numbers by name, such as "
+            f"fit: evaluate returned {description}; needs a dict of numbers by name, such as "
             'ft.evaluate(ft.eval_step(loss_fn), state, batches) or {"accuracy": 0.9}'
         )
     named = {name if name.startswith(EVALUATION) else f"{EVALUATION}{name}": value for name, value in returned.items()}

@@ -28,10 +28,10 @@ def to_owners(
     """
     started = []
     for members in _by_dtype(blocks):
-        sent = {rank: [index for index in members if owners[index] == rank] for rank in range(group.size)}
-        mine = sent[group.rank]
-        flat = torch.cat([blocks[index].reshape(-1) for indices in sent.values() for index in indices])
-        counts = [sum(blocks[index].numel() for index in indices) for indices in sent.values()]
+        owned_by = {rank: [index for index in members if owners[index] == rank] for rank in range(group.size)}
+        mine = owned_by[group.rank]
+        flat = torch.cat([blocks[index].reshape(-1) for indices in owned_by.values() for index in indices])
+        counts = [sum(blocks[index].numel() for index in indices) for indices in owned_by.values()]
         lengths = [[_count(parts[index], source) for index in mine] for source in range(group.size)]
         started.append((mine, lengths, group.start_exchange(flat, counts, [*map(sum, lengths)])))
     wholes: dict[int, Tensor] = {}
@@ -68,8 +68,8 @@ def from_owners(
         received = [index for rank in range(group.size) for index in members if owners[index] == rank]
         lengths = {index: _count(parts[index], group.rank) for index in received}
         counts = [sum(lengths[index] for index in members if owners[index] == rank) for rank in range(group.size)]
-        sent = [sum(block.numel() for block in blocks) for blocks in cut]
-        started.append((lengths, group.start_exchange(flat, sent, counts)))
+        sent_counts = [sum(block.numel() for block in blocks) for blocks in cut]
+        started.append((lengths, group.start_exchange(flat, sent_counts, counts)))
     blocks: dict[int, Tensor] = {}
     for lengths, wait in started:
         pieces = wait().split_with_sizes([*lengths.values()])

@@ -129,7 +129,7 @@ class _MeshSearch:
     def _predict(self, layout: MeshLayout, policy: str, microbatches: int) -> MeshTrial:
         parts = self.anatomy(layout, policy, microbatches)
         more = max(microbatches - 2, 0)
-        sent, shares = _sent(parts, layout, more), layout.between_nodes(self.mesh[1])
+        bytes_by_axis, shares = _sent(parts, layout, more), layout.between_nodes(self.mesh[1])
         step = self._compose(policy, microbatches, self._batch)
         # Every rank has the whole batch, and its rows of all microbatches once more.
         batch = _bytes(self._batch) + (_bytes(self._batch) // self._ranks if microbatches > 1 else 0)
@@ -142,8 +142,8 @@ class _MeshSearch:
             _flops(parts, layout, more),
             verdict="" if peak <= self.memory else "does not fit",
             layout=layout,
-            sent=round(sum(sent.values())),
-            between=round(sum(nbytes * shares[axis] for axis, nbytes in sent.items())),
+            sent=round(sum(bytes_by_axis.values())),
+            between=round(sum(nbytes * shares[axis] for axis, nbytes in bytes_by_axis.items())),
         )
 
     def anatomy(self, layout: MeshLayout, policy: str, microbatches: int) -> Anatomy:

@@ -146,8 +146,8 @@ class _Compiled:
             try:
                 captured = self._cache.graph_for(*inputs).captured
                 self._settle()
-                sent = traffic(captured, _groups(self._step))
-                return Lowered("whole", 1, count_nodes(captured), peak_bytes(captured), traffic=sent)
+                travels = traffic(captured, _groups(self._step))
+                return Lowered("whole", 1, count_nodes(captured), peak_bytes(captured), traffic=travels)
             except FAILED as error:
                 self._fall_back(error)
         copies = tree.clone(inputs)
