@@ -1,11 +1,17 @@
 """Collects the Markdown pages, so that `pytest README.md docs` runs their code."""
 
+import signal
+
 import pytest
 import torch
 
 from tests.pages import Page
 
 torch.set_num_threads(1)
+
+# A shell starts what runs in the background (`make test &`) with this signal ignored; some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collect_file(file_path, parent):
