@@ -49,7 +49,7 @@ SHARED = {
         "nested",
         "schedules",
     },
-    "optim.schedules": {"call", "checks", "decays", "phases", "combine"},
+    "optim.schedules": {"call", "checks", "warmup_and_decay", "phases", "combine"},
     "transforms": {"amp", "compile", "lora", "offload", "remat"},
 }
 

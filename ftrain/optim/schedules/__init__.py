@@ -20,7 +20,11 @@ warmup_cosine(3e-4, 100, 2000)
 
 from ftrain.optim.schedules.call import describe
 from ftrain.optim.schedules.combine import ahead, as_schedule, chain, scale
-from ftrain.optim.schedules.decays import (
+from ftrain.optim.schedules.drawing import plot
+from ftrain.optim.schedules.named import named
+from ftrain.optim.schedules.phases import one_cycle, piecewise, warmup_stable_decay
+from ftrain.optim.schedules.plateau import Plateau, reduce_on_plateau
+from ftrain.optim.schedules.warmup_and_decay import (
     constant,
     cosine,
     cosine_restarts,
@@ -36,10 +40,6 @@ from ftrain.optim.schedules.decays import (
     warmup_linear,
     warmup_polynomial,
 )
-from ftrain.optim.schedules.drawing import plot
-from ftrain.optim.schedules.named import named
-from ftrain.optim.schedules.phases import one_cycle, piecewise, warmup_stable_decay
-from ftrain.optim.schedules.plateau import Plateau, reduce_on_plateau
 
 __all__ = [
     "Plateau",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ftrain.errors import OptionError
 from ftrain.optim.schedules.call import MAKES_SCHEDULES, describe, schedule
 from ftrain.optim.schedules.checks import count, number, require_sorted
-from ftrain.optim.schedules.decays import constant
+from ftrain.optim.schedules.warmup_and_decay import constant
 from ftrain.types import Schedule
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from ftrain.errors import OptionError
 from ftrain.optim.schedules.checks import count, number, one_of
 from ftrain.optim.schedules.combine import ahead, chain, scale
-from ftrain.optim.schedules.decays import (
+from ftrain.optim.schedules.phases import piecewise, warmup_stable_decay
+from ftrain.optim.schedules.warmup_and_decay import (
     constant,
     warmup_constant,
     warmup_cosine,
@@ -18,7 +19,6 @@ from ftrain.optim.schedules.decays import (
     warmup_linear,
     warmup_polynomial,
 )
-from ftrain.optim.schedules.phases import piecewise, warmup_stable_decay
 from ftrain.types import Schedule
 
 # Names in transformers that are no functions of the step, and what to use.

@@ -10,7 +10,7 @@ from typing import Literal
 from ftrain.errors import OptionError
 from ftrain.optim.schedules.call import describe, schedule
 from ftrain.optim.schedules.checks import count, count_from_1, flag, number, one_of, optional, require_sorted
-from ftrain.optim.schedules.decays import mix_by_peak
+from ftrain.optim.schedules.warmup_and_decay import mix_by_peak
 from ftrain.types import Schedule
 
 # (start, end, share of the way done) -> value, in torch's order of operations.
