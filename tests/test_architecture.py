@@ -34,7 +34,17 @@ STAIRCASE = [
 ]
 # Folders whose files are variants of one thing do not import each other, but for what they share.
 SHARED = {
-    "backends": {"registry", "copying", "device_module", "cuda", "format_bytes", "generators", "resident", "transfers"},
+    "backends": {
+        "registry",
+        "copying",
+        "device_module",
+        "cuda",
+        "format_bytes",
+        "generators",
+        "graph_recorder",
+        "resident",
+        "transfers",
+    },
     "losses": {"inputs", "chunked"},
     "optim": {
         "partial_update",

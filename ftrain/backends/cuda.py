@@ -6,6 +6,8 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampe
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ftrain.backends.device_module import NARROW, DeviceModule, float32_products
@@ -18,7 +20,8 @@ class _Cuda(DeviceModule):
     @property
     def generator(self) -> Generator:
         # Fewer calls than the functions of torch.cuda make, since every step runs in `seeded`.
-        return functions_of(torch.cuda.default_generators[torch.cuda.current_device()])
+        index = torch.cuda.current_device()  # Which also makes the generators, at its first call.
+        return functions_of(torch.cuda.default_generators[index])
 
 
 DEVICE = _Cuda("cuda")
@@ -53,6 +56,7 @@ BACKEND = DEVICE.record(
     float8=_float8,
     pinned_memory=True,
     fused_optimizers=True,
-    recorder=DEVICE.recorder,
+    # Other threads may allocate meanwhile, as the one that pins the memory of a DataLoader does.
+    recorder=partial(DEVICE.recorder, capture_error_mode="thread_local"),
     copier=DEVICE.copier,
 )

@@ -7,17 +7,17 @@ The names are those that torch requires of a PrivateUse1 device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ftrain.backends.copying import StreamCopier
 from ftrain.backends.generators import Generator, save_generators, seeded
+from ftrain.backends.graph_recorder import GraphRecorder
 from ftrain.backends.registry import Backend, Memory, Recorder
-from ftrain.errors import DeviceError, OptionError
+from ftrain.errors import OptionError
 
 NARROW = torch.bfloat16, torch.float16
 
@@ -110,24 +110,15 @@ class DeviceModule:
         """Copy on a stream of the device."""
         return StreamCopier(self.module)
 
-    def recorder(self) -> Recorder:
+    def recorder(self, **options: Any) -> Recorder:
         """Return a function that records in the vendor's graph, which is used as `torch.cuda.CUDAGraph`.
 
         Where the vendor's package is too old to have graphs, that function raises DeviceError, a RuntimeError.
+
+        Args:
+            options: of ``torch.<name>.graph``.
         """
-        module, graph = self.module, f"{self._name.upper()}Graph"
-        # One memory pool for all graphs: they run one after another, and their outputs are copied.
-        pool = module.graph_pool_handle() if hasattr(module, graph) else None
-
-        def record(work: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
-            if pool is None:
-                raise DeviceError(f"torch.{self._name} has no {graph}")
-            recorded = getattr(module, graph)()
-            with module.graph(recorded, pool=pool):
-                outputs = work()
-            return recorded.replay, outputs
-
-        return record
+        return GraphRecorder(self.module, self._name, options)
 
 
 @contextmanager

@@ -21,10 +21,13 @@ TEXTS = (
     "out_of_memory",
     "resource_exhausted",
     "status_alloc_failed",
+    "allocation_failed",
 )
 """Parts of messages: of devices without an error class for it, of allocators of the host, of compilers that report the
 error that stopped them, of threads without memory for their stack, and of kernel libraries:
-``CUBLAS_STATUS_ALLOC_FAILED``, https://docs.nvidia.com/cuda/cublas/index.html#cublasstatus-t."""
+``CUBLAS_STATUS_ALLOC_FAILED``, https://docs.nvidia.com/cuda/cublas/index.html#cublasstatus-t;
+``CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED``,
+https://docs.nvidia.com/deeplearning/cudnn/backend/latest/api/cudnn-graph-library.html#cudnnstatus-t."""
 
 AMBIGUOUS = "could not create a primitive"
 """Message of oneDNN when it lacks memory, and also when it lacks an implementation."""

@@ -68,21 +68,39 @@ class Module:
 
 
 class Graphs:
+    stream = "the default stream"
+
     def graph_pool_handle(self):
         self.calls.append("pool")
         return (0, 7)
 
+    def Stream(self):  # noqa: N802
+        return object()
+
+    def current_stream(self):
+        return self.stream
+
+    def set_stream(self, stream):
+        self.stream = stream
+
     @contextmanager
     def graph(self, graph, pool=None, stream=None):
+        """Like torch's, stays on its stream when the recording fails."""
         assert isinstance(graph, Graph)
         assert pool == (0, 7)
+        before, self.stream = self.stream, stream
         self.calls.append("capture")
         yield
         self.calls.append("captured")
+        self.stream = before
 
 
 class Cuda(Graphs, Module):
     graph_name, capability = "CUDAGraph", (9, 0)
+
+    def graph(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        assert capture_error_mode == "thread_local"
+        return super().graph(graph, pool, stream)
 
     def __init__(self):
         super().__init__()

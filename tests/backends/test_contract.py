@@ -232,8 +232,24 @@ def test_work_is_recorded_once_and_replayed(platform):
         replay, outputs = record(lambda: platform.device.calls.append("work") or [given])
         assert outputs[0] is given
     replay()
-    once = ["new graph", "capture", "work", "captured"]
-    assert platform.device.calls == ["pool", *once, *once, "replay"]
+    empty, once = ["new graph", "capture", "captured"], ["new graph", "capture", "work", "captured"]
+    assert platform.device.calls == ["pool", *empty, *once, *once, "replay"]
+
+
+def test_a_recorder_keeps_its_stream_to_itself_and_an_error_restores_the_current_one(monkeypatch):
+    module, streams = standins.install("cuda", monkeypatch), []
+    recorder = importlib.import_module("ftrain.backends.cuda").BACKEND.recorder
+
+    def fail():
+        streams.append(module.stream)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    first, second = recorder(), recorder()
+    for record in (first, first, second):
+        with pytest.raises(RuntimeError, match="not permitted"):
+            record(fail)
+        assert module.stream == standins.Graphs.stream
+    assert streams[0] is streams[1] is not streams[2]
 
 
 def test_a_package_without_graphs_is_run_without(monkeypatch):

@@ -27,11 +27,12 @@ class ReplayedGraph:
     Args:
         run: the compiled graph, which writes its state in place.
         size: how many of its first inputs are the state.
+        on_device: the numbers of the inputs among these whose memory the graph reads and writes.
         recorder: of the backend.
     """
 
-    def __init__(self, run: capture.Flat, size: int, recorder: Recorder) -> None:
-        self._run, self._size = run, size
+    def __init__(self, run: capture.Flat, size: int, on_device: Sequence[int], recorder: Recorder) -> None:
+        self._run, self._size, self._on_device = run, size, on_device
         self._recorder: Recorder | None = recorder
         self._seen: list[int] = []
         self._recorded: _Recording | None = None
@@ -45,7 +46,7 @@ class ReplayedGraph:
         """Run the graph, or replay it."""
         state, rest = tensors[: self._size], tensors[self._size :]
         # A tensor may be freed and another one take its place; a recording only knows addresses, too.
-        addresses = [tensor.data_ptr() for tensor in state]
+        addresses = [state[index].data_ptr() for index in self._on_device]
         if self._recorded is None or addresses != self._recorded.addresses:
             stays, self._seen = addresses == self._seen, addresses
             # What was recorded before is given up first, for its memory serves the next recording.
@@ -57,7 +58,8 @@ class ReplayedGraph:
     def _record(self, addresses: list[int], state: Sequence[Tensor], rest: Sequence[Tensor]) -> _Recording | None:
         if self._recorder is None:
             return None
-        slots = [torch.empty_like(tensor) for tensor in rest]
+        # Compiled code takes the strides of its inputs for granted.
+        slots = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in rest]
         try:
             replay, outputs = self._recorder(lambda: self._run(*state, *slots))
         except RuntimeError as error:
@@ -79,6 +81,14 @@ class _Recording:
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         for slot, tensor in zip(self.slots, inputs, strict=True):
-            slot.copy_(tensor, non_blocking=True)
+            _once(slot).copy_(_once(tensor), non_blocking=True)
         self.replay()
         return [output.clone() for output in self.outputs]
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """Return a view with each element of an expanded tensor once: torch refuses to copy to one that repeats them."""
+    for axis, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and length > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +18,14 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.backends import Recorder
 from ftrain.errors import OptionError
+from ftrain.step.traffic import collectives_of
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import announced
 from ftrain.transforms.compile.cache import Carrying, Compile, CompiledCache
 from ftrain.transforms.compile.cuda_graph import ReplayedGraph
 from ftrain.types import LossFn, LossOutput, PyTree
+
+log = logging.getLogger("ftrain")
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -73,13 +77,18 @@ class Compiler:
             captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int
         ) -> capture.Flat:
             run, backend = self.compile(captured, inputs, carried), backends.of(inputs[0].device)
-            if self.replay and backend.recorder is None:
-                raise OptionError(f"compiled: replay=True, and {backend.name} has nothing to record and replay with")
-            if self.replay is False or backend.recorder is None:
+            if self.replay is False or (self.replay is None and backend.recorder is None):
+                return run
+            why = _why_not_recorded(captured, inputs, backend)
+            if why and self.replay:
+                raise OptionError(f"compiled: replay=True, and {why}")
+            if why:
+                log.info("compiled: runs without replay: %s", why)
                 return run
             if backend.name not in recorders:
-                recorders[backend.name] = backend.recorder()
-            return ReplayedGraph(run, carried, recorders[backend.name])
+                recorders[backend.name] = cast(Callable[[], Recorder], backend.recorder)()
+            on_device = [number for number in range(carried) if inputs[number].device == inputs[0].device]
+            return ReplayedGraph(run, carried, on_device, recorders[backend.name])
 
         return compile
 
@@ -136,3 +145,22 @@ class Compiler:
                 del os.environ[CACHE]
             else:
                 os.environ[CACHE] = outer
+
+
+def _why_not_recorded(captured: torch.fx.GraphModule, inputs: Sequence[Tensor], backend: backends.Backend) -> str:
+    """Return why a graph must not be recorded on the device of its first input, if that is so."""
+    if backend.recorder is None:
+        return f"{backend.name} has nothing to record and replay with"
+    # Each rank sees by itself whether its state has moved; but all must record and launch a collective together
+    # (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/cudagraph.html), and a process group does not
+    # end while there is a recording that uses it.
+    if collectives_of(captured):
+        return "the ranks of a step cannot agree on when to record what they send"
+    device = inputs[0].device
+    reads = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    for node, tensor in zip(reads, inputs, strict=True):
+        if node.users and tensor.device != device:
+            return (
+                f"it reads a tensor on {tensor.device}, of which {device} would record the value; move it to {device}"
+            )
+    return ""

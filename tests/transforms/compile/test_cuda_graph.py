@@ -14,6 +14,8 @@ import ftrain as ft
 from ftrain import backends, tree
 from ftrain.backends import cpu
 from ftrain.errors import OptionError
+from ftrain.transforms.compile.cuda_graph import ReplayedGraph
+from ftrain.transforms.compile.settings import _why_not_recorded
 
 
 class Device:
@@ -165,6 +167,60 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_why(device, caplog):
         "operation not permitted when stream is capturing"
     ]
     assert "no replay" in repr(step)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [torch.arange(12.0).view(3, 4)[:, :3], torch.arange(9.0).view(3, 3).t(), torch.arange(3.0).expand(3, 3)],
+    ids=["cut", "transposed", "expanded"],
+)
+def test_what_is_recorded_reads_inputs_of_the_strides_that_it_was_compiled_for(device, batch):
+    strides = []
+
+    def run(state, given):
+        strides.append(given.stride())
+        return given.sum(), state.add_(1)
+
+    graph, state = ReplayedGraph(run, 1, [0], device.recorder()), torch.zeros(())
+    sums = [graph(state, batch)[0] for _ in range(4)]
+    assert (device.recorded, device.replayed) == (1, 3)
+    assert set(strides) == {batch.stride()}
+    assert [each.item() for each in sums] == 4 * [batch.sum().item()]
+
+
+def test_a_value_that_the_host_keeps_may_be_another_tensor(device):
+    """As the factors of an adjustable optimizer are: a recording reads and writes memory of the device alone."""
+    run = lambda state, host, given: (given + state.add_(1), host)  # noqa: E731
+    graph, state = ReplayedGraph(run, 2, [0], device.recorder()), torch.zeros(())
+    for _ in range(4):
+        graph(state, torch.zeros(()), torch.ones(()))
+    assert (device.recorded, device.replayed) == (1, 3)
+
+
+def test_a_graph_that_reads_a_host_tensor_is_not_recorded():
+    """Its value would be recorded, not its address."""
+
+    def captured(*args):
+        graph = torch.fx.Graph()
+        nodes = [graph.placeholder(f"input{number}") for number, _ in enumerate(args)]
+        used = [node for node, is_used in zip(nodes, args, strict=True) if is_used]
+        graph.output([graph.call_function(torch.ops.aten.neg.default, (node,)) for node in used])
+        return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+    there, host = torch.empty((), device="meta"), torch.zeros(())
+    record = dataclasses.replace(cpu.BACKEND, recorder=lambda: None)
+    assert _why_not_recorded(captured(True, False), [there, host], record) == ""
+    assert "reads a tensor on cpu" in _why_not_recorded(captured(True, True), [there, host], record)
+
+
+def test_a_graph_that_sends_to_other_ranks_is_not_recorded():
+    """All ranks would have to record and replay together, and a process group waits for its recordings to be gone."""
+    graph = torch.fx.Graph()
+    sends = torch.ops._c10d_functional.all_reduce.default
+    graph.output((graph.call_function(sends, (graph.placeholder("x"), "sum", "0")),))
+    record = dataclasses.replace(cpu.BACKEND, recorder=lambda: None)
+    captured = torch.fx.GraphModule(torch.nn.Module(), graph)
+    assert "cannot agree" in _why_not_recorded(captured, [torch.zeros(())], record)
 
 
 def test_replay_where_there_is_none_is_an_error():

@@ -1,0 +1,64 @@
+"""Record the work of a device as a graph that is launched at once, as `torch.cuda.CUDAGraph` does it.
+
+Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ftrain.errors import DeviceError
+
+
+class GraphRecorder:
+    """Records work in graphs of one memory pool: they run one after another, and their outputs are copied.
+
+    Args:
+        module: ``torch.<name>``, with `graph`, `graph_pool_handle` and streams as `torch.cuda` has them.
+        name: of the device; its class of graphs is called ``<NAME>Graph``.
+        options: of ``module.graph``.
+    """
+
+    def __init__(self, module: Any, name: str, options: Mapping[str, Any]) -> None:
+        self._module, self._name, self._graph_type, self._options = module, name, f"{name.upper()}Graph", options
+        self._pool_graph: Any = None
+
+    def __call__(self, work: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        """Record what a function queues; return what replays it, and what the function returned.
+
+        Raises:
+            DeviceError: where the vendor's package is too old to have graphs.
+            RuntimeError: from torch, when the device cannot record the work.
+        """
+        if not hasattr(self._module, self._graph_type):
+            raise DeviceError(f"torch.{self._name} has no {self._graph_type}")
+        if self._pool_graph is None:
+            self._make_pool()
+        graph = getattr(self._module, self._graph_type)()
+        return graph.replay, self._record(graph, work)
+
+    def _make_pool(self) -> None:
+        """Make the pool, and an empty graph that keeps it: torch fails to record in a pool whose last graph is gone."""
+        self._pool = self._module.graph_pool_handle()
+        # Its own, since the workspace of a library belongs to a stream and lies in the pool in which it was first used:
+        # another recorder's graphs must not use it, for they may live longer.
+        self._stream = self._module.Stream()
+        graph = getattr(self._module, self._graph_type)()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # It is empty.
+            self._record(graph, lambda: ())
+        self._pool_graph = graph
+
+    def _record(self, graph: Any, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        previous = self._module.current_stream()
+        try:
+            with self._module.graph(graph, pool=self._pool, stream=self._stream, **self._options):
+                return work()
+        except BaseException:
+            # Torch stays on the stream of a recording that could not begin or end.
+            self._module.set_stream(previous)
+            raise
