@@ -129,13 +129,15 @@ class _Race:
         on_gpu = self.settings.place.type == "cuda" and not entrant.in_own_process
         at_start = torch.cuda.memory_allocated() if on_gpu else 0
         start = time.perf_counter()
+        if on_gpu:
+            # Before a graph is recorded, whose replays do not ask the allocator for memory.
+            torch.cuda.reset_peak_memory_stats()
         one = make(entrant, self.task)
         try:
             losses = one.losses(checked)
             seconds = time.perf_counter() - start
             self.rows.append(measured(self.question, entrant.name, "time to get ready", "s", [seconds]))
             if on_gpu:
-                torch.cuda.reset_peak_memory_stats()
                 one.turn(2)
                 used = (torch.cuda.max_memory_allocated() - at_start) / 1e6
                 self.rows.append(measured(self.question, entrant.name, MEMORY, "MB", [used]))

@@ -47,6 +47,7 @@ SHARED = {
     },
     "losses": {"inputs", "chunked"},
     "optim": {
+        "column",
         "partial_update",
         "bias_correction",
         "grouping",
@@ -78,6 +79,7 @@ NAMES_THE_HOST = {"tree", "random"}
 SYNCHRONISING = {"item", "tolist", "numpy", "cpu", "synchronize"}
 # (file, function) that waits for the device and says so in its docstring.
 WAITS = {
+    ("data/device_prefetch.py", "_copy"),
     ("data/worker_messages.py", "_to_bytes"),
     ("optim/elementwise.py", "_number"),
     ("parallel/same_inputs.py", "_first_difference"),

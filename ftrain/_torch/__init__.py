@@ -10,7 +10,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from types import CodeType
 from typing import Any, TypeGuard
@@ -278,7 +278,9 @@ def run_backward(
         leaves: the tensors to differentiate it by.
         add: add the gradients to those that the leaves have in `.grad`, and return an empty tuple.
     """
-    grads = _engine_run_backward((total,), (cotangent,), False, False, tuple(leaves), True, accumulate_grad=add)
+    # The threads that autograd has for accelerators know nothing of the context variables of this one.
+    with nullcontext() if total.is_cpu else torch.autograd.set_multithreading_enabled(False):
+        grads = _engine_run_backward((total,), (cotangent,), False, False, tuple(leaves), True, accumulate_grad=add)
     return () if add else grads
 
 

@@ -131,14 +131,20 @@ class _Prefetched:
 
 
 def _copy(batch: PyTree, device: torch.device, stream: torch.Stream | None) -> tuple[PyTree, torch.Event | None]:
-    """Return a tree on a device, and the event of the copy if it is on a separate stream."""
+    """Return a tree on a device, and the event of the copy if it is on a separate stream.
+
+    The host waits for the copy of what the data has in pinned memory, which it may fill again for the next batch.
+    """
     if stream is None:
         # A copy on the device itself, too: the data may fill its tensors again for the batches that are read ahead.
         return tree.map(lambda leaf: _copied(leaf, device), batch), None
-    pinned = tree.map(_pin, batch)
+    with_own_memory = tree.map(_pin, batch)
     with stream:
-        copy = tree.to(pinned, device)
-    return copy, stream.record_event()
+        copy = tree.to(with_own_memory, device)
+    copied = stream.record_event()
+    if any(isinstance(leaf, Tensor) and leaf.is_pinned() for leaf in tree.leaves(batch)):
+        copied.synchronize()
+    return copy, copied
 
 
 def _copied(leaf: Any, device: torch.device) -> Any:
@@ -146,5 +152,9 @@ def _copied(leaf: Any, device: torch.device) -> Any:
 
 
 def _pin(leaf: Any) -> Any:
-    needs_pinning = isinstance(leaf, Tensor) and leaf.device == tree.HOST and not leaf.is_pinned()
-    return leaf.pin_memory() if needs_pinning else leaf
+    """Return what the copy to the device reads: host memory as pinned memory, and what is on a device as a copy."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.device != tree.HOST:
+        return leaf.clone()
+    return leaf if leaf.is_pinned() else leaf.pin_memory()

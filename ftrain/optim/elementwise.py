@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ftrain import _torch, backends, tree
 from ftrain.errors import DeviceError, OptionError, StructureError, require_range
+from ftrain.optim.column import Column, Some
 from ftrain.optim.grouping import Group, Plan, Planner
 from ftrain.optim.recorded_options import read_from_factory
 from ftrain.optim.schedules import as_schedule
@@ -26,45 +27,11 @@ from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 Number: TypeAlias = Tensor | float
 """A float in eager mode; a 0-d tensor if it comes from the state, or in a graph."""
 
-Some: TypeAlias = Any
-"""A tensor, or a `Column` of tensors."""
-
 COUNT, NONE = "count", torch.zeros(())
 """Name of the 0-d state that counts updates, and its first value: float32, as torch's fused kernels need it."""
 
 REDUCED = 16
 """As many elements as Inductor does not unroll in a reduction."""
-
-
-class Column:
-    """Tensors of one dtype and device, whose methods are torch's functions for many tensors.
-
-    ``a.lerp_(b, 0.1)`` is ``torch._foreach_lerp_(a, b, 0.1)``. There are no operators, which would allocate memory. In
-    graphs, the method is called on one tensor after another, and the compiler fuses the calls.
-    """
-
-    __slots__ = ("eager", "tensors")
-
-    def __init__(self, tensors: list[Tensor], *, eager: bool = True) -> None:
-        self.tensors, self.eager = tensors, eager
-
-    def __getattr__(self, name: str) -> Callable[..., Column]:
-        function = getattr(torch, f"_foreach_{name}") if self.eager else partial(_one_by_one, name)
-
-        def apply(*others: Some, **constants: float) -> Column:
-            results = function(self.tensors, *[getattr(other, "tensors", other) for other in others], **constants)
-            return self if name.endswith("_") else self.like(list(results))
-
-        return apply
-
-    def like(self, tensors: list[Tensor]) -> Column:
-        """Return a column of other tensors."""
-        return Column(tensors, eager=self.eager)
-
-
-def _one_by_one(name: str, tensors: list[Tensor], *others: Any, **constants: float) -> list[Tensor]:
-    columns = [other if isinstance(other, list) else [other] * len(tensors) for other in others]
-    return [getattr(tensor, name)(*each, **constants) for tensor, *each in zip(tensors, *columns, strict=True)]
 
 
 @dataclass(slots=True)

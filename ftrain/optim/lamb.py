@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from ftrain.optim.bias_correction import debias, exact_count
+from ftrain.optim.column import Column, Some
 from ftrain.optim.elementwise import (
     COUNT,
     NONE,
-    Column,
     Number,
     Part,
-    Some,
     average,
     average_squares,
     descend,

@@ -4,10 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import tempfile
+import traceback
 import warnings
+from contextvars import ContextVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
 from ftrain import backends
@@ -144,6 +147,75 @@ def what_is_recomputed_draws_what_it_drew(name, module):
         found.append(ft.fit(step, step.init(device=name), batches(), progress=False).state.params)
     plain, full, dots, watched, narrow = found
     return not differ(full, plain) and not differ(dots, plain) and not differ(watched, narrow)
+
+
+class Reads(TorchDispatchMode):
+    """Notes where the value of a tensor of the device is read."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.where = name, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].device.type == self.name:
+            self.where += [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()[-3:-1]]
+        return function(*args, **(kwargs or {}))
+
+
+@check
+def no_eager_step_reads_a_value(name, module):
+    """It would wait for the device."""
+    names = ("adamw", "nadam", "radam", "lamb", "lion", "rmsprop", "adagrad", "adafactor", "schedule_free_adamw")
+    optimizers = [getattr(ft.optim, each)(1e-2) for each in names]
+    optimizers += [ft.optim.adamw(1e-2, state_dtype="bf16"), ft.optim.lookahead(ft.optim.sgd(1e-2, momentum=0.9))]
+    stacks = [(optimizer, ()) for optimizer in optimizers]
+    stacks += [(optimizers[0], wrappers) for wrappers in STACKS]
+    found = {}
+    for optimizer, wrappers in stacks:
+        step = ft.compose(ft.train_step(ft.from_module(Net(), criterion), optimizer), *wrappers)
+        data = [batch.to(name) for batch in batches(3)]
+        state = step.init(device=name)
+        for batch in data[:2]:
+            state, _ = step(state, batch)
+        with Reads(name) as reads:
+            step(state, data[2])
+        if reads.where:
+            found[repr(step)] = reads.where
+    return not found or str(found)
+
+
+STACKS = (
+    (ft.clip(1.0), ft.ema(0.9), ft.swa(), ft.skip_nonfinite()),
+    (ft.accumulate(2), ft.skip_spikes()),
+    (ft.with_amp("fp16"), ft.clip(value=0.1)),
+    (ft.with_amp("bf16", watch=True), ft.sam()),
+    (ft.remat(blocks=["up", "down"]), ft.update_in_backward()),
+)
+
+
+@check
+def the_backward_pass_sees_the_context_of_the_step(name, module):
+    """Autograd would run it in a thread of its own: `sync_batch_norm` in a rematerialised block, say, asks for it."""
+    seen, told = [], ContextVar("told", default=False)
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(told.get())
+            return grad
+
+    for wrappers in ((), (ft.accumulate(2),), (ft.update_in_backward(),)):
+        step = ft.compose(
+            ft.train_step(lambda params, x: Seen.apply(params["w"] * x).square().mean(), ft.optim.sgd(0.1)), *wrappers
+        )
+        state, token = step.init({"w": torch.ones(16, device=name)}), told.set(True)
+        step(state, batches(1)[0].to(name))
+        told.reset(token)
+    return len(seen) == 4 and all(seen)
 
 
 @check

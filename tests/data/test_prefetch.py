@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import ftrain as ft
 from ftrain import data
+from ftrain.data import device_prefetch
 from ftrain.errors import ComposeError, DataError, DeviceError, OptionError
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -77,13 +78,44 @@ def test_so_much_is_read_ahead_and_no_more():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_data_may_fill_its_tensors_again(device):
+@pytest.mark.parametrize("memory", ["host", "device", pytest.param("pinned", marks=cuda)])
+def test_data_may_fill_its_tensors_again(device, memory):
     def source():
-        memory = torch.empty(2, dtype=torch.int64)
+        place = {"device": device} if memory == "device" else {"pin_memory": memory == "pinned"}
+        batch = torch.empty(1 << 20, dtype=torch.int64, **place)
         for number in range(5):
-            yield {"x": memory.fill_(number)}
+            yield {"x": batch.fill_(number)}
 
-    assert taken(data.prefetch(source(), device)) == [[number] * 2 for number in range(5)]
+    found = list(data.prefetch(source(), device))
+    assert [batch["x"].unique().tolist() for batch in found] == [[number] for number in range(5)]
+
+
+class Stream:
+    """A stream of which every copy is still to come when it is asked for, as it may be on a device."""
+
+    def __init__(self):
+        self.waited = False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        self.waited = True
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_the_host_waits_for_the_copy_of_pinned_memory_of_the_data_alone(monkeypatch, is_pinned):
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    stream = Stream()
+    device_prefetch._copy({"x": torch.zeros(2)}, torch.device("cpu"), stream)
+    assert stream.waited == is_pinned
 
 
 def test_an_error_comes_when_its_turn_has_come():

@@ -5,6 +5,7 @@ import torch
 
 import ftrain as ft
 from ftrain.errors import OptionError
+from ftrain.transforms.compile.capture import require_backend
 from tests.faults.problem import batch, failing, make, params, squares
 
 
@@ -51,6 +52,13 @@ def test_unknown_compile_mode():
 def test_settings_of_inductor_for_another_backend(settings):
     with failing(OptionError, "compiled", "Inductor", "'eager'"):
         ft.compiled(backend="eager", **settings)
+
+
+def test_a_mode_of_inductor_brings_no_cuda_graphs_of_its_own():
+    """They count on being called by Dynamo, which a whole graph is not."""
+    for mode in ("max-autotune", "reduce-overhead"):
+        assert "triton.cudagraphs" not in require_backend("compiled", "inductor", mode, {})
+    assert require_backend("compiled", "inductor", "max-autotune", {})["max_autotune"]
 
 
 def test_unknown_option_of_inductor():

@@ -648,6 +648,7 @@ def test_what_the_allocator_of_the_host_says():
     assert is_out_of_memory(MemoryError("Unable to allocate 1.2 GiB"))
     assert is_out_of_memory(RuntimeError("backend='inductor' raised:\nMemoryError: "))
     assert is_out_of_memory(RuntimeError("std::bad_alloc"))
+    assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"))
     assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert not is_out_of_memory(OSError(errno.ENOSPC, "No space left on device"))
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))

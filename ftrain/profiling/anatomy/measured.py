@@ -48,7 +48,7 @@ def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
     with _quiet(), profile(profile_memory=True, acc_events=True) as profiler:
         step(state, batch)
         backends.of(device).synchronize()
-    return Measured(_peak(profiler, device), _seconds(profiler))
+    return Measured(_peak(profiler, device), _seconds(profiler, on_host=device == tree.HOST))
 
 
 @contextmanager
@@ -75,10 +75,10 @@ def _peak(profiler: Any, device: torch.device) -> int:
     return peak
 
 
-def _seconds(profiler: Any) -> dict[str, float]:
+def _seconds(profiler: Any, *, on_host: bool) -> dict[str, float]:
     by_group: Counter[str] = Counter()
     for event in profiler.key_averages():
-        microseconds = event.self_device_time_total or event.self_cpu_time_total
+        microseconds = event.self_cpu_time_total if on_host else event.self_device_time_total
         name = event.key.removeprefix("aten::")
         if name != event.key:
             by_group[group_of(name) if microseconds else MOVEMENT] += microseconds / 1e6

@@ -77,7 +77,7 @@ def compiled(
         lowering: ``"auto"``, ``"whole"`` or ``"split"``.
         donate: let the new state take the memory of the old one, which is then consumed.
         backend: of `torch.compile`. Default: `Backend.compile_backend` of the device.
-        mode: of Inductor, such as ``"max-autotune"``.
+        mode: of Inductor, such as ``"max-autotune"``; the CUDA graphs that some modes add are left to `replay`.
         fullgraph: refuse to break the graph of the loss when the step is split.
         dynamic: compile the loss for changing shapes; needs the split lowering, which ``"auto"`` then is.
         replay: record and replay on the device. Default: where that is possible.

@@ -1,0 +1,48 @@
+"""Many tensors at once, with the methods of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Some: TypeAlias = Any
+"""A tensor, or a `Column` of tensors."""
+
+ADDITIONS = "add", "add_"
+
+
+class Column:
+    """Tensors of one dtype and device, whose methods are torch's functions for many tensors.
+
+    ``a.lerp_(b, 0.1)`` is ``torch._foreach_lerp_(a, b, 0.1)``. There are no operators, which would allocate memory. In
+    graphs, the method is called on one tensor after another, and the compiler fuses the calls.
+    """
+
+    __slots__ = ("eager", "tensors")
+
+    def __init__(self, tensors: list[Tensor], *, eager: bool = True) -> None:
+        self.tensors, self.eager = tensors, eager
+
+    def __getattr__(self, name: str) -> Callable[..., Column]:
+        function = getattr(torch, f"_foreach_{name}") if self.eager else partial(_one_by_one, name)
+
+        def apply(*others: Some, **constants: float) -> Column:
+            if name in ADDITIONS and isinstance(others[0], Tensor):
+                constants = {"alpha": 1}  # Without it, torch takes the tensor for a number, and waits for its value.
+            results = function(self.tensors, *[getattr(other, "tensors", other) for other in others], **constants)
+            return self if name.endswith("_") else self.like(list(results))
+
+        return apply
+
+    def like(self, tensors: list[Tensor]) -> Column:
+        """Return a column of other tensors."""
+        return Column(tensors, eager=self.eager)
+
+
+def _one_by_one(name: str, tensors: list[Tensor], *others: Any, **constants: float) -> list[Tensor]:
+    columns = [other if isinstance(other, list) else [other] * len(tensors) for other in others]
+    return [getattr(tensor, name)(*each, **constants) for tensor, *each in zip(tensors, *columns, strict=True)]
