@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import threading
 import weakref
 from contextlib import suppress
@@ -16,14 +17,18 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ftrain import _torch, backends
+from ftrain import _torch, backends, tree
 from ftrain._torch import store
 from ftrain.errors import RankError
+
+log = logging.getLogger("ftrain")
 
 BEAT = 1.0
 """Seconds between two signs of life."""
 PATIENCE = 3.0
 """Seconds in which a rank that lives gives a sign of it."""
+ALARM = 60.0
+"""Seconds in which this rank comes no further, after which it logs which others have died or failed."""
 NAMELESS = "Application timeout caused pair closure"
 """What a collective says without the name of its library, when time ran out in another one."""
 IN_STEP, BETWEEN_STEPS = "in", "after"
@@ -113,11 +118,16 @@ class Watch:
     def _blame(self) -> str:
         """Return which other ranks are to blame, and for what; waits for their signs of life."""
         try:
-            earlier = self._told()
-            threading.Event().wait(PATIENCE)
-            later = self._told()
+            gone, here = self._others()
         except RuntimeError:
             return "the rank or launcher that keeps the store of the process group has ended; see the log of each rank"
+        return "; ".join(gone or here)
+
+    def _others(self) -> tuple[list[str], list[str]]:
+        """Return what is known of other ranks that do not come, and of those that wait; waits for signs of life."""
+        earlier = self._told()
+        threading.Event().wait(PATIENCE)
+        later = self._told()
         dead, failed, behind, beside, waited = [], [], [], [], []
         for rank, note in later.items():
             where = f"{note['doing']} step {note['number']}{note['place']}" if note else ""
@@ -135,13 +145,8 @@ class Watch:
                 behind.append(f"rank {rank} is {where}, and hangs there or runs another program")
             else:
                 beside.append(f"rank {rank} is still {where}, and hangs there")
-        return "; ".join(
-            failed
-            or dead
-            or behind
-            or beside
-            or [*waited, "none has said why: ranks may have different data, options or blocks; see the log of each"]
-        )
+        unknown = "none has said why: ranks may have different data, options or blocks; see the log of each"
+        return failed or dead, behind or beside or [*waited, unknown]
 
     def _told(self) -> dict[int, Any]:
         """Return what every other rank has told last; None for one that never came."""
@@ -164,11 +169,24 @@ class Watch:
         self._store.set(store.sign_of_life(self.rank), json.dumps(note))
 
     def _keep_telling(self) -> None:
+        reached, seconds = (0, "", ""), 0.0
         while self.is_current and not self._ended.wait(BEAT):
+            earlier, reached = reached, (self._number, self._doing, self._place)
+            seconds = seconds + BEAT if reached == earlier else 0.0
             try:
                 self._tell()
+                if ALARM <= seconds < ALARM + BEAT:
+                    self._log_who_is_gone()
             except RuntimeError:  # The run is over, and the process that has the store is gone.
                 return
+
+    def _log_who_is_gone(self) -> None:
+        """Say what a `RankError` would: where collectives do not let the host wait, as of NCCL, torch ends the process."""
+        gone, _ = self._others()
+        if gone:
+            log.error(
+                "rank %d waits %s step %d%s: %s", self.rank, self._doing, self._number, self._place, "; ".join(gone)
+            )
 
     def _end(self, thread: threading.Thread) -> None:
         self._ended.set()
@@ -194,6 +212,8 @@ def watch() -> Watch:
 
 def is_failed_collective(error: BaseException) -> bool:
     """Whether an error says that a collective has failed: the libraries put their names into their messages."""
-    text, library = str(error), backends.default().distributed
-    is_named = type(error) is RuntimeError and (library in text.lower() or NAMELESS in text)
+    text = str(error).lower()
+    # What `fit` agrees on travels by the library of the host.
+    libraries = {backends.default().distributed, backends.of(tree.HOST).distributed}
+    is_named = type(error) is RuntimeError and any(name in text for name in (*libraries, NAMELESS.lower()))
     return isinstance(error, dist.DistError) or is_named

@@ -20,6 +20,10 @@ from ftrain import backends, tree
 from ftrain._torch import collectives, store
 from ftrain.errors import RankError
 
+EXCEPTION = "exception_dump"
+"""What torch's ProcessGroupNCCL writes into a store, without its prefix, when a collective has failed
+(``kStoreDumpKey`` in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp)."""
+
 PAUSE = 0.01
 """Seconds between two looks of the first rank for others."""
 
@@ -66,7 +70,7 @@ def _initialise(timeout: float) -> None:
         dist.init_process_group(backend.distributed, store=collectives.store_of_one_rank(), rank=0, world_size=1)
         return
     if backend.device.type != tree.HOST.type:
-        torch.get_device_module(backend.device).set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        _take_device(torch.get_device_module(backend.device))
     limit = timedelta(seconds=timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend.distributed, timeout=limit)
@@ -77,6 +81,12 @@ def _initialise(timeout: float) -> None:
     launcher_store = store.of_launcher(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), limit)
     prefixed = store.under(name_of_start(launcher_store, rank, size, timeout), launcher_store)
     dist.init_process_group(backend.distributed, store=prefixed, rank=rank, world_size=size, timeout=limit)
+
+
+def _take_device(module: Any) -> None:
+    """Make the device of this rank on its node the current one; a process that sees only one takes that."""
+    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ["RANK"])
+    module.set_device(local_rank % max(module.device_count(), 1))
 
 
 def name_of_start(launcher_store: Any, rank: int, size: int, seconds: float) -> str:
@@ -122,6 +132,8 @@ def _answer(launcher_store: Any, start: str, size: int, seconds: float) -> None:
                 launcher_store.set(launcher_store.get(_asking(rank)).decode(), start)
         threading.Event().wait(PAUSE)
         waited += PAUSE
+    # NCCL's watchdog leaves it behind, and would end the ranks of this start when it finds it.
+    launcher_store.delete_key(EXCEPTION)
     launcher_store.set(_came(start, 0), "")
 
 

@@ -102,6 +102,8 @@ class LossResults:
 def _addends(total: Tensor, metrics: Metrics, new: PyTree, old: PyTree, rows: Rows) -> dict[str, Any]:
     """Return what this rank adds to the results."""
     _require_scalars(metrics)
+    # One that a loss has made on the host would not travel with the others.
+    metrics = {name: tree.to(metric, total.device) for name, metric in metrics.items()}
     return {
         "total": total,
         "metrics": {name: m if isinstance(m, Mean) else rows.share_of(m) for name, m in metrics.items()},

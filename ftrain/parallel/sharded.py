@@ -177,9 +177,10 @@ class _RankStep:
         return whole_update(optimizer, self._shard)
 
     def place(self, params: PyTree, frozen: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        """Return the tensors of the first rank on every rank; what the level divides as DTensors."""
+        """Return the tensors of the first rank on the device of every rank; what the level divides as DTensors."""
         leaves, spec = tree.flatten((params, frozen, buffers))
         require_ranks(self._mesh, leaves)
+        leaves = [self._on_device(leaf) if tree.is_tensor(leaf) else leaf for leaf in leaves]
         if self._all.size > 1:
             # What is in a file is the same on all ranks.
             tensors = [leaf for leaf in leaves if tree.is_tensor(leaf)]
@@ -197,6 +198,11 @@ class _RankStep:
         if self._level == 3:
             frozen = divide(frozen, self._mesh, self._shard.rank)
         return params, frozen, buffers
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device of the mesh, whose ranks can send nothing from elsewhere."""
+        device = self._mesh.device_type
+        return tensor if tensor.device.type in (device, "meta") or _torch.is_fake(tensor) else tensor.to(device)
 
     def on_ranks(
         self, step: Any, state: TrainState, batch: PyTree

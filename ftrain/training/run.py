@@ -218,6 +218,8 @@ class Run:
                 raise
         # The other ranks are elsewhere, or do as this one does: there is nothing more to agree on.
         self._agreement = Agreement(1)
+        if isinstance(error, RankError) and not backends.of(device_of(self._newest.state)).immediate:
+            return  # What the device has queued may wait for that rank for ever.
         try:
             self._read_metrics(check=False)
         except ConsumedError:

@@ -1,5 +1,7 @@
 """A rank that dies, hangs or fails: an error on the others within the deadline, which names it and what it did."""
 
+import dataclasses
+import logging
 import os
 import re
 import signal
@@ -9,8 +11,10 @@ import pytest
 import torch
 
 import ftrain as ft
+from ftrain.backends import cpu, registry
 from ftrain.errors import OptionError, RankError
 from ftrain.parallel import deadline
+from ftrain.training import run
 from tests.faults.forks import FOREVER, quiet_forks
 from tests.parallel import models
 from tests.parallel.processes import started
@@ -97,6 +101,52 @@ def test_a_rank_that_fails_is_named_on_every_other_one_within_the_deadline(name)
 def test_a_collective_that_fails_without_the_name_of_its_library_is_known():
     assert deadline.is_failed_collective(RuntimeError("Application timeout caused pair closure"))
     assert not deadline.is_failed_collective(RuntimeError("timeout of the application"))
+
+
+def test_on_a_device_what_fit_agrees_on_fails_by_the_name_of_the_library_of_the_host(monkeypatch):
+    monkeypatch.setattr(deadline.backends, "default", lambda: dataclasses.replace(cpu.BACKEND, distributed="nccl"))
+    for text in ("[third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection reset by peer", "NCCL error: remote"):
+        assert deadline.is_failed_collective(RuntimeError(text))
+
+
+def waiting_for_a_device(tell, rank):
+    """Rank 0 waits for its device, which waits for rank 1: no error of a collective tells it anything."""
+    deadline.BEAT, deadline.PATIENCE, deadline.ALARM = 0.1, 1.5, 1.0
+    ft.parallel.mesh()
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    logging.getLogger("ftrain").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())
+    until = time.monotonic() + 60
+    while not said and time.monotonic() < until:
+        time.sleep(0.1)
+    tell(said)
+
+
+@quiet_forks
+def test_a_rank_that_comes_no_further_logs_which_other_one_has_died():
+    with started(2, waiting_for_a_device) as ranks:
+        (said,) = ranks[0].hear()
+    assert re.match(r"rank 0 waits after step 0: rank 1 (died or hangs, and was after step 0|never came)", said), said
+
+
+def test_after_a_rank_error_nothing_is_read_from_a_device(monkeypatch):
+    """It may wait for that rank for ever."""
+    reads = []
+    monkeypatch.setattr(run, "read_steps", lambda steps: reads.append(steps) or [])
+
+    def step(state, batch):
+        if batch:
+            raise RankError("sharded: step 2 did not end")
+        return state, {"loss": torch.zeros(())}
+
+    for immediate in (False, True):
+        monkeypatch.setitem(registry._records, "cpu", dataclasses.replace(cpu.BACKEND, immediate=immediate))
+        reads.clear()
+        with pytest.raises(RankError):
+            ft.fit(step, {"w": torch.zeros(1)}, [0, 1], progress=False)
+        assert bool(reads) == immediate
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), "600", None])

@@ -3,6 +3,7 @@
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -44,6 +45,25 @@ def test_ranks_that_are_started_again_share_a_name_that_no_earlier_start_had(lau
     names.append(start(launcher, range(SIZE)))
     assert all(len(set(each)) == 1 for each in names)
     assert len({each[0] for each in names}) == len(names)
+
+
+def test_what_a_failed_collective_left_in_the_store_of_the_launcher_is_gone_after_the_next_start(launcher):
+    """A thread of NCCL would end the new ranks when it finds it."""
+    launcher(60.0).set(join.EXCEPTION, "rank 1")
+    start(launcher, range(SIZE))
+    assert not launcher(60.0).check([join.EXCEPTION])
+
+
+@pytest.mark.parametrize(
+    ("variables", "count", "taken"),
+    [({"RANK": "5", "LOCAL_RANK": "1"}, 4, 1), ({"RANK": "5"}, 4, 1), ({"RANK": "5", "LOCAL_RANK": "3"}, 1, 0)],
+    ids=["torchrun", "no local rank", "sees only its own"],
+)
+def test_a_rank_takes_a_device_of_its_own(monkeypatch, variables, count, taken):
+    devices = []
+    monkeypatch.setattr(join.os, "environ", variables)
+    join._take_device(SimpleNamespace(set_device=devices.append, device_count=lambda: count))
+    assert devices == [taken]
 
 
 def test_after_an_error_and_in_a_copy_of_the_process_nothing_is_done_to_groups_at_the_end(monkeypatch):

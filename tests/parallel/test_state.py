@@ -1,10 +1,14 @@
 """The leaves of a divided state, and moving a state from one mesh to another."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import ftrain as ft
 from ftrain.errors import StructureError
+from ftrain.parallel.loss_results import _addends
+from ftrain.parallel.sharded import _RankStep
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -98,3 +102,14 @@ def test_all_ranks_start_with_the_parameters_of_the_first():
         return ft.parallel.whole(step.init({"w": torch.full((5,), float(number))})).params["w"].tolist()
 
     assert run(3, rank) == [[0.0] * 5] * 3
+
+
+def test_what_the_host_has_goes_to_the_device_of_the_mesh():
+    """The library of the device can send nothing from the host; ``meta`` stands for the device."""
+    rank = SimpleNamespace(_mesh=SimpleNamespace(device_type="meta"))
+    assert _RankStep._on_device(rank, torch.ones(2)).device.type == "meta"
+    total, host = torch.zeros((), device="meta"), torch.ones(())
+    metrics = {"plain": host, "mean": ft.Mean(host, host)}
+    rows = SimpleNamespace(share_of=lambda metric: metric)
+    addends = _addends(total, metrics, {}, {}, rows)["metrics"]
+    assert {leaf.device.type for leaf in ft.tree.leaves(addends)} == {"meta"}
