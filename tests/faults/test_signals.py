@@ -140,8 +140,8 @@ def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
             if not goes_on(directory):
                 tries.failures.append((tries.runs, "goes on otherwise"))
         tries.note = f"{saved} within fit, exit code {code}"
-    # Else nothing was tried.
-    assert saved
+        # Else nothing was tried.
+        assert saved
 
 
 @signals
@@ -166,8 +166,8 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
             if not goes_on(directory):
                 tries.failures.append((tried, found, "goes on otherwise"))
         tries.note = f"{at_once} stopped at once"
-    # When the second one comes is a matter of luck, and a few may all miss what the first has begun.
-    assert at_once or not FULL
+        # When the second one comes is a matter of luck, and a few may all miss what the first has begun.
+        assert at_once or not FULL
 
 
 def stuck(tell, directory):
