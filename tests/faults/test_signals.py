@@ -210,16 +210,20 @@ def test_a_second_signal_stops_at_once(name, tmp_path):
     assert goes_on(tmp_path)
 
 
-def test_a_signal_says_where_the_run_was_saved(tmp_path, capsys):
+@signals
+def test_a_signal_says_where_the_run_was_saved(name, tmp_path, capsys):
+    number, code = SIGNALS[name]
+
     def raising(batch):
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         return 1
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as caught:
         train(tmp_path, throughput={"steps": raising})
+    assert caught.value.code == code
     path = ft.Checkpoints(tmp_path, every=EVERY).path(1)
     assert path.is_dir()
-    assert capsys.readouterr().err == f"fit: ended by SIGTERM, saved in {path}; the same call goes on from there\n"
+    assert capsys.readouterr().err == f"fit: ended by {name}, saved in {path}; the same call goes on from there\n"
 
 
 def test_a_signal_does_not_change_when_a_run_stops_by_itself(tmp_path):
