@@ -914,6 +914,20 @@ def test_iterate_in_a_loop_of_ones_own():
     assert [made.step for made in rest] == [7]
 
 
+def test_a_loop_that_is_left_within_a_pass_goes_on_there():
+    def loader():
+        return ft.data.loader(ft.data.arrays(tuple(map(torch.cat, zip(*batches(6), strict=True)))), 4, seed=1)
+
+    step, data = make(), loader()
+    for made in ft.iterate(step, step.init(params()), data):
+        if made.step == 2:
+            break
+    *_, made = ft.iterate(step, made.state, data)
+    needed, losses = by_hand(step, loader())
+    assert made.step == len(losses) == 6
+    assert_bitwise(made.state, needed)
+
+
 def test_the_state_on_its_way_is_usable_in_every_step():
     step = make()
     norms = [float(made.state.params["w"].norm()) for made in ft.iterate(step, step.init(params()), batches())]
