@@ -10,7 +10,7 @@ import torch
 import ftrain as ft
 from ftrain.checkpoint import __main__ as command
 from ftrain.checkpoint import files
-from ftrain.checkpoint.journal import NAME, Journal, Mark, check, parse_mark, read
+from ftrain.checkpoint.journal import ENCODE, NAME, Journal, Mark, check, parse_mark, read
 from ftrain.errors import CheckpointError
 
 HARD = [
@@ -162,6 +162,19 @@ def test_what_a_checkpoint_holds_of_the_history_does_not_grow(tmp_path):
     }
     assert len(sizes) == 2
     assert max(sizes.values()) - min(sizes.values()) < 32
+
+
+def test_a_save_encodes_what_is_new_and_nothing_else_however_long_the_run(tmp_path, monkeypatch):
+    encoded = []
+
+    def noting(record):
+        encoded.append(record["step"])
+        return ENCODE(record)
+
+    monkeypatch.setattr("ftrain.checkpoint.journal.ENCODE", noting)
+    train(tmp_path, 10, every=5)
+    train(tmp_path, 200, every=10)
+    assert encoded == list(range(1, 201))
 
 
 def test_the_directory_of_a_run_may_be_moved_and_copied(tmp_path):

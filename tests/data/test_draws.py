@@ -77,6 +77,22 @@ def test_and_in_workers():
     assert taken(Sometimes("numpy", (3, 17)), num_workers=2) == expected
 
 
+@pytest.mark.parametrize(
+    ("source", "drawn"),
+    [("torch", 0.47761476039886475), ("python", 0.7980265284288426), ("numpy", 0.8089606049709576)],
+)
+def test_a_sample_draws_what_it_has_always_drawn(source, drawn):
+    """These are numbers of the loader before it learnt to seed for what draws alone."""
+    _, batches = taken(Sometimes(source, (17,)), seed=3)
+    assert (17, drawn) in chain.from_iterable(batches)
+
+
+def test_and_so_does_a_collation():
+    loader = data.loader(range(SIZE), BATCH, seed=3, shuffle=False, collate=lambda samples: random.random())
+    _, drawn = [list(loader) for _ in range(2)]
+    assert drawn[4] == 0.8970059101066912
+
+
 def counted(monkeypatch, dataset, **options):
     times = []
     seed = rng_streams.seed_sample

@@ -367,8 +367,8 @@ def test_only_errors_of_checkpoints_come_of_malformed_files(change, tmp_path):
         accepted = sum(each["accepted"] for each in found)
         slowest, memory = max(each["slowest"] for each in found), max(each["memory"] for each in found) / 2**20
         tries.note = f"{accepted} were good after all; the slowest took {slowest:.2f} s, all of them {memory:.0f} MB"
-    # Of a header nothing but the very bytes is good; of a manifest much is that somebody has signed.
-    assert (accepted > 0) == (change != "header")
+        # Of a header nothing but the very bytes is good; of a manifest much is that somebody has signed.
+        assert (accepted > 0) == (change != "header")
 
 
 # What of trees is no tree, and would otherwise lose a leaf or mean another one

@@ -140,8 +140,8 @@ def test_a_signal_at_any_moment_saves_after_the_step(name, tmp_path):
             if not goes_on(directory):
                 tries.failures.append((tries.runs, "goes on otherwise"))
         tries.note = f"{saved} within fit, exit code {code}"
-    # Else nothing was tried.
-    assert saved
+        # Else nothing was tried.
+        assert saved
 
 
 @signals
@@ -166,8 +166,8 @@ def test_a_second_signal_at_any_moment_does_no_harm(name, tmp_path):
             if not goes_on(directory):
                 tries.failures.append((tried, found, "goes on otherwise"))
         tries.note = f"{at_once} stopped at once"
-    # When the second one comes is a matter of luck, and a few may all miss what the first has begun.
-    assert at_once or not FULL
+        # When the second one comes is a matter of luck, and a few may all miss what the first has begun.
+        assert at_once or not FULL
 
 
 def stuck(tell, directory):
@@ -210,16 +210,20 @@ def test_a_second_signal_stops_at_once(name, tmp_path):
     assert goes_on(tmp_path)
 
 
-def test_a_signal_says_where_the_run_was_saved(tmp_path, capsys):
+@signals
+def test_a_signal_says_where_the_run_was_saved(name, tmp_path, capsys):
+    number, code = SIGNALS[name]
+
     def raising(batch):
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         return 1
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as caught:
         train(tmp_path, throughput={"steps": raising})
+    assert caught.value.code == code
     path = ft.Checkpoints(tmp_path, every=EVERY).path(1)
     assert path.is_dir()
-    assert capsys.readouterr().err == f"fit: ended by SIGTERM, saved in {path}; the same call goes on from there\n"
+    assert capsys.readouterr().err == f"fit: ended by {name}, saved in {path}; the same call goes on from there\n"
 
 
 def test_a_signal_does_not_change_when_a_run_stops_by_itself(tmp_path):

@@ -1,6 +1,7 @@
 """The loop: what it counts, records, shows and reads, and how it stops."""
 
 import dataclasses
+import gc
 import itertools
 import json
 import logging
@@ -10,6 +11,7 @@ import signal
 import threading
 import time
 import traceback
+import tracemalloc
 import weakref
 
 import numpy as np
@@ -409,6 +411,25 @@ def test_a_state_that_was_replaced_is_freed():
     records.send(ft.tree.clone(record.state))
     del record
     assert replaced() is None
+
+
+def test_a_step_adds_its_record_to_memory_and_no_more():
+    """Of Python's objects, where a few bytes are seen, which in the pages of a process come and go."""
+
+    def memory(state):
+        gc.collect()
+        return {"bytes": tracemalloc.get_traced_memory()[0]}
+
+    step = make()
+    # This fills the caches, which grow too, up to a limit.
+    fit(step, batches(), steps=1000)
+    tracemalloc.start()
+    try:
+        _, history = fit(step, batches(), steps=1000, evaluate=memory)
+    finally:
+        tracemalloc.stop()
+    # A record takes 310: a dict, a float for each name, and its place in the list.
+    assert history["eval_bytes"][0] / 1000 < 420
 
 
 SERVICES = {
@@ -891,6 +912,20 @@ def test_iterate_in_a_loop_of_ones_own():
     assert int(state.step) == 6
     rest = list(ft.iterate(step, state, batches(), steps=7))
     assert [made.step for made in rest] == [7]
+
+
+def test_a_loop_that_is_left_within_a_pass_goes_on_there():
+    def loader():
+        return ft.data.loader(ft.data.arrays(tuple(map(torch.cat, zip(*batches(6), strict=True)))), 4, seed=1)
+
+    step, data = make(), loader()
+    for made in ft.iterate(step, step.init(params()), data):
+        if made.step == 2:
+            break
+    *_, made = ft.iterate(step, made.state, data)
+    needed, losses = by_hand(step, loader())
+    assert made.step == len(losses) == 6
+    assert_bitwise(made.state, needed)
 
 
 def test_the_state_on_its_way_is_usable_in_every_step():

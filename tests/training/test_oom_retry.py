@@ -3,6 +3,7 @@
 import errno
 import math
 import re
+import signal
 import types
 import weakref
 from contextlib import contextmanager
@@ -528,6 +529,25 @@ def test_a_run_goes_on_with_its_split(tmp_path, every):
     assert tried == [3] * 4, "nothing that did not fit was tried again"
     assert splits(history) == {1: 2}
     assert history["step"] == [1, 2, 3, 4]
+
+
+def test_a_signal_ends_the_run_before_a_step_is_tried_again(tmp_path):
+    tried = []
+
+    def short(params, batch):
+        tried.append(len(batch["x"]))
+        if len(tried) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        if len(tried) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return still(params, batch)
+
+    checkpoints = ft.Checkpoints(tmp_path, every=9)
+    with pytest.raises(SystemExit) as caught:
+        fit(make(loss=short), batches(), checkpoints=checkpoints)
+    assert caught.value.code == 143
+    assert tried == [6, 6, 3], "the second try of the second step was its last"
+    assert checkpoints.steps() == [1]
 
 
 @pytest.mark.parametrize(("every", "keep"), [(2, 9), (3, 1), (7, 1)])
