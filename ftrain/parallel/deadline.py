@@ -181,7 +181,7 @@ class Watch:
                 return
 
     def _log_who_is_gone(self) -> None:
-        """Say what a `RankError` would: where collectives do not let the host wait, as of NCCL, torch ends the process."""
+        """Say what a `RankError` would: collectives of NCCL do not let the host wait, and torch ends the process."""
         gone, _ = self._others()
         if gone:
             log.error(
