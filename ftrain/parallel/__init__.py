@@ -10,11 +10,11 @@ How a step of `ftrain.sharded` goes through the files:
    operations draw by example.
 4. `gradient_sums` sends gradients in buckets (`bucket_order`, `partition`) while the backward pass runs, and
    `loss_results` the loss, metrics and buffers; `compression` sends gradients in fewer bytes when it is over.
-5. The optimizer updates the local parts, and where it needs leaves whole, `whole_update` brings each to one rank.
+5. The optimizer updates the local parts, and if it needs whole leaves, `whole_update` sends each to one rank.
 6. `state` makes DTensors of the new parts.
 
-`mesh` arranges the ranks that `join` has brought together, and has their collectives. `deadline` says which rank has
-not come to one. Around the steps of `fit`, `agreement` lets all ranks go on, stop and fail together, and `stand_in`
+`mesh` arranges the ranks that `join` has connected, and has their collectives. `deadline` names a rank that does
+not join one. Around the steps of `fit`, `agreement` makes all ranks continue, stop and fail together, and `stand_in`
 takes part in a step for which a rank has no memory.
 """
 

@@ -1,10 +1,10 @@
 """Agreement of all ranks, on the host: on numbers, on errors, and on what the first rank decides.
 
-Messages travel in a group of their own, so that they wait neither for a device nor for the collectives of a step.
+Messages are sent in a process group of their own: they wait neither for a device nor for the collectives of a step.
 
-What ranks agree on when they save (`ftrain.checkpoint.ranks`) travels otherwise, through the store of the process
-group: from the thread that writes, in programs without `fit`, and so that a rank can give up waiting for dead ones.
-There each rank reads the messages of all. After every step that would be too much for many ranks, and a collective is
+When ranks save (`ftrain.checkpoint.ranks`), their messages go through the store of the process
+group instead: that works in the thread that writes and without `fit`, and a rank can stop waiting for dead ones.
+There each rank reads the messages of all. After every step that would be too slow for many ranks; a collective is
 not.
 """
 
@@ -29,10 +29,10 @@ class Agreement:
     """What all ranks agree on: a context, in which every rank calls the same methods in the same order.
 
     Args:
-        ranks: how many ranks the run has. One rank agrees with itself, and nothing travels.
+        ranks: how many ranks the run has. One rank agrees with itself and sends nothing.
     """
 
-    # No generator: contextlib writes to the errors that pass through one, which frozen dataclasses refuse.
+    # Not a generator: contextlib writes to the errors that pass through one, which frozen dataclasses refuse.
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._rank = dist.get_rank() if ranks > 1 else 0
@@ -44,7 +44,7 @@ class Agreement:
     def __enter__(self) -> Agreement:
         """Make the group; waits for all ranks."""
         if self._ranks > 1:
-            # The library of the default group may know tensors on the device only.
+            # The library of the default group may support only tensors on the device.
             on_host = backends.default().device == tree.HOST
             library = None if on_host else backends.of(tree.HOST).distributed
             self._watch = watch()
@@ -58,14 +58,14 @@ class Agreement:
             self._watch.tell_failure(error)
         group, self._group = self._group, None
         if group is not None:
-            # The destructor of a group waits for a vote; when ranks have failed, its result is of no use.
+            # The destructor of a group waits for a vote; when ranks have failed, its result is not used.
             with suppress(Exception):
                 self.last_vote()
             dist.destroy_process_group(group)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that speaks and writes for all."""
+        """Whether this is the rank that prints and writes for all."""
         return self._rank == 0
 
     @property
@@ -86,7 +86,7 @@ class Agreement:
         return [float(each) for each in sums]
 
     def vote(self, *numbers: int) -> list[int]:
-        """Start `largest` of each number, and return what the call before started; [] at the first call.
+        """Start `largest` of each number, and return what the previous call started; [] in the first call.
 
         So ranks learn of a number one call later, and rarely wait for each other.
         """
@@ -115,7 +115,7 @@ class Agreement:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Context that names the ranks for which it has waited in vain."""
+        """Context whose error names the ranks that did not come."""
         try:
             yield
         except RuntimeError as error:
@@ -143,8 +143,8 @@ class Agreement:
         """Return what a function returns, when all ranks have called it; an error of one is an error of all.
 
         Args:
-            name: of the function, for the error.
-            function: where it waits for other ranks, they wait until the deadline if it fails on this one alone.
+            name: name of the function, for the error.
+            function: if it waits for other ranks and fails on this one alone, they wait until the deadline.
 
         Raises:
             RankError: when another rank has failed, and this one has not.
@@ -188,13 +188,13 @@ class Agreement:
         return self.from_first(self.together(name, function))
 
     def require_same(self, arguments: Mapping[str, Any]) -> None:
-        """Check that all ranks have arguments that print the same; by their names.
+        """Check that all ranks have arguments that print the same, given by name.
 
         Raises:
-            OptionError: on the ranks that have others than the first one.
+            OptionError: on the ranks whose arguments differ from those of rank 0.
             RankError: on the others.
         """
-        # NaN, of which an error follows, is not equal to itself, and an array has no single answer.
+        # NaN, which is an error later, is not equal to itself, and the equality of arrays is not a bool.
         texts = {name: str(value) for name, value in arguments.items()}
         first = self.from_first(texts)
 

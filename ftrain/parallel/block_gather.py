@@ -1,9 +1,9 @@
 """Gather the parameters of a model block by block, for its forward and again for its backward pass, and keep none.
 
-While a block computes, the parameters of the next one travel: in the forward pass those of the block that is registered
-next, so that one block more is in memory than computes. In the backward pass, where most of the activations are in
-memory, those of the block that ran before start when this block has read half of its parameters, and each of these is
-freed when the backward pass needs it no more. The rest of the block takes as long as a forward pass does.
+While a block computes, those of the next one are gathered: in the forward pass those of the block that is registered
+next, so that two blocks are in memory. In the backward pass, where most of the activations are in
+memory, the gather of the block that ran before starts when this block has read half of its parameters, each of which
+is freed when the backward pass no longer needs it. The rest of the block takes as long as a forward pass does.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ftrain.step.blocks import forwarding, repeated_children
 from ftrain.step.swap_params import Slot, bound, slots_of
 
 MOST_BLOCKS = 2
-"""Blocks that hold what they gathered again at a time: one, and one within or beside it."""
+"""Number of blocks that hold what they gathered again: the current one, and one inside or next to it."""
 
 
 class _View(NamedTuple):
     """A view of a gathered tensor, or of its cast to another dtype.
 
     Args:
-        number: of this view among those that autograd saves for a block.
+        number: number of this view among those that autograd saves for a block.
         place: the number of the gathered tensor.
     """
 
@@ -53,8 +53,8 @@ class BlockGather:
 
     Args:
         module: the model.
-        watch: is told which block is gathered.
-        as_autocast: gather what has two and more axes in the dtype to which autocast would cast it.
+        watch: object that is told which block is gathered.
+        as_autocast: gather parameters with two or more axes in the dtype to which autocast would cast them.
     """
 
     def __init__(self, module: nn.Module, watch: Watch, *, as_autocast: bool = False) -> None:
@@ -73,9 +73,9 @@ class BlockGather:
         self._placeholders: dict[tuple[str, torch.dtype, bool], NotGathered] = {}
 
     def leave_out(self, params: Parameters) -> dict[str, Tensor]:
-        """Return what stands for the parameters of blocks from now on; each block gathers its own.
+        """Return placeholders for the parameters of blocks from now on; each block gathers its own parameters.
 
-        It has no values: to read the parameter of a block outside of its forward is an error.
+        Placeholders have no values: reading the parameter of a block outside its forward is an error.
         """
         if self._pass is not None:
             self._pass.ahead.drop()
@@ -91,7 +91,7 @@ class BlockGather:
         return self._placeholders[key]
 
     def _gather_latest(self, name: str) -> Tensor:
-        """Return a whole parameter in the backward pass of its block, of which a part is computed again."""
+        """Return a whole parameter in the backward pass of its block, when a part of the block is computed again."""
         again, index = self._latest[name]
         return again.whole(index)
 
@@ -119,13 +119,13 @@ class BlockGather:
     def take_part(self) -> None:
         """Gather the blocks that have not run, as the other ranks do, when the forward pass has failed on this one.
 
-        The others run them in the order in which the module has them; where they do not, or where this rank has failed
-        before the first block of ``gather="amp"``, they wait in vain.
+        The others run them in the order in which the module has them; if they do not, or if this rank has failed
+        before the first block of ``gather="amp"``, they wait until the deadline.
         """
         current = cast(_Pass, self._pass)
         left = current.left()
         if self._as_autocast and len(left) == len(self._block_names):
-            return  # The first block would have told in which dtype the others gather.
+            return  # The first block would have shown in which dtype the others gather.
         for index, names in enumerate(left):
             if index:
                 current.ahead.start(names)
@@ -164,7 +164,7 @@ class _Pass:
     """One forward pass of a model and its backward pass: which blocks have run, and which is probably next.
 
     Args:
-        params: of the model.
+        params: parameters of the model.
         names_by_block: the parameters of each block.
     """
 
@@ -185,9 +185,9 @@ class _Pass:
         return self._names_by_block[self._guess :]
 
     def start_after(self, number: int, run: _Again) -> None:
-        """Start the gather of the block that is registered after one which runs now.
+        """Start the gather of the block that is registered after the one that runs now.
 
-        A model may leave out blocks. One that goes back runs them in an order of its own, in which nothing is guessed.
+        A model may leave out blocks. If it runs an earlier block again, its order is unknown and nothing is prefetched.
         """
         if self._runs:
             run.before = self._runs[-1][1]
@@ -198,7 +198,7 @@ class _Pass:
             self.ahead.start(self._names_by_block[self._guess])
 
     def start_before(self, number: int) -> None:
-        """Start the gather of the block that has run before one which is computed again for its gradient."""
+        """Start the gather of the block that ran before the one that is computed again for its gradient."""
         while self._runs:
             last, run = self._runs.pop()
             if last == number:
@@ -207,9 +207,9 @@ class _Pass:
 
 
 class _Again:
-    """Saves for the backward pass which gathered tensors it needs in place of these, and gathers them again there.
+    """Saves references instead of gathered tensors for the backward pass, and gathers the tensors again there.
 
-    Each of them is freed when another node of the graph runs than the last one that has saved it.
+    Each tensor is freed once the graph has moved on from the last node that saved it.
 
     Attributes:
         before: the block that has run before.
@@ -235,7 +235,7 @@ class _Again:
 
     @contextmanager
     def saving(self, wholes: Sequence[Tensor], params: Parameters) -> Iterator[None]:
-        """Context in which autograd saves nothing of these tensors, their views and casts, but gathers them again."""
+        """Context in which autograd does not save these tensors, their views and casts, but gathers them again."""
         # An outer hook takes all saved tensors: rematerialisation runs the block again, and so gathers again.
         if _torch.saved_tensors_pack_hook() is not None:
             self.is_needed = True
@@ -292,7 +292,7 @@ class _Again:
         return whole.to(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset)
 
     def whole(self, place: int) -> Tensor:
-        """Return a tensor of a number, gathered again."""
+        """Return the tensor with a number, gathered again."""
         if place not in self._wholes:
             self.forget()
             self._tell()
@@ -301,7 +301,7 @@ class _Again:
             for number, read in enumerate(self._places_of_views):
                 self._unread[read].add(number)
             self._nbytes = {read: self._wholes[read].nbytes for read in self._unread}
-            # Of a block that trains nothing no gradient tells when it is done: the next but one block does.
+            # A block that trains nothing has no gradient that says when it is done: the next block but one does.
             self._gathered_again.append(self)
             if len(self._gathered_again) > MOST_BLOCKS:
                 self._gathered_again[0].forget()
@@ -309,7 +309,7 @@ class _Again:
 
     def _is_half_read(self) -> bool:
         """Return whether less than half of the parameters that the backward pass needs will be read after this one."""
-        # By the bytes of parameters, which all ranks have alike.
+        # In bytes of parameters, which are the same on all ranks.
         left = sum(nbytes for place, nbytes in self._nbytes.items() if self._unread[place])
         return left < sum(self._nbytes.values()) / 2
 
@@ -333,13 +333,13 @@ class _Again:
 
 
 def _parameters(block: nn.Module, module: nn.Module) -> list[Slot]:
-    """Return the places of parameters in a block, with their names in the whole module."""
+    """Return the slots of the parameters of a block, with their names in the whole module."""
     names = {(id(slot.place), slot.key): slot.name for slot in slots_of(module)}
     return [slot._replace(name=names[id(slot.place), slot.key]) for slot in slots_of(block) if not slot.is_buffer]
 
 
 def _only_in(blocks: Any, everywhere: Sequence[Slot]) -> set[str]:
-    """Return the names of parameters that have no place outside of blocks."""
+    """Return the names of parameters that are used only in blocks."""
     within = {(id(slot.place), slot.key) for slots in blocks for slot in slots}
     outside = {slot.name for slot in everywhere if (id(slot.place), slot.key) not in within}
     floating = {slot.name for slots in blocks for slot in slots if slot.place[slot.key].is_floating_point()}

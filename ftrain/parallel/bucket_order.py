@@ -1,4 +1,4 @@
-"""Gradients that travel together while the backward pass runs, bucket by bucket in an order that all ranks have."""
+"""Gradients that are sent together while the backward pass runs, in buckets whose order is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ftrain.parallel.partition import Part, buckets
 from ftrain.types import PyTree
 
 STREAM_BYTES = 1 << 19
-"""Of gradients that travel together, as `update_in_backward` takes them."""
+"""Bytes of gradients that are sent together, with `update_in_backward`."""
 
 
 class BucketOrder:
-    """Starts buckets in their order, each when it and those before it are complete.
+    """Starts buckets in their order, each when it and all earlier ones are complete.
 
-    Ranks that use different parameters have their gradients in different orders.
+    Ranks that use different parameters get their gradients in different orders.
 
     Args:
         plan: the indices of each bucket, the same on all ranks.
-        start: gets the indices and gradients of a bucket.
+        start: function of the indices and gradients of a bucket.
     """
 
     def __init__(self, plan: Iterable[Sequence[int]], start: Callable[[Sequence[int], list[Tensor]], None]) -> None:
@@ -31,7 +31,7 @@ class BucketOrder:
         self._advance()
 
     def take(self, index: int, grad: Tensor) -> None:
-        """Take a gradient, which is complete."""
+        """Take a complete gradient."""
         self._waiting[index] = grad
         self._missing.discard(index)
 
@@ -41,10 +41,10 @@ class BucketOrder:
             self._start_next()
 
     def start_rest(self, missing: Callable[[int], Tensor]) -> None:
-        """Start the buckets of which this rank lacks a gradient, and those behind them.
+        """Start the buckets in which a gradient of this rank is missing, and those after them.
 
         Args:
-            missing: returns what travels in the place of a gradient.
+            missing: function that returns what is sent in place of a missing gradient.
         """
         while self._next:
             self._waiting.update((index, missing(index)) for index in self._missing)
@@ -65,10 +65,10 @@ def plan_of(indices: Sequence[int], tensors: Sequence[Tensor], sizes: Sequence[i
     """Return the indices of each bucket: gradients come in the opposite order of use.
 
     Args:
-        indices: of the parameters, in the order of their use.
-        tensors: like their gradients, in the same order; of which the dtypes count.
-        sizes: how many elements each has.
-        limit: in bytes.
+        indices: indices of the parameters, in the order of their use.
+        tensors: tensors with the dtypes of their gradients, in the same order.
+        sizes: number of elements of each.
+        limit: size of a bucket in bytes.
     """
     members = buckets(tensors[::-1], sizes[::-1], limit)
     return [[indices[-1 - member] for member in bucket] for bucket in members]
@@ -78,7 +78,7 @@ def stream_plan(params: PyTree, parts: Sequence[Part | None], order: Iterable[st
     """Return the numbers of the leaves of each bucket for gradients that are taken one by one.
 
     Args:
-        params: of a rank.
+        params: parameters of a rank.
         parts: how they are divided: ranks plan with the sizes of whole leaves, so that they agree.
         order: names in the order of their use, as far as they are known.
     """

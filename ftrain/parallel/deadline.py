@@ -1,7 +1,7 @@
-"""Name the rank for which a collective has waited in vain, and what that rank was doing.
+"""Name the rank that a collective has waited for until the deadline, and say what that rank was doing.
 
-Every rank writes once a second into the store of the process group that it lives, and what it does. When a collective
-fails, because a connection broke or time ran out, the others read who has stopped writing, and who is elsewhere.
+Once per second every rank writes a heartbeat and what it does into the store of the process group. When a collective
+fails, because a connection broke or time ran out, the others read which rank has stopped writing or is elsewhere.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ftrain.errors import RankError
 log = logging.getLogger("ftrain")
 
 BEAT = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 PATIENCE = 3.0
-"""Seconds in which a rank that lives gives a sign of it."""
+"""Seconds in which a live rank writes a heartbeat."""
 ALARM = 60.0
-"""Seconds in which this rank comes no further, after which it logs which others have died or failed."""
+"""Seconds without progress after which this rank logs which others have died or failed."""
 NAMELESS = "Application timeout caused pair closure"
-"""What a collective says without the name of its library, when time ran out in another one."""
+"""The message, without the name of a library, of a collective that fails because another one timed out."""
 IN_STEP, BETWEEN_STEPS = "in", "after"
-"""What a rank does; with the number of a step."""
+"""What a rank is doing, with the number of the step."""
 
 
 class Watch:
@@ -43,7 +43,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.rank, self.size = store.rank_and_size()
-        # A group that something refers to keeps its threads when it is destroyed.
+        # A group keeps its threads after it is destroyed if something still refers to it.
         self._group = weakref.ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
         self._number, self._doing, self._place = 0, BETWEEN_STEPS, ""
         self._steps_before: int | None = None
@@ -56,7 +56,7 @@ class Watch:
             self._tell()
             thread = threading.Thread(target=self._keep_telling, name="ftrain-watch", daemon=True)
             thread.start()
-            # A thread that is in the store when the interpreter ends would abort the process.
+            # A thread that is using the store when the interpreter exits would abort the process.
             atexit.register(self._end, thread)
 
     @property
@@ -65,7 +65,7 @@ class Watch:
         return dist.is_initialized() and self._group() is dist.group.WORLD
 
     def begin(self, step: Tensor) -> None:
-        """Note the number of the step that begins. One that is made again, as without memory, has the same again."""
+        """Note the number of the step that begins. A step that is retried, as without memory, has the same number."""
         if not _torch.is_fake(step) and (count := int(step)) != self._steps_before:
             # A later number also for the first step of another run.
             self._number, self._steps_before = max(self._number, count) + 1, count
@@ -74,8 +74,8 @@ class Watch:
         """Note where in or after the step this rank is, such as ``"at block 3"``; "" when it has left.
 
         Args:
-            place: where.
-            waits: whether it does nothing there but wait for all others.
+            place: where it is.
+            waits: whether it only waits for all others there.
         """
         self._place, self._waits = place and f", {place}", waits
 
@@ -91,16 +91,16 @@ class Watch:
             self.explain(error)
 
     def tell_failure(self, error: BaseException | None) -> None:
-        """Tell the others that this rank has failed; with None, that it goes on."""
+        """Tell the others that this rank has failed; with None, that it continues."""
         self._failure = "" if error is None else f"{type(error).__name__}: {error!s:.200}"
         if self._is_telling:
             self._tell()
 
     def explain(self, error: BaseException) -> None:
-        """Tell the others of an error of this rank, and say more of one of a collective.
+        """Tell the others of an error of this rank, and explain one of a collective.
 
         Raises:
-            RankError: for the error of a collective; names the rank that it has waited for.
+            RankError: if a collective failed; names the rank that it has waited for.
         """
         if not self._is_telling:
             return
@@ -116,7 +116,7 @@ class Watch:
         ) from error
 
     def _blame(self) -> str:
-        """Return which other ranks are to blame, and for what; waits for their signs of life."""
+        """Return which other ranks caused the failure, and how; waits for their heartbeats."""
         try:
             gone, here = self._others()
         except RuntimeError:
@@ -124,7 +124,7 @@ class Watch:
         return "; ".join(gone or here)
 
     def _others(self) -> tuple[list[str], list[str]]:
-        """Return what is known of other ranks that do not come, and of those that wait; waits for signs of life."""
+        """Return what is known of other ranks that do not come, and of those that wait; waits for heartbeats."""
         earlier = self._told()
         threading.Event().wait(PATIENCE)
         later = self._told()
@@ -149,7 +149,7 @@ class Watch:
         return failed or dead, behind or beside or [*waited, unknown]
 
     def _told(self) -> dict[int, Any]:
-        """Return what every other rank has told last; None for one that never came."""
+        """Return the last message of every other rank; None for one that never came."""
         keys = {rank: store.sign_of_life(rank) for rank in range(self.size) if rank != self.rank}
         came = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return {rank: json.loads(self._store.get(key)) if rank in came else None for rank, key in keys.items()}
@@ -177,11 +177,11 @@ class Watch:
                 self._tell()
                 if ALARM <= seconds < ALARM + BEAT:
                     self._log_who_is_gone()
-            except RuntimeError:  # The run is over, and the process that has the store is gone.
+            except RuntimeError:  # The run is over, and the process with the store has ended.
                 return
 
     def _log_who_is_gone(self) -> None:
-        """Say what a `RankError` would: collectives of NCCL do not let the host wait, and torch ends the process."""
+        """Log what a `RankError` would say: with NCCL the host does not wait, and torch ends the process."""
         gone, _ = self._others()
         if gone:
             log.error(
@@ -193,7 +193,7 @@ class Watch:
         thread.join()
         self._has_ended = True
         if self.is_current:
-            with suppress(RuntimeError):  # The process that has the store may be gone.
+            with suppress(RuntimeError):  # The process with the store may have ended.
                 self._tell()
 
 
@@ -201,7 +201,7 @@ _watch: Watch | None = None
 
 
 def watch() -> Watch:
-    """Return the watch of this process; of ranks that are threads each has its own."""
+    """Return the watch of this process; if ranks are threads, each has its own."""
     global _watch
     if not dist.is_initialized() or not store.are_processes():
         return Watch()
@@ -213,7 +213,7 @@ def watch() -> Watch:
 def is_failed_collective(error: BaseException) -> bool:
     """Whether an error says that a collective has failed: the libraries put their names into their messages."""
     text = str(error).lower()
-    # What `fit` agrees on travels by the library of the host.
+    # The messages of `fit` are sent with the library of the host.
     libraries = {backends.default().distributed, backends.of(tree.HOST).distributed}
     is_named = type(error) is RuntimeError and any(name in text for name in (*libraries, NAMELESS.lower()))
     return isinstance(error, dist.DistError) or is_named

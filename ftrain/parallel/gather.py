@@ -21,7 +21,7 @@ class Parameters:
         parts: how each is divided; None for one that every rank has.
 
     Attributes:
-        narrow: the dtype in which those of two and more axes are gathered; None for their own.
+        narrow: the dtype in which parameters with two or more axes are gathered; None for their own.
     """
 
     def __init__(self, group: Group, locals_: Mapping[Hashable, Tensor], parts: Mapping[Hashable, Part | None]) -> None:
@@ -61,12 +61,12 @@ class Parameters:
     def joined(
         self, names: Sequence[Hashable], wholes: Sequence[Tensor], on_backward: Callable[[], None] = lambda: None
     ) -> list[Tensor]:
-        """Return gathered tensors with their gradients, which travel when all of them are complete.
+        """Return gathered tensors whose gradients are reduce-scattered when all of them are complete.
 
         Args:
-            names: of the parameters.
+            names: names of the parameters.
             wholes: what `start_gather` has gathered for these names.
-            on_backward: called when the gradients are complete.
+            on_backward: function that is called when the gradients are complete.
         """
 
         def combine(numbers: Sequence[int], grads: list[Tensor]) -> Results:
@@ -91,7 +91,7 @@ class Parameters:
         return [index for index, name in enumerate(names) if name in self._numbers]
 
     def _scattered(self, numbers: Sequence[int], grads: list[Tensor]) -> Results:
-        # Gradients of what was gathered in another dtype are added in that of the parameters.
+        # Gradients of what was gathered in another dtype are summed in the dtype of the parameters.
         wide = [grad.to(self._trained_dtypes[number]) for number, grad in zip(numbers, grads, strict=True)]
         return start_scatter_all(self.group, wide, [self._trained_parts[number] for number in numbers])
 

@@ -1,4 +1,4 @@
-"""Gathers that start before they are needed, so that what travels overlaps with what computes."""
+"""Gathers that start before they are needed, so that communication overlaps with computation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ftrain.parallel.gather import Parameters
 from ftrain.parallel.partition import Results
 
 LARGEST = 4 << 30
-"""Bytes of parameters above which nothing is gathered ahead: the memory would be missing for what computes."""
+"""Bytes of parameters above which nothing is gathered ahead: the computation needs the memory."""
 
 
 class GatherAhead:
-    """The gathers of one loss, of which one at most is started ahead.
+    """The gathers of one loss, of which at most one is started ahead.
 
-    Ranks must start the same ones in one order: a guess may depend on what all ranks do alike, and on nothing else.
+    Ranks must start the same gathers in one order: a guess may depend only on what is the same on all ranks.
 
     Args:
-        params: those that are gathered.
+        params: the parameters that are gathered.
     """
 
     def __init__(self, params: Parameters) -> None:
@@ -43,7 +43,7 @@ class GatherAhead:
 
     def drop(self) -> None:
         """Free what was started and is not needed."""
-        # A collective that nothing waits for stays in memory.
+        # A collective stays in memory until something waits for it.
         results, self._results = self._results, None
         if results is not None:
             results()

@@ -1,6 +1,6 @@
 """Sums of gradients over ranks, which start in the backward pass when gradients are complete, and end with it.
 
-A loss reads other tensors than its parameters: the results of autograd nodes, of which each takes the gradients of a
+A loss does not read its parameters but the results of autograd nodes, each of which takes the gradients of a
 bucket, or of a block, when all of them are complete.
 """
 
@@ -21,7 +21,7 @@ from ftrain.step.combined_grads import Backward
 from ftrain.step.unused_params import watching
 
 AT_ONCE, AT_ONCE_BYTES = 2, 4 << 30
-"""Buffers that travel at a time, and their bytes: more would take memory from what computes."""
+"""Number and bytes of buffers that are sent at a time: more would take memory from the computation."""
 
 SMALLEST, BUCKETS, LARGEST = 4 << 20, 4, 32 << 20
 """Bytes of the smallest and the largest bucket, and how many buckets there are between these limits."""
@@ -34,8 +34,8 @@ class GradientSums:
     """The gradients of the parameters of one forward pass; a `ftrain.step.combined_grads.CombinedGrads`.
 
     Args:
-        names: of the parameters.
-        params: of this rank; a sum has the shape of its parameter.
+        names: names of the parameters.
+        params: parameters of this rank; a sum has the shape of its parameter.
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
@@ -51,11 +51,11 @@ class GradientSums:
         self._source: Tensor | None = None
 
     def in_buckets(self, wholes: Mapping[int, Tensor], combine: Combine) -> dict[int, Tensor]:
-        """Return the tensors that a loss reads; their gradients travel in buckets, in one order on all ranks.
+        """Return the tensors that a loss reads; their gradients are sent in buckets, in one order on all ranks.
 
         Args:
             wholes: whole tensors by the indices of their parameters, in the order of their use.
-            combine: gets the gradients of one bucket.
+            combine: function of the gradients of one bucket.
         """
         plan = _plan_of(wholes)
         self._forms = {index: _Form.of(whole) for index, whole in wholes.items()}
@@ -69,12 +69,12 @@ class GradientSums:
         return new
 
     def at_once(self, wholes: Sequence[Tensor], indices: Sequence[int], combine: Combine) -> list[Tensor]:
-        """Return whole tensors for a block; their gradients travel when all of them are complete.
+        """Return whole tensors for a block; their gradients are sent when all of them are complete.
 
         Args:
-            wholes: what was gathered of the parameters.
-            indices: of the parameters.
-            combine: gets the gradients of `wholes`.
+            wholes: the gathered parameters.
+            indices: indices of the parameters.
+            combine: function of the gradients of `wholes`.
         """
         forms = [_Form.of(whole) for whole in wholes]
 
@@ -87,7 +87,7 @@ class GradientSums:
         return self._read(wholes, complete)
 
     def backward(self, run: Backward) -> list[Tensor | None]:
-        """Run the backward pass; return the sums, of 0 where there was no gradient, and sparse gradients as they are.
+        """Run the backward pass; return the sums, 0 where there was no gradient, and sparse gradients as they are.
 
         Args:
             run: ``tensors -> gradients``.
@@ -95,7 +95,7 @@ class GradientSums:
         run([] if self._source is None else [self._source])
         if self._buckets is not None:
             self._buckets.start_rest(lambda index: self._forms[index].zeros())
-            # It refers to this object: the sums would be kept until Python collects the cycle.
+            # It refers to this object: the sums would stay in memory until Python collects the cycle.
             self._buckets = None
         while self._started:
             self._finish()
@@ -106,7 +106,7 @@ class GradientSums:
         ]
 
     def _read(self, wholes: Sequence[Tensor], complete: Callable[[Sequence[Tensor | None]], None]) -> list[Tensor]:
-        """Return tensors of the same values, of which a function gets the gradients when all are complete."""
+        """Return tensors with the same values; a function gets their gradients when all are complete."""
         if self._source is None:
             self._source = torch.zeros((), device=wholes[0].device, requires_grad=True)
         return list(_Read.apply(complete, wholes, self._source))  # type: ignore[no-untyped-call]
@@ -122,12 +122,12 @@ class GradientSums:
                 continue
             self._used.add(index)
             buckets.take(index, grad)
-        # Between those of blocks, a bucket would start at another place on a rank that lacks one of its gradients.
+        # With blocks, a bucket would start at another point on a rank that lacks one of its gradients.
         if not self._has_blocks:
             buckets.start_complete()
 
     def _start(self, combine: Combine, indices: Sequence[int], grads: list[Tensor]) -> None:
-        """Start to combine gradients; waits for the oldest if many travel."""
+        """Start to combine gradients; waits for the oldest if many are being sent."""
         self._started.append((indices, combine(indices, grads)))
         self._nbytes.append(sum(grad.nbytes for grad in grads))
         while len(self._started) > AT_ONCE or sum(self._nbytes) > AT_ONCE_BYTES:
@@ -146,7 +146,7 @@ class GradientSums:
 
 
 class _Form(NamedTuple):
-    """What a gradient is like, without the memory of its parameter."""
+    """Shape, dtype and device of a gradient, without the memory of its parameter."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -161,7 +161,7 @@ class _Form(NamedTuple):
 
 
 class _Read(torch.autograd.Function):
-    """Whole tensors, of which a function gets the gradients when all are complete."""
+    """Whole tensors; a function gets their gradients when all are complete."""
 
     @staticmethod
     def forward(

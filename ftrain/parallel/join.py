@@ -1,4 +1,4 @@
-"""Join the ranks that a launcher has started to one process group, whenever and how often it starts them."""
+"""Join the ranks that a launcher has started into one process group, also when it starts them again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ftrain._torch import collectives, store
 from ftrain.errors import RankError
 
 EXCEPTION = "exception_dump"
-"""What torch's ProcessGroupNCCL writes into a store, without its prefix, when a collective has failed
+"""The key, without its prefix, that torch's ProcessGroupNCCL writes into a store when a collective has failed
 (``kStoreDumpKey`` in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp)."""
 
 PAUSE = 0.01
-"""Seconds between two looks of the first rank for others."""
+"""Seconds after which rank 0 looks for other ranks again."""
 
 
 def join(timeout: float) -> None:
@@ -43,7 +43,7 @@ def join(timeout: float) -> None:
 
 
 def at_exit(function: Callable[[Any], None], argument: Any) -> None:
-    """Call a function of process groups at the end of the program, before functions for which this was called earlier.
+    """Call a function of process groups at the end of the program; the last one registered is called first.
 
     Not after an error, when other ranks may be in a collective and it could wait for them; nor in a forked process.
     """
@@ -57,7 +57,7 @@ def at_exit(function: Callable[[Any], None], argument: Any) -> None:
 
 
 def _destroy(group: Callable[[], Any]) -> None:
-    """Destroy a process group, as torch asks for, unless the program has done so."""
+    """Destroy a process group, as torch asks, unless the program has done so."""
     if dist.is_initialized() and group() is dist.group.WORLD:
         dist.destroy_process_group()
 
@@ -75,8 +75,8 @@ def _initialise(timeout: float) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend.distributed, timeout=limit)
         return
-    # When torchrun starts ranks again it keeps its store, in which they would find the addresses of those that are
-    # gone. How often it has started them does not tell the starts apart: each node counts its own failures only.
+    # When torchrun restarts ranks it keeps its store, in which they would find the addresses of those that have
+    # ended. Its count of restarts does not tell the starts apart: each node counts its own failures only.
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     launcher_store = store.of_launcher(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), limit)
     prefixed = store.under(name_of_start(launcher_store, rank, size, timeout), launcher_store)
@@ -92,12 +92,12 @@ def _take_device(module: Any) -> None:
 def name_of_start(launcher_store: Any, rank: int, size: int, seconds: float) -> str:
     """Return a name that the ranks of this start share, and those of no other start; waits for all of them.
 
-    Each rank asks rank 0 by a new unique name; only a running rank 0 answers, with the name of this start.
+    Each rank asks rank 0 under a new unique name; only a running rank 0 answers, with the name of this start.
 
     Args:
-        launcher_store: in which earlier starts have left what they wrote.
+        launcher_store: store in which earlier starts have left what they wrote.
         rank: the number of this rank.
-        size: how many there are.
+        size: number of ranks.
         seconds: how long to wait.
 
     Raises:
@@ -128,7 +128,7 @@ def _answer(launcher_store: Any, start: str, size: int, seconds: float) -> None:
             raise _absent(launcher_store, start, absent, seconds)
         for rank in absent:
             if launcher_store.check([_asking(rank)]):
-                # The question may be one of an earlier start: its answer is then not read.
+                # The question may be from an earlier start: nobody reads the answer then.
                 launcher_store.set(launcher_store.get(_asking(rank)).decode(), start)
         threading.Event().wait(PAUSE)
         waited += PAUSE

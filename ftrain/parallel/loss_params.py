@@ -1,4 +1,4 @@
-"""The parameters that the loss of a rank reads, whose gradients travel while the backward pass runs."""
+"""The parameters that the loss of a rank reads, whose gradients are sent while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Passing(NamedTuple):
     """How the loss of a rank gets its parameters.
 
     Args:
-        in_backward: whether their gradients travel in the backward pass.
-        wholes: those that were gathered for all microbatches; None where the loss gathers them, or there are no parts.
+        in_backward: whether their gradients are sent in the backward pass.
+        wholes: parameters gathered for all microbatches; None if the loss gathers them, or none is divided.
     """
 
     in_backward: bool
@@ -40,15 +40,15 @@ def passing(in_backward: bool, wholes: list[Tensor] | None) -> Iterator[None]:
     """Context of the forward passes of a step.
 
     Args:
-        in_backward: whether gradients travel in the backward pass.
-        wholes: the trained parameters, where they are gathered once for all microbatches.
+        in_backward: whether gradients are sent in the backward pass.
+        wholes: the trained parameters, if they are gathered once for all microbatches.
     """
     token = _passing.set(_Passing(in_backward, wholes))
     try:
         yield
     finally:
         _passing.reset(token)
-        # A loss that has failed has announced what no backward pass of its own will take.
+        # A loss that has failed has announced gradients that its backward pass will not take.
         announce(None)
 
 
@@ -56,8 +56,8 @@ class LossParams:
     """Makes the parameters of a loss from those of a rank.
 
     Args:
-        level: of `sharded`.
-        all_ranks: between which the gradients of level 0 are summed.
+        level: level of `sharded`.
+        all_ranks: ranks over which the gradients of level 0 are summed.
         shard: the ranks that have a part each from level 1 on.
     """
 
@@ -70,7 +70,7 @@ class LossParams:
         Args:
             params: trained and frozen ones, of which this rank has parts from level 1 on.
             layout: how they are divided.
-            blocks: what gathers the parameters of blocks, if anything does.
+            blocks: object that gathers the parameters of blocks, if any.
             order: names in the order of their use, as far as they are known.
         """
         if not _passing.get().in_backward:

@@ -1,4 +1,4 @@
-"""The loss, the metrics and the buffers of all ranks, which travel while the backward pass runs."""
+"""The loss, the metrics and the buffers of all ranks, which are all-reduced while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, r
 
 
 class _Started(NamedTuple):
-    """Sums that travel, and what they are the sums of."""
+    """Sums over ranks that were started, and what is summed."""
 
     total: Tensor
     metrics: Metrics
@@ -26,7 +26,7 @@ class _Started(NamedTuple):
     sums: Callable[[], Any]
 
     def are_of(self, local: Gradients) -> bool:
-        """Whether they are all that must be summed: nothing is known only after the backward pass, as of fp16."""
+        """Whether they are all that must be summed: nothing is known only after the backward pass, as with fp16."""
         metrics = local.metrics
         return (
             local.finite is None
@@ -41,7 +41,7 @@ class LossResults:
     """Sums the results of a loss over ranks.
 
     Args:
-        ranks: all of them.
+        ranks: all ranks.
     """
 
     def __init__(self, ranks: Group) -> None:
@@ -69,9 +69,9 @@ class LossResults:
         """Return the gradients with the loss, the metrics, the buffers and `finite` of all ranks.
 
         Args:
-            local: of this rank. The weight of the loss is that of all ranks already.
-            buffers: of the state.
-            rows: of this rank.
+            local: gradients of this rank. The weight of the loss is already that of all ranks.
+            buffers: buffers of the state.
+            rows: rows of this rank.
         """
         started, self._started = self._started, None
         sums: Any = None if started is None else started.sums()
@@ -88,7 +88,7 @@ class LossResults:
         )
 
     def _start(self, addends: dict[str, Any]) -> Callable[[], Any]:
-        """Start to sum a tree; return what waits for the sums."""
+        """Start to sum a tree; return a function that waits for the sums."""
         leaves, spec = tree.flatten(addends)
         results: Results = start_sum_all(self._ranks, [leaf for leaf in leaves if tree.is_tensor(leaf)])
 
@@ -102,7 +102,7 @@ class LossResults:
 def _addends(total: Tensor, metrics: Metrics, new: PyTree, old: PyTree, rows: Rows) -> dict[str, Any]:
     """Return what this rank adds to the results."""
     _require_scalars(metrics)
-    # One that a loss has made on the host would not travel with the others.
+    # A metric that a loss has made on the host could not be in one buffer with the others.
     metrics = {name: tree.to(metric, total.device) for name, metric in metrics.items()}
     return {
         "total": total,
@@ -112,10 +112,10 @@ def _addends(total: Tensor, metrics: Metrics, new: PyTree, old: PyTree, rows: Ro
 
 
 def _require_scalars(metrics: Metrics) -> None:
-    """Check that metrics have a mean over ranks.
+    """Check that metrics can be averaged over ranks.
 
     Raises:
-        LossError: for a tensor with an axis, such as one of values by example, of which ranks have different ones.
+        LossError: for a tensor with an axis, such as values per example, which differ between ranks.
     """
     for name, metric in metrics.items():
         if isinstance(metric, Tensor) and metric.ndim:
@@ -132,7 +132,7 @@ def _buffer_changes(old: PyTree, new: PyTree) -> PyTree:
     """
 
     def change(new: Tensor, old: Tensor) -> Tensor:
-        # Infinity minus infinity would be NaN: a mask of attention may hold it.
+        # Infinity minus infinity would be NaN: an attention mask may hold infinities.
         return torch.where(new == old, 0, new - old) if new.is_floating_point() else new.new_zeros(())
 
     return tree.map(change, new, old)

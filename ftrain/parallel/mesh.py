@@ -25,23 +25,23 @@ REPLICATE, SHARD = "replicate", "shard"
 """The names of the axes of a mesh, in their order."""
 
 ALL = "all"
-"""Stands for all ranks where others stand for an axis."""
+"""The name of the group of all ranks, beside the names of the axes."""
 
 
 def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: float = 600.0) -> DeviceMesh:
     """Return the mesh of all ranks, an array of shape (replicate, shard), and join them if that is not done yet.
 
-    The state is divided over the ranks of one row, and each row has a copy of it. Neighbouring ranks are in one row:
-    with as many columns as a node has devices, parameters travel within nodes only, and between nodes one gradient
-    shard of each rank does.
+    The state is sharded over the ranks of one row, and each row has a copy of it. Neighbouring ranks are in one row:
+    with as many columns as a node has devices, parameters are gathered within nodes, and between nodes one gradient
+    shard of each rank is all-reduced.
 
-    Under torchrun the ranks join by its environment variables, with the communication library that the record of the
-    device names. Without, this process is the only rank. A process group that this has made is destroyed at the end of
-    the program, unless that ends with an error.
+    Under torchrun the ranks join by its environment variables, with the communication library of the device's
+    `Backend`. Without it, this process is the only rank. A process group that this has made is destroyed at the end of
+    the program, unless the program ends with an error.
 
     Args:
-        replicate: rows. Default: what `shard` leaves, or 1 when neither is given.
-        shard: columns. Default: what `replicate` leaves.
+        replicate: number of rows. Default: number of ranks divided by `shard`; 1 if neither is given.
+        shard: number of columns. Default: number of ranks divided by `replicate`.
         timeout: seconds for which ranks wait for each other; then a step raises a RankError that names the rank that
             did not come. It must be longer than whatever one rank does while the others wait.
 
@@ -65,31 +65,31 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
     result = init_device_mesh(device, (replicate, shard), mesh_dim_names=(REPLICATE, SHARD))
     at_exit(release_groups, weakref.ref(result))
     if store.are_processes():
-        # Torch makes the groups of the axes without it.
+        # Torch makes the groups of the axes without the timeout.
         store.set_timeout([dist.group.WORLD, *result.get_all_groups()], timeout)
     watch()
     return result
 
 
 _split_copy: Any = torch.split_with_sizes_copy
-"""Torch declares that it returns nothing."""
+"""Declared as Any, since torch's annotation says that it returns nothing."""
 
 Result: TypeAlias = Callable[[], Tensor]
-"""Waits for a collective and returns its result; on a GPU, its stream waits and not the host."""
+"""Waits for a collective and returns its result; on a GPU its stream waits, not the host."""
 
 
 @dataclass(frozen=True)
 class Group:
     """Ranks along one axis of a mesh, and the collectives between them.
 
-    Where the name of one ends with an underscore, its argument may be overwritten.
+    A collective whose name ends with an underscore may overwrite its argument.
 
     Args:
-        name: by which torch knows the group.
+        name: name of the group in torch.
         size: its number of ranks.
-        rank: the place of this rank among them.
-        has_reduce_scatter: whether the library has a reduce-scatter of its own, as `Backend` says; ranks gather by an
-            exchange, too, where it has none.
+        rank: the rank of this process in the group.
+        has_reduce_scatter: whether the library has a reduce-scatter of its own, as `Backend` says; if not, ranks gather
+            by an exchange, too.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Group:
         """Start to gather vectors, which have the same lengths on all ranks.
 
         Returns:
-            what waits, once, and returns for each vector a matrix with a row of each rank, in memory of its own.
+            a function that waits, once, and returns per vector a new matrix with a row of each rank.
         """
         lengths = [tensor.shape[0] for tensor in tensors]
         if self.size == 1:
@@ -123,7 +123,7 @@ class Group:
             started = [self._result(collectives.all_gather(flat, self.size, self.name), flat)]
             # Popped, so that what was sent is freed before anything is copied.
             return lambda: [*_split_copy(started.pop()().view(self.size, -1), lengths, 1)]
-        # An all-gather of gloo takes the memory of two more copies. In an exchange a rank sends itself nothing.
+        # An all-gather of gloo takes the memory of two more copies. In an exchange a rank sends nothing to itself.
         counts = [0 if rank == self.rank else sum(lengths) for rank in range(self.size)]
         exchanged = [self.start_exchange(torch.cat([*tensors] * (self.size - 1)), counts, counts)]
 
@@ -135,7 +135,7 @@ class Group:
         return joined
 
     def start_scatter(self, tensor: Tensor) -> Result:
-        """Start to sum a tensor over the ranks, of which each gets its part of the first axis."""
+        """Start to reduce-scatter a tensor: each rank gets its part of the first axis of the sum over ranks."""
         if self.size == 1 or self.has_reduce_scatter:
             return self._result(
                 collectives.reduce_scatter(tensor, self.size, self.name) if self.size > 1 else tensor, tensor
@@ -157,7 +157,7 @@ class Group:
         )
 
     def start_broadcast_(self, tensor: Tensor) -> Result:
-        """Start to give every rank the tensor of the first one."""
+        """Start to broadcast the tensor of the first rank."""
         return self._result(collectives.broadcast_(tensor, 0, self.name) if self.size > 1 else tensor, tensor)
 
     def _result(self, started: Tensor, source: Tensor) -> Result:
@@ -165,7 +165,7 @@ class Group:
 
 
 def _wait(started: Tensor, source: Tensor) -> Tensor:
-    # The source is in memory until then, for tensors without values too, whose collectives do not keep it.
+    # The argument keeps the source in memory until then; collectives of tensors without values do not keep it.
     return collectives.wait(started)
 
 

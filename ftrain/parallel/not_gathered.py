@@ -1,4 +1,4 @@
-"""What stands in the places of a block's parameters while they are not gathered: shapes without values."""
+"""Placeholder for a parameter that is not gathered: a shape without values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftrain.errors import LossError
 
 
 class NotGathered(Tensor):
-    """A parameter of a block outside of the block's forward; each rank has its part alone.
+    """A parameter of a block outside the block's forward, where each rank has only its part.
 
     Its shape, dtype and device can be read. An operation on it in the backward pass, where `torch.utils.checkpoint`
     computes a part of the block again, gathers it; any other raises a LossError.
@@ -23,16 +23,16 @@ class NotGathered(Tensor):
 
     @staticmethod
     def __new__(cls, name: str, shape: Sequence[int], local: Tensor, gather: Callable[[], Tensor]) -> Self:
-        """Return one that stands for a parameter.
+        """Return a placeholder for a parameter.
 
         Args:
             cls: this class.
-            name: of the parameter.
-            shape: of the whole parameter.
+            name: name of the parameter.
+            shape: shape of the whole parameter.
             local: the part of this rank.
-            gather: returns the whole parameter, in a backward pass.
+            gather: function that returns the whole parameter, in a backward pass.
         """
-        # What is computed again must save the same tensors, so it requires a gradient where the parameter does.
+        # What is computed again must save the same tensors, so it requires a gradient if the parameter does.
         self: Self = _torch.tensor_without_values(cls, shape, local, requires_grad=local.requires_grad)
         self._name, self._gather = name, gather
         return self

@@ -1,4 +1,4 @@
-"""How tensors are divided over the ranks of a group, and the flat buffers in which many of them travel at once."""
+"""How tensors are divided over the ranks of a group, and the flat buffers in which many of them are sent at once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ftrain.checkpoint.stored_tensor import StoredTensor
 from ftrain.parallel.mesh import Group, Result
 
 BUCKET_BYTES = 32 << 20
-"""Tensors travel together in buffers of about this size: large enough for the full bandwidth."""
+"""Tensors are sent together in buffers of about this many bytes: large enough for the full bandwidth."""
 
 
 def axis_to_divide(shape: Sequence[int], size: int) -> int:
-    """Return the axis to divide over `size` ranks: the first, or where that is shorter than `size` the longest."""
+    """Return the axis to divide over `size` ranks: the first, or the longest if the first is shorter than `size`."""
     return 0 if shape[0] >= size else max(range(len(shape)), key=lambda axis: shape[axis])
 
 
@@ -28,10 +28,10 @@ def axis_to_divide(shape: Sequence[int], size: int) -> int:
 class Part:
     """How one tensor is divided: into blocks of equal length along one axis, of which the last ones may be shorter.
 
-    This is what DTensor calls ``Shard(axis)``, and `torch.chunk` for those blocks that are not empty.
+    This is DTensor's ``Shard(axis)``; the blocks that are not empty are those of `torch.chunk`.
 
     Args:
-        shape: of the whole tensor, with at least one axis.
+        shape: shape of the whole tensor, with at least one axis.
         axis: the axis that is divided.
         size: the number of ranks.
     """
@@ -52,7 +52,7 @@ class Part:
 
     @functools.cached_property
     def padded(self) -> int:
-        """Elements of a full block, which each rank has in a buffer."""
+        """Number of elements of a full block, which each rank has in a buffer."""
         return self.block * math.prod(self.rest)
 
     def range(self, rank: int) -> tuple[int, int]:
@@ -93,12 +93,12 @@ class Part:
 
 
 def buckets(tensors: Sequence[Tensor], sizes: Sequence[int], limit: int = BUCKET_BYTES) -> Iterator[list[int]]:
-    """Yield the indices of tensors that travel together: of one dtype, and of `limit` bytes or a little more.
+    """Yield the indices of tensors that are sent together: of one dtype, and of `limit` bytes or a little more.
 
     Args:
-        tensors: of which the dtypes count.
-        sizes: how many elements each has in a buffer.
-        limit: in bytes.
+        tensors: tensors, of which only the dtypes are used.
+        sizes: number of elements of each in a buffer.
+        limit: size of a buffer in bytes.
     """
     by_dtype: dict[torch.dtype, tuple[list[int], int]] = {}
     for index, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
@@ -131,7 +131,7 @@ def broadcast_all(group: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _start_in_buckets(group: Group, tensors: Sequence[Tensor], start: Callable[[Tensor], Result]) -> Results:
-    """Start a collective that keeps shapes, for which whole tensors travel together."""
+    """Start a collective that keeps shapes, on buffers of whole tensors."""
     if group.size == 1:
         return partial(list, tensors)
     shapes, sizes = [tensor.shape for tensor in tensors], [tensor.numel() for tensor in tensors]
@@ -151,7 +151,7 @@ def _start_in_buckets(group: Group, tensors: Sequence[Tensor], start: Callable[[
 
 
 def gather_all(group: Group, locals_: Sequence[Tensor], parts: Sequence[Part | None]) -> list[Tensor]:
-    """Return the whole tensors of which each rank has a block; those without a part are whole already."""
+    """Return the whole tensors of which each rank has a block; those without a part are already whole."""
     return start_gather_all(group, locals_, parts)()
 
 

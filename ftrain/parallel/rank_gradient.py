@@ -1,4 +1,4 @@
-"""The gradient of a step on many ranks: each computes on its rows, and gets what it needs of the sum over all."""
+"""The gradient of a step on many ranks: each computes on its rows, and gets its part of the sum over all ranks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ftrain.types import GradFn, Gradients, PyTree, TrainState, replace
 
 
 class RankGradient:
-    """Makes the gradient of all ranks of one that computes on the rows of this rank.
+    """Makes a gradient function of all ranks from one that computes on the rows of this rank.
 
     Args:
-        level: of `sharded`.
-        all_ranks: between which gradients are summed at level 0.
+        level: level of `sharded`.
+        all_ranks: ranks over which gradients are summed at level 0.
         shard: the ranks that have a part each from level 1 on.
         replicate: the ranks that have the same part.
         reduction: how gradients are compressed, if they are.
@@ -48,7 +48,7 @@ class RankGradient:
     def of(self, grad: GradFn) -> GradFn:
         """Return the gradient of all ranks: at level 0 whole, and from level 1 on this rank's parts of it."""
         draws, program = StockDraws(self._all, can_repeat=self._all.size == 1), SameProgram(self._all)
-        used = SameProgram(self._all)  # By a backward pass that runs later.
+        used = SameProgram(self._all)  # For a backward pass that runs later.
         results = LossResults(self._all)
         starting = results.started_by(grad)
 
@@ -64,7 +64,7 @@ class RankGradient:
                 local, drawing = draws.run(partial(_of_rows, starting, state, rows, rng), state)
             whole = results.of_all_ranks(replace(local, grads=None), state.buffers, rows)
             if local.stream_grads is not None:
-                # What a block computes again is of these rows, too.
+                # A block that is computed again uses these rows, too.
                 watched = used.required(state.params)
                 around = _entered(drawing, computing_on(rows), watched, passing(in_backward, wholes))
                 plan = self._stream_plan(state.params)
@@ -79,7 +79,7 @@ class RankGradient:
         return combined
 
     def _combines_in_backward(self, grad: GradFn, rows: Rows) -> bool:
-        """Return whether gradients travel in the backward pass, and not after that of the last microbatch."""
+        """Return whether gradients are sent in each backward pass, and not after that of the last microbatch."""
         if self._level == 3:
             return self._shard.size > 1
         if self._reduction.is_active or isinstance(grad, StreamingGrad):
@@ -95,7 +95,7 @@ class RankGradient:
         plan: list[list[int]],
         take: Callable[[int, Tensor], None],
     ) -> None:
-        """Run the backward pass in a context, and give `take` the gradients of all ranks; a few travel together."""
+        """Run the backward pass in a context, and give `take` the gradients of all ranks; a few are sent together."""
         parts = current_layout.get().params_parts
 
         def start(numbers: Sequence[int], grads: list[Tensor]) -> None:
@@ -122,9 +122,9 @@ class RankGradient:
         """Return the gradients of all ranks; at level 1 and above, this rank's parts of them.
 
         Args:
-            grads: whole ones of this rank; or what the backward pass has combined.
+            grads: whole gradients of this rank, or what the backward pass has combined.
             parts: how they are divided.
-            in_backward: whether it has.
+            in_backward: whether the backward pass has combined them.
         """
         if self._level == 0:
             return grads if in_backward else sum_all(self._all, grads)

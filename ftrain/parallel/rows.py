@@ -1,4 +1,4 @@
-"""Which examples of a batch are a rank's own: the batch that all ranks have is cut into rows, one part for each."""
+"""The examples that a rank computes on: the batch of all ranks is cut along its first axis, one part per rank."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ftrain.types import STATIC, Mean, PyTree, tree_class
 @tree_class
 @dataclass(frozen=True)
 class Rows:
-    """The examples of a batch that one rank has: the same rows of each microbatch.
+    """The examples of a batch that one rank computes on: the same rows of each microbatch.
 
     Args:
-        batch: these examples, microbatch by microbatch. A rank without any has the first one of each microbatch, which
+        batch: these examples, microbatch by microbatch. Without examples, the first one of each microbatch, which
             must not count.
         start: the number of the first of them in its microbatch.
-        length: how many they are in each microbatch.
-        total: how many examples a microbatch has on all ranks.
-        consecutive: how many of these examples follow each other in the batch of all ranks.
-        microbatches: how many there are.
-        ranks: all ranks; None where nothing that computes on the rows asks others.
+        length: number of these examples in each microbatch.
+        total: number of examples of a microbatch on all ranks.
+        consecutive: number of these examples that are consecutive in the batch of all ranks.
+        microbatches: number of microbatches.
+        ranks: all ranks; None if nothing that computes on the rows communicates.
     """
 
     batch: PyTree
@@ -43,7 +43,7 @@ class Rows:
     ranks: Group | None = field(default=None, metadata=STATIC)
 
     def key(self, key: Tensor | None) -> Tensor | None:
-        """Return the key with which these examples draw what they draw in the whole batch, given that of all."""
+        """Return the key with which these examples draw as in the whole batch, given the key of the whole batch."""
         if key is None:
             return None
         words, first = (key, 0) if key.shape[0] == 2 else (key[:2], key[2])
@@ -51,7 +51,7 @@ class Rows:
 
     @contextmanager
     def stock_draws(self) -> Iterator[None]:
-        """Context in which torch's random operations draw for these examples what they draw in the whole batch."""
+        """Context in which torch's random operations draw the same for these examples as in the whole batch."""
         stream = torch_ops.current()
         if stream is None:
             yield
@@ -61,13 +61,13 @@ class Rows:
             yield
 
     def weighted(self, mean: Mean) -> Mean:
-        """Return a loss that counts by its weight, a plain number by the examples; not at all without examples."""
+        """Return a loss with its weight: that of a plain number is the number of examples; 0 without examples."""
         if self.length == 0:
             return Mean(mean.total * 0, mean.weight.detach() * 0)
         return Mean(mean.total * self.length, mean.weight * self.length) if mean.plain else mean
 
     def share_of(self, value: Any) -> Any:
-        """Return what these examples add to a mean over all; without examples 0, even of NaN."""
+        """Return what these examples add to a mean over all; without examples 0, even if the value is NaN."""
         if not isinstance(value, Tensor):
             return value
         value = value if value.is_floating_point() else value.float()
@@ -83,7 +83,7 @@ _current: ContextVar[Rows | None] = ContextVar("ftrain_rows", default=None)
 
 
 def current() -> Rows | None:
-    """Return the rows that a rank computes on; None outside of a step of ranks."""
+    """Return the rows that a rank computes on; None outside a step of many ranks."""
     return _current.get()
 
 

@@ -26,7 +26,7 @@ UNEVEN = "with batches='rows' the batches of all ranks and steps need the same n
 
 
 class SameInputs:
-    """Compares the step and its inputs on all ranks in the first step; later ones, which would take time, are not."""
+    """Compares the step and its inputs on all ranks in the first step only, because it takes time."""
 
     def __init__(self, ranks: Group, *, whole_batches: bool) -> None:
         self._ranks, self._whole_batches = ranks, whole_batches
@@ -34,17 +34,17 @@ class SameInputs:
         self._is_checked = ranks.size == 1
 
     def require(self, step: Any, state: TrainState, batch: PyTree) -> None:
-        """Check a step and its inputs, if it is the first; waits for the device then.
+        """Check the first step and its inputs, for which it waits for the device; later steps are not checked.
 
         Args:
-            step: compared as it prints, with options that are numbers or texts, and the version of torch.
-            state: with DTensors or whole tensors as leaves; names, shapes and the number of its step are compared.
-            batch: of which every value is compared. Of the rows of a rank how many they are; and a warning says which
-                ranks have the same ones.
+            step: the step; compared as it prints, with options that are numbers or strings, and the version of torch.
+            state: the state, of DTensors or whole tensors; names, shapes and the number of its step are compared.
+            batch: the batch; every value is compared. With ``batches="rows"`` its length, and a warning says which
+                ranks have the same rows.
 
         Raises:
             StructureError: on every rank, when steps or the structures of states differ; names the rank and the line.
-            BatchError: on every rank, when the batches differ; names the rank. With the rows of each rank, also when
+            BatchError: on every rank, when the batches differ; names the rank. With ``batches="rows"``, also when
                 their number is not that of the first step: on this rank alone, if others have as many as before.
         """
         count = tree.batch_length(batch)
@@ -62,7 +62,7 @@ class SameInputs:
         self._is_checked = True
 
     def _refuse(self, rank: int, first: str, other: str) -> NoReturn:
-        """Raise the error for a line that another rank has in place of that of the first one."""
+        """Raise the error for a line in which another rank differs from rank 0."""
         lines = f"rank 0 has {first}, and rank {rank} has {other}"
         if not (first.startswith(_INPUTS) and other.startswith(_INPUTS)):
             raise StructureError(
@@ -87,9 +87,9 @@ def require_same_tensors(ranks: Group, parts: Mapping[str, PyTree], device: torc
     """Check that the tensors of a new state have the same names, shapes and dtypes on all ranks; waits for them.
 
     Args:
-        ranks: that must have the same.
-        parts: name -> part of the state; what is in it and no tensor is left out.
-        device: on which the ranks communicate.
+        ranks: ranks that must have the same tensors.
+        parts: name -> part of the state; what is not a tensor in it is left out.
+        device: device on which the ranks communicate.
 
     Raises:
         StructureError: on every rank, when they differ; names the rank and the tensor.
@@ -110,7 +110,7 @@ def require_same_tensors(ranks: Group, parts: Mapping[str, PyTree], device: torc
 
 
 def digest(batch: PyTree) -> int:
-    """Return a number that tells batches apart by their structures and values, for which this waits."""
+    """Return a number that differs for batches of other structure or values; waits for the values."""
     return _digest(repr(tree.signature(batch)).encode() + b"".join(map(_bytes, tree.leaves(batch))))
 
 
@@ -119,7 +119,7 @@ def _digest(content: bytes) -> int:
 
 
 def _description(step: Any) -> list[str]:
-    """Return what ranks must have alike: a step as it prints, and options. Addresses and directories may differ."""
+    """Return what must be equal on all ranks: a step as it prints, and options; not addresses and directories."""
     text = _ADDRESS.sub("", repr(step))
     options = {step.optimizer.name or "the optimizer": step.optimizer.options}
     for wrapper in step.wrappers:
@@ -137,7 +137,7 @@ def _description(step: Any) -> list[str]:
 
 
 def _warn_of_same_rows(ranks: Group, number: int, device: torch.device) -> None:
-    """Warn, on the first rank, when ranks that should read different rows have read the same; waits for the device."""
+    """Warn on rank 0 if ranks that should read different rows have read the same; waits for the device."""
     numbers = torch.zeros(ranks.size, dtype=torch.int64, device=device)
     numbers[ranks.rank] = number
     first_with: dict[int, int] = {}
@@ -163,7 +163,7 @@ def _structure(state: TrainState) -> list[str]:
 
 
 def _first_difference(ranks: Group, lines: list[str], device: torch.device) -> tuple[int, str, str] | None:
-    """Return the first rank that has other lines than rank 0, and the first line that differs, of rank 0 and of it.
+    """Return the first rank whose lines differ from rank 0's, and the first such line, of rank 0 and of that rank.
 
     None when all have the same. It waits for all ranks.
     """
@@ -179,9 +179,9 @@ def _first_difference(ranks: Group, lines: list[str], device: torch.device) -> t
 
 
 def _bytes(leaf: object) -> bytes:
-    """Return the memory of a tensor, for which this waits; of another leaf its `repr`."""
+    """Return the bytes of a tensor, for which this waits; the `repr` of another leaf."""
     if not isinstance(leaf, Tensor):
-        # Of other objects the text may hold an address.
+        # The text of other objects may hold an address.
         return repr(leaf).encode() if isinstance(leaf, str | bytes | int | float) else b""
     flat = leaf.detach().to(tree.HOST).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()

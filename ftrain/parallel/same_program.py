@@ -15,7 +15,7 @@ from ftrain.types import PyTree
 
 
 class SameProgram:
-    """Compares what the ranks have run in the first step; in later ones, which would take time, nothing is compared."""
+    """Compares what the ranks run in the first step only, because it takes time."""
 
     def __init__(self, ranks: Group) -> None:
         self._ranks = ranks
@@ -23,15 +23,15 @@ class SameProgram:
 
     @contextmanager
     def required(self, params: PyTree) -> Iterator[None]:
-        """Context of a gradient of this rank; at the end of the first one it waits for the device.
+        """Context of the gradient of this rank; at the end of the first one it waits for the device.
 
         What is captured as a graph is the same on all ranks, and is checked without them.
 
         Args:
-            params: those that train.
+            params: the parameters that are trained.
 
         Raises:
-            LossError: on every rank, for parameters that none uses where that is not allowed, or a block that only some
+            LossError: on every rank, for parameters that no rank uses unless that is allowed, or a block that some
                 ranks run.
         """
         if self._ranks.size == 1:
@@ -65,13 +65,13 @@ def _require_used(unused: UnusedOnRank, params: PyTree, calls: list[list[int]]) 
 
 
 def require_same_block(ranks: Group, blocks: Sequence[str], number: int, device: torch.device) -> None:
-    """Check that ranks run the same block next, where they compare what they do; waits for the device then.
+    """Check that ranks run the same block next, if they compare what they run; waits for the device then.
 
     Args:
-        ranks: that gather their parameters together.
+        ranks: ranks that gather their parameters together.
         blocks: the names of the blocks.
-        number: that of the block; that of blocks after the last one.
-        device: of the parameters.
+        number: number of the block; the number of blocks after the last one.
+        device: device of the parameters.
 
     Raises:
         LossError: on every rank, when they run different blocks.

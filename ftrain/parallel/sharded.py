@@ -60,41 +60,41 @@ def sharded(
     Every rank calls the step with the same batch and computes on its rows of it, or reads its rows alone
     (``batches="rows"``). They start with the parameters and buffers of the first rank. Gradients are summed over ranks
     with the weights of the losses (`Mean`), so that the result does not depend on how examples or tokens are spread; a
-    loss that is a plain number is weighted by the examples of each rank. Random numbers are drawn by example, those of
-    stock modules too. Means over ranks, weighted by examples: metrics that are no `Mean`, and floating-point buffers
+    loss that is a plain number is weighted by the examples of each rank. Random numbers are drawn per example, also in
+    torch's own modules. Metrics that are not a `Mean` and floating-point buffers are averaged over all examples
     (the statistics of BatchNorm are of each rank's rows, without `sync_batch_norm`).
 
-    Levels are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054). At 1 and above the leaves of the state are
-    DTensors, divided over the axis ``shard`` of the mesh, and ``state.params[name].full_tensor()`` is a whole one.
+    The level is the ZeRO stage (Rajbhandari et al. 2020, arXiv:1910.02054). From level 1 on the leaves of the state are
+    DTensors, sharded over the axis ``shard`` of the mesh, and ``state.params[name].full_tensor()`` is a whole one.
     A leaf that its optimizer needs whole (`Optimizer.by_element` is false) is updated by one of the ranks.
 
     Args:
-        mesh: of `ftrain.parallel.mesh`.
-        level: 0 copies the whole state to each rank. From 1 on, parameters and optimizer state are divided between
-            steps; at 1 and 2 parameters are gathered once a step, at 3 block by block. At 2 and 3 the gradients
-            of each microbatch are divided as soon as they are complete.
-        reduce: how gradients travel between ranks: ``"fp32"`` in their own dtype, ``"bf16"`` or ``"fp16"`` in 16 bits,
-            or with fewer bits by `ftrain.parallel.powersgd` or `ftrain.parallel.sign`. From level 1 on, gradients
-            travel in their own dtype within a copy of the state, where there are several (``replicate``), and like this
+        mesh: mesh from `ftrain.parallel.mesh`.
+        level: 0 replicates the whole state. From 1 on, parameters and optimizer state are sharded between
+            steps; at 1 and 2 parameters are gathered once per step, at 3 block by block. At 2 and 3 the gradients
+            of each microbatch are reduce-scattered as soon as they are complete.
+        reduce: how gradients are sent: ``"fp32"`` in their own dtype, ``"bf16"`` or ``"fp16"`` in 16 bits,
+            or in fewer bits by `ftrain.parallel.powersgd` or `ftrain.parallel.sign`. From level 1 on, if the state has
+            several copies (``replicate``), gradients are sent in their own dtype within a copy, and like this
             between the copies; at level 3 only between them. One rank has nothing to send.
         batches: ``"whole"``: each rank calls the step with the batch of all ranks. ``"rows"``: with its own part of it,
             as ``ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size())`` or a ``DistributedSampler`` reads
             it; all need the same number of examples. The batch is then that of all ranks, one after the other. A
             warning says when ranks have read the same first part.
-        gather: how the parameters of blocks travel at level 3: ``"own"`` in their own dtype; ``"amp"`` in the 16 bits
-            of `with_amp` those with two or more axes, and blocks then compute with these 16 bits. Gradients are
+        gather: how parameters of blocks are gathered at level 3: ``"own"`` in their own dtype; ``"amp"`` in the 16 bits
+            of `with_amp`, if they have two or more axes; blocks then compute with these 16 bits. Gradients are
             summed in the parameters' own dtype.
 
     Raises:
         OptionError: for another level, a mesh with other axes, another `reduce`, or one at level 3 on a mesh with one
             copy of the state; other `batches`; or another `gather`, or ``"amp"`` below level 3.
-        ComposeError: for a `reduce` that remembers what it has not sent, beside a wrapper that takes the gradient more
+        ComposeError: for a `reduce` that remembers what it has not sent, with a wrapper that takes the gradient more
             than once (`sam`); at level 1 and above, for an optimizer that can update neither parts of a leaf nor a leaf
             without the others; for a step that is compiled in parts; from the step, for ``gather="amp"`` without
             `with_amp`.
         BatchError: from the step, for a batch that cannot be divided into rows; from the first one, on every rank, when
             they have different batches.
-        StructureError: from the step, for a state that is divided otherwise; from the first one, on every rank, when
+        StructureError: from the step, for a state that is sharded differently; from the first one, on every rank, when
             they make different steps, or have different states or keys; from ``Step.init``, for different models.
         RankError: from the step, when another rank died, hangs or failed, within the timeout of the mesh.
     """
@@ -124,7 +124,7 @@ def sharded(
 
 
 def _communication(replicate: int, shard: int, level: int) -> str:
-    """Return what travels in a step, as it prints; nothing on one rank."""
+    """Return the text that says what ranks send in a step; empty on one rank."""
     if level == 0 or shard == 1:
         return "sums gradients" if replicate * shard > 1 else ""
     gathered = "blocks, twice" if level == 3 else "parameters"
@@ -132,7 +132,7 @@ def _communication(replicate: int, shard: int, level: int) -> str:
 
 
 class _RankStep:
-    """What a rank does of a step, around the gradient (`RankGradient`)."""
+    """The part of a step on one rank, around the gradient (`RankGradient`)."""
 
     def __init__(
         self, mesh: DeviceMesh, level: int, text: str, reduction: Reduction, *, whole_batches: bool, as_autocast: bool
@@ -151,7 +151,7 @@ class _RankStep:
         self._watch = watch()
 
     def validate(self, step: Any) -> None:
-        """Refuse what does not compute on parts of leaves, or draws by the place on a rank."""
+        """Refuse what cannot compute on parts of leaves, or draws random numbers by the place on a rank."""
         optimizer = step.optimizer
         if self._level and not optimizer.by_element and optimizer.split is None:
             raise ComposeError(
@@ -169,7 +169,7 @@ class _RankStep:
                 )
 
     def on_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let an optimizer that needs whole leaves have them."""
+        """Give whole leaves to an optimizer that needs them."""
         if self._level == 0 or optimizer.by_element or optimizer.split is None:
             return optimizer
         if optimizer.offloaded is not None:
@@ -177,12 +177,12 @@ class _RankStep:
         return whole_update(optimizer, self._shard)
 
     def place(self, params: PyTree, frozen: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        """Return the tensors of the first rank on the device of every rank; what the level divides as DTensors."""
+        """Return the tensors of the first rank on the device of every rank; as DTensors if the level shards them."""
         leaves, spec = tree.flatten((params, frozen, buffers))
         require_ranks(self._mesh, leaves)
         leaves = [self._on_device(leaf) if tree.is_tensor(leaf) else leaf for leaf in leaves]
         if self._all.size > 1:
-            # What is in a file is the same on all ranks.
+            # Tensors in a file are the same on all ranks.
             tensors = [leaf for leaf in leaves if tree.is_tensor(leaf)]
             with self._watch:
                 self._watch.tell_place("in step.init")
@@ -200,14 +200,14 @@ class _RankStep:
         return params, frozen, buffers
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the device of the mesh, whose ranks can send nothing from elsewhere."""
+        """Return a tensor on the device of the mesh, because ranks can send nothing from another device."""
         device = self._mesh.device_type
         return tensor if tensor.device.type in (device, "meta") or _torch.is_fake(tensor) else tensor.to(device)
 
     def on_ranks(
         self, step: Any, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]:
-        """Return the local part of a state, this rank's rows, and what makes a state of all ranks of the result."""
+        """Return the local part of a state, this rank's rows, and a function that makes DTensors of the new state."""
         require_ranks(self._mesh, tree.leaves(batch))
         if self._as_autocast and all(other.name != "with_amp" for other in step.wrappers):
             raise ComposeError(f"{NAME}: gather='amp' is the dtype of with_amp, which the step has not; add it")
@@ -252,17 +252,17 @@ class _RankStep:
 
         def of_rows(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             rows, layout = current(), current_layout.get(None)
-            if layout is None:  # Not in a step of ranks: an evaluation, of whole parameters.
+            if layout is None:  # Not in a step: an evaluation with whole parameters.
                 return loss.fn(params, batch, rng=rng, buffers=buffers)
             params = self._loss_params(params, layout, blocks, order)
-            if rows is None:  # An evaluation by block.
+            if rows is None:  # An evaluation block by block.
                 with _completed(blocks):
                     return loss.fn(params, batch, rng=rng, buffers=buffers)
             with rows.stock_draws():
                 mean, metrics, buffers = loss.fn(params, batch, rng=rows.key(rng), buffers=buffers)
             if blocks is not None:
                 blocks.finish()
-            # A plain number has the weight 1 for each example of all ranks.
+            # A plain number has the weight 1 per example of all ranks.
             weight = mean.weight.new_full((), rows.total) if mean.plain else None
             mean = rows.weighted(mean)
             metrics = {name: rows.weighted(each) if isinstance(each, Mean) else each for name, each in metrics.items()}

@@ -1,11 +1,11 @@
-"""A rank that runs out of memory takes part in the collectives that are left, so that no rank waits for it.
+"""A rank that runs out of memory takes part in the remaining collectives, so that no rank waits for it.
 
-All ranks start the same collectives in the same order, so what it sends meets what the others wait for. It is of no
-use: the ranks must agree to discard the result (`ftrain.training.oom_retry`).
+All ranks start the same collectives in the same order, so it sends what the others wait for. The values are not
+valid: the ranks must agree to discard the result (`ftrain.training.oom_retry`).
 
-An eager step does not know its collectives before it has run: the rank computes the gradient again, on one example of
-each microbatch, and leaves out the collectives that it had started before. The graph of a compiled step says which
-collectives there are, and of what shapes: the rank makes those that are left without computing anything.
+The collectives of an eager step are known only by running it: the rank computes the gradient again, on one example of
+each microbatch, without the collectives that it had started before. The graph of a compiled step says which
+collectives there are, and their shapes: the rank starts the remaining ones without computing anything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Run: TypeAlias = Callable[..., Sequence[Tensor]]
 
 
 class GradientStandIn:
-    """Counts the collectives of a gradient: a context, in which this rank can take part in those that are left."""
+    """Counts the collectives of a gradient: a context, in which this rank can take part in the remaining ones."""
 
     def __init__(self) -> None:
         self._started = self._to_leave_out = 0
@@ -51,7 +51,7 @@ class GradientStandIn:
         self._is_counting = False
 
     def begin(self) -> None:
-        """Count the collectives from here on, which are those of a gradient."""
+        """Count the collectives from here on: those of a gradient."""
         self._started, self._is_counting = 0, True
 
     @contextmanager
@@ -83,14 +83,14 @@ def without_examples(rows: Rows) -> Rows:
 
 
 class OutOfMemoryOnRankError(DeviceError):
-    """Memory ran out on one rank at least, and all know it."""
+    """Memory ran out on at least one rank, and all ranks know it."""
 
 
 class GraphStandIn:
     """Runs the compiled graphs of a step on all ranks, or on none.
 
     Args:
-        agreement: of the ranks.
+        agreement: agreement of the ranks.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -110,13 +110,13 @@ class GraphStandIn:
 
         Args:
             run: the graph.
-            captured: of what it was compiled.
-            inputs: of the graph; they may be overwritten in part when it fails.
+            captured: what it was compiled from.
+            inputs: inputs of the graph; some may be overwritten if it fails.
 
         Raises:
             OutOfMemoryOnRankError: on every rank, when one had no memory for it.
-            DeviceError: when there is no memory for a collective either; or for a compiler that has changed which
-                collectives there are, as some options of Inductor let it.
+            DeviceError: when there is no memory for a collective either; or if a compiler has changed which
+                collectives there are, as some options of Inductor allow.
         """
         collectives, started = collectives_of(captured), _Started()
         outputs, why = None, None
@@ -142,7 +142,7 @@ _running_graphs: ContextVar[GraphStandIn | None] = ContextVar("ftrain_graph_stan
 
 
 running_graphs = _running_graphs.get
-"""``() -> GraphStandIn | None``: what runs compiled graphs; None where they are simply called."""
+"""``() -> GraphStandIn | None``: the object that runs compiled graphs; None if they are simply called."""
 
 
 class _Started(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -154,13 +154,13 @@ class _Started(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        # One that has no memory for its result is not started.
+        # A collective without memory for its result is not started.
         self.count += is_collective(function)
         return result
 
 
 def _require_all(started: int, captured: int) -> None:
-    # A replayed recording starts none from the host.
+    # A replayed CUDA graph starts no collective from the host.
     if started not in (0, captured):
         raise DeviceError(
             f"fit: on_oom='split' needs to know the collectives of a compiled step: {captured} were captured, and the "

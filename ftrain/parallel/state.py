@@ -1,4 +1,4 @@
-"""The state of a divided run: its leaves are DTensors, of which a step computes on the local parts."""
+"""The state of a sharded run: its leaves are DTensors, and a step computes on their local parts."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class Layout:
 
 
 current_layout: ContextVar[Layout] = ContextVar("ftrain_layout")
-"""How the state is divided on which a step computes."""
+"""How the state of the current step is divided."""
 
 
 def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
-    """Return a tree of DTensors over a mesh, of which this rank keeps copies of its blocks alone.
+    """Return a tree of DTensors over a mesh, of which this rank keeps only copies of its blocks.
 
     Args:
-        params: whole tensors, or such in files; those without an axis stay as they are, on every rank.
-        mesh: of shape (replicate, shard).
+        params: whole tensors, or tensors in files; those without an axis stay whole, on every rank.
+        mesh: mesh of shape (replicate, shard).
         rank: the place of this rank on the axis ``shard``.
     """
     size = mesh.size(1)
@@ -72,7 +72,7 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
 
 
 def block_of(whole: Tensor | StoredTensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
-    """Return the DTensor of a whole tensor, of which this rank keeps a copy of its block alone."""
+    """Return the DTensor of a whole tensor, of which this rank keeps only a copy of its block."""
     strides = torch.empty(whole.shape, device="meta").stride()
     return dtensor.from_block(part.take(whole, rank).contiguous().clone(), mesh, part.axis, whole.shape, strides)
 
@@ -90,10 +90,10 @@ def whole(state: PyTree) -> PyTree:
 
 
 def divided(state: PyTree, like: PyTree) -> PyTree:
-    """Return a state of whole tensors, divided as another state of the same structure is: the inverse of `whole`.
+    """Return a state of whole tensors, sharded as another state of the same structure is: the inverse of `whole`.
 
-    Use it to continue on another mesh: ``ft.parallel.divided(whole_state, like=step.init())``. Of what a compression of
-    gradients has not sent yet, each of another number of ranks gets an equal part.
+    Use it to continue on another mesh: ``ft.parallel.divided(whole_state, like=step.init())``. If the number
+    of ranks differs, each rank gets an equal part of what a compression of gradients has not sent yet.
 
     Raises:
         StructureError: when the states differ in the name, shape or dtype of a leaf.
@@ -120,11 +120,11 @@ def divided(state: PyTree, like: PyTree) -> PyTree:
 class LocalStates:
     """Takes states of DTensors apart, and puts them together again.
 
-    How the leaves are divided is found once for states that follow each other.
+    The layout is computed once for consecutive states of one structure.
 
     Args:
-        mesh: over which the leaves must be divided.
-        level: of `sharded`; at 0 leaves are whole.
+        mesh: mesh over which the leaves must be divided.
+        level: level of `sharded`; at 0 leaves are whole.
     """
 
     def __init__(self, mesh: DeviceMesh, level: int) -> None:
@@ -151,7 +151,7 @@ class LocalStates:
         return local, self._layout
 
     def put_back(self, local: TrainState, state: TrainState) -> TrainState:
-        """Return a state of local parts as the DTensors that the same leaves of another state are."""
+        """Return a state of local parts as DTensors like the same leaves of another state."""
         local = replace(local, step=state.step, rng=state.rng)
         if not self._is_divided:
             return local

@@ -1,4 +1,4 @@
-"""Random operations of torch (`nn.Dropout`) in an eager step on many ranks: each example draws what it draws on one."""
+"""Random operations of torch (`nn.Dropout`) in an eager step on many ranks: each example draws as on one rank."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger("ftrain")
 class StockDraws:
     """Runs functions so that torch's random operations draw from the key of the step, if they draw at all.
 
-    To draw from a key takes a few microseconds of Python for every operation, so the first run finds out whether there
-    is a draw. Where there was none, later runs only look whether torch's generator has moved, and run again if so.
+    Drawing from a key takes a few microseconds of Python per operation, so the first run finds out whether there
+    is a draw. If there was none, later runs only check whether torch's generator has advanced, and run again if so.
 
     Args:
         ranks: all ranks, which agree after the first run.
@@ -37,9 +37,9 @@ class StockDraws:
         self._is_drawing: bool | None = None
 
     def run(self, function: Callable[[], T], state: TrainState) -> tuple[T, AbstractContextManager[Any]]:
-        """Return what a function returns, called once, or once more where a draw comes unexpected.
+        """Return what a function returns, called once, or once more after an unexpected draw.
 
-        With it comes the context for a backward pass that is run later, and may run parts of the function again.
+        Also return the context for a backward pass that is run later, and may run parts of the function again.
         """
         device = tree.device_of(state.params)
         if torch_ops.current() is not None or _torch.is_fake(tree.leaves(state.params)[0]):

@@ -1,4 +1,4 @@
-"""Gradients that travel between ranks in fewer bytes, and the part of the state that remembers what was lost."""
+"""Compressed gradients between ranks, and the part of the state that holds what was not sent."""
 
 from ftrain.parallel.compression.method import Compression as Compression
 from ftrain.parallel.compression.method import Exchange as Exchange

@@ -1,8 +1,8 @@
-"""What methods of compression remember, as a part of the state: ``state.slots["sharded"]``.
+"""The memory of compression methods in the state: ``state.slots["sharded"]``.
 
-It is a tree like the parameters, with the `Memory` of a leaf in its place. Every tensor has one more axis in front. Of
-a residual these are the ranks that add up their gradients: each has its row of it. Of other tensors they are blocks of
-a leaf where ranks of one copy of the state hold different ones, and 1 elsewhere.
+It is a tree like the parameters, with the `Memory` of a leaf in its place. Every tensor has one more axis in front. In
+a residual it is that of the ranks that add up their gradients: each has its row. In other tensors it is that of the
+blocks of a leaf if the ranks of one copy of the state hold different blocks, else 1.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ftrain.parallel.partition import Part, axis_to_divide
 from ftrain.types import NAMESPACE, PyTree, TrainState, replace
 
 SLOT = "sharded"
-"""The name of the slot, which is that of the wrapper."""
+"""The name of the slot, which is the name of the wrapper."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The memory of a method on a mesh, as it is in the state.
+    """The memory of a method on a mesh, as it is stored in the state.
 
     Args:
-        method: with a memory.
-        mesh: of shape (replicate, shard).
-        of_blocks: whether what is added up are blocks of gradients, divided over the axis ``shard``, by the ranks
-            of the axis ``replicate``. Else whole gradients are, by all ranks.
+        method: method that has a memory.
+        mesh: mesh of shape (replicate, shard).
+        of_blocks: whether blocks of gradients, divided over the axis ``shard``, are added up by the ranks
+            of the axis ``replicate``. Otherwise whole gradients are added up by all ranks.
     """
 
     method: Compression
@@ -90,8 +90,8 @@ def stored_of(memories: list[Memory], params: optree.PyTreeSpec) -> PyTree:
 def carried(state: TrainState, like: TrainState) -> TrainState:
     """Return a state of whole tensors with the memory that a state on another mesh has.
 
-    Where the number of ranks is another one, each gets an equal part of the sum of the residuals: the sum stays. What
-    else has another shape, is of another method, or is not there, is as in `like`: as before the first step.
+    If the number of ranks differs, each gets an equal part of the sum of the residuals: the sum stays the same. What
+    else has another shape, is of another method, or is missing, is taken from `like`: as before the first step.
     """
     slots = {name: slot for name, slot in state.slots.items() if name != SLOT}
     if SLOT in like.slots:

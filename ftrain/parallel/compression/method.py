@@ -1,4 +1,4 @@
-"""What a method of compression is: how ranks add up their gradients, and what each remembers of them."""
+"""The interface of a compression method: how ranks add up their gradients, and what each keeps between steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, scatter_all, sum_all
 
 Memory: TypeAlias = dict[str, Tensor]
-"""What a method keeps of one leaf between steps, by name; empty where it keeps nothing."""
+"""What a method keeps for one leaf between steps, by name; empty if it keeps nothing."""
 
 RESIDUAL = "residual"
-"""The name of what a rank has not sent yet of its gradients. It differs between the ranks that add up their gradients;
-everything else in a `Memory` is equal on them."""
+"""The name of the part of its gradients that a rank has not sent yet. It differs between the ranks that add them up;
+everything else in a `Memory` is equal on all of them."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Compression:
     """A way to add up gradients over ranks that does not send all of their bits.
 
     Args:
-        text: how it prints.
+        text: text that prints for it.
         combine: ``(grads, memories, exchange) -> (sums, memories)``. `grads` are the gradients of this rank, `sums`
             what the exchange says that it needs of their sums, in the same dtypes. It must not change its arguments.
-        init: ``(index, leaf, axis) -> Memory``, the initial one of a leaf, given its number, a tensor with the shape,
-            dtype and device of a rank's gradient, and the axis along which other ranks than those that add up have
-            other blocks, of which the last may be shorter, or None. Default None: the method has no memory.
+        init: ``(index, leaf, axis) -> Memory``, the first memory of a leaf, given its number, a tensor with the shape,
+            dtype and device of a rank's gradient, and the axis along which ranks outside of the group have
+            other blocks (the last may be shorter), or None. Default None: the method has no memory.
     """
 
     text: str
@@ -65,13 +65,13 @@ class Compression:
 
 
 def with_residuals(grads: Sequence[Tensor], residuals: Sequence[Tensor]) -> list[Tensor]:
-    """Return new tensors, gradients with what was not sent of earlier ones added, in the dtype of the residuals."""
+    """Return new tensors: gradients plus what was not sent of earlier ones, in the dtype of the residuals."""
     return [residual + grad for grad, residual in zip(grads, residuals, strict=True)]
 
 
 def no_residual(leaf: Tensor) -> Tensor:
     """Return the residual of a leaf before the first step: zeros, in float32 at least.
 
-    In 16 bits a residual would lose again what it is there to keep.
+    In 16 bits a residual would lose the bits that it must keep.
     """
     return torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The methods of compression by what the user gives as `reduce`."""
+"""The compression methods by the value of `reduce`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NAMED = {"bf16": bf16, "fp16": fp16}
 
 
 def compression_of(reduce: str | Compression) -> Compression | None:
-    """Return the method that a user names; None for gradients that travel in their own dtype.
+    """Return the method that a user names; None if gradients are sent in their own dtype.
 
     Raises:
-        OptionError: for something else.
+        OptionError: if `reduce` is anything else.
     """
     if isinstance(reduce, Compression):
         return reduce

@@ -1,4 +1,4 @@
-"""Gradients that travel as matrices of low rank."""
+"""Gradients that are sent as matrices of low rank."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def powersgd(rank: int = 4) -> Compression:
         P = \operatorname{orthogonal}(\Sigma M Q) \qquad Q_i = M^\top P \qquad Q \leftarrow \Sigma Q_i \qquad
         e \leftarrow M - P Q_i^\top
 
-    and the gradient is :math:`P Q^\top`. So rank times (rows + columns) numbers travel, whatever the number of ranks. A
+    and the gradient is :math:`P Q^\top`. So rank * (rows + columns) numbers are all-reduced, on any number of ranks. A
     leaf is a matrix whose rows are its first axis. Leaves with fewer than two axes, and those for which the factors
-    would not be smaller, travel as they are. The residual e and Q, with which the next step begins, are in the state;
-    e has the size of a rank's gradient. It is added to later gradients, not to updates: these may be of any optimizer.
+    would not be smaller, are sent as they are. The residual e and Q, with which the next step begins, are in the state;
+    e has the size of a rank's gradient. It is added to later gradients, not to updates, so any optimizer can be used.
 
     Args:
-        rank: columns of P and Q: more are more exact.
+        rank: number of columns of P and Q: more are more exact.
 
     Raises:
         OptionError: when the rank is not a positive whole number.
@@ -45,10 +45,10 @@ def powersgd(rank: int = 4) -> Compression:
     require_positive("powersgd", "rank", rank)
 
     def init(index: int, leaf: Tensor, axis: int | None) -> Memory:
-        # Of blocks of columns, ranks would have different numbers.
+        # Blocks of columns would differ in their number of columns.
         if axis or not _is_compressed(leaf, rank):
             return {}
-        # Of a key, so that all ranks start with the same.
+        # From a key, so that all ranks start with the same values.
         shape = leaf.numel() // leaf.shape[0], rank
         start = random.normal(random.fold_in(random.key(0), index), shape)
         residual = no_residual(leaf)
@@ -86,7 +86,7 @@ def _is_compressed(leaf: Tensor, rank: int) -> bool:
 
 
 def _orthogonal(matrix: Tensor, rank: int) -> Tensor:
-    """Return `rank` columns that span those of a matrix, orthonormal, or 0 if it has fewer rows."""
-    # NaN must not reach the decomposition; the product with the matrix itself has it again.
+    """Return `rank` orthonormal columns that span those of a matrix; some are 0 if it has fewer rows."""
+    # NaN must not reach the decomposition; multiplying by the matrix itself brings it back.
     columns = torch.linalg.qr(torch.nan_to_num(matrix, 0.0, 0.0, 0.0)).Q
     return torch.nn.functional.pad(columns, (0, rank - columns.shape[1]))

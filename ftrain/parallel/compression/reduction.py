@@ -1,4 +1,4 @@
-"""The sum of gradients over the ranks of a mesh, compressed where bandwidth is missing."""
+"""The sum of gradients over the ranks of a mesh, compressed where bandwidth is short."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ftrain.types import PyTree
 
 
 class Reduction:
-    """A method of compression on a mesh: between the copies of a state, or between all ranks where it has no copies.
+    """A compression method on a mesh: between the copies of a state, or between all ranks if it has no copies.
 
     Args:
-        method: None where gradients travel as they are.
-        mesh: of shape (replicate, shard).
-        level: of `sharded`.
+        method: compression method; None if gradients are sent as they are.
+        mesh: mesh of shape (replicate, shard).
+        level: level of `sharded`.
 
     Raises:
         OptionError: at level 3 on a mesh with one copy of the state, whose gradients are added block by block.
@@ -34,7 +34,7 @@ class Reduction:
         self._of_blocks = level > 0 and mesh.size(0) > 1
         self.text = f", reduce={method.text}" if method else ""
         self.needs_all = method is not None
-        """Whether all gradients must exist at once; so too on one rank, where they are not compressed."""
+        """Whether all gradients must exist at once; also on one rank, where they are not compressed."""
         if method and level == 3 and mesh.size(0) == 1 < mesh.size(1):
             raise OptionError(
                 f"sharded: reduce is {method.text} at level 3 on a mesh of {mesh.size(0)}x{mesh.size(1)}, where "
@@ -53,11 +53,11 @@ class Reduction:
 
     @property
     def slot(self) -> SlotSpec | None:
-        """The part of the state for what the method remembers, if it does."""
+        """The part of the state for the memory of the method, if it has one."""
         return SlotSpec(self._stored.init) if self._stored else None
 
     def require_once(self, wrappers: Sequence[Wrapper]) -> None:
-        """Check that the gradient is taken once in a step, where what has not been sent is added to the next one.
+        """Check that the gradient is taken once per step if what has not been sent is added to the next one.
 
         Raises:
             ComposeError: naming the wrapper that takes it more than once.
@@ -75,9 +75,9 @@ class Reduction:
         """Return what this rank needs of the sums of gradients, and the new slots.
 
         Args:
-            grads: of this rank: whole ones, at level 3 its blocks of those of its copy of the state.
+            grads: gradients of this rank: whole ones; at level 3 its blocks of those of its copy of the state.
             parts: how the parameters are divided.
-            slots: of the state, of which the leaves are those of this rank.
+            slots: slots of the state, with the leaves of this rank.
             params: the structure of the parameters.
         """
         method: Compression = self._method  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Gradients that travel as one bit for each element, and one number for each leaf."""
+"""Gradients that are sent as one bit per element and one number per leaf."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def sign() -> Compression:
 
     .. math:: a = g + e \qquad c = \frac{\lVert a \rVert_1}{n} \operatorname{sign}(a) \qquad e \leftarrow a - c
 
-    for each leaf of n elements and each rank, which sends c. Every rank gets those of all others and adds them up: 1
-    bit for each element and rank, 1/32 of float32 for each, so it is meant for few ranks, such as one of each node. The
-    residual e is in the state, of the size of a rank's gradient. It is added to later gradients, not to updates: these
-    may be of any optimizer.
+    for each leaf of n elements and each rank, which sends c. Every rank gets those of all others and sums them: 1
+    bit per element and rank, 1/32 of float32 each, so it is meant for few ranks, such as one per node. The
+    residual e is in the state and has the size of a rank's gradient. It is added to later gradients, not to updates,
+    so any optimizer can be used.
     """
 
     def combine(grads: list[Tensor], memories: list[Memory], exchange: Exchange) -> tuple[list[Tensor], list[Memory]]:
@@ -35,7 +35,7 @@ def sign() -> Compression:
         their_scales, their_signs = exchange.group.start_gather([scales]), exchange.group.start_gather([packed(signs)])
         all_scales, all_bits = (wait()[0] for wait in (their_scales, their_signs))
         totals = [torch.zeros_like(each) for each in wanted]
-        # One rank after the other, in the same order on all of them: the same bits, without memory for all at once.
+        # One rank after another, in the same order on all: the same bits, without memory for all at once.
         for bits, rank_scales in zip(all_bits, all_scales, strict=True):
             for total, sent in zip(totals, _sent(bits, rank_scales, wanted), strict=True):
                 total += sent
@@ -53,7 +53,7 @@ def packed(bits: Tensor) -> Tensor:
 
 
 def unpacked(packed_bits: Tensor, length: int) -> Tensor:
-    """Return the bool[length] of which these are the packed bits."""
+    """Return bool[length] from its packed bits."""
     return ((packed_bits.unsqueeze(1) >> _places(packed_bits)) & 1).view(-1)[:length].to(torch.bool)
 
 

@@ -1,4 +1,4 @@
-"""Gradients that travel, and are added, in 16 bits."""
+"""Gradients that are sent and summed in 16 bits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from ftrain.parallel.compression.method import Compression, Exchange, Memory
 
 LARGEST_EXPONENT = 15
-"""Sums in float16 are kept below 2 to this power; its largest number is 65504."""
+"""Sums in float16 are kept below 2 to this power; the largest float16 is 65504."""
 SMALLEST_SCALE, LARGEST_SCALE = -126, 126
-"""Exponents of the powers of two that float32 has, as have their inverses."""
+"""Exponents of the powers of two that float32 can represent together with their inverses."""
 FLOAT32_BIAS, FLOAT32_FRACTION = 127, 23
-"""A float32 has its exponent plus 127 in the bits above the lowest 23."""
+"""A float32 stores its exponent plus 127 in the bits above the lowest 23."""
 
 
 def bf16() -> Compression:
@@ -28,8 +28,8 @@ def bf16() -> Compression:
 def fp16() -> Compression:
     """Return the method that casts gradients to float16: half the bytes, with 11 bits of each number.
 
-    Each leaf is multiplied by a power of two first, on which the ranks agree by its largest magnitude on any of them,
-    one more number for each leaf: its sum cannot overflow, and what is 2^-39 times the largest or more is not lost.
+    Each leaf is multiplied by a power of two first, which the ranks derive from its largest magnitude on any of them,
+    one more number per leaf: its sum cannot overflow, and what is at least 2^-39 times the largest is not lost.
     """
 
     def combine(grads: list[Tensor], memories: list[Memory], exchange: Exchange) -> tuple[list[Tensor], list[Memory]]:
@@ -48,7 +48,7 @@ def _exponents(grads: list[Tensor], exchange: Exchange) -> Tensor:
     largest = torch.stack([grad.abs().amax().float() if grad.numel() else none for grad in grads])
     largest = exchange.group.max(largest)
     of_sum = torch.frexp(largest).exponent + (exchange.group.size - 1).bit_length()
-    # Infinity and NaN travel as they are.
+    # Infinity and NaN are sent as they are.
     exponents = torch.where(torch.isfinite(largest), LARGEST_EXPONENT - of_sum, 0)
     return exponents.clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.int32)
 

@@ -1,4 +1,4 @@
-"""Updates of optimizers that need a leaf whole, on ranks that have a part each: the plan, the exchange, the update."""
+"""Updates of optimizers that need whole leaves, on ranks with a part each: the plan, the exchange, the update."""
 
 from ftrain.parallel.whole_update.update import whole_update as whole_update
 

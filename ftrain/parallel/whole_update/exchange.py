@@ -1,4 +1,4 @@
-"""Move divided tensors to single ranks and back: each of them has some whole in between."""
+"""Send the parts of divided tensors to their owners and back: in between, each owner has its tensors whole."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def to_owners(
     """Join divided tensors, each on its owner.
 
     Args:
-        group: the ranks, of which each has a block of every tensor.
-        blocks: of this rank.
+        group: the ranks, each with a block of every tensor.
+        blocks: blocks of this rank.
         parts: how each tensor is divided.
         owners: the rank that gets each tensor whole.
 
@@ -79,7 +79,7 @@ def from_owners(
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of tensors that travel together; on all ranks in the same order."""
+    """Yield the indices of tensors that are sent together; on all ranks in the same order."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(index)

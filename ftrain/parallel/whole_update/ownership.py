@@ -19,12 +19,12 @@ from ftrain.types import Optimizer, PyTree
 
 FUNCTION = "sharded"
 ROUND_BYTES = 1 << 26
-"""Bytes of parameters that a rank has whole at a time, or one parameter that is larger."""
+"""Bytes of whole parameters that a rank has at a time, unless one parameter is larger."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Tensors that travel to their owners: indices of leaves of a tree, how these are divided, and to whom they go."""
+    """Tensors that are sent to their owners: indices of leaves of a tree, how these are divided, and the owners."""
 
     places: list[int]
     parts: list[Part]
@@ -42,11 +42,11 @@ class Round:
 
 @dataclass(frozen=True)
 class Plan:
-    """How divided leaves are updated; the same on all ranks, but for the groups.
+    """How divided leaves are updated; the same on all ranks, except for the groups.
 
     Args:
         specs: structures of the parameters and of the state.
-        local: the leaves of which every rank has all that their update needs.
+        local: the leaves whose update needs no data of other ranks.
         rounds: the other leaves.
         shared: indices of the leaves of the state that every rank has.
         idle: groups of a parameter that other ranks update, with that parameter as a `FakeTensor`: this rank has
@@ -66,7 +66,7 @@ def assign(optimizer: Optimizer, wholes: PyTree, ranks: int) -> dict[str, int]:
     Args:
         optimizer: one that has a `split`.
         wholes: the whole parameters, perhaps without values.
-        ranks: how many there are.
+        ranks: number of ranks.
     """
     names, leaves, owners = tree.leaf_names(wholes), tree.leaves(wholes), dict[str, int]()
     singles = split_of(optimizer, wholes, [[index] for index in range(len(leaves))])
@@ -94,7 +94,7 @@ def single_groups(optimizer: Optimizer, wholes: PyTree, opt_state: PyTree) -> li
     Args:
         optimizer: one that has a `split`.
         wholes: the whole parameters, perhaps without values.
-        opt_state: a state of these, of which the structure counts.
+        opt_state: a state of these; only its structure is used.
     """
     singles = [[index] for index in range(len(tree.leaves(wholes)))]
     return list(param_groups(FUNCTION, optimizer, wholes, opt_state, singles))
@@ -105,13 +105,13 @@ def parts_of_state(
 ) -> list[Part | None]:
     """Return how each leaf of an optimizer state is divided: None for one that every rank has.
 
-    Every rank has what belongs to no parameter alone, such as a count of updates, or to a parameter without an axis.
+    Every rank has what does not belong to one parameter, such as a count of updates, or belongs to a 0-d parameter.
 
     Args:
         optimizer: one that has a `split`.
         wholes: the whole parameters, as `FakeTensor`s.
         singles: their `single_groups`.
-        ranks: how many there are.
+        ranks: number of ranks.
     """
     leaves = tree.leaves(wholes)
     with _torch.without_modes():
@@ -128,7 +128,7 @@ def part_of(leaf: Tensor, ranks: int) -> Part:
 
 
 def wholes_of(params: PyTree) -> PyTree:
-    """Return the whole parameters of which this rank has parts, as `FakeTensor`s; where nothing is divided, these."""
+    """Return the whole parameters of which this rank has parts, as `FakeTensor`s; as they are if none is divided."""
     leaves, spec = tree.flatten(params)
     return tree.unflatten(spec, sharding.wholes(tree.leaf_names(params), leaves))
 
@@ -141,7 +141,7 @@ def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mappin
         params: the parts of this rank.
         opt_state: their state.
         owners: name of a parameter -> the rank that updates it whole; the others are updated part by part.
-        ranks: over which leaves are divided.
+        ranks: ranks over which leaves are divided.
     """
     wholes = wholes_of(params)
     names, leaves, state = tree.leaf_names(wholes), tree.leaves(wholes), tree.leaves(opt_state)
@@ -189,7 +189,7 @@ def _chunks(leaves: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]
 
 
 def _moved(places_of: Sequence[Sequence[int] | None], parts: Sequence[Part | None]) -> Moved:
-    """Return how the divided ones among leaves travel, given the indices of those of each rank."""
+    """Return how the divided ones of these leaves are sent, given the indices of the leaves of each rank."""
     moved = [
         (place, part, owner)
         for owner, places in enumerate(places_of)

@@ -1,9 +1,9 @@
-"""Optimizers that need a leaf whole, as Muon does: each rank updates whole the leaves that it owns.
+"""Optimizers that need whole leaves, such as Muon: each rank updates the leaves that it owns.
 
 Between steps all leaves are divided. For the update, the parts of the gradient, the parameter and the state of a leaf
-travel to one rank, and their new parts travel back: of n ranks, each sends and receives about an n-th of all leaves,
-and computes an n-th of the update. That is exact for whatever an optimizer needs of a leaf: its norm, the means of its
-rows, blocks of its elements, its singular values, or the places of elements, for which random numbers are drawn.
+are sent to one rank, and the new parts are sent back: of n ranks, each sends and receives about an n-th of all leaves
+and computes an n-th of the update. This is exact whatever an optimizer needs of a leaf: its norm, the means of its
+rows, blocks of its elements, its singular values, or the places of elements, from which random numbers are drawn.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] |
 
     Args:
         optimizer: one that has a `split`; one that this function has returned is used as before.
-        ranks: over which leaves are divided.
-        owners: name of a parameter -> the rank that updates it. Default: so that all update about as much.
+        ranks: ranks over which leaves are divided.
+        owners: name of a parameter -> the rank that updates it. Default: all ranks update about equally many elements.
     """
     optimizer = optimizer.of_one_rank if isinstance(optimizer, _OfRanks) else optimizer
 
@@ -91,7 +91,7 @@ def whole_update(optimizer: Optimizer, ranks: Group, owners: Mapping[str, int] |
 def _split_of_part(
     optimizer: Optimizer, wholes: PyTree, params: PyTree, parts: Sequence[Sequence[int]]
 ) -> list[Optimizer]:
-    """Split the optimizer of all leaves, given indices among the leaves of one of its parts."""
+    """Split the optimizer of all leaves, given indices into the leaves of one of its parts."""
     names, index_of = tree.leaf_names(params), {name: index for index, name in enumerate(tree.leaf_names(wholes))}
     return split_of(optimizer, wholes, [[index_of[names[index]] for index in part] for part in parts])
 
@@ -118,8 +118,8 @@ class _Update:
     """One update of the parts of this rank, and of the leaves that it owns.
 
     Args:
-        plan: for these leaves.
-        ranks: over which they are divided.
+        plan: plan for these leaves.
+        ranks: ranks over which they are divided.
         params: leaves of the parameters.
         state: leaves of the optimizer state.
         hyper: the scheduled values of the step.
@@ -148,7 +148,7 @@ class _Update:
         return tree.unflatten(specs[0], self._new_params), tree.unflatten(specs[1], self._new_state)
 
     def _make_local(self, group: ParamGroup, grads: list[Tensor]) -> None:
-        """Update the parts of leaves of which this rank needs no more."""
+        """Update the leaves whose update needs no data of other ranks."""
         state = [self._old_state(place) for place in group.state_places]
         params, new_state = group.update(
             [grads[place] for place in group.places],
@@ -206,7 +206,7 @@ class _Update:
         return new
 
     def _make_idle(self, group: ParamGroup, leaf: Tensor) -> None:
-        """Update zeros, for what every rank has of the state, such as the count of updates."""
+        """Update zeros to get the state that every rank has, such as the count of updates."""
         zeros = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
         (name,) = group.names
         pairs = zip(group.state_places, tree.leaves(group.optimizer.init({name: zeros})), strict=True)
@@ -216,7 +216,7 @@ class _Update:
             self._is_shared(place, new)
 
     def _old_state(self, place: int) -> Tensor:
-        # What every rank has may be read for several groups, for each of which it must have its old value.
+        # State that every rank has may be read for several groups, and each must see its old value.
         return self._state[place].clone() if place in self._plan.shared else self._state[place]
 
     def _is_shared(self, place: int, new: Tensor) -> bool:
@@ -226,5 +226,5 @@ class _Update:
         return place in self._plan.shared
 
     def _stored(self, old: Tensor, new: Tensor) -> Tensor:
-        # A copy, for what ranks have sent is one buffer.
+        # A copy, because what ranks have sent is one buffer.
         return old.copy_(new) if self._donate else new.clone()
