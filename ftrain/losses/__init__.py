@@ -1,7 +1,7 @@
 """Losses and metrics that return a `Mean`, so that the sum over microbatches is exactly that of the batch.
 
 Every total and weight is a 0-d tensor in the dtype of the logits or predictions, at least float32. Shapes and dtypes
-are checked; the values of labels are not, which would have to be read on the host.
+are checked; the values of labels are not, because the host would have to read them.
 """
 
 from ftrain.losses.classes import accuracy, cross_entropy

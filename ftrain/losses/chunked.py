@@ -1,12 +1,12 @@
 """Cross-entropy of a linear layer by chunks of rows, with its gradients in the same pass.
 
 The gradient of a row's loss with respect to its logits is ``(1 - s) w[y] (p - onehot(y)) + s/C (W p - w)`` with
-``W = sum_c w[c]``. It needs nothing of the backward pass but the cotangent, a common factor. So a chunk of logits
+``W = sum_c w[c]``. It needs only the cotangent from the backward pass, a common factor. So a chunk of logits
 becomes its own gradient in place, is added to the gradients of hidden, weight and bias, and its memory is used for the
 next chunk.
 
 All of it is one operation of torch: if the chunks were separate operations in the graph of a step, a compiler could
-reorder them until all logits exist at once, and a policy of `remat` that keeps matrix products would keep the logits.
+reorder them until all logits exist at once, and a policy of `remat` that keeps matmuls would keep the logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 2**26
-"""The memory that a chunk of logits may always take. Measured on two cores: half of it takes 3% more time, and far more
+"""The bytes that a chunk of logits may always take. Measured on two cores: half of it takes 3% more time, and far more
 while other programs use the cores; twice as much takes 2% less."""
 
 WEIGHT_SHARE = 8
@@ -56,22 +56,22 @@ def losses_and_gradients(
     Gradients that are not needed are empty.
 
     Args:
-        hidden: (rows, width).
-        weight: (classes, width).
-        bias: (classes,).
-        labels: (rows,), int64.
-        class_weight: (classes,).
+        hidden: tensor of shape (rows, width).
+        weight: tensor of shape (classes, width).
+        bias: tensor of shape (classes,).
+        labels: int64 tensor of shape (rows,).
+        class_weight: tensor of shape (classes,).
         ignore_index: the label of rows to leave out.
         label_smoothing: the share of probability spread over the classes.
         chunk: the number of rows in a chunk; None for `auto_chunk`.
-        dtype: the dtype of matrix products.
+        dtype: the dtype of matmuls.
         needs: which gradients are needed.
     """
     targets = _Targets.of(labels, class_weight, ignore_index, label_smoothing, classes=len(weight), dtype=_wide(dtype))
     grads = _gradients(hidden, weight, dtype, needs)
     total = hidden.new_zeros((), dtype=_wide(dtype))
     chunk = min(chunk or auto_chunk(weight, dtype), max(len(hidden), 1))
-    # Inside an operation the caller's autocast would still apply, and turn products into its dtype a second time.
+    # Inside an operation the caller's autocast would still apply, and cast the matmuls to its dtype a second time.
     with torch.autocast(hidden.device.type, enabled=False):
         narrow = weight.to(dtype)
         memory = hidden.new_empty((chunk, len(weight)), dtype=_wide(dtype))
@@ -189,7 +189,7 @@ def _add_products(
 
 
 def _tiles(weight: Tensor, wide: torch.dtype) -> Iterator[slice]:
-    """Slices of the classes: all of them, or few enough that copies and products in 16 bits stay small."""
+    """Slices of the classes: all of them, or few enough that copies and results of matmuls in 16 bits stay small."""
     step = len(weight) if weight.dtype == wide else max(TILE // max(weight.shape[1], 1), 1)
     yield from (slice(start, start + step) for start in range(0, len(weight), step))
 

@@ -28,8 +28,8 @@ def cross_entropy(
     label is ignored the total, the weight and the gradients are 0.
 
     Args:
-        logits: (..., classes), floating point. The class axis is the last one, where torch wants it
-            second. NaN in a row whose label is ignored is left out of the loss, but is NaN in the gradient of that
+        logits: (..., classes), floating point. The class axis is the last one; in torch it is the
+            second one. NaN in a row whose label is ignored is left out of the loss, but is NaN in the gradient of that
             row, as in torch (`linear_cross_entropy` leaves it out of both).
         labels: (...), integers in ``[0, classes)``, or `ignore_index`.
         ignore_index: the label of elements to leave out.

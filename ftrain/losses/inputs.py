@@ -14,7 +14,7 @@ def loss_dtype(outputs: Tensor) -> torch.dtype:
 
 
 def weight_of_labels(labels: Tensor, ignore_index: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the sum of the class weights of all labels but those equal to `ignore_index`, as a 0-d tensor."""
+    """Return the sum of the class weights of all labels except those equal to `ignore_index`, as a 0-d tensor."""
     ignored = labels == ignore_index
     if weight is None:
         return ignored.logical_not().sum().to(dtype)

@@ -30,11 +30,11 @@ def linear_cross_entropy(
     """Cross-entropy of the logits ``hidden @ weight.T + bias``, which are never in memory all at once.
 
     Value and gradients are those of `cross_entropy` on these logits. Rows are processed in chunks: the logits of a
-    chunk become their own gradient ``softmax(logits) - onehot(label)`` in place, so that beside inputs and gradients
+    chunk become their own gradient ``softmax(logits) - onehot(label)`` in place, so apart from inputs and gradients
     only the logits of one chunk are in memory. The gradients are computed with the loss and only scaled in the backward
-    pass, with as many matrix products as the plain loss has; without gradients only the loss is computed.
+    pass, with as many matmuls as the plain loss has; without gradients only the loss is computed.
 
-    Under `torch.autocast` products are in its dtype, as those of `torch.nn.Linear` are; the softmax and the sums over
+    Under `torch.autocast` matmuls are in its dtype, as those of `torch.nn.Linear` are; the softmax and the sums over
     chunks are in float32 at least. A gradient has the dtype of its input. It can be differentiated once, and not under
     the transforms of `torch.func`.
 
@@ -42,7 +42,7 @@ def linear_cross_entropy(
         hidden: (..., width), floating point; the input of the last layer. Rows whose label is ignored may hold
             anything, infinite and NaN included: they add nothing to the loss, and their gradient is 0.
         weight: (classes, width), like `torch.nn.Linear.weight` or that of a tied `torch.nn.Embedding`;
-            of the dtype of `hidden`, autocast aside.
+            with the dtype of `hidden`, except under autocast.
         labels: (...), integers in ``[0, classes)``, or `ignore_index`.
         bias: (classes,), of the dtype of `weight`.
         ignore_index: the label of rows to leave out.
@@ -127,13 +127,13 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype in which ``hidden @ weight.T`` is computed.
 
     Raises:
-        LossError: if their dtypes do not allow the product.
+        LossError: if their dtypes do not allow the matmul.
     """
     for name, value in (("hidden", hidden), ("weight", weight)):
         if not value.is_floating_point():
             raise LossError(f"{NAME}: {name} is {kind(value)}; it must be floating point.")
     device = hidden.device.type
-    # Autocast leaves float64 alone.
+    # Autocast does not change float64.
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(device)
     if hidden.dtype != weight.dtype:

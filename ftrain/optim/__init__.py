@@ -1,4 +1,4 @@
-"""Optimizers as pairs of pure functions, `(init, update)`: one family a file."""
+"""Optimizers as pairs of pure functions, `(init, update)`: one family per file."""
 
 from ftrain.optim.adafactor import adafactor as adafactor
 from ftrain.optim.adagrad import adagrad as adagrad

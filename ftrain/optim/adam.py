@@ -51,7 +51,7 @@ def adam(
         v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
         p &\leftarrow p - \eta \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-    Arguments and state are those of `adamw`, but for the default of `decay_mask`: all parameters decay. Prefer `adamw`
+    Arguments and state are those of `adamw`, except that by default all parameters decay (`decay_mask`). Prefer `adamw`
     for weight decay.
 
     Raises:
@@ -90,9 +90,9 @@ def adamw(
 
     To save memory, ``state_dtype="bf16"`` halves the moments, and ``stochastic_rounding=True`` trains bfloat16
     parameters without a float32 copy. Values are then rounded up or down at random, with the key of the step, so that
-    the mean of the result is the value. Rounded to the nearest, changes of less than 0.2 % would be lost, and with them
-    the decay of :math:`v`: its root was 5.3 times too large 4,500 steps after the gradients had fallen tenfold. Rounded
-    at random it was right in the mean, and within 6 % for nine elements in ten.
+    the mean of the result is the value. Rounded to the nearest, changes of less than 0.2% would be lost, and with them
+    the decay of :math:`v`: its root was 5.3 times too large 4,500 steps after gradients fell tenfold. Rounded
+    at random it was right on average, and within 6% for nine of ten elements.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.
@@ -130,7 +130,7 @@ def adamw_8bit(
 ) -> Optimizer:
     r"""AdamW with moments of 8 bits, quantised in blocks (Dettmers et al. 2021, arXiv:2110.02861).
 
-    The update of `adamw`, computed in float32. Between updates the moments are stored as codes: `mu` and `nu` (uint8,
+    The update is that of `adamw`, in float32. Between updates the moments are stored as codes: `mu` and `nu` (uint8,
     shapes of the parameters), with the scales `mu_scale` and `nu_scale` (float32, shape (blocks,)). That is
     ``2 + 8 / block`` bytes for each parameter element, where `adamw` takes 8.
 

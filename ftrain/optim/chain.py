@@ -25,8 +25,8 @@ class GradientTransform:
     Args:
         apply: ``(gradient, parameter, value, key) -> gradient``, for one leaf; the value is the scheduled one, and
             the key is None unless `needs_rng` is true.
-        select: which leaves it applies to.
-        text: how it prints.
+        select: mask of the leaves that it applies to.
+        text: text that prints for it.
         schedules: name -> schedule of the value; at most one.
         needs_rng: whether it draws random numbers.
         by_element: whether it transforms each element by itself, so that ranks can transform parts of a leaf.
@@ -48,7 +48,7 @@ def centralize(mask: Mask = matrices) -> GradientTransform:
     for each index :math:`i` of the first axis: rows of a linear layer, filters of a convolution.
 
     Args:
-        mask: which parameters. Default: those with two axes or more.
+        mask: parameters it applies to. Default: those with two axes or more.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
@@ -63,7 +63,7 @@ def sign(mask: Mask = everything) -> GradientTransform:
     .. math:: g \leftarrow \operatorname{sign}(g)
 
     Args:
-        mask: which parameters. Default: all.
+        mask: parameters it applies to. Default: all.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
@@ -81,7 +81,7 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
 
     Args:
         stddev: :math:`\sigma`, a number or a schedule; called ``noise`` among the metrics.
-        mask: which parameters. Default: all.
+        mask: parameters it applies to. Default: all.
 
     Raises:
         OptionError: `stddev` is negative.
@@ -108,7 +108,7 @@ def project(mask: Mask = matrices) -> GradientTransform:
     their effective learning rate from falling.
 
     Args:
-        mask: which parameters. Default: those with two axes or more.
+        mask: parameters it applies to. Default: those with two axes or more.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Many tensors at once, with the methods of one."""
+"""Many tensors at once, with the methods of one tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Column:
 
         def apply(*others: Some, **constants: float) -> Column:
             if name in ADDITIONS and isinstance(others[0], Tensor):
-                constants = {"alpha": 1}  # Without it, torch takes the tensor for a number, and waits for its value.
+                constants = {"alpha": 1}  # Without it, torch treats the tensor as a number, and waits for its value.
             results = function(self.tensors, *[getattr(other, "tensors", other) for other in others], **constants)
             return self if name.endswith("_") else self.like(list(results))
 

@@ -28,15 +28,15 @@ Number: TypeAlias = Tensor | float
 """A float in eager mode; a 0-d tensor if it comes from the state, or in a graph."""
 
 COUNT, NONE = "count", torch.zeros(())
-"""Name of the 0-d state that counts updates, and its first value: float32, as torch's fused kernels need it."""
+"""Name of the 0-d state that counts updates, and its initial value: float32, as torch's fused kernels need."""
 
 REDUCED = 16
-"""As many elements as Inductor does not unroll in a reduction."""
+"""Number of elements of a reduction that Inductor does not unroll."""
 
 
 @dataclass(slots=True)
 class Part:
-    """Leaves of one dtype and device, or a single one, and what belongs to them.
+    """Leaves of one dtype and device, or a single leaf, with their gradients and moments.
 
     Args:
         leaf: the parameters, which the formula writes.
@@ -86,7 +86,7 @@ def leafwise(
     decay_mask: Mask,
     options: Mapping[str, float | bool] | None = None,
 ) -> Optimizer:
-    """Return the optimizer of a formula.
+    """Return an optimizer that applies a formula.
 
     Args:
         name: name of the factory, such as ``"adamw"``.
@@ -96,15 +96,15 @@ def leafwise(
         shared: the 0-d tensors of the state by name, with their initial values; `COUNT` counts the updates.
         constants: computes the further arguments of the rule. Default: the learning rate alone.
         fused: the formula as a fused kernel of torch; used in eager mode if leaves and device allow it.
-        half: whether that kernel is right in 16 bits.
+        half: whether that kernel is correct in 16 bits.
         foreach: whether the rule takes many leaves at a time in eager mode.
         alike: whether the rule takes all leaves of one shape at a time, in graphs too.
         by_element: whether the rule updates each element by itself, so that ranks can update parts of a leaf.
         storage: how parameters and moments are stored, if in fewer bits than they are computed in; the rule must then
             be elementwise, and gets vectors.
-        weight_decay: applied by the rule itself; with 0, the mask does not split the leaves into groups.
+        weight_decay: weight decay, applied by the rule itself; with 0, the mask does not split the leaves into groups.
         decay_mask: which leaves decay.
-        options: what else is printed, if it is not zero or false.
+        options: other options to print, if they are not zero or false.
 
     Raises:
         OptionError: for a negative learning rate, or no mask; at `init`, for a pattern that matches nothing.
@@ -243,7 +243,7 @@ def _materialized(values: tuple[Number, ...], rate: Number) -> tuple[Number, ...
 
 
 def _materialize_scalars(scalars: Tensor) -> tuple[Tensor, ...]:
-    """Keep a compiler from computing 0-d tensors again for every element that they are used on.
+    """Keep a compiler from computing 0-d tensors again for every element that uses them.
 
     Inductor fuses cheap operations into the kernels that use them, and counts powers among these: an update
     of 8 million parameters took 6.5 ms instead of 3.0. It always stores the result of a reduction.
@@ -252,13 +252,13 @@ def _materialize_scalars(scalars: Tensor) -> tuple[Tensor, ...]:
 
 
 def _number(value: Number) -> Number:
-    """Return the value of a 0-d tensor where reading it waits for nothing, for kernels that take numbers."""
+    """Return the value of a 0-d tensor, for kernels that take numbers, if reading it waits for nothing."""
     if not isinstance(value, Tensor) or torch.compiler.is_compiling() or not backends.of(value.device).immediate:
         return value
-    # In a graph it would be a constant, and a batch of them is no number.
+    # In a graph it would be a constant, and under vmap it is not one number.
     if _torch.is_capturing() or _torch.is_transformed(value):
         return value
-    # Without a value, any will do.
+    # A tensor without a value: any number is right.
     return 1.0 if _torch.is_fake(value) else value.item()
 
 
@@ -306,7 +306,7 @@ def _only(leaves: list[Tensor]) -> Tensor:
     return leaf
 
 
-# What formulas are made of.
+# Building blocks of formulas.
 
 
 def require_ranges(function: str, high: float = float("inf"), **values: float) -> None:

@@ -1,4 +1,4 @@
-"""How an optimizer takes the leaves of its trees: which decay, and which are updated together."""
+"""How an optimizer groups the leaves of its trees: which decay, and which are updated together."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Group: TypeAlias = tuple[list[int], bool]
 """Indices of leaves of one dtype and device, and whether they decay."""
 
 BLOCK = 1 << 18
-"""Elements that formulas take together where memory is not cached, so that intermediate results stay in caches."""
+"""Elements that formulas take together if memory is not cached, so that intermediate results stay in CPU caches."""
 
 
 class Stretch(NamedTuple):
-    """Elements that are joined to one vector, from one leaf or several of one dtype and device.
+    """Elements that are joined into one vector, from one leaf or several of one dtype and device.
 
     Args:
-        windows: index of a leaf, and from which to which of its elements in row-major order.
+        windows: index of a leaf, and start and stop of its elements in row-major order.
         decay: whether weight decay applies.
-        place: of its first element among those of all leaves, taken stretch after stretch.
+        place: place of its first element among those of all leaves, taken stretch after stretch.
     """
 
     windows: list[tuple[int, int, int]]
@@ -44,16 +44,16 @@ class Plan:
 
     Args:
         spec: the structure of the parameters, and of each moment.
-        decays: of each leaf, whether weight decay applies.
+        decays: whether weight decay applies, for each leaf.
         groups: the leaves as fused kernels take them.
-        blocks: the leaves as formulas take them: the groups, cut into smaller ones where the device does not cache
-            memory, and by shape where the formula asks for that.
+        blocks: the leaves as formulas take them: the groups, cut into smaller ones if the device does not cache
+            memory, and by shape if the formula asks for that.
         fusible: whether torch's fused kernels run on them at all.
         aligned: whether the gradients have the strides of their parameters, which fused kernels need.
-        writable: whether no leaf that could be donated has two elements at one place in memory.
+        writable: whether no leaf that could be donated has two elements at the same address.
         stretches: the leaves as vectors, joined and cut; empty unless asked for.
         wholes: each leaf as one vector; empty unless asked for.
-        size: elements of all leaves.
+        size: number of elements of all leaves.
     """
 
     spec: optree.PyTreeSpec
@@ -69,11 +69,11 @@ class Plan:
 
 
 class WholeTree(NamedTuple):
-    """What the update of some leaves needs to know of all leaves.
+    """What the update of some leaves needs to know about all leaves.
 
     Args:
         places: name of a leaf -> place of its first element among those of all leaves, as stretches count them.
-        size: elements of all leaves.
+        size: number of elements of all leaves.
         fusible: whether torch's fused kernels run on all of them.
     """
 
@@ -86,11 +86,11 @@ class Planner:
     """Makes plans; the last one is cached.
 
     Args:
-        mask: which leaves decay.
-        half: whether the fused kernels are right in 16 bits.
-        align: make stretches of leaves, cut at multiples of so many elements; none, when it is 0.
+        mask: mask of the leaves that decay.
+        half: whether the fused kernels are correct in 16 bits.
+        align: make stretches of leaves, cut at multiples of this many elements; none if it is 0.
         alike: make blocks of leaves of one shape.
-        whole: of all leaves, when the planner gets some of them only.
+        whole: facts about all leaves, if the planner gets only some of them.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Planner:
         """``(params, grads, *moments) -> (plan, [leaves of each])``."""
 
     def of_parts(self, params: PyTree, parts: int) -> list[Planner]:
-        """Return planners for parts of a tree, whose plans do with a leaf what that for the whole tree does."""
+        """Return planners for parts of a tree, whose plans treat a leaf as the plan for the whole tree does."""
         names, leaves = tree.leaf_names(params), tree.leaves(params)
         places, size = _places(_groups(self._decays(names, leaves), leaves), leaves), _size(leaves)
         whole = WholeTree(dict(zip(names, places, strict=True)), size, self._is_fusible(leaves))
@@ -160,7 +160,7 @@ def _groups(decays: list[bool], leaves: list[Tensor]) -> list[Group]:
 
 
 def _blocks(indices: list[int], leaves: list[Tensor], most: int) -> Iterator[list[int]]:
-    """Cut a group of at least one leaf; without these, a step of 148 x 256 x 256 took up to 1.6 times as long."""
+    """Cut a group of at least one leaf; uncut, a step of 148 x 256 x 256 took up to 1.6 times as long."""
     block: list[int] = []
     size = 0
     for index in indices:
@@ -173,7 +173,7 @@ def _blocks(indices: list[int], leaves: list[Tensor], most: int) -> Iterator[lis
 
 
 def _places(groups: list[Group], leaves: list[Tensor]) -> list[int]:
-    """Return the place of the first element of each leaf, when the groups follow each other."""
+    """Return the place of the first element of each leaf, counted group after group."""
     order = [index for indices, _ in groups for index in indices]
     starts = itertools.accumulate((leaves[index].numel() for index in order), initial=0)
     start_of = dict(zip(order, starts, strict=False))

@@ -1,4 +1,4 @@
-"""Scheduled values that the state can change: for a sweep, or a rule that looks at evaluations."""
+"""Scheduled values that can be changed in the state: for a sweep, or a rule that depends on evaluations."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FACTORS, STATE = "factors", "state"
 
 
 def adjustable(optimizer: Optimizer) -> Optimizer:
-    """Multiply each scheduled value of an optimizer by a factor that lives in the state; `adjust` changes it.
+    """Multiply each scheduled value of an optimizer by a factor in the state; `adjust` changes it.
 
     The factors are 0-d float64 tensors on the CPU, by the schedules' names (``lr``; ``label/lr`` in a `partition`),
-    and 1 at first. They belong to the host as the count of steps does, so that to change one recompiles nothing and
+    and 1 at first. They stay on the host, as the count of steps does, so a change recompiles nothing and
     waits for nothing. With ``adamw(1.0)`` the factor is the learning rate itself. Goes around `partition` and `chain`.
 
     Raises:
-        ComposeError: for what is no optimizer, or is adjustable already.
+        ComposeError: if it is not an optimizer, or is already adjustable.
 
     >>> import ftrain as ft
     >>> optimizer = ft.optim.adjustable(ft.optim.sgd(0.5))
@@ -55,7 +55,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
         factors=_factors,
         text=f"adjustable({optimizer.text})",
         name="",
-        # Without the factors, which are the host's and belong to no parameter.
+        # Without the factors, which stay on the host and do not belong to one parameter.
         split=wrap_split(optimizer, _within),
     )
 
@@ -83,10 +83,10 @@ def _factors(opt_state: PyTree) -> Mapping[str, Tensor]:
 
 
 def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
-    """Return the state with other factors for the values of an `adjustable` optimizer; itself, if it has these.
+    """Return the state with other factors for the values of an `adjustable` optimizer; the same if nothing changes.
 
     Args:
-        state: of a step whose optimizer is adjustable.
+        state: state of a step whose optimizer is adjustable.
         factors: name of a scheduled value, or a pattern such as ``"*/lr"``, -> what to multiply it by from now on.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Lookahead: slow weights, to which the weights of another optimizer return after every k steps."""
+"""Lookahead: after every k steps the weights of another optimizer are reset to slow weights."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ NAME, SLOW, FAST = "lookahead", "slow", "fast"
 
 
 def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer:
-    r"""Lookahead (Zhang et al. 2019, arXiv:1907.08610): every `k` steps go a part of the way that an optimizer went.
+    r"""Lookahead (Zhang et al. 2019, arXiv:1907.08610): every `k` steps, keep a part of an optimizer's way.
 
     .. math::
         s &\leftarrow s + \alpha\,(p - s) \\
         p &\leftarrow s
 
-    after each :math:`k`-th step of `optimizer`, whose moments go on. The state is `slow`, like the parameters, and
-    `fast`, that of the optimizer. Steps are counted as the state counts them, and the metric ``lookahead`` is 1 where
-    the weights returned.
+    after each :math:`k`-th step of `optimizer`, which keeps its moments. The state is `slow`, like the parameters, and
+    `fast`, that of the optimizer. Steps are counted as in the state, and the metric ``lookahead`` is 1 for steps
+    that reset the weights.
 
     Args:
-        optimizer: what makes the steps, any of `ftrain.optim`.
-        k: steps from one to the next.
+        optimizer: the optimizer that makes the steps, any of `ftrain.optim`.
+        k: number of steps between two resets.
         alpha: :math:`\alpha` in [0, 1], the part of the way.
 
     Raises:
         OptionError: for a number out of its range.
-        ComposeError: for what is no optimizer, or is `adjustable`, which goes around this.
+        ComposeError: if it is not an optimizer, or is `adjustable`, which must be the outermost.
     """
     optimizer = require_optimizer(NAME, "the optimizer", optimizer)
     require_positive(NAME, "k", k)

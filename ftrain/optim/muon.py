@@ -18,8 +18,8 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Coefficients of the polynomial of the iteration, from the paper; it is steep at zero."""
 
 TINY = 16
-"""Matrices with at most so many rows or columns are not batched: torch's CPU kernels round a few in a thousand of them
-differently in a batch than alone. Of larger ones, 90,000 of twelve shapes were equal."""
+"""Matrices with at most this many rows or columns are not batched: torch's CPU kernels round a few in 1,000 of them
+differently in a batch than alone. 90,000 larger ones of twelve shapes were equal."""
 
 
 def muon(
@@ -54,7 +54,7 @@ def muon(
 
     The state is `momentum`, :math:`b` (shapes and dtypes of the parameters). Matrices of one shape are multiplied as a
     batch: 500 of 45 x 45 took a tenth of the time. On devices other than the CPU, a batch may be rounded, in bfloat16,
-    differently from single matrices, as which `update_in_backward` and `offload` update them.
+    differently from single matrices, which `update_in_backward` and `offload` use.
 
     Args:
         lr: learning rate :math:`\eta`, a number or a schedule.

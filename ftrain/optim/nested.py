@@ -1,4 +1,4 @@
-"""What optimizers that wrap other optimizers have in common."""
+"""Shared code of optimizers that wrap other optimizers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ftrain.optim.partial_update import UpdateSplitter, by_size, param_groups
 from ftrain.types import Hyper, Optimizer, PyTree
 
 GROUP_BYTES = 1 << 26
-"""Bytes of parameters in a group: enough for copies at full bandwidth, and few beside a model."""
+"""Bytes of parameters in a group: enough for copies at full bandwidth, and few compared with a model."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class OffloadTarget:
     """Where the leaves of an optimizer state are stored.
 
     Args:
-        directory: of their files; None for host memory.
-        min_bytes: leaves of fewer bytes stay on the device of the parameters.
+        directory: directory of their files; None for host memory.
+        min_bytes: smallest leaves to store; smaller ones stay on the device of the parameters.
     """
 
     directory: Path | None
@@ -43,7 +43,7 @@ class OffloadTarget:
         return leaf.ndim > 0 and leaf.nbytes >= max(self.min_bytes, 1)
 
     def holds(self, leaf: Tensor) -> bool:
-        """Whether a leaf is stored here already."""
+        """Whether a leaf is already stored here."""
         return leaf.device == tree.HOST and (self.directory is None or is_in_file(leaf))
 
     def place(self, leaf: Tensor, device: torch.device) -> Tensor:
@@ -171,5 +171,5 @@ def _stored(target: OffloadTarget, copier: Copier, place: Tensor | None, leaf: T
 
 
 def _abstract_copy(leaf: Tensor) -> Tensor:
-    """Return an abstract tensor of the same shape that takes no memory on the device."""
+    """Return an abstract tensor of the same shape, without memory on the device."""
     return leaf.new_empty(()).expand_as(leaf)

@@ -18,10 +18,10 @@ from ftrain.types import Hyper, Optimizer, PyTree
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Some of the parameters, the optimizer of these alone, and their part of the whole optimizer state.
+    """Some of the parameters, the optimizer of only these, and their part of the whole optimizer state.
 
     Args:
-        optimizer: of these parameters, as a dict by name.
+        optimizer: optimizer of these parameters, as a dict by name.
         names: names of the parameters.
         places: indices of the parameters among the leaves of all parameters.
         state_places: indices of the leaves of their state among the leaves of the whole state.
@@ -48,7 +48,7 @@ class GroupedUpdate:
     """One update, made group by group in any order, each group once.
 
     Args:
-        groups: together all parameters.
+        groups: groups that together have all parameters.
         params: leaves of the parameters.
         state: leaves of the optimizer state.
         specs: structures of the parameters and of the state.
@@ -131,14 +131,14 @@ class UpdateSplitter:
             specs: Sequence[optree.PyTreeSpec], columns: list[list[Tensor]]
         ) -> tuple[list[ParamGroup], tuple[optree.PyTreeSpec, optree.PyTreeSpec]]:
             params, opt_state = map(tree.unflatten, specs, columns)
-            # By the size of whole leaves, so that all ranks have the same groups.
+            # Sizes are those of whole leaves, so that all ranks have the same groups.
             parts = group(sharding.wholes(tree.leaf_names(params), columns[0]))
             return list(param_groups(function, optimizer, params, opt_state, parts)), (specs[0], specs[1])
 
         self._split = StructureCache(split)
 
     def begin(self, params: PyTree, opt_state: PyTree, hyper: Hyper, *, donate: bool) -> GroupedUpdate:
-        """Return an update of which no group has been made yet."""
+        """Return an update that has not updated any group yet."""
         (groups, specs), (param_leaves, state_leaves) = self._split(params, opt_state)
         return GroupedUpdate(groups, param_leaves, state_leaves, specs, hyper=hyper, donate=donate)
 
@@ -169,7 +169,7 @@ def param_groups(
         optimizer: one that has a `split`.
         params: the parameters.
         opt_state: the optimizer state of these.
-        parts: for each group, indices of the leaves of `params`.
+        parts: indices of the leaves of `params`, for each group.
 
     Raises:
         ComposeError: the optimizer has no `split`, two leaves have the same name, or the state of a group has leaves

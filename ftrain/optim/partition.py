@@ -26,7 +26,7 @@ LabelFn: TypeAlias = Callable[[str, Tensor], str]
 def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[str, Mask]) -> Optimizer:
     """Give every parameter to the optimizer of its label.
 
-    The state is ``{label: state of that optimizer}``, in which the parameters go by their names;
+    The state is ``{label: state of that optimizer}``, in which parameters have their names;
     schedules are called ``label/name``.
 
     Args:
@@ -35,7 +35,7 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
             which one label may be left out, for the rest.
 
     Raises:
-        ComposeError: for what is no optimizer, or is `adjustable`, which goes around all of it.
+        ComposeError: if a value is not an optimizer, or is `adjustable`, which must be the outermost.
         OptionError: for labels without an optimizer; and at `init`, for a pattern that matches nothing, a parameter
             with two labels or none, two parameters of one name, or an optimizer without parameters.
 
@@ -84,7 +84,7 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
 
 
 class _Part(NamedTuple):
-    """Some leaves of one label, and their optimizer; `rank` is the place of the label among all."""
+    """Some leaves of one label, and their optimizer; `rank` is the index of the label among all."""
 
     label: str
     rank: int
@@ -95,12 +95,12 @@ class _Part(NamedTuple):
         return {name: leaves[name] for name in self.names}
 
     def hyper(self, hyper: Hyper) -> dict[str, Any]:
-        """Return what the optimizer of the label gets."""
+        """Return the scheduled values and the key for the optimizer of the label."""
         values = {name: hyper[f"{self.label}{SEPARATOR}{name}"] for name in self.optimizer.schedules}
         return {**values, RNG: random.fold_in(hyper[RNG], self.rank)} if self.optimizer.needs_rng else values
 
     def split(self, leaves: Mapping[str, Tensor], groups: list[list[str]]) -> dict[int, _Part]:
-        """Return the part of each group that has leaves of this one, by the number of the group."""
+        """Return the part of each group that has leaves of this label, by the number of the group."""
         leaves = self.of(leaves)
         place_of = {name: place for place, name in enumerate(tree.leaf_names(leaves))}
         names = {number: [name for name in group if name in leaves] for number, group in enumerate(groups)}
@@ -134,7 +134,7 @@ def _update(
 
 
 class _Masks:
-    """The label of a parameter, from a mask for each label; at most one label is without, and takes the rest."""
+    """The label of a parameter, from a mask for each label; one label may have no mask, and takes the rest."""
 
     def __init__(self, masks: Mapping[str, Mask], optimizers: Mapping[str, Optimizer]) -> None:
         if not isinstance(masks, Mapping):

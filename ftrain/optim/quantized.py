@@ -20,13 +20,13 @@ class Codes:
     """Stored as codes of 8 bits, of the shape of the leaf, and a float32 scale for each block of elements.
 
     A value is the `dynamic_map` at its code times the largest magnitude in its block. Blocks run through the elements
-    in row-major order, the last one of a leaf being shorter where need be: a leaf cut along its first axis where blocks
+    in row-major order, and the last one of a leaf may be shorter: a leaf cut along its first axis where blocks
     end is the leaf of the cut codes and the cut scales. For moments that begin at zero.
 
     Args:
         signed: whether there are negative values.
-        block: elements that share a scale.
-        least: leaves with fewer elements are stored in float32 (float64 where the parameter is), with no scales.
+        block: number of elements that share a scale.
+        least: smallest size of a quantised leaf; smaller ones are float32 (float64 if the parameter is), unscaled.
     """
 
     signed: bool
@@ -36,7 +36,7 @@ class Codes:
 
     @property
     def align(self) -> int:
-        """Elements that cannot be parted."""
+        """Number of elements that must stay together."""
         return self.block
 
     def begin(self, value: Tensor) -> Window:
@@ -48,7 +48,7 @@ class Codes:
         return value.new_zeros(value.shape, dtype=torch.uint8), value.new_zeros(blocks, dtype=torch.float32)
 
     def window(self, stored: Window, start: int, stop: int) -> Window:
-        """Return what is stored of the elements from `start` to `stop` of a leaf."""
+        """Return what is stored for the elements from `start` to `stop` of a leaf."""
         codes, scale = stored
         if stop - start == codes.numel():
             return stored
@@ -87,7 +87,7 @@ class Codes:
         return _codes_on(self.signed, blocks.device).index_select(0, cells)
 
     def _runs(self, windows: Sequence[Window]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Codes and scales of leaves that can be joined to one: all small, or all of whole blocks; else one by one."""
+        """Codes and scales of leaves that can be joined: all small, or all of whole blocks; else one by one."""
         small = {codes.dtype != torch.uint8 for codes, _ in windows}
         if small == {True} or (small == {False} and not any(codes.numel() % self.block for codes, _ in windows)):
             yield [codes for codes, _ in windows], [scale for _, scale in windows]
@@ -108,7 +108,7 @@ class Codes:
 def dynamic_map(*, signed: bool) -> Tensor:
     """Return the 256 values from -1 or 0 to 1 that the codes stand for, in order: float32.
 
-    Each decade from 1e-7 to 1 has twice as many as the one below, halfway between evenly spaced bounds: seven decades
+    Each decade from 1e-7 to 1 has twice as many as the last, halfway between evenly spaced bounds: seven decades
     of 1 to 64 values of each sign, or of 2 to 128 without one; and 0 and 1.
     """
     values = [torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)]
@@ -121,17 +121,17 @@ def dynamic_map(*, signed: bool) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _map_on(signed: bool, device: torch.device) -> Tensor:
-    # Real, even when a graph is being captured.
+    # A real tensor, even while a graph is captured.
     with _torch.without_modes():
         return dynamic_map(signed=signed).to(device)
 
 
 @functools.lru_cache(maxsize=32)
 def _codes_on(signed: bool, device: torch.device) -> Tensor:
-    """The code nearest to each of the 65536 values of float16, by its bits.
+    """The nearest code for each of the 65536 values of float16, by its bits.
 
-    A value is looked up as the float16 that is nearest, which is within 0.05 % of it or within 3e-8, in 0.8 ns; the
-    search among 255 bounds took 40.
+    A value is looked up as the nearest float16, which is within 0.05% of it or within 3e-8, in 0.8 ns; the
+    search among 255 bounds took 40 ns.
     """
     with _torch.without_modes():
         values = dynamic_map(signed=signed)

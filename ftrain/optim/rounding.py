@@ -1,8 +1,8 @@
 """Stochastic rounding from float32 to bfloat16: up or down at random, so that the mean is the value itself.
 
-The noise is a keyed hash of an element's place, not the Philox of `ftrain.random`: 16 bits of noise are wanted for
-every element of every step, and these cost 0.9 ns in eager mode where Philox takes 4. It is integer arithmetic, and
-so the same bits on every device, eager or compiled.
+The noise is a keyed hash of an element's place, not the Philox of `ftrain.random`: 16 bits of noise are needed for
+every element in every step, and cost 0.9 ns in eager mode, 4 ns with Philox. It is integer arithmetic, with
+the same bits on every device, eager or compiled.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def noise(key: Tensor, place: int, size: int, *, eager: bool) -> Tensor:
 
     Args:
         key: int64 of shape (2,), as `ftrain.random.key` makes.
-        place: of the first element; an element's bits depend on the key and its place alone.
-        size: how many elements.
+        place: place of the first element; an element's bits depend only on the key and its place.
+        size: number of elements.
         eager: write in place, at half the time; else as a compiler fuses it.
     """
     offset, secret = key.to(torch.int32).unbind()
@@ -38,7 +38,7 @@ def noise(key: Tensor, place: int, size: int, *, eager: bool) -> Tensor:
 
 
 def _hash(x: Tensor, offset: Tensor, secret: Tensor) -> Tensor:
-    # A shift of signed integers repeats the sign, which the masks take off.
+    # A shift of signed integers repeats the sign bit, which the masks remove.
     x = x + offset
     x = ((x ^ ((x >> 16) & 0xFFFF)) * _FIRST) ^ secret
     x = (x ^ ((x >> 13) & 0x7FFFF)) * _SECOND
@@ -53,10 +53,10 @@ def _hash_in_place(x: Tensor, offset: Tensor, secret: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, bits: Tensor, *, eager: bool) -> Tensor:
-    """Round float32 to values that bfloat16 has, the nearer one the likelier; NaN and infinities stay.
+    """Round float32 to bfloat16 values, the nearer of two being more probable; NaN and infinities stay.
 
     Args:
-        values: float32, which is written when `eager`.
+        values: float32; overwritten if `eager`.
         bits: `noise` of the same shape.
         eager: write in place.
     """

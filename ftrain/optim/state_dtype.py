@@ -1,7 +1,7 @@
 """Parameters and moments that are stored in fewer bits than they are computed in.
 
-A formula gets them in float32 (float64 where a parameter is), one after another as one long vector, and what it has
-written is rounded to what is stored. In eager mode that is done for a stretch of elements at a time, so that there is
+A formula gets them in float32 (float64 if a parameter is), joined into one long vector, and what it has
+written is rounded to the stored dtype. In eager mode this is done for a stretch of elements at a time, so there is
 never a float32 copy of the whole state; in graphs leaf by leaf, and the compiler fuses it with the formula.
 """
 
@@ -23,31 +23,31 @@ from ftrain.types import PyTree
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 Window: TypeAlias = tuple[Tensor, ...]
-"""What is stored of some elements of a leaf, to be read and written."""
+"""The stored form of some elements of a leaf, to be read and written."""
 
 Rounding: TypeAlias = Callable[[Tensor], Tensor]
-"""What is done to float32 values before they go to bfloat16; may write them."""
+"""A function of float32 values before they are cast to bfloat16; may overwrite them."""
 
 
 class Format(Protocol):
-    """How a moment is stored: as one tensor or as several, which are trees of their own in the state."""
+    """How a moment is stored: as one tensor or as several, each a tree of its own in the state."""
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """What the names of these trees end in."""
+        """The suffixes of the names of these trees."""
         ...
 
     @property
     def align(self) -> int:
-        """Elements that cannot be parted."""
+        """Number of elements that must stay together."""
         ...
 
     def begin(self, value: Tensor) -> Window:
-        """Store what a moment begins as."""
+        """Store the initial value of a moment."""
         ...
 
     def window(self, stored: Window, start: int, stop: int) -> Window:
-        """Return what is stored of the elements from `start` to `stop` of a leaf."""
+        """Return what is stored for the elements from `start` to `stop` of a leaf."""
         ...
 
     def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
@@ -61,23 +61,23 @@ class Format(Protocol):
 
 @dataclass(frozen=True)
 class Floats:
-    """Stored in a floating-point dtype; that of the parameter, without one."""
+    """Stored in a floating-point dtype; in that of the parameter if none is given."""
 
     dtype: torch.dtype | None = None
     suffixes: tuple[str, ...] = ("",)
     align: int = 1
 
     def begin(self, value: Tensor) -> Window:
-        """Store what a moment begins as."""
+        """Store the initial value of a moment."""
         return (value.to(self.dtype or value.dtype),)
 
     def window(self, stored: Window, start: int, stop: int) -> Window:
-        """Return what is stored of the elements from `start` to `stop` of a leaf."""
+        """Return what is stored for the elements from `start` to `stop` of a leaf."""
         (leaf,) = stored
         return (leaf if stop - start == leaf.numel() else leaf.view(-1)[start:stop],)
 
     def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
-        """Return the values, of shape (elements,), in the dtype to compute in; the memory of one that has it."""
+        """Return the values, of shape (elements,), in the dtype to compute in; a view of a single leaf that has it."""
         return join([leaf for (leaf,) in windows]).to(dtype)
 
     def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
@@ -92,7 +92,7 @@ class Floats:
 
 
 def join(leaves: list[Tensor]) -> Tensor:
-    """Return the elements of all leaves, each in row-major order, as one vector; the memory of a contiguous leaf."""
+    """Return the elements of all leaves, each in row-major order, as one vector; a view of a single contiguous leaf."""
     if len(leaves) == 1:
         # Not reshape, which finds strides for some leaves that are not dense.
         return leaves[0].contiguous().view(-1)
@@ -102,7 +102,7 @@ def join(leaves: list[Tensor]) -> Tensor:
 def part(values: Tensor, leaves: list[Tensor]) -> None:
     """Write the elements of one vector to the leaves they were joined from."""
     if len(leaves) == 1 and leaves[0].is_contiguous():
-        # As a vector too, for these may be the values: strides of axes of one element must not tell them apart.
+        # As a vector, since the values may be this memory: copying to itself is free if the strides are equal too.
         leaves[0].view(-1).copy_(values)
     elif len(leaves) == 1:
         leaves[0].copy_(values.view(leaves[0].shape))
@@ -111,7 +111,7 @@ def part(values: Tensor, leaves: list[Tensor]) -> None:
 
 
 class Lifted(NamedTuple):
-    """Vectors to compute on, of how many elements of each leaf they are, and whether these decay."""
+    """Vectors to compute on, the number of elements of each leaf in them, and whether they decay."""
 
     leaf: Tensor
     grad: Tensor
@@ -125,9 +125,9 @@ class Storage:
     """How an optimizer stores its parameters and moments.
 
     Args:
-        formats: of the moments, by name.
-        stochastic: round what goes to bfloat16 up or down at random.
-        shown: how it prints.
+        formats: formats of the moments, by name.
+        stochastic: round values that are stored in bfloat16 up or down at random.
+        shown: options to print.
     """
 
     formats: Mapping[str, Format]
@@ -141,16 +141,16 @@ class Storage:
 
     @property
     def align(self) -> int:
-        """Elements that cannot be parted."""
+        """Number of elements that must stay together."""
         return max([form.align for form in self.formats.values()], default=1)
 
     @property
     def by_element(self) -> bool:
-        """Whether each element is stored by itself: no scale of a block, no draw by the place in a leaf."""
+        """Whether each element is stored by itself: without scales of blocks or draws that depend on its place."""
         return not self.stochastic and all(isinstance(form, Floats) for form in self.formats.values())
 
     def begin(self, state: Mapping[str, Callable[[Tensor], Tensor]], params: PyTree) -> dict[str, PyTree]:
-        """Return the trees of the state, from what each moment begins as for a leaf."""
+        """Return the trees of the state, given the initial value of each moment for a leaf."""
         leaves, spec = tree.flatten(params)
         columns: dict[str, list[Tensor]] = {name: [] for name in self.names}
         for key, form in self.formats.items():
@@ -169,15 +169,15 @@ class Storage:
         *,
         eager: bool,
     ) -> Iterator[Lifted]:
-        """Give out stretch after stretch to compute on, and store what was written when the next one is asked for.
+        """Yield stretch after stretch to compute on, and store what was written when the next one is requested.
 
         Args:
-            plan: of the leaves.
+            plan: plan of the leaves.
             leaves: the parameters, which are written.
-            grads: their gradients, in memory as they are.
+            grads: their gradients, with the memory layout of the parameters.
             stored: the trees of the state, which are written.
-            key: to round with, when that is stochastic.
-            eager: many leaves at a time, and long ones piece by piece.
+            key: key of stochastic rounding.
+            eager: yield many leaves at a time, and long ones piece by piece.
         """
         plain = Floats()
         for stretch in plan.stretches if eager else plan.wholes:
@@ -213,10 +213,10 @@ class Storage:
 def low_precision(
     function: str, state_dtype: Literal["bf16", "fp32"] | None, stochastic_rounding: bool | None, moments: Sequence[str]
 ) -> Storage | None:
-    """Return how moments of a dtype are stored; None for those of the parameters, rounded to the nearest.
+    """Return how moments of a dtype are stored; None for the dtypes of the parameters, rounded to the nearest.
 
     Raises:
-        OptionError: for another dtype than float32 and bfloat16.
+        OptionError: for a dtype other than float32 and bfloat16.
     """
     if state_dtype is not None and state_dtype not in DTYPES:
         raise OptionError(

@@ -27,7 +27,7 @@ class _Cached(NamedTuple, Generic[T]):
 
 
 class StructureCache(Generic[T]):
-    """Keeps the value of the last trees, since the next ones most often have the same structure.
+    """Keeps the value of the last trees, because the next ones usually have the same structure.
 
     Args:
         compute: ``(specs, columns) -> value``, from the structure and the leaves of each tree. The value may depend on
@@ -58,10 +58,10 @@ class StructureCache(Generic[T]):
 
 
 def common_spec(specs: Sequence[optree.PyTreeSpec]) -> optree.PyTreeSpec:
-    """Return the structure that several trees have in common.
+    """Return the common structure of several trees.
 
     Raises:
-        StructureError: when they have not all the same.
+        StructureError: if their structures differ.
     """
     first, *others = specs
     if any(other != first for other in others):

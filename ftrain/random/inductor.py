@@ -1,4 +1,4 @@
-"""`Keyed` for graphs that Inductor compiles: one operation a draw, which it fuses with what uses the numbers."""
+"""`Keyed` for graphs that Inductor compiles: one operation per draw, which it fuses with what uses the numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ftrain.random.torch_ops import Keyed, float_dtype_of, shape_of
 
 
 class _Source(NamedTuple):
-    """A seed, a 0-d int64 tensor, and for which examples of a batch it serves: the first one, and how many."""
+    """A seed, a 0-d int64 tensor, and the examples of a batch that it is for: the first one, and their number."""
 
     seed: Tensor
     examples: tuple[int | Tensor, int] | None
@@ -25,7 +25,7 @@ class _Source(NamedTuple):
         return _torch.inductor_random(shape, self.seed, kind, self._start(shape))
 
     def _start(self, shape: list[int]) -> Tensor | None:
-        """Where a draw begins in that for the whole batch, as in `random.for_examples`; None for a whole draw."""
+        """The start of a draw in the draw for the whole batch, as in `random.for_examples`; None for a whole draw."""
         size = math.prod(shape)
         if self.examples is None or not shape or size % self.examples[1]:
             return None
@@ -42,9 +42,9 @@ _aten = torch.ops.aten
 class Fused(Keyed):  # type: ignore[no-untyped-call]
     """Draw from Inductor's own counter-based generator, with a seed made from the key and the draw's number.
 
-    The usual draws (dropout's and those of rand and randn) cost one operation each where Philox written out in
-    integer arithmetic costs a hundred, which take long to compile. Others are drawn as `Keyed` does. To be
-    captured only: run eagerly, the operation would draw from torch's global generator.
+    The usual draws (dropout's and those of rand and randn) cost one operation each, and Philox written out in
+    integer arithmetic a hundred, which take long to compile. Others are drawn as `Keyed` does. Only for
+    graph capture: run eagerly, the operation would draw from torch's global generator.
     """
 
     def _drawn(self, func: Any, arguments: dict[str, Any], device: torch.device) -> Any:

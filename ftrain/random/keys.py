@@ -2,7 +2,7 @@
 
 A key is an int64 tensor of shape (2,) holding two 32-bit words. Eager, traced, compiled, vmapped and recomputed code
 draw the same bits (`ftrain.random.philox`). A key is used once: `split` it or `fold_in` something before the next draw,
-for the same key gives the same numbers.
+because the same key gives the same numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def key(seed: int) -> Tensor:
     """Make a key, on the CPU, from any integer that fits in 64 bits.
 
     A negative seed is the same as its two's complement. Raises `OptionError` outside -2**63 .. 2**64 - 1, and
-    `ComposeError` for what is no integer.
+    `ComposeError` if it is not an integer.
 
     >>> key(7)
     tensor([7, 0])
@@ -123,7 +123,7 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
     """Draw uniform 32-bit words, as int64 in 0 .. 2**32 - 1.
 
     Element i (in row-major order) depends on the key and on i only: a smaller draw is the beginning of
-    a larger one. This holds for every draw in this module but `permutation`.
+    a larger one. This holds for every draw in this module except `permutation`.
     """
     return _draw("bits", key, shape, 4, lambda block: block)
 
@@ -141,9 +141,9 @@ def uniform(
     A unit draw is a multiple of 2**-24 in float32, 2**-53 in float64, 2**-11 in float16 and 2**-8 in
     bfloat16. A range other than [0, 1) is mapped in float64 and then rounded to a value inside it; in
     float64 the last bit may then depend on whether a device fuses the multiplication and the addition. A device
-    without float64 (`ftrain.backends.widest`) takes float32, in which other last bits come out.
+    without float64 (`ftrain.backends.widest`) uses float32, with other last bits.
 
-    Raises `OptionError` for other dtypes, and where `dtype` has no value in [low, high).
+    Raises `OptionError` for other dtypes, and if `dtype` has no value in [low, high).
     """
     digits = _digits("uniform", dtype)
     if (low, high) == (0.0, 1.0):
@@ -160,7 +160,7 @@ def uniform(
 def normal(key: Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw from the standard normal distribution, by the transform of Box and Muller (1958).
 
-    From 32 bits for each of radius and angle, 53 for float64. It is evaluated in float64 and rounded to
+    Radius and angle use 32 bits each, 53 for float64. It is evaluated in float64 and rounded to
     `dtype`: the last bits of log and cos differ between devices and compilers, but float32 results then
     differ only where the float64 value lies next to a tie, about once in 10**8 draws. float64 draws may
     differ in their last bits, as do all on a device without float64, which evaluates it in float32. Raises
@@ -204,7 +204,7 @@ def dropout(key: Tensor, x: Tensor, p: float) -> Tensor:
     """Zero each element with probability `p` and scale the others by 1 / (1 - p).
 
     p = 0 returns `x`, p = 1 zeros. Draws on the device of `x`, to which the key is moved. The gradient is
-    that of the elements that stay. Raises `OptionError` for p outside [0, 1] or `x` not of a float dtype.
+    that of the elements that are kept. Raises `OptionError` for p outside [0, 1] or `x` not of a float dtype.
     """
     _check_p("dropout", p)
     if not (x.is_floating_point() or x.is_complex()):
@@ -217,7 +217,7 @@ def dropout(key: Tensor, x: Tensor, p: float) -> Tensor:
 
 
 def keep_scale(p: float) -> float:
-    """Return 1 / (1 - p), the factor by which dropout scales; 1 for p = 1, where every element is zeroed."""
+    """Return 1 / (1 - p), the factor by which dropout scales; 1 for p = 1, when every element is zeroed."""
     return 1.0 / (1.0 - p) if p < 1 else 1.0
 
 
@@ -237,7 +237,7 @@ def randint(key: Tensor, shape: Sequence[int], low: int, high: int) -> Tensor:
 
 def permutation(key: Tensor, num: int) -> Tensor:
     """Draw an order of 0 .. num - 1, as int64 of shape (num,)."""
-    # Stable: the one pair in 2**63 that ties is then ordered alike on every device.
+    # Stable, so that ties (one pair in 2**63) are ordered the same on every device.
     return torch.argsort(_draw("permutation", key, (num,), 2, lambda block: _join(block, 63)), stable=True)
 
 
@@ -260,12 +260,12 @@ def _draw(
     size = math.prod(shape)
     index = torch.arange((size + num - 1) // num + (0 if examples is None else 1), device=key.device)
     if examples is None:
-        # Interleaved last, so that the narrow results are moved and not the int64 words.
+        # Interleaved last, so that the smaller results are moved and not the int64 words.
         drawn = torch.stack(columns(_blocks(key, index, _BITS)), -1)
     else:
         first = _first_of(key, examples, shape)
         rows = torch.stack(columns(_blocks(key, index + first // num, _BITS)))
-        # Column j holds elements j, j + num, ... A draw that starts at another element takes other columns, or their
+        # Column j holds elements j, j + num, ... A draw that starts at another element uses other columns, or their
         # next rows. Which ones is computed on the device, so that one graph serves all microbatches.
         rows = torch.cat([rows[:, :-1], rows[:, 1:]])
         drawn = rows[first % num + torch.arange(num, device=key.device)].mT
@@ -276,7 +276,7 @@ def _first_of(key: Tensor, examples: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the first element of a draw for some examples in the draw for the whole batch, as a 0-d tensor."""
     start, length = examples.unbind()
     size = full(key, math.prod(shape))
-    # Under vmap a draw may be for one example, and must not start where that of another microbatch does.
+    # Under vmap a draw may be for one example, and must not start where the draw of another microbatch does.
     other = start * size if _torch.is_batched(key) else full(key, 0)
     return torch.where(size % length == 0, start * (size // length), other) if shape else other
 
@@ -306,7 +306,7 @@ def _unit(block: Words, digits: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _open_unit(block: Words, digits: int) -> tuple[Tensor, ...]:
-    """float64 in (0, 1): odd multiples of 2**-33, or of 2**-53 when 53 digits are wanted.
+    """float64 in (0, 1): odd multiples of 2**-33, or of 2**-53 if 53 digits are needed.
 
     In float32, where a device has no float64, those next to 1 are 1.
     """

@@ -1,4 +1,4 @@
-"""Stock random operations (`nn.Dropout`, `torch.randn`, ...) that draw from a key, not a global generator."""
+"""Torch's random operations (`nn.Dropout`, `torch.randn`, ...), drawing from a key, not a global generator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     that is given a generator. Results are contiguous, whatever memory format the operation asks for.
 
     Args:
-        key: int64 of shape (2,), as `ftrain.random.key` makes; moved to the device of each draw.
+        key: int64 tensor of shape (2,) from `ftrain.random.key`; moved to the device of each draw.
 
     >>> with Keyed(random.key(0)) as first:
     ...     a = torch.rand(3)
@@ -50,7 +50,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         self.key = key
         self.offset = 0
-        """Draws so far."""
+        """Number of draws so far."""
         self.examples: tuple[int | Tensor, int] | None = None
         """In a microbatch, the number of its first example and its number of examples."""
         self._chunks: dict[tuple[int, torch.device], Tensor] = {}
@@ -100,7 +100,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Draw the results of random operations from the key; call other operations as they are."""
         kwargs = kwargs or {}
         if _is_composite(func):
-            # Not decomposed yet, which happens in inference mode only; its parts may be random.
+            # Not yet decomposed, which happens only in inference mode; its parts may be random.
             with self:
                 return func.decompose(*args, **kwargs)
         if not _is_random(func):
@@ -141,7 +141,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 def is_recomputing() -> bool:
     """Whether this is a recomputation of `torch.utils.checkpoint`, which shows in what watches saved tensors then."""
     hook = _torch.saved_tensors_pack_hook()
-    # Our own hook (`remat`) hides the hooks that were active before it, and remembers this of them.
+    # Our own hook (`remat`) hides the hooks that were active before it, and records this about them.
     hidden: bool = getattr(getattr(hook, "__self__", None), "is_recomputing", False)
     return hidden or _torch.recomputes(hook)
 
@@ -213,12 +213,12 @@ def _dtype(arguments: _Arguments, default: torch.dtype) -> torch.dtype:
 
 
 def float_dtype_of(a: _Arguments) -> torch.dtype:
-    """Return the dtype of what an operation draws: as given, that of ``self``, or the default."""
+    """Return the dtype that an operation draws: as given, that of ``self``, or the default."""
     return _dtype(a, a["self"].dtype if "self" in a else torch.get_default_dtype())
 
 
 def shape_of(a: _Arguments) -> Any:
-    """Return the shape of what an operation draws: as given, or that of ``self``."""
+    """Return the shape that an operation draws: as given, or that of ``self``."""
     return a["size"] if "size" in a else a["self"].shape
 
 
@@ -249,7 +249,7 @@ def _bernoulli(key: Tensor, a: _Arguments) -> Tensor:
     p: float | Tensor = a.get("p", like)
     if not isinstance(p, Tensor):
         return random.bernoulli(key, p, like.shape).to(like.dtype)
-    # Scaling by a power of two is exact in float32 and float64, so this is `random.bernoulli` by element.
+    # Scaling by a power of two is exact in float32 and float64, so this is `random.bernoulli` per element.
     scaled = p.to(torch.promote_types(p.dtype, torch.float32)) * 2.0**32
     return (random.bits(key, like.shape) < scaled.round().to(torch.int64)).to(like.dtype)
 

@@ -1,4 +1,4 @@
-"""The words of keys on the host, as Python integers: those of each step, and the seeds made from them."""
+"""The words of keys on the host, as Python integers: the words of each step, and the seeds made from them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ftrain.random.philox import MASK, philox_host
 FOLD = 2
 """The third counter word of a fold; draws and splits have others."""
 
-# Numbers that users are unlikely to fold into a key: stock modules must not draw the numbers of the loss itself.
+# Numbers that users are unlikely to fold into a key: torch's own modules must not draw the numbers of the loss itself.
 _STOCK = 0x73746F63, 0x6B5F6B79
 _UPDATE = 0x75706461, 0x74655F6B
 
 _BLOCK = 256
-"""For how many steps words are computed at once; a power of two, so that the steps differ in their lower word only."""
+"""Number of steps whose words are computed at once; a power of two, so that they differ only in the lower word."""
 
 
 def fold_in_words(words: tuple[int, int], data: int) -> tuple[int, int]:
@@ -35,7 +35,7 @@ def fold_in_words(words: tuple[int, int], data: int) -> tuple[int, int]:
 
 
 def words_of_step(words: tuple[int, int], step: int) -> tuple[int, int]:
-    """`fold_in_words` of the number of a step, from a table of those of the steps around it.
+    """`fold_in_words` of the number of a step, from a table for the steps around it.
 
     >>> words_of_step((7, 0), 300) == fold_in_words((7, 0), 300)
     True
@@ -71,7 +71,7 @@ def halves(function: str, name: str, value: int) -> tuple[int, int]:
 
     Raises:
         OptionError: when it does not fit in 64 bits.
-        ComposeError: when it is none.
+        ComposeError: if it is not an integer.
     """
     if not isinstance(value, SupportsIndex):
         raise ComposeError(f"{function}: {name} is {value!r}, needs a whole number")

@@ -213,7 +213,7 @@ def norm_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def all_finite(tree: PyTree) -> Tensor:
     """Return a 0-d bool tensor: whether no leaf holds an infinity or NaN."""
-    # A sum of squares could overflow where every element is finite; the largest magnitude cannot.
+    # A sum of squares could overflow although every element is finite; the largest magnitude cannot.
     values, shards = leaves(tree), sharding.current()
     norms = _norms(values, float("inf"))
     finite = torch.isfinite(torch.stack(norms)).all() if norms else torch.ones((), dtype=torch.bool)
@@ -228,7 +228,7 @@ def _norm_over(shards: sharding.Shards, norm: Tensor, tensors: Sequence[Tensor])
 
 
 def _counted_here(tensors: Sequence[Tensor], shards: sharding.Shards) -> list[Tensor]:
-    """Return the tensors without those that the first rank counts for all."""
+    """Return the tensors, except those that only the first rank counts."""
     return [tensor for tensor in tensors if tensor.ndim or shards.is_first]
 
 
@@ -240,7 +240,7 @@ def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     if dtypes != {wide}:
         tensors = [tensor.to(wide) for tensor in tensors]
     if tensors and isinstance(tensors[0], _torch.FakeTensor) and tensors[0].device == HOST:
-        # Inductor fuses single norms, and not the kernel for lists (428 instead of 468 us for a step of 8 leaves).
+        # Inductor fuses single norms, but not the kernel for lists (428 instead of 468 us for a step of 8 leaves).
         return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
     return list(torch._foreach_norm(tensors, order)) if tensors else []
 

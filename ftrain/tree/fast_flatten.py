@@ -22,7 +22,7 @@ TENSORS = {Tensor, nn.Parameter}
 def reader(spec: optree.PyTreeSpec) -> Callable[[PyTree], list[Any] | None]:
     """Return a function that lists the leaves of a tree in the order of `ftrain.tree.flatten`.
 
-    The function returns None for a tree of another structure. It takes any object in the place of a leaf for a leaf,
+    The function returns None for a tree of another structure. It treats any object in the place of a leaf as a leaf,
     so the caller must check the types of the leaves.
 
     >>> _, spec = tree.flatten({"b": 1, "a": (2, 3)})
@@ -98,7 +98,7 @@ def _flat_dict(spec: optree.PyTreeSpec) -> Callable[[Any], Iterable[Any]] | None
 def _container(spec: optree.PyTreeSpec) -> Read:
     kind: Any = spec.type
     count = spec.num_children
-    # Leaves, dicts of leaves and None are read without a call: this runs several times a step.
+    # Leaves, dicts of leaves and None are read without a call: this runs several times per step.
     children = [
         (entry, child.num_leaves, _flat_dict(child), None if child.is_leaf() or _is_none(child) else _read(child))
         for entry, child in zip(spec.entries(), spec.children(), strict=True)

@@ -1,6 +1,6 @@
 """Trees of shards: each rank holds a part of every leaf, so a sum over elements is also a sum over ranks.
 
-Within `over`, `ftrain.tree.global_norm` and `all_finite` are those of the whole leaves. A leaf without axis cannot be
+Within `over`, `ftrain.tree.global_norm` and `all_finite` are those of the whole leaves. A 0-d leaf cannot be
 divided: every rank has it, and the first one counts it.
 """
 
@@ -22,7 +22,7 @@ class Shards:
     """The ranks over which leaves are divided; the same object for as long as they are divided in the same way.
 
     Args:
-        sum: ``tensor -> tensor``, its sum over these ranks.
+        sum: ``tensor -> tensor``, the sum over these ranks.
         is_first: whether this is the first of the ranks.
         shapes: name of a parameter -> shape of the whole parameter.
     """
@@ -57,6 +57,6 @@ def abstract(leaves: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[
 
 
 def wholes(names: Sequence[str], params: Sequence[Tensor]) -> list[Tensor]:
-    """Return the whole parameters of which a rank has parts, without values; outside of `over`, these themselves."""
+    """Return the whole parameters of which a rank has parts, without values; outside `over`, as they are."""
     shards = current()
     return list(params) if shards is None else abstract(params, [shards.shapes[name] for name in names])

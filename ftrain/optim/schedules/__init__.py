@@ -1,6 +1,6 @@
 """Schedules: pure functions from the optimizer step, counted from 0, to a value. They run on the host.
 
-The step is that of the optimizer: accumulating over microbatches does not advance it.
+The step counts updates of the optimizer: microbatches of `accumulate` do not advance it.
 
 Values are those of ``transformers.optimization``, to the last bit: a warm-up starts at 0 and reaches the peak at
 ``k = warmup``; a decay reaches its end at ``k = total`` (which counts the warm-up) and stays there, where transformers'

@@ -18,7 +18,7 @@ Check: TypeAlias = Callable[[str, str, Any], Any]
 """``(function, argument, value) -> value``, checked and converted; errors name the function and the argument."""
 
 MAKES_SCHEDULES = "makes_schedules"
-"""Attribute of functions that return schedules, and are none themselves."""
+"""Attribute of functions that return schedules, but are not schedules themselves."""
 
 
 def schedule(**checks: Check) -> Callable[[Callable[P, Schedule]], Callable[P, Schedule]]:
@@ -27,7 +27,7 @@ def schedule(**checks: Check) -> Callable[[Callable[P, Schedule]], Callable[P, S
     Use it as a decorator: ``@schedule(peak=number, warmup=count)``.
 
     Args:
-        checks: for each argument, the function that checks and converts it; see `ftrain.optim.schedules.checks`.
+        checks: function that checks and converts each argument, by name; see `ftrain.optim.schedules.checks`.
     """
 
     def decorate(function: Callable[P, Schedule]) -> Callable[P, Schedule]:

@@ -1,6 +1,6 @@
 """Checks of the arguments of schedules: ``(function, argument, value) -> value``, converted.
 
-Each raises an OptionError that names the function and the argument, for a value that is not of its kind.
+Each raises an OptionError that names the function and the argument if the value is not of its kind.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def schedule_of(function: str, argument: str, value: float | Schedule) -> Schedu
     Raises:
         OptionError: `value` is neither a finite number nor callable, is a class, or makes schedules.
     """
-    # A class is callable, too: torch's schedulers are classes, of which a call with a step would make an instance.
+    # A class is callable too: torch's schedulers are classes, and calling one with a step would make an instance.
     if callable(value) and not isinstance(value, type):
         if getattr(value, MAKES_SCHEDULES, False):
             name = describe(value)
@@ -54,7 +54,7 @@ def chain(schedules: Sequence[float | Schedule], boundaries: Sequence[int]) -> S
     The same as optax's ``join_schedules`` and torch's ``SequentialLR``.
 
     Args:
-        schedules: at least one; a number is a constant.
+        schedules: schedules, at least one; a number is a constant.
         boundaries: sorted steps, one fewer than schedules.
 
     Raises:

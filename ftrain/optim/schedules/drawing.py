@@ -29,7 +29,7 @@ def plot(
     """Draw schedules over the steps 0 to `steps`, and write the figure to a PNG or SVG file if `path` is given.
 
     Args:
-        schedules: one, whose text is the title, or name -> schedule, such as the ``schedules`` of an optimizer.
+        schedules: a schedule, whose text is the title, or name -> schedule, such as the ``schedules`` of an optimizer.
         steps: the last step.
         path: a file whose name ends in .png or .svg. Default: write nothing.
         log: draw values on a logarithmic axis, which leaves out those that are not positive.

@@ -21,7 +21,7 @@ from ftrain.optim.schedules.warmup_and_decay import (
 )
 from ftrain.types import Schedule
 
-# Names in transformers that are no functions of the step, and what to use.
+# Names in transformers that are not functions of the step, and what to use instead.
 _NEED_METRICS = {
     "reduce_lr_on_plateau": "schedules.reduce_on_plateau(...), and fit(..., adapt=ft.plateau(metric, it))",
     "greedy": "schedules.reduce_on_plateau(...), or a function of your own as fit(..., adapt=...)",

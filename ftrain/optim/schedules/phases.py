@@ -13,12 +13,12 @@ from ftrain.optim.schedules.checks import count, count_from_1, flag, number, one
 from ftrain.optim.schedules.warmup_and_decay import mix_by_peak
 from ftrain.types import Schedule
 
-# (start, end, share of the way done) -> value, in torch's order of operations.
+# (start, end, completed fraction) -> value, in torch's order of operations.
 _BETWEEN: dict[str, Callable[[float, float, float], float]] = {
     "linear": lambda start, end, share: (end - start) * share + start,
     "cosine": lambda start, end, share: end + (start - end) / 2.0 * (math.cos(math.pi * share) + 1.0),
 }
-# Share of the phase done -> height, from 0 to 1 in the warm-up and from 1 to 0 in the decay, as in transformers.
+# Completed fraction -> height, from 0 to 1 in the warm-up and from 1 to 0 in the decay, as in transformers.
 _UP: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "cosine": lambda done: 0.5 * (1.0 - math.cos(math.pi * done)),
@@ -159,9 +159,9 @@ def warmup_stable_decay(
     """From `start` to `peak` in `warmup` steps, constant, and to `end` in the last `decay` of `total` steps.
 
     ``start + (peak - start) up(k / warmup)``, then ``peak``, then ``end + (peak - end) down(p)`` where p is the
-    share of the decay that is done. ``up(p)`` is ``p`` (linear), ``(1 - cos(pi p)) / 2`` (cosine) or
-    ``1 - sqrt(1 - p)`` (1-sqrt); ``down(p)`` is ``1 - p``, ``(1 + cos(pi p)) / 2`` or ``1 - sqrt(p)``. A run can go
-    on from the start of its decay with a larger `total`.
+    completed fraction of the decay. ``up(p)`` is ``p`` (linear), ``(1 - cos(pi p)) / 2`` (cosine) or
+    ``1 - sqrt(1 - p)`` (1-sqrt); ``down(p)`` is ``1 - p``, ``(1 + cos(pi p)) / 2`` or ``1 - sqrt(p)``. A run can
+    continue from the start of its decay with a larger `total`.
 
     Raises:
         OptionError: `warmup` and `decay` together exceed `total`, which counts both.

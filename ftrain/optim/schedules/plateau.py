@@ -17,8 +17,8 @@ class Plateau:
     Args:
         value: the current value.
         best: the best metric so far.
-        bad: evaluations in a row that did not improve on it.
-        waiting: evaluations left of the cooldown, which do not count as bad.
+        bad: number of evaluations in a row that did not improve on it.
+        waiting: number of remaining evaluations of the cooldown, which do not count as bad.
     """
 
     value: float

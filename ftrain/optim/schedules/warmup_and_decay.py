@@ -23,7 +23,7 @@ _TIMESCALE = 10_000
 
 
 def mix_by_peak(peak: float, end: float, share: float) -> float:
-    """``end + (peak - end) share``, computed as a multiple of `peak` where that is the larger, as LambdaLR does."""
+    """``end + (peak - end) share``, computed as a multiple of `peak` if that is larger, as LambdaLR does."""
     if share in (0.0, 1.0):
         return peak if share else end
     if abs(end) >= abs(peak):
@@ -43,7 +43,7 @@ def _mix_polynomial(peak: float, end: float, share: float) -> float:
 
 
 def _decay(peak: float, end: float, total: int, mix: Mix, remaining: Callable[[int], float]) -> Schedule:
-    """``mix(peak, end, remaining(k))``, where `remaining` is the share of the decay that is left after k steps."""
+    """``mix(peak, end, remaining(k))``, where `remaining` is the remaining fraction of the decay after k steps."""
 
     def value(k: int) -> float:
         if k == 0:
@@ -211,7 +211,7 @@ def warmup_inverse_sqrt(peak: float, warmup: int, timescale: int | None = None) 
 def step_decay(value: float, every: int, factor: float = 0.1) -> Schedule:
     """``value factor^floor(k / every)``, with ``0 < factor <= 1``: torch's ``StepLR``.
 
-    For other steps than multiples, use `piecewise`.
+    For steps that are not multiples, use `piecewise`.
 
     >>> [step_decay(1.0, 2, factor=0.5)(k) for k in range(6)]
     [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
