@@ -1,7 +1,7 @@
-"""Which versions of torch ftrain works with, and every private name of torch that it uses.
+"""The versions of torch that ftrain works with, and every private name of torch that it uses.
 
-No other file names what torch does not document. A name that is gone raises a VersionError: at import, or at first use
-where the import of its module takes seconds (Inductor).
+No other file names what torch does not document. A missing name raises a VersionError: at import, or at first use
+if the import of its module takes seconds (Inductor).
 """
 
 from __future__ import annotations
@@ -94,20 +94,20 @@ with private_names():
     _current_graph_task_id = torch._C._current_graph_task_id
     _current_autograd_node = torch._C._current_autograd_node
     privateuse1_name = torch._C._get_privateuse1_backend_name
-    """``() -> str``, the name of a device that a package outside of torch has registered."""
+    """``() -> str``, the name of a device that a package outside torch has registered."""
     _stop_workers = _MultiProcessingDataLoaderIter._shutdown_workers
     _constants = _recomputation_hook.__init__.__code__.co_consts
-    # A function within a function, so only its code object can be found; KeyError where it has another name.
+    # A function within a function, so only its code object can be found; KeyError if it has another name.
     _pack_hook = {each.co_name: each.co_qualname for each in _constants if isinstance(each, CodeType)}["pack_hook"]
 
 
 # Tensors
 
 NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException
-"""What an operation raises on a `FakeTensor` when its result depends on the values of its inputs."""
+"""The error of an operation on a `FakeTensor` whose result depends on the values of its inputs."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often the memory of a tensor was written in place; views of one memory share the count.
+"""The number of in-place writes to the memory of a tensor; views of one memory share the count.
 
 Raises a RuntimeError for an inference tensor, which has no count.
 """
@@ -151,7 +151,7 @@ def is_transformed(tensor: Tensor) -> bool:
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return ``(*tensors) -> bool``: whether these have the shapes, strides, dtypes and devices of the first ones.
 
-    Torch compares in C++, in about 40 ns for each tensor. It takes as many tensors as it was made from. It also returns
+    Torch compares in C++, in about 40 ns per tensor. It takes as many tensors as it was made from. It also returns
     False in another context (`torch.inference_mode`, say): the caller must then compare the tensors itself.
     """
     shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
@@ -197,7 +197,7 @@ def has_hooks(parameter: Tensor) -> bool:
 
 def original(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` was given, when this is what it returned; any other module itself."""
-    # Nothing can be compiled where Dynamo was never imported, which takes seconds.
+    # Nothing can be compiled if Dynamo, whose import takes seconds, was never imported.
     # Another thread may be importing it just now.
     optimized = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
     return module._orig_mod if optimized and isinstance(module, optimized) else module
@@ -212,13 +212,13 @@ def schema_of(operation: OpOverload) -> Any:
 
 
 def aten_operations(*names: str) -> frozenset[OpOverload]:
-    """Return the default overloads of ATen operations, of those that this version of torch has."""
+    """Return the default overloads of those ATen operations that this version of torch has."""
     packets = [getattr(torch.ops.aten, name, None) for name in names]
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
 def is_composite(operation: Any) -> bool:
-    """Whether an operation is made of others, into which its `decompose` takes it apart."""
+    """Whether an operation is made of others, into which its `decompose` splits it."""
     if not isinstance(operation, OpOverload):
         return False
     name = operation.name()  # type: ignore[no-untyped-call]
@@ -242,10 +242,10 @@ def is_capturing() -> bool:
 
 
 class deterministic:  # noqa: N801
-    """Context in which operations take their deterministic kernel, where they have one.
+    """Context in which operations use their deterministic kernel, if they have one.
 
-    As `torch.use_deterministic_algorithms(True, warn_only=True)`, but uninitialized memory is not filled. Where that is
-    on already, nothing changes. It is a setting of the process, so it holds in all threads.
+    As `torch.use_deterministic_algorithms(True, warn_only=True)`, but uninitialized memory is not filled. If that is
+    already on, nothing changes. It is a setting of the process, so it holds in all threads.
     """
 
     def __enter__(self) -> None:
@@ -269,8 +269,8 @@ def run_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradient of each leaf, None for one that `total` does not use.
 
-    It calls the autograd engine directly, as `torch.autograd.grad` does after its checks. With these, a step takes 9 %
-    longer for a loss of one operation, and 11 % for two layers of 16 units (medians of 400 paired ratios, torch 2.13).
+    It calls the autograd engine directly, as `torch.autograd.grad` does after its checks. With them, a step takes 9%
+    longer for a loss of one operation, and 11% for two layers of 16 units (medians of 400 paired ratios, torch 2.13).
 
     Args:
         total: the tensor to differentiate.
@@ -278,7 +278,7 @@ def run_backward(
         leaves: the tensors to differentiate it by.
         add: add the gradients to those that the leaves have in `.grad`, and return an empty tuple.
     """
-    # The threads that autograd has for accelerators know nothing of the context variables of this one.
+    # Autograd's threads for accelerators do not see the context variables of this thread.
     with nullcontext() if total.is_cpu else torch.autograd.set_multithreading_enabled(False):
         grads = _engine_run_backward((total,), (cotangent,), False, False, tuple(leaves), True, accumulate_grad=add)
     return () if add else grads
@@ -287,7 +287,7 @@ def run_backward(
 def run_when_ready(tensor: Tensor) -> None:
     """Let the backward pass run the `torch.autograd.Function` that made a tensor as soon as its gradients are complete.
 
-    Of the nodes that it can run, autograd takes the newest first, and a leaf before all.
+    Of the nodes that are ready, autograd runs the newest first, and leaves before all others.
     """
     _set_order(tensor.grad_fn, 2**64 - 1)
 
@@ -309,7 +309,7 @@ def in_backward() -> bool:
 
 
 def backward_node() -> int:
-    """Return the number of the node of the graph whose backward pass this thread computes; -1 outside of one."""
+    """Return the number of the node of the graph whose backward pass this thread computes; -1 if there is none."""
     node = _current_autograd_node()
     return -1 if node is None else node._sequence_nr()
 
@@ -329,10 +329,10 @@ def stop_workers(iterator: Any) -> None:
 def inductor_random(shape: list[int], seed: Tensor, distribution: str, start: Tensor | None = None) -> Tensor:
     """Draw float32 numbers in one operation, which Inductor fuses with the operations that use them.
 
-    To be captured and compiled: run eagerly, the operation draws from torch's global generator.
+    Only for capture and compilation: run eagerly, the operation draws from torch's global generator.
 
     Args:
-        shape: of the result.
+        shape: shape of the result.
         seed: a 0-d int64 tensor.
         distribution: ``"rand"`` or ``"randn"``.
         start: index in the stream of the seed of the first number, a 0-d int64 tensor. Default: 0.
@@ -347,7 +347,7 @@ def inductor_random(shape: list[int], seed: Tensor, distribution: str, start: Te
 
 @functools.cache
 def _inductor_random_from() -> Callable[..., Tensor]:
-    """Register an operation that Inductor's has no argument for, and how Inductor lowers it."""
+    """Register an operation with an argument that Inductor's own lacks, and its lowering."""
     with private_names():
         from torch._inductor import ir
         from torch._inductor.inductor_prims import make_prim
@@ -387,7 +387,7 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 
 def forget_value(tensor: Tensor) -> None:
-    """Let a fake tensor have no value: one made from a number has it, and operations compute with it."""
+    """Remove the value of a fake tensor: one made from a number has a value, and operations compute with it."""
     if getattr(tensor, "constant", None) is not None:
         tensor.constant = None  # type: ignore[attr-defined]
 

@@ -19,7 +19,7 @@ with private_names():
 
 
 def fake_mode_with_symbols() -> FakeTensorMode:
-    """Return a mode that can hold symbolic shapes, without which Inductor caches nothing for the next process."""
+    """Return a mode that can hold symbolic shapes, which Inductor needs to cache code for the next process."""
     # Imported here: it imports sympy, which takes as long as half of torch.
     with private_names():
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -78,7 +78,7 @@ def inductor_options() -> list[str]:
 
 
 def explain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of the same arguments that says into which graphs `torch.compile` splits it, and why."""
+    """Return a function of the same arguments that reports the graphs into which `torch.compile` splits it, and why."""
     with private_names():
         from torch._dynamo import explain as explained
     return explained(function)  # type: ignore[no-any-return]

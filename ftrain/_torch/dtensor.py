@@ -1,4 +1,4 @@
-"""Torch's DTensor: a tensor that is divided over the ranks of a mesh, with the part of this rank.
+"""Torch's DTensor: a tensor that is sharded over the ranks of a mesh, with the part of this rank.
 
 It is imported at first use, which takes about a second.
 """
@@ -38,7 +38,7 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
 
 
 def is_divided(value: Any) -> bool:
-    """Whether other ranks have parts of a tensor, which this one must gather to have it whole."""
+    """Whether other ranks have parts of a tensor, so that it must be gathered to be whole."""
     if not is_dtensor(value) or is_fake(value._local_tensor):
         return False
     sizes = value.device_mesh.shape
@@ -46,7 +46,7 @@ def is_divided(value: Any) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a whole tensor of a DTensor, for which every rank must call this; another tensor as it is."""
+    """Return the whole tensor of a DTensor; every rank must call this. Other tensors are returned as they are."""
     if not is_dtensor(tensor):
         return tensor
     local, device = tensor._local_tensor, tensor.device_mesh.device_type
@@ -54,19 +54,19 @@ def whole(tensor: Tensor) -> Tensor:
         return local.new_empty(tensor.shape)
     if local.device.type == device:
         return tensor.full_tensor()
-    # An offloaded part: the ranks of a mesh of GPUs exchange nothing that is on the host.
+    # An offloaded part: the ranks of a mesh of GPUs cannot send tensors on the host.
     return with_local_part(tensor, local.to(device)).full_tensor().to(local.device)
 
 
 def from_block(block: Tensor, mesh: DeviceMesh, axis: int, shape: Sequence[int], strides: Sequence[int]) -> DTensor:
-    """Return the DTensor of which this rank has a block.
+    """Return the DTensor that has this block on this rank.
 
     Args:
-        block: of this rank, along `axis`.
-        mesh: whose last axis divides the tensor; along the others it is replicated.
-        axis: of the tensor, which is divided as `torch.chunk` does it.
-        shape: of the whole tensor.
-        strides: of the whole tensor.
+        block: block of this rank, along `axis`.
+        mesh: mesh whose last axis shards the tensor; along the others it is replicated.
+        axis: axis of the tensor that is sharded, as `torch.chunk` does.
+        shape: shape of the whole tensor.
+        strides: strides of the whole tensor.
     """
     names = _names()
     placements = [names.Replicate()] * (mesh.ndim - 1) + [names.Shard(axis)]
@@ -77,13 +77,13 @@ def from_block(block: Tensor, mesh: DeviceMesh, axis: int, shape: Sequence[int],
 
 
 def from_local(local: Tensor, mesh: DeviceMesh, axes: Sequence[int | None], shape: Sequence[int]) -> DTensor:
-    """Return the contiguous DTensor of which this rank has a part.
+    """Return the contiguous DTensor that has this part on this rank.
 
     Args:
         local: the part of this rank.
-        mesh: over which it is divided.
-        axes: for each axis of the mesh the axis of the tensor that it divides; None where it is replicated.
-        shape: of the whole tensor.
+        mesh: mesh over which it is sharded.
+        axes: the axis of the tensor that each axis of the mesh shards; None if it is replicated.
+        shape: shape of the whole tensor.
     """
     names = _names()
     placements = [names.Replicate() if axis is None else names.Shard(axis) for axis in axes]
@@ -95,7 +95,7 @@ def from_local(local: Tensor, mesh: DeviceMesh, axes: Sequence[int | None], shap
 
 
 def axes_of(tensor: DTensor) -> list[int | None]:
-    """Return for each axis of the mesh the axis of the tensor that it divides; None where it is replicated."""
+    """Return for each axis of the mesh the axis of the tensor that it shards; None if it is replicated."""
     return [each.dim if isinstance(each, _names().Shard) else None for each in tensor.placements]
 
 
@@ -115,7 +115,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def with_local_part(tensor: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor like another one with another part on this rank, which may have another dtype."""
+    """Return a DTensor like another one, with another part on this rank, which may have another dtype."""
     names, spec = _names(), tensor._spec
     if local.dtype != tensor.dtype:
         meta = names.TensorMeta(tensor.shape, tensor.stride(), local.dtype)
@@ -125,7 +125,7 @@ def with_local_part(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def specs(leaves: Sequence[Any]) -> list[Any]:
-    """Return of each DTensor how it is divided, an object that tensors made by `with_local_parts` share; else None."""
+    """Return the spec of each DTensor, which tensors made by `with_local_parts` share; None for other leaves."""
     if "torch.distributed.tensor" not in sys.modules:
         return [None] * len(leaves)
     kind = _names().DTensor

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 def release_groups(mesh: Callable[[], DeviceMesh | None]) -> None:
     """Make a mesh forget its groups, if it still exists, so that nothing keeps those that are destroyed.
 
-    Their threads end with them. A thread of gloo that still holds a tensor when Python is gone aborts the process.
+    Their threads end with them. A thread of gloo that still holds a tensor when Python has ended aborts the process.
 
     Args:
-        mesh: returns it, or None.
+        mesh: function that returns the mesh, or None.
     """
-    # In some versions of torch a mesh has the names of its groups alone.
+    # In some versions of torch a mesh has only the names of its groups.
     getattr(mesh(), "_pg_registry", {}).clear()

@@ -9,11 +9,11 @@ from ftrain._torch import private_names
 
 
 class PlannedMesh(DeviceMesh):
-    """A mesh as its first rank sees it, of any size, on which nothing can communicate: for tensors without values.
+    """A mesh of any size, seen from its first rank, without communication: for tensors without values.
 
     Args:
-        device_type: of its tensors.
-        names: of its axes.
+        device_type: device type of its tensors.
+        names: names of its axes.
         shape: the length of each axis.
     """
 

@@ -1,4 +1,4 @@
-"""The store of torch's process group: a table of short texts that all ranks read and write."""
+"""The store of torch's process group: a table of short strings that all ranks read and write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftrain._torch import private_names
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return the number of this rank and how many there are; ``(0, 1)`` without a process group."""
+    """Return the rank of this process and the number of ranks; ``(0, 1)`` without a process group."""
     dist = torch.distributed
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
@@ -32,23 +32,23 @@ def of_launcher(address: str, port: int, timeout: timedelta) -> Any:
 
 
 def under(prefix: str, store: Any) -> Any:
-    """Return a store for those ranks that use a prefix, in another store."""
+    """Return a store within another store, for the ranks that use the same prefix."""
     with private_names():
         from torch._C._distributed_c10d import PrefixStore
     return PrefixStore(prefix, store)
 
 
 def sign_of_life(rank: int) -> str:
-    """Return the key under which a rank writes again and again that it lives (`ftrain.parallel.deadline`).
+    """Return the key under which a rank writes its heartbeats (`ftrain.parallel.deadline`).
 
-    Each time another JSON object: in it are ``number``, that of its step; ``failure``, the text of the error that has
+    A heartbeat is a JSON object with ``number``, that of its step; ``failure``, the text of the error that has
     ended the rank, or empty; ``has_ended``, whether its program has; and ``waits``, whether it waits for all others.
     """
     return f"ftrain/watch/{rank}"
 
 
 def are_processes() -> bool:
-    """Whether the ranks are processes, which share a store; in tests they may be threads of one, or not exist."""
+    """Whether the ranks are processes, which share a store; in tests they may be threads, or not exist."""
     with private_names():
         from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
     below = _default_store()
@@ -58,7 +58,7 @@ def are_processes() -> bool:
 
 
 def set_timeout(groups: Iterable[Any], seconds: float) -> None:
-    """Set after how long the collectives of some groups fail, and what waits for messages in the store."""
+    """Set the timeout of the collectives of some groups, and of waits for messages in the store."""
     with private_names():
         from torch.distributed.distributed_c10d import _set_pg_timeout
     timeout = timedelta(seconds=seconds)
@@ -68,7 +68,7 @@ def set_timeout(groups: Iterable[Any], seconds: float) -> None:
 
 
 def timeout() -> timedelta:
-    """Return what `set_timeout` has set last."""
+    """Return the timeout that `set_timeout` has set last."""
     seconds: timedelta = _default_store().timeout
     return seconds
 

@@ -1,8 +1,8 @@
-"""Devices by name: `get("cuda")`, `of(tensor.device)`, `default()`, and `register` for one more.
+"""Devices by name: `get("cuda")`, `of(tensor.device)`, `default()`, and `register` to add one.
 
 Records are here for CPUs, the GPUs of NVIDIA, AMD, Intel, Apple and Moore Threads, Intel Gaudi, Huawei Ascend,
 Cambricon MLU, TPUs, and, by `private_use`, for any other device that a package adds to torch. A vendor's package is
-imported when its device is asked for by name, and not before.
+imported only when its device is asked for by name.
 """
 
 import torch as _torch

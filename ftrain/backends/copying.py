@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 DEPTH = 4
-"""The most copies to the host in flight: each keeps its source alive until the device waits for the oldest."""
+"""The largest number of copies to the host at a time: each keeps its source until the device waits for the oldest."""
 
 
 class StreamCopier:

@@ -1,9 +1,9 @@
 """The CPU: always available, with autocast to bfloat16 and float16, and fused optimizer kernels.
 
-Products in a narrow dtype are native on x86 where the CPU has AVX512_BF16 (AVX512_FP16 for float16), as all CPUs with
+Matmuls in a low-precision dtype are native on x86 if the CPU has AVX512_BF16 (AVX512_FP16 for float16), as CPUs with
 AMX have. Without these instructions kernels convert to float32 and back: on two cores with AVX2 a GPT trained 17 times
-slower in bfloat16 than in float32. On ARM they are native where oneDNN says that it computes in the dtype (Graviton 3
-and later; not measured), and nowhere if torch is built without oneDNN. Instructions that ``ONEDNN_MAX_CPU_ISA``
+slower in bfloat16 than in float32. On ARM they are native if oneDNN says that it computes in the dtype (Graviton 3
+and later; not measured), and never if torch is built without oneDNN. Instructions that ``ONEDNN_MAX_CPU_ISA``
 disables do not count.
 Source: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html.
 """

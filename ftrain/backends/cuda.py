@@ -20,7 +20,7 @@ class _Cuda(DeviceModule):
     @property
     def generator(self) -> Generator:
         # Fewer calls than the functions of torch.cuda make, since every step runs in `seeded`.
-        index = torch.cuda.current_device()  # Which also makes the generators, at its first call.
+        index = torch.cuda.current_device()  # The first call also makes the generators.
         return functions_of(torch.cuda.default_generators[index])
 
 
@@ -37,7 +37,7 @@ def _float8() -> bool:
 
 
 def _multiple(dtype: torch.dtype) -> int:
-    """Tensor cores take axes of whole multiples of 16 bytes at full speed, and from 8.0 on of 128; 7.0 has the first.
+    """Tensor cores (from 7.0 on) are fastest with axes that are multiples of 16 bytes; from 8.0 on, of 128 bytes.
 
     https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc
     """
@@ -56,7 +56,7 @@ BACKEND = DEVICE.record(
     float8=_float8,
     pinned_memory=True,
     fused_optimizers=True,
-    # Other threads may allocate meanwhile, as the one that pins the memory of a DataLoader does.
+    # Other threads may allocate meanwhile, such as the one that pins the memory of a DataLoader.
     recorder=partial(DEVICE.recorder, capture_error_mode="thread_local"),
     copier=DEVICE.copier,
 )

@@ -1,4 +1,4 @@
-"""The module of a device, ``torch.<name>``, to which vendors give the functions of `torch.cuda`.
+"""The module of a device, ``torch.<name>``, in which vendors provide the functions of `torch.cuda`.
 
 The names are those that torch requires of a PrivateUse1 device
 (https://docs.pytorch.org/docs/stable/accelerator/index.html) and of `torch.accelerator`
@@ -36,7 +36,7 @@ class DeviceModule:
         """Make the record of the device from its module.
 
         Args:
-            fields: fields of `Backend` that the module does not define, `distributed` above all, and those that differ
+            fields: fields of `Backend` that the module does not define, mainly `distributed`, and those that differ
                 from `torch.cuda`.
 
         Raises:
@@ -66,7 +66,7 @@ class DeviceModule:
         return bool(self.module.is_available())
 
     def describe(self) -> str:
-        """The name of the product."""
+        """The name of the hardware."""
         return str(self.module.get_device_name())
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -92,11 +92,11 @@ class DeviceModule:
         self.module.synchronize()
 
     def memory(self) -> Memory:
-        """Bytes of tensors: now, and the peak."""
+        """Bytes of tensors: current and peak."""
         return Memory(current=int(self.module.memory_allocated()), peak=int(self.module.max_memory_allocated()))
 
     def free(self) -> int | None:
-        """Free bytes, including those of the cache; None where the module does not report them."""
+        """Free bytes, including those of the cache; None if the module does not report them."""
         if not (hasattr(self.module, "mem_get_info") and hasattr(self.module, "memory_reserved")):
             return None
         cached = int(self.module.memory_reserved()) - int(self.module.memory_allocated())
@@ -111,12 +111,12 @@ class DeviceModule:
         return StreamCopier(self.module)
 
     def recorder(self, **options: Any) -> Recorder:
-        """Return a function that records in the vendor's graph, which is used as `torch.cuda.CUDAGraph`.
+        """Return a function that records in the vendor's graph, which has the interface of `torch.cuda.CUDAGraph`.
 
-        Where the vendor's package is too old to have graphs, that function raises DeviceError, a RuntimeError.
+        If the vendor's package is too old to have graphs, that function raises DeviceError, a RuntimeError.
 
         Args:
-            options: of ``torch.<name>.graph``.
+            options: options of ``torch.<name>.graph``.
         """
         return GraphRecorder(self.module, self._name, options)
 
@@ -137,7 +137,7 @@ def float32_products(precision: str) -> Iterator[None]:
     """Context with this precision of `torch.set_float32_matmul_precision`; TF32 is ``"high"``.
 
     Raises:
-        OptionError: when the precision of a single device was set, since torch then has no common one to restore.
+        OptionError: when the precision of a single device was set, as torch then has no common one to restore.
     """
     try:
         previous = torch.get_float32_matmul_precision()

@@ -26,11 +26,11 @@ def parse_bytes(function: str, memory: int | str) -> int:
     """Return an amount of memory in bytes.
 
     Args:
-        function: whose argument `memory` is, for the message.
-        memory: bytes, as a number or with a unit.
+        function: name of the caller, for the message.
+        memory: number of bytes, or text with a unit.
 
     Raises:
-        OptionError: when it is no such amount.
+        OptionError: if it is not such an amount.
 
     >>> parse_bytes("tune", "8GB"), parse_bytes("tune", "1.5 GiB"), parse_bytes("tune", 1024)
     (8000000000, 1610612736, 1024)

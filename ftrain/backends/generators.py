@@ -10,7 +10,7 @@ import torch
 
 
 class Generator(NamedTuple):
-    """The functions of one generator, of which only the device's module knows how its state looks."""
+    """The functions of one generator; only the device's module knows the form of its state."""
 
     get_state: Callable[[], Any]
     set_state: Callable[[Any], object]
@@ -47,7 +47,7 @@ class seeded:  # noqa: N801
     def __init__(self, seed: int, *devices: Generator) -> None:
         self._seed, self._generators = seed, (HOST, *devices)
 
-    # Every eager step does this, so without the two calls more of `save_generators`.
+    # Every eager step does this, so without the two extra calls of `save_generators`.
     def __enter__(self) -> None:
         self._states = [*map(_get_state, self._generators)]
         for generator in self._generators:

@@ -1,4 +1,4 @@
-"""Record the work of a device as a graph that is launched at once, as `torch.cuda.CUDAGraph` does it.
+"""Record the work of a device as a graph that is launched at once, as `torch.cuda.CUDAGraph` does.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
@@ -19,8 +19,8 @@ class GraphRecorder:
 
     Args:
         module: ``torch.<name>``, with `graph`, `graph_pool_handle` and streams as `torch.cuda` has them.
-        name: of the device; its class of graphs is called ``<NAME>Graph``.
-        options: of ``module.graph``.
+        name: name of the device; its class of graphs is called ``<NAME>Graph``.
+        options: options of ``module.graph``.
     """
 
     def __init__(self, module: Any, name: str, options: Mapping[str, Any]) -> None:
@@ -28,10 +28,10 @@ class GraphRecorder:
         self._pool_graph: Any = None
 
     def __call__(self, work: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
-        """Record what a function queues; return what replays it, and what the function returned.
+        """Record what a function queues; return a function that replays it, and what the function returned.
 
         Raises:
-            DeviceError: where the vendor's package is too old to have graphs.
+            DeviceError: if the vendor's package is too old to have graphs.
             RuntimeError: from torch, when the device cannot record the work.
         """
         if not hasattr(self._module, self._graph_type):
@@ -42,10 +42,10 @@ class GraphRecorder:
         return graph.replay, self._record(graph, work)
 
     def _make_pool(self) -> None:
-        """Make the pool, and an empty graph that keeps it: torch fails to record in a pool whose last graph is gone."""
+        """Make the pool, and an empty graph that keeps it: torch cannot record in a pool without a graph."""
         self._pool = self._module.graph_pool_handle()
-        # Its own, since the workspace of a library belongs to a stream and lies in the pool in which it was first used:
-        # another recorder's graphs must not use it, for they may live longer.
+        # Its own stream, since a library's workspace belongs to a stream and to the pool in which it was first used:
+        # another recorder's graphs must not use it, because they may live longer.
         self._stream = self._module.Stream()
         graph = getattr(self._module, self._graph_type)()
         with warnings.catch_warnings():

@@ -1,8 +1,8 @@
 """Intel Gaudi, by `habana_frameworks.torch`, which puts `torch.hpu` there.
 
 From its support matrix (https://docs.habana.ai/en/latest/PyTorch/Reference/PyTorch_Support_Matrix.html): no float64;
-``hpu_backend`` compiles, Inductor does not; its graphs are for lazy mode only. On the first Gaudi the record has
-bfloat16 alone. Torch lists it among the devices of its fused kernels (https://github.com/pytorch/pytorch/pull/148666).
+``hpu_backend`` compiles, Inductor does not; its graphs are for lazy mode only. On the first Gaudi the record has only
+bfloat16. Torch lists it among the devices of its fused kernels (https://github.com/pytorch/pytorch/pull/148666).
 There is no empty_cache, although memory is pooled (`PT_HPU_POOL_STRATEGY`, `PT_HPU_POOL_MEM_ACQUIRE_PERC`,
 https://github.com/HabanaAI/gaudi-pytorch-bridge).
 

@@ -1,6 +1,6 @@
 """Cambricon MLU, by `torch_mlu`, which renames PrivateUse1 and puts `torch.mlu` there.
 
-bfloat16 from the 500 series on, as `torch.mlu.is_bf16_supported` says. TF32 of products is switched by
+bfloat16 from the 500 series on, as `torch.mlu.is_bf16_supported` says. TF32 of matmuls is switched by
 `torch.backends.mlu.matmul.allow_tf32`; that of CUDA has no effect. Graphs are `torch.mlu.MLUGraph`.
 
 Source: https://github.com/Cambricon/torch_mlu/blob/main/torch_mlu/mlu/__init__.py and

@@ -1,6 +1,6 @@
 """Moore Threads GPUs, by `torch_musa`, which renames PrivateUse1 and puts `torch.musa` there.
 
-bfloat16 is where `get_amp_supported_dtype` lists it. TF32 is muDNN's, switched by `torch.backends.mudnn.allow_tf32`;
+It has bfloat16 if `get_amp_supported_dtype` lists it. TF32 is muDNN's, switched by `torch.backends.mudnn.allow_tf32`;
 no function reports whether a card has it. Graphs are `torch.musa.MUSAGraph`.
 
 Source: https://github.com/MooreThreads/torch_musa/tree/main/torch_musa/core (amp/common.py, random.py, memory.py,

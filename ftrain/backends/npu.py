@@ -1,6 +1,6 @@
 """Huawei Ascend, by `torch_npu`, which renames PrivateUse1 and puts `torch.npu` there.
 
-bfloat16 is where `get_amp_supported_dtype` lists it. For TF32 it has HF32, another format with a switch of its own
+It has bfloat16 if `get_amp_supported_dtype` lists it. Instead of TF32 it has HF32, with a switch of its own
 (`torch.npu.matmul.allow_hf32`), which this record leaves as it is. Graphs are `torch.npu.NPUGraph`. Inductor needs
 triton-ascend.
 

@@ -23,7 +23,7 @@ TEXTS = (
     "status_alloc_failed",
     "allocation_failed",
 )
-"""Parts of messages: of devices without an error class for it, of allocators of the host, of compilers that report the
+"""Parts of error messages: of devices without an error class, of allocators of the host, of compilers that report the
 error that stopped them, of threads without memory for their stack, and of kernel libraries:
 ``CUBLAS_STATUS_ALLOC_FAILED``, https://docs.nvidia.com/cuda/cublas/index.html#cublasstatus-t;
 ``CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED``,

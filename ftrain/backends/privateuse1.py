@@ -1,6 +1,6 @@
 """Any device that a package adds to torch as PrivateUse1, in Python or in C++.
 
-Torch's tutorials for those who make one: https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html,
+Torch's tutorials on making one: https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html,
 https://docs.pytorch.org/tutorials/advanced/privateuseone.html. The test suite registers a device of host memory this
 way and trains on it.
 """
@@ -21,13 +21,13 @@ REQUIRED = "is_available", "manual_seed", "get_rng_state", "set_rng_state"
 def private_use(name: str, **fields: Any) -> Backend:
     """Make the record of a PrivateUse1 device from what its module, ``torch.<name>``, offers.
 
-    Memory is that of `memory_allocated` and `max_memory_allocated`, and zero where the module has neither; autocast
-    dtypes are those of `get_amp_supported_dtype`; `synchronize` and `empty_cache` are used where there are any. All
+    Memory is that of `memory_allocated` and `max_memory_allocated`, and zero if the module has neither; autocast
+    dtypes are those of `get_amp_supported_dtype`; `synchronize` and `empty_cache` are used if they exist. All
     other fields are conservative: no TF32, no graphs, no fused kernels, no pinned memory, ``aot_eager`` to compile.
 
     Args:
-        name: what the device was renamed to with `torch.utils.rename_privateuse1_backend`.
-        fields: fields of `Backend` for what the device supports beyond that, `distributed` above all.
+        name: name given to the device with `torch.utils.rename_privateuse1_backend`.
+        fields: fields of `Backend` for what the device supports beyond that, mainly `distributed`.
 
     Raises:
         OptionError: when torch has no such device, or its module lacks a function that a step needs.

@@ -52,7 +52,7 @@ class Copier(Protocol):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use on a device: now, and the peak so far."""
+    """Bytes in use on a device: current, and peak so far."""
 
     current: int
     peak: int
@@ -60,14 +60,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class Backend:
-    """What a device platform offers; the only place where platforms differ.
+    """Properties of a device platform; the only place where platforms differ.
 
     Fields without a default are required.
 
     Args:
         name: the device type as torch spells it ("cpu", "cuda").
         available: whether this machine has such a device.
-        describe: the name of the product, for messages.
+        describe: the name of the hardware, for messages.
         autocast_dtypes: the dtypes that mixed precision can use on this machine.
         seeded: context that seeds torch's global generators with a 63-bit seed, and restores them when it ends. Every
             step runs in it; on a device that queues work lazily, its end launches the work.
@@ -76,27 +76,27 @@ class Backend:
         synchronize: waits until the device has done all queued work.
         memory: bytes in use.
         distributed: the name of the `torch.distributed` backend.
-        reduce_scatter: whether that backend has a reduce-scatter of its own. One that makes an all-reduce of it sends
-            twice as much, so ranks then exchange the parts and sum them. They exchange what they gather, too.
-        emulated_dtypes: those of `autocast_dtypes` whose products are computed by conversion to float32 and back, which
+        reduce_scatter: whether that backend has a reduce-scatter of its own. One made from an all-reduce sends
+            twice as much; ranks then exchange the parts (all-to-all) and sum them, and also gather by an exchange.
+        emulated_dtypes: those of `autocast_dtypes` whose matmuls are computed by conversion to float32 and back, which
             is slower than in float32.
-        free: free bytes, including those of the cache; None where the device does not report them.
-        multiple: ``dtype -> int``; products are fastest when the lengths of axes are multiples of it.
-        tf32: returns a context in which float32 products may use TF32, or None where there is no TF32.
-        empty_cache: returns cached memory to the device; None where there is no cache to empty.
+        free: free bytes, including those of the cache; None if the device does not report them.
+        multiple: ``dtype -> int``; matmuls are fastest when the lengths of axes are multiples of it.
+        tf32: returns a context in which float32 matmuls may use TF32, or None if there is no TF32.
+        empty_cache: returns cached memory to the device; None if there is no cache to empty.
         caches_memory: whether the memory of a freed tensor is cached for the next one, so that allocation costs almost
             nothing. Default: whether there is an `empty_cache`.
         compile_backend: backend of `torch.compile` for the device.
         pinned_memory: whether page-locked host memory speeds up copies to the device.
         fused_optimizers: whether torch's fused optimizer kernels support the device.
-        recorder: returns a `Recorder` of device graphs; None where there are none.
-        copier: returns a `Copier` that copies while the device computes; None where there is none.
+        recorder: returns a `Recorder` of device graphs; None if there are none.
+        copier: returns a `Copier` that copies while the device computes; None if there is none.
         deterministic: context in which kernels that would add up in the order in which threads arrive add in a fixed
             order, and give the same bits each time. Every step runs in it.
         float64: whether the device computes in float64.
         float8: whether this machine's device multiplies in float8 (e4m3, e5m2), as `torch._scaled_mm` does.
         immediate: whether the device has done its work when a call returns, so that reading a value never waits.
-        platform: the make of the device, where the name does not say it.
+        platform: the make of the device, if the name does not say it.
         package: the vendor's package, which adds the device to torch; imported when the backend is requested by name.
         install: how to get that package, for messages.
 
@@ -167,10 +167,10 @@ _scanned = False
 
 
 def register(backend: Backend) -> None:
-    """Add a backend under its name, or replace the one that has it.
+    """Add a backend under its name, or replace the one with that name.
 
     Raises:
-        OptionError: when it is not a `Backend`, or torch has no device type of its name and the record has no `package`
+        OptionError: if it is not a `Backend`, or torch has no device type of its name and the record has no `package`
             that adds one.
     """
     if not isinstance(backend, Backend):
@@ -223,7 +223,7 @@ def resolve(device: torch.device | str) -> torch.device:
     """Return the device of a name such as ``"cuda"`` or ``"cuda:1"``, which must be available.
 
     Raises:
-        DeviceError: for an unknown or unavailable device, where the message lists the available ones; or for one of
+        DeviceError: for an unknown or unavailable device (the message lists the available ones); or for one of
             several that is not the current one.
     """
     backend = get(str(device).split(":")[0])
@@ -264,7 +264,7 @@ def require_current(device: torch.device) -> None:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return the dtype in which a device computes most exactly: float64, or float32 where it has no float64."""
+    """Return the dtype in which a device computes most exactly: float64, or float32 if it has no float64."""
     record = _records.get(device.type)
     return torch.float64 if record is None or record.float64 else torch.float32
 
@@ -272,10 +272,10 @@ def widest(device: torch.device) -> torch.dtype:
 def default() -> Backend:
     """Return the backend that `FTRAIN_BACKEND` names, else an available accelerator, else the CPU.
 
-    A vendor's package is not imported for this: where it does not load itself with torch, name the device.
+    A vendor's package is not imported for this: if it does not load itself with torch, name the device.
 
     Raises:
-        DeviceError: when the one that is named is not there.
+        DeviceError: if the named backend is not available.
     """
     chosen = os.environ.get(CHOICE)
     if chosen:
@@ -321,7 +321,7 @@ def _more_about(name: str) -> str:
 
 
 def _load_entry_points() -> None:
-    """Register what other packages bring: once, for it takes milliseconds, and `default` may be asked in every step."""
+    """Register the backends of other packages: once, since it takes milliseconds and every step may call `default`."""
     global _scanned
     if _scanned:
         return
@@ -332,5 +332,5 @@ def _load_entry_points() -> None:
         try:
             register(point.load())
         except Exception as error:
-            # The package of a third party: reported when its backend is requested, and ignored until then.
+            # An error in a third party's package is reported when its backend is requested, and ignored until then.
             _broken[point.name] = f"{type(error).__name__}: {error}"

@@ -30,11 +30,11 @@ def _of_unix() -> Memory:
 
 
 def _peak_of_linux() -> int:
-    """Return bytes, or 0 where the system does not report them: see VmHWM in proc_pid_status(5)."""
+    """Return bytes, or 0 if the system does not report them: see VmHWM in proc_pid_status(5)."""
     match = re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
     return int(match[1]) * 1024 if match else 0
 
 
 def _peak_of_unix() -> int:
-    """Bytes. On Linux at least those of the process that started this one: they outlive exec, see getrusage(2)."""
+    """Peak bytes. On Linux at least those of the process that started this one: they survive exec, see getrusage(2)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

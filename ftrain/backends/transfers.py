@@ -69,7 +69,7 @@ def in_file(leaf: Tensor, directory: Path) -> Tensor:
     """Return an uninitialized tensor like another, in a new memory-mapped file that is removed with the tensor.
 
     Raises:
-        DeviceError: when the disk has no room for it.
+        DeviceError: if the disk has no room for it.
     """
     handle, path = tempfile.mkstemp(prefix="ftrain-", dir=directory)
     try:

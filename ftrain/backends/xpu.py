@@ -1,7 +1,7 @@
 """Intel GPUs, part of torch as `torch.xpu`.
 
-Products in float32 are oneDNN's, whose TF32 has a switch of its own, `torch.backends.mkldnn.allow_tf32`
-(https://github.com/pytorch/pytorch/pull/144240); what Inductor compiles heeds that of CUDA
+Matmuls in float32 are oneDNN's, whose TF32 has a switch of its own, `torch.backends.mkldnn.allow_tf32`
+(https://github.com/pytorch/pytorch/pull/144240); code compiled by Inductor follows that of CUDA
 (https://github.com/pytorch/pytorch/issues/187947), so both are set.
 
 Source: https://docs.pytorch.org/docs/stable/xpu.html. Not run on hardware.
@@ -33,6 +33,6 @@ BACKEND = DEVICE.record(
     pinned_memory=True,
     fused_optimizers=True,
     copier=DEVICE.copier,
-    # Newer than the oldest torch that is supported.
+    # Newer than the oldest supported torch.
     recorder=DEVICE.recorder if hasattr(torch.xpu, "XPUGraph") else None,
 )

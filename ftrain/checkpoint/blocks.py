@@ -1,4 +1,4 @@
-"""Which block of a divided tensor each rank has, and where its bytes are among those of the whole one.
+"""The block of a sharded tensor that each rank has, and the place of its bytes in those of the whole tensor.
 
 A file holds whole tensors in row-major order, so nothing in it depends on how many ranks have written it.
 """
@@ -37,7 +37,7 @@ def undivided(tensor: Tensor) -> Tensor:
 
 def why_not_blocks(tensor: DTensor) -> str:
     """Return why the blocks of a DTensor are not known; "" when they are."""
-    # Exactly these classes: subclasses of torch order the blocks otherwise.
+    # Exactly these classes: torch's subclasses order the blocks differently.
     odd = [each for each in tensor.placements if type(each).__name__ not in ("Shard", "Replicate")]
     return f"a DTensor of placement {odd[0]}; needs Shard or Replicate" if odd else ""
 
@@ -48,9 +48,9 @@ def whole_block(shape: Sequence[int]) -> Block:
 
 
 def blocks_of_ranks(tensor: Tensor) -> dict[int, Block]:
-    """Return the blocks of a tensor by the ranks that write them: of copies the first one.
+    """Return the blocks of a tensor by the ranks that write them: only the first of several copies is written.
 
-    Together they are the whole tensor, and no two overlap. A tensor that is not divided is of rank 0.
+    Together they are the whole tensor, and no two overlap. Rank 0 writes a tensor that is not divided.
     """
     if not is_dtensor(tensor) or not is_divided(tensor):
         return {0: whole_block(tensor.shape)}
@@ -92,7 +92,7 @@ def runs(block: Block, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def parts(local: Tensor, block: Block, shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield each of `runs` with its elements: where it starts, and a part of `local`, which is this block."""
+    """Yield the start and the elements of each of `runs`; the elements are a part of `local`, this block."""
     if local.numel():
         rows = local.reshape(-1, *block.shape[_last_cut_axis(block, shape) :])
         yield from ((start, row) for (start, _), row in zip(runs(block, shape), rows, strict=True))

@@ -51,11 +51,11 @@ class Checkpoints:
     raises its errors. Each checkpoint is verified before older ones are removed.
 
     Args:
-        directory: created when it is missing.
-        every: steps between saves.
-        keep: number of newest checkpoints to keep, besides the best one and pinned ones.
+        directory: directory of the run; created if it is missing.
+        every: number of steps between saves.
+        keep: number of newest checkpoints to keep, in addition to the best one and pinned ones.
         best: name of the evaluation metric that determines the best checkpoint; values that are not finite never win.
-            Only saved steps count: `fit` warns when its ``evaluate_every`` is no multiple of `every`.
+            Only saved steps count: `fit` warns if its ``evaluate_every`` is not a multiple of `every`.
         mode: ``"min"`` when lower values of the metric are better, ``"max"`` when higher ones are.
         async_: write in a background thread.
         texts: content of additional files in every checkpoint by their names. With
@@ -101,8 +101,8 @@ class Checkpoints:
         """Lock the directory for this process.
 
         Raises:
-            CheckpointError: when another process has locked it; the message names its host and process. On many ranks
-                also when they have different directories; the path of one may differ.
+            CheckpointError: when another process has locked it; the message names its host and process. On many ranks,
+                also when they have different directories; one directory may have different paths.
         """
         self._ranks, self._saving = Ranks("Checkpoints"), Ranks("Checkpoints.save")
         try:
@@ -136,7 +136,7 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the save in the background, and release the lock.
 
-        After an error on many ranks nothing waits for the others, which may be no more: a save that they have not
+        After an error on many ranks nothing waits for the others, which may have ended: a save that they have not
         finished is given up.
         """
         try:
@@ -206,7 +206,7 @@ class Checkpoints:
             parts: the state as ``"state"``, and other trees that belong to it.
             metrics: metrics of the state by name, among them that of `best`.
             wait: return when the checkpoint is on disk.
-            first: called before writing, in the same thread: writes what the checkpoint depends on.
+            first: function that is called before writing, in the same thread; it writes what the checkpoint depends on.
 
         Raises:
             CheckpointError: when this save or the previous one failed, when another run has saved a different
@@ -248,7 +248,7 @@ class Checkpoints:
     def check(self) -> None:
         """Raise the CheckpointError of a save in the background that has failed, without waiting.
 
-        On many ranks it does nothing, for they see the error at different times: the next `save` or `wait` raises it.
+        On many ranks it does nothing, since they see the error at different times: the next `save` or `wait` raises it.
         """
         is_alone = self._ranks is None or self._ranks.size == 1
         if is_alone and self._pending is not None and self._pending.done():
@@ -276,7 +276,7 @@ class Checkpoints:
             before: the latest step to load. Default: any.
             best: load the best checkpoint instead of the newest.
             on_host: keep tensors on the CPU, and not on the devices of `like`.
-            accept: called with each loaded checkpoint; raises a CheckpointError to reject it as damaged. On many ranks
+            accept: function of a loaded checkpoint that raises a CheckpointError to reject it as damaged. On many ranks
                 the first one calls it.
 
         Raises:
@@ -352,7 +352,7 @@ class Checkpoints:
             self._read_metrics()
         if not self._values:
             raise CheckpointError(f"Checkpoints: no checkpoint in {self.directory} has a finite {self.best}")
-        # The earliest of equal ones.
+        # The earliest one if several are equally good.
         return min(self._values, key=lambda step: (MODES[self.mode] * self._values[step], step))
 
     def _note_metric(self, step: int) -> None:
@@ -367,7 +367,7 @@ class Checkpoints:
             self._values[step] = float(value)
 
     def _rotate(self, verified: int) -> None:
-        """Remove old checkpoints, after that of this step was verified."""
+        """Remove old checkpoints, after the checkpoint of this step was verified."""
         # The run resumed from an older checkpoint, so later ones are damaged and do not count.
         steps = [step for step in self.steps() if step <= verified]
         steps_to_keep = {*steps[-self.keep :]}

@@ -15,16 +15,16 @@ from ftrain.errors import CheckpointError
 
 LOCK = ".lock"
 LONGEST_HOLDER = 4096
-"""Bytes of what the holder of a lock writes into it, at most."""
+"""Largest number of bytes that the holder of a lock writes into it."""
 PATIENCE, PAUSE = 60.0, 0.1
-"""Seconds after which every machine sees a new file, though it may cache a shared directory; and between two looks."""
+"""Seconds until every machine sees a new file, even if it caches a shared directory; and seconds between checks."""
 
 
 def lock_directory(directory: Path) -> files.Lock:
-    """Lock a directory for this process; warn where the file system has no locks.
+    """Lock a directory for this process; warn if the file system has no locks.
 
     Raises:
-        BlockingIOError: when another process has locked it; the message is what that wrote.
+        BlockingIOError: when another process has locked it; the message is what that process wrote.
     """
     held = files.lock(directory / LOCK, {"host": socket.gethostname(), "process": os.getpid()})
     if not held.excludes:
@@ -37,7 +37,7 @@ def lock_directory(directory: Path) -> files.Lock:
 
 
 def published(held: files.Lock) -> str:
-    """Return what this process has written into a lock, when other machines can read it."""
+    """Return what this process has written into a lock, once other machines can read it."""
     files.sync(held.descriptor)
     return _holder(held.path)
 
@@ -46,11 +46,11 @@ def require_locked_by(directory: Path, expected: str) -> None:
     """Check that this rank sees the directory that the first one has locked, perhaps under another name.
 
     Args:
-        directory: as this rank names it.
-        expected: what the first rank has `published`.
+        directory: path of the directory on this rank.
+        expected: text that the first rank has `published`.
 
     Raises:
-        CheckpointError: when it is another directory.
+        CheckpointError: if it is another directory.
     """
     waited, seen = 0.0, ""
     while seen != expected:
@@ -95,10 +95,10 @@ def require_held(held: files.Lock) -> None:
 
 @contextmanager
 def system_errors(directory: Path) -> Iterator[None]:
-    """Context that names a directory in errors of the system.
+    """Context that adds the name of a directory to errors of the system.
 
     Raises:
-        CheckpointError: in place of an OSError; of a BlockingIOError it says who writes to the directory.
+        CheckpointError: in place of an OSError; for a BlockingIOError it says who writes to the directory.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""All calls of checkpoints to the file system, each through `os`, which the tests of faults replace."""
+"""All file system calls of checkpoints, each through `os`, which the fault tests replace."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ except ImportError:  # pragma: no cover
 SYSTEM_HAS_LOCKS = fcntl is not None
 
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-# To open a FIFO would otherwise block until another process writes to it.
+# Opening a FIFO would otherwise block until another process writes to it.
 NONBLOCKING = getattr(os, "O_NONBLOCK", 0)
 
 HOLDER_READS, SECONDS_BETWEEN_READS = 20, 0.01
-"""How often to read who holds a lock, and the seconds between two reads."""
+"""Number of reads to learn who holds a lock, and the seconds between two reads."""
 
 UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
 """Errors of a file system without locks."""
@@ -37,10 +37,10 @@ class Lock(NamedTuple):
     """A lock on a file.
 
     Args:
-        path: of the file.
-        descriptor: of the open file.
+        path: path of the file.
+        descriptor: descriptor of the open file.
         process: id of the process that locked it.
-        excludes: whether it keeps other processes out; False where the system or the file system has no locks.
+        excludes: whether it keeps other processes out; False if the system or the file system has no locks.
     """
 
     path: Path
@@ -65,7 +65,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _flock(descriptor: int) -> bool:
-    """Lock an open file or directory; False where there are no locks.
+    """Lock an open file or directory; False if there are no locks.
 
     Not `fcntl.lockf`, whose lock ends as soon as the process closes any descriptor of the same file.
 
@@ -134,7 +134,7 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
     """Write all of `data` at an offset of a file.
 
     Raises:
-        OSError: when the system writes no more.
+        OSError: if the system writes nothing.
     """
     os.lseek(descriptor, offset, os.SEEK_SET)
     write(descriptor, data)
@@ -144,7 +144,7 @@ def append(path: Path, data: bytes, offset: int) -> None:
     """Write `data` after the first `offset` bytes of a file, cut off the rest, and sync the file to disk.
 
     Raises:
-        OSError: when the file has fewer than `offset` bytes, or is no regular file.
+        OSError: if the file has fewer than `offset` bytes, or is not a regular file.
     """
     if exists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is no regular file", str(path))
@@ -168,7 +168,7 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
     """Write all of `data`, in several calls if necessary.
 
     Raises:
-        OSError: when the system writes no more.
+        OSError: if the system writes nothing.
     """
     remaining = memoryview(data).cast("B")
     while remaining:
@@ -224,7 +224,7 @@ def release(descriptor: int) -> None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether no process has locked a directory; False where there are no locks, since it cannot be known."""
+    """Whether no process has locked a directory; False if there are no locks, because it cannot be known."""
     try:
         descriptor = hold(path)
     except OSError:

@@ -19,11 +19,11 @@ from ftrain.checkpoint.treedef import printable
 from ftrain.errors import CheckpointError
 
 MAX_TEXT_BYTES, MAX_TENSOR_BYTES = 2**24, 2**37
-"""The most bytes of a file that is read."""
+"""The largest number of bytes to read from a file."""
 DIGESTS = "ftrain_digests.json"
-"""The file of digests, which other libraries ignore."""
+"""The name of the file of digests, which other libraries ignore."""
 SAMPLES = 1024
-"""How many elements of a tensor its fingerprint covers."""
+"""Number of elements of a tensor that its fingerprint covers."""
 
 
 class TensorsAndConfig(NamedTuple):
@@ -35,7 +35,7 @@ class TensorsAndConfig(NamedTuple):
 
 
 def write_safetensors(path: Path, names: tuple[str, str], content: TensorsAndConfig) -> None:
-    """Write a safetensors and a JSON file of these names to a new directory, written as a whole or not at all.
+    """Write a safetensors and a JSON file with these names to a new directory, completely or not at all.
 
     A third file, `DIGESTS`, has the sha256 of each tensor, of the header and of the JSON file.
 

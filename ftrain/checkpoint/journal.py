@@ -1,4 +1,4 @@
-"""The history of a run: an append-only file of records, of which each checkpoint holds the length and a digest.
+"""The history of a run: an append-only file of records; each checkpoint holds its length and digest.
 
 A save appends the records since the last save, so its cost does not grow with the run. What a killed run appended
 after its last checkpoint is cut off by the run that resumes from that checkpoint.

@@ -1,7 +1,7 @@
 """The safetensors format: names of dtypes, the offset of each tensor, and the header.
 
-Source: https://github.com/huggingface/safetensors#format. A header depends on the names, dtypes and shapes of the
-tensors alone, so a reader that knows these compares the header instead of parsing it.
+Source: https://github.com/huggingface/safetensors#format. A header depends only on the names, dtypes and shapes
+of the tensors, so a reader that knows these compares the header instead of parsing it.
 """
 
 from __future__ import annotations

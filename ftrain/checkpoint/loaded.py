@@ -28,7 +28,7 @@ class LoadedCheckpoint(NamedTuple):
 
     @property
     def run(self) -> dict[str, PyTree]:
-        """What `ftrain.fit` saved beside the state.
+        """What `ftrain.fit` saved in addition to the state.
 
         Raises:
             CheckpointError: when `fit` did not save this checkpoint.
@@ -53,18 +53,18 @@ def load_checkpoint(
     """Load the checkpoint of a step on all ranks.
 
     Args:
-        path: of the checkpoint.
-        step: that it must be of.
+        path: path of the checkpoint.
+        step: step that it must have.
         like: trees by name.
-        ranks: which load it.
+        ranks: ranks that load it.
         on_host: keep tensors on the CPU, and not on the devices of `like`.
-        accept: called on the first rank; raises a CheckpointError to reject it.
+        accept: function that is called on the first rank, and raises a CheckpointError to reject it.
 
     Raises:
         CheckpointError: on every rank, when it is damaged, of another step, or rejected.
         StructureError: when it differs from `like`.
         DeviceError: when memory runs out.
-        RankError: when another rank failed otherwise, or did not come.
+        RankError: when another rank failed in another way, or did not come.
     """
     results = list[LoadedCheckpoint]()
 

@@ -20,7 +20,7 @@ from ftrain.errors import CheckpointError
 NAME = "MANIFEST.json"
 FORMAT, VERSION = "ftrain checkpoint", 2
 READABLE = 1, VERSION
-"""Versions that are read. Version 2 names classes by tags, where version 1 had their modules."""
+"""Versions that can be read. Version 2 names classes by tags, version 1 by their modules."""
 MAX_BYTES = 64 * 2**20
 MAX_AXES = 64
 FILE_NAME = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9_.-]*/)*[A-Za-z0-9_-][A-Za-z0-9_.-]*")
@@ -32,13 +32,13 @@ class TensorEntry:
     """One tensor of a checkpoint.
 
     Args:
-        path: in the tree, written with dots.
-        dtype: of the tensor, without ``torch.``.
-        shape: of the whole tensor.
+        path: path in the tree, written with dots.
+        dtype: dtype of the tensor, without ``torch.``.
+        shape: shape of the whole tensor.
         file: the file it is in, relative to the checkpoint.
         key: its name in the file.
-        sha256: of its bytes in row-major order.
-        stride: of a tensor whose memory is not in row-major order, else None.
+        sha256: digest of its bytes in row-major order.
+        stride: stride of a tensor whose memory is not in row-major order, else None.
     """
 
     path: str
@@ -57,12 +57,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything in a checkpoint but the values of its tensors.
+    """Everything in a checkpoint except the values of its tensors.
 
     Args:
-        step: steps of training that were done; None for a tree that is no training state.
+        step: number of training steps done; None for a tree that is not a training state.
         run: id of the run that wrote it; "" without a run.
-        metrics: of the state, by name.
+        metrics: metrics of the state, by name.
         environment: versions, threads, device and flags, on which the bits of a result may depend.
         tree: its structure as JSON, in which a tensor is an index into `tensors`; tied tensors share one index.
         tensors: each tensor once.

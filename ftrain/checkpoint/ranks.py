@@ -21,16 +21,16 @@ T = TypeVar("T")
 Json: TypeAlias = Any
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.001, 0.1
-"""Seconds between two looks for messages: at first, and at last."""
+"""Seconds between two checks for messages: the first and the largest pause."""
 
 
 class Ranks:
-    """All ranks of the run, or this process alone when there is no process group.
+    """All ranks of the run, or only this process if there is no process group.
 
     Every rank must make as many of these, and call their methods in the same order.
 
     Args:
-        name: of what the ranks agree on, for the keys of messages and for errors.
+        name: name of what the ranks agree on, for the keys of messages and for errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -45,21 +45,21 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that speaks and writes for all."""
+        """Whether this is the rank that prints and writes for all."""
         return self.rank == 0
 
     def abandon(self) -> None:
-        """Let calls that wait for other ranks, in whatever thread, raise at once."""
+        """Make calls that wait for other ranks, in any thread, raise at once."""
         self._abandoned.set()
 
     def together(self, function: Callable[[], T]) -> list[T]:
         """Call a function on every rank, and return what it returned on each, in the order of ranks.
 
         Args:
-            function: returns what JSON can hold, if there are several ranks.
+            function: function that returns what JSON can hold, if there are several ranks.
 
         Raises:
-            FtrainError: on every rank the error of the first rank on which the function failed; on other ranks than
+            FtrainError: on every rank the error of the first rank on which the function failed; on ranks other than
                 that one, a `RankError` in place of an error that is not one of ftrain.
             RankError: when a rank does not come before the timeout of the process group; names it.
         """
@@ -80,12 +80,12 @@ class Ranks:
         return [other["value"] for other in messages]
 
     def first(self, function: Callable[[], T]) -> T:
-        """Call a function on the first rank alone, and return what it returned on every rank; raises as `together`."""
+        """Call a function only on the first rank, and return its result on every rank; raises as `together`."""
         return self.together(lambda: function() if self.is_first else None)[0]  # type: ignore[return-value]
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Context in which what is raised on one rank, in or between calls of `together`, is raised on every rank."""
+        """Context in which an error on one rank, in or between calls of `together`, is raised on every rank."""
         self._has_failed = False
         try:
             yield
@@ -102,7 +102,7 @@ class Ranks:
         self._wait_for_all(keys)
         messages = [json.loads(text) for text in self._store.multi_get(keys)]
         if self._count:
-            # All have come here, so all have read the messages before.
+            # All have come here, so all have read the earlier messages.
             self._store.delete_key(f"{self._keys}/{self._count - 1}/{self.rank}")
         self._count += 1
         return messages

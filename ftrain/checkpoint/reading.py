@@ -25,7 +25,7 @@ from ftrain.types import PyTree
 NUM_READERS = 2
 """Threads that read and hash, both of which release the GIL."""
 MAX_NAMES = 20
-"""The most names of files in an error."""
+"""The largest number of file names in an error."""
 
 
 class FileOffset(NamedTuple):
@@ -43,8 +43,8 @@ def load_tree(
     Raises:
         CheckpointError: when the checkpoint is missing or damaged.
         DeviceError: when memory runs out.
-        StructureError: when the checkpoint differs from `like`; for `partial` or `rename` without `like`.
-        OptionError: for a name in `rename` with which no path begins.
+        StructureError: if the checkpoint differs from `like`; for `partial` or `rename` without `like`.
+        OptionError: if no path begins with a name in `rename`.
     """
     with _error_names(path):
         manifest = _read_manifest(path)
@@ -58,16 +58,16 @@ def load_tree(
 def load_parts(
     path: Path, like: Mapping[str, PyTree], *, on_host: bool = False, share: tuple[int, int] = (0, 1)
 ) -> tuple[Manifest, dict[str, PyTree]]:
-    """Load a dict of trees: each like the tree of its key in `like`, or as it was saved where `like` has no such key.
+    """Load a dict of trees: each like the tree of its key in `like`, or as it was saved if `like` has no such key.
 
     Raises as `load` does.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         like: trees by name.
         on_host: keep tensors on the CPU, and not on the devices of `like`.
-        share: rank and number of ranks. Of tensors that are divided over ranks each rank reads its block, and verifies
-            a share of the whole ones.
+        share: rank and number of ranks. Each rank reads its blocks of the tensors that are divided, and verifies
+            a share of the whole tensors.
     """
     with _error_names(path):
         manifest = _read_manifest(path)
@@ -156,7 +156,7 @@ def verify(path: str | Path) -> Manifest:
 
 @contextmanager
 def _error_names(path: Path) -> Iterator[None]:
-    """Turn errors of reading into a CheckpointError that names the path, or a DeviceError when memory ran out."""
+    """Turn errors of reading into a CheckpointError that names the path, or a DeviceError if memory ran out."""
     try:
         yield
     except CheckpointError as error:
@@ -201,7 +201,7 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 def _files_below(path: Path) -> Iterator[str]:
-    """Yield the files below a directory, at any depth."""
+    """Yield the files in a directory, at any depth."""
     folders = [""]
     while folders:
         below = folders.pop()

@@ -17,7 +17,7 @@ NEW = ".new"
 
 
 def current_path(path: Path) -> Path:
-    """Return the directory of a checkpoint; a replacement that was interrupted leaves it under the name with `NEW`."""
+    """Return the directory of a checkpoint; an interrupted replacement leaves it under the name with `NEW`."""
     new = _replacement_path(path)
     return new if files.exists(new) and not files.exists(path) else path
 
@@ -29,9 +29,9 @@ def write_or_replace(path: Path, step: int, write: Callable[[Path], Manifest]) -
     is the same; at each moment the old or the new one exists.
 
     Args:
-        path: of the checkpoint.
-        step: steps of training done.
-        write: writes and verifies a checkpoint at a new path, and returns its manifest.
+        path: path of the checkpoint.
+        step: number of training steps done.
+        write: function that writes and verifies a checkpoint at a new path, and returns its manifest.
 
     Raises:
         CheckpointError: when one of another run with different content exists, or writing fails.
@@ -59,7 +59,7 @@ def write_or_replace(path: Path, step: int, write: Callable[[Path], Manifest]) -
 
 
 def finish_replacement(path: Path, step: int) -> None:
-    """Replace a checkpoint by the complete one beside it, if there is one."""
+    """Replace a checkpoint by the complete one next to it, if there is one."""
     new = _replacement_path(path)
     if not files.exists(new):
         return

@@ -26,9 +26,9 @@ STATE = "state.safetensors"
 MODEL_FIELDS = "params", "frozen", "buffers"
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 MIN_BYTES_FOR_THREAD = 2**16
-"""Bytes below which hashing in another thread takes longer than hashing at once."""
+"""Number of bytes below which hashing in another thread takes longer than hashing in this one."""
 MANIFEST_ROOM = 4096
-"""Bytes reserved in a manifest for each tensor."""
+"""Number of bytes reserved in a manifest per tensor."""
 
 
 class Placement(NamedTuple):
@@ -45,7 +45,7 @@ class Placement(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """What a manifest holds beside the tree, and the content of additional files by name."""
+    """What a manifest holds in addition to the tree, and the content of additional files by name."""
 
     step: int | None
     run: str
@@ -65,7 +65,7 @@ def write(path: Path, flat: FlatTree, notes: Notes) -> None:
 
     Raises:
         CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
-        OptionError: for a name of a text that is outside of the directory or in use.
+        OptionError: if the name of a text is outside the directory or in use.
     """
     placements = place_leaves(flat, notes.texts)
     with new_directory(path, [leaf.value for leaf in flat.leaves]) as temporary:
@@ -77,7 +77,7 @@ def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
 
     Raises:
         CheckpointError: for leaves, keys and containers that cannot be saved.
-        OptionError: for a name in `texts` that is outside of the directory or in use.
+        OptionError: if a name in `texts` is outside the directory or in use.
     """
     place_leaves(flatten(tree), texts)
 
@@ -86,7 +86,7 @@ def place_leaves(flat: FlatTree, texts: Mapping[str, str]) -> list[Placement]:
     """Choose a file and a name in it for each tensor.
 
     Raises:
-        OptionError: for a name in `texts` that is outside of the directory or in use.
+        OptionError: if a name in `texts` is outside the directory or in use.
     """
     used: set[tuple[str, str]] = set()
     placements = []
@@ -187,10 +187,10 @@ def make_folders(directory: Path, names: Iterable[str]) -> list[Path]:
 def write_manifest(
     directory: Path, flat: FlatTree, tensors: Sequence[TensorEntry], notes: Notes, folders: Sequence[Path]
 ) -> Manifest:
-    """Write everything but the tensors, which are written already, and sync the directory and its folders to disk.
+    """Write everything except the tensors, which are already written, and sync the directory and its folders to disk.
 
     Raises:
-        CheckpointError: when the manifest is longer than what is read.
+        CheckpointError: if the manifest is too long to be read again.
     """
     step, run, metrics, surroundings, texts = notes
     for name, text in texts.items():
@@ -223,7 +223,7 @@ def _commit(temporary: Path, path: Path) -> None:
 
 
 def tensor_entry(item: Placement, digest: str) -> TensorEntry:
-    """Return what the manifest holds of a tensor."""
+    """Return the entry of a tensor in the manifest."""
     tensor = item.leaf.value
     stride = strides(tensor)
     dtype = str(tensor.dtype).removeprefix("torch.")

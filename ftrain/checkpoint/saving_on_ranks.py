@@ -1,6 +1,6 @@
-"""Write one checkpoint on many ranks: each its own blocks, into the same files, which are those that one rank writes.
+"""Write one checkpoint on many ranks: each writes its own blocks into the files that one rank would write.
 
-No tensor travels between ranks. The digests of blocks do, so that what a rank has written is compared with what another
+No tensor is sent between ranks, only digests of blocks, so that what a rank has written is compared with what another
 one reads from the disk.
 """
 
@@ -36,16 +36,16 @@ from ftrain.checkpoint.treedef import FlatTree, Json, Leaf, dotted
 from ftrain.errors import CheckpointError
 
 DIGEST_LETTERS = 32
-"""How much of the sha256 of a block travels."""
+"""Number of hexadecimal digits of the sha256 of a block that are sent."""
 
 
 class LocalTree(NamedTuple):
     """A flattened tree of which this rank has some blocks.
 
     Args:
-        flat: with tensors on the device meta in place of the leaves.
-        blocks: for each leaf, the blocks by the ranks that write them.
-        locals: this rank's blocks, by the numbers of leaves of which it writes one.
+        flat: the flattened tree, with tensors on the device meta in place of the leaves.
+        blocks: the blocks of each leaf by the ranks that write them.
+        locals: the blocks that this rank writes, by the number of their leaf.
         divided: the numbers of leaves that are divided. The others are written by the first rank.
     """
 
@@ -66,7 +66,7 @@ def local_tree(flat: FlatTree, rank: int) -> LocalTree:
 
 
 class _Target(NamedTuple):
-    """A tensor of the first rank's tree: where it is written, its blocks by rank, and that of this rank, if any."""
+    """A tensor of the first rank's tree: where it is written, its blocks by rank, and this rank's block, if any."""
 
     path: str
     dtype: torch.dtype
@@ -82,8 +82,8 @@ def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manif
 
     Raises:
         CheckpointError: when `path` exists, ranks differ in what they save, a leaf cannot be saved, or writing fails.
-        OptionError: for a name of a text that is outside of the directory or in use.
-        RankError: when another rank failed otherwise, or did not come.
+        OptionError: if the name of a text is outside the directory or in use.
+        RankError: when another rank failed in another way, or did not come.
     """
     placements = place_leaves(tree.flat, notes.texts)
     with new_directory(path, [leaf.value for leaf in tree.flat.leaves]) as temporary:
@@ -99,8 +99,8 @@ def help_write(parent: Path, tree: LocalTree, ranks: Ranks) -> None:
 
     Args:
         parent: the directory in which the first rank makes the checkpoint; its path may differ between ranks.
-        tree: what is saved.
-        ranks: all of them.
+        tree: the tree to save.
+        ranks: all ranks.
     """
     _write_and_verify(parent, "", [], tree, ranks)
 
@@ -131,7 +131,7 @@ def _write_and_verify(parent: Path, name: str, tensors: Sequence[Json], tree: Lo
 
 
 def _make_files(directory: Path, placements: Sequence[Placement], tree: LocalTree) -> list[Json]:
-    """Make the files with their headers and sizes; return for each tensor what the other ranks need to know of it."""
+    """Make the files with their headers and sizes; return for each tensor what the other ranks need to know."""
     offsets: dict[tuple[str, str], int] = {}
     for file in sorted({item.file for item in placements}):
         plan = layout([item.info for item in placements if item.file == file])
@@ -150,7 +150,7 @@ def _signature(leaf: Leaf) -> list[Json]:
 
 
 def _targets(tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> Iterator[_Target]:
-    """Yield the tensors of the first rank's tree; this one must have the divided ones among them in the same order."""
+    """Yield the tensors of the first rank's tree; this rank must have the divided ones in the same order."""
     divided = iter(sorted(tree.divided))
     for number, (*signature, file, offset, is_divided_here) in enumerate(tensors):
         path, dtype, shape = signature
@@ -184,7 +184,7 @@ def _opened(
 
 
 def _write_block(descriptor: int, target: _Target, rank: int) -> str:
-    """Write the block of this rank, and return the digest of what was to be written; "" without a block."""
+    """Write the block of this rank, and return the digest of what it should have written; "" without a block."""
     if target.local is None:
         return ""
     digest, itemsize = hashlib.sha256(), target.dtype.itemsize
@@ -198,7 +198,7 @@ def _write_block(descriptor: int, target: _Target, rank: int) -> str:
 
 
 def _verified(descriptor: int, target: _Target, digests: Sequence[str]) -> str:
-    """Return the digest of a tensor on the disk, where each block must have the digest that its rank has told."""
+    """Return the digest of a tensor on disk, and check that each block has the digest that its rank has sent."""
     whole, by_rank = hashlib.sha256(), {rank: hashlib.sha256() for rank in target.blocks}
     buffer, itemsize = memoryview(bytearray(CHUNK)), target.dtype.itemsize
     for start, length, rank in heapq.merge(*(_runs_of(rank, target) for rank in target.blocks)):

@@ -1,4 +1,4 @@
-"""What ranks tell of themselves once a second (`ftrain.parallel.deadline`), read by one that waits for them."""
+"""Heartbeats that ranks write once per second (`ftrain.parallel.deadline`), read by a rank that waits for them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from ftrain._torch.store import sign_of_life
 
 PATIENCE = 3.0
-"""Seconds between two looks at what the others tell."""
+"""Seconds between two reads of the others' heartbeats."""
 SILENCE = 20.0
-"""Seconds without a sign of life after which a rank counts as dead, and after which one that failed does not come."""
+"""Seconds without a heartbeat after which a rank counts as dead, and seconds that a failed rank has to come."""
 
 
 class SignsOfLife:
-    """Whether the ranks for which this one waits can still come. Ranks that never made a mesh tell nothing.
+    """Tells whether the ranks for which this one waits can still come. Ranks without a mesh write no heartbeats.
 
     Args:
         table: the store of the process group.
         rank: the number of this rank.
-        size: how many there are.
+        size: number of ranks.
     """
 
     def __init__(self, table: Any, rank: int, size: int) -> None:
@@ -33,12 +33,12 @@ class SignsOfLife:
         """Return why one of the ranks that have not come will not; empty if all still may.
 
         Args:
-            absent: returns those ranks.
-            waited: for how many seconds this rank has waited.
-            in_order: whether this rank waits in the thread that makes its steps, so that one that is further in its
-                own does not come.
+            absent: function that returns those ranks.
+            waited: number of seconds that this rank has waited.
+            in_order: whether this rank waits in the thread that makes its steps, so that a rank in a later
+                step does not come.
         """
-        # Before asking who is absent: what a rank tells after it came does not count.
+        # Before asking who is absent: what a rank writes after it came does not count.
         earlier, self._notes = self._notes, {rank: self._told_by(rank) for rank in range(self._size)}
         own_note = self._notes[self._rank]
         for rank in absent():
@@ -51,7 +51,7 @@ class SignsOfLife:
             place = f"{note['doing']} step {note['number']}{note['place']}"
             if note["has_ended"]:
                 return f"the program of rank {rank} has ended {place}"
-            # What was told since the last look is no older than this call.
+            # What was written since the last read is not older than this call.
             if in_order and (note["number"] > own_note["number"] or (note["waits"] and is_new)):
                 return f"rank {rank} is {place}"
             # It may have caught the error, and still come.

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, of which parts are read when they are needed."""
+"""Tensors in safetensors files, whose parts are read when they are needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ftrain.checkpoint.import_safetensors import MAX_TEXT_BYTES
 from ftrain.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-"""The names of Hugging Face's libraries: of the file that says which tensor is in which file, and of a single file."""
+"""Hugging Face's names of the file that says which tensor is in which file, and of a single file."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class StoredTensor:
 
     Args:
         file: an open safetensors file.
-        name: of the tensor in it.
-        shape: of the tensor.
-        dtype: to which what is read is converted. Default: as stored.
-        device: to which what is read is moved.
+        name: name of the tensor in it.
+        shape: shape of the tensor.
+        dtype: dtype to convert to when reading. Default: as stored.
+        device: device to read to.
     """
 
     file: Any
@@ -53,8 +53,8 @@ class StoredTensor:
         return self._converted(self.file.get_tensor(self.name))
 
     def narrow(self, axis: int, start: int, length: int) -> Tensor:
-        """Read a part along one axis, and no more than that of the file."""
-        if length == 0:  # Of which safetensors has no slice.
+        """Read a part along one axis, and nothing else of the file."""
+        if length == 0:  # safetensors has no empty slices.
             shape = (*self.shape[:axis], 0, *self.shape[axis + 1 :])
             return torch.empty(shape, dtype=self.dtype, device=self.device)
         part = (*[slice(None)] * axis, slice(start, start + length))
@@ -68,7 +68,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file, or of a directory with Hugging Face's names; none is read yet.
 
     Raises:
-        CheckpointError: when there is no such file, or one is malformed.
+        CheckpointError: if there is no such file, or one is malformed.
     """
     if not files.is_directory(path):
         return _tensors_of(path)

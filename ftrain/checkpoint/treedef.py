@@ -87,14 +87,14 @@ class _Flattener:
         return self.registered(path, tree, state_path)
 
     def number(self, path: Path, tensor: Tensor, state_path: Path | None) -> int:
-        """Return the number of a tensor; tied tensors, which share memory, have the same one."""
+        """Return the number of a tensor; tied tensors, which share memory, have the same number."""
         tensor = undivided(tensor)
         problem = why_not_savable(tensor)
         if problem:
             self.problems.append(f"{dotted(path)}: {problem}")
             return 0
         new = len(self.leaves)
-        # Ranks must number alike, so what is divided has no ties: the block of a rank may be empty, without memory.
+        # Numbers must agree on all ranks, so divided tensors are never tied: a block may be empty, without memory.
         has_identity = tensor.numel() and not is_divided(tensor)
         number = self._numbers.setdefault(_tensor_identity(tensor) if has_identity else (new,), new)
         if number == new:
@@ -149,7 +149,7 @@ class _Flattener:
 
 
 def why_not_savable(tensor: Tensor) -> str:
-    """Return why a tensor cannot be saved; "" when it can."""
+    """Return why a tensor cannot be saved; "" if it can."""
     if is_dtensor(tensor):
         if problem := why_not_blocks(tensor):
             return problem

@@ -24,25 +24,25 @@ def save(
     Parameters and buffers of a `TrainState` go to ``params/model.safetensors`` under their dotted names, so that
     any reader of safetensors loads the model. All other tensors go to ``state.safetensors``. ``MANIFEST.json`` holds
     the structure, the numbers and strings among the leaves, and a sha256 of every tensor. Nothing is pickled. The
-    files are written to a temporary directory beside `path`, which is renamed when all of them are on disk: a save
+    files are written to a temporary directory next to `path`, which is renamed when all of them are on disk: a save
     that fails or is killed leaves `path` as it was. Leaves may be dense tensors, bool, int, float, complex, str and
     bytes.
 
-    A tree with leaves that are divided over ranks must be saved by all of them: each writes its own blocks into the
-    same files, which are those that one rank writes. The first rank writes what is not divided, and no rank ever holds
+    A tree with DTensors of several ranks must be saved by all of them: each writes its own blocks into the
+    files that one rank would write. The first rank writes what is not divided, and no rank ever holds
     a whole leaf. All ranks must see one directory, whose path may differ.
 
     Args:
-        path: of the new directory, which must not exist.
+        path: path of the new directory, which must not exist.
         tree: any tree, such as a `TrainState`; its tensors may be tied, strided, and on any device.
-        step: steps of training done, for the manifest.
+        step: number of training steps done, for the manifest.
         run: id of the run, for the manifest.
         texts: content of additional files by their names in the directory, such as ``{"params/config.json": ...}``.
 
     Raises:
         CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
-        OptionError: for a name in `texts` that is outside of the directory or in use.
-        RankError: when another rank failed otherwise, or did not come.
+        OptionError: if a name in `texts` is outside the directory or in use.
+        RankError: when another rank failed in another way, or did not come.
     """
     flat = flatten(tree)
     notes = Notes(step, run, {}, environment(device_of(flat.leaves)), dict(texts or {}))
@@ -67,8 +67,8 @@ def load(
 ) -> PyTree:
     """Read a tree that `save` has written, and verify every byte of it.
 
-    Where leaves of `like` are divided over ranks, all of these must call it: each reads its own blocks and verifies a
-    share of the whole tensors, and what is wrong on one is an error on all.
+    If `like` has DTensors of several ranks, all of them must call it: each reads its own blocks and verifies a
+    share of the whole tensors, and an error on one rank is an error on all.
 
     Args:
         path: the directory of the checkpoint.
@@ -81,8 +81,8 @@ def load(
         CheckpointError: when it is missing or damaged; the message names the file and the tensor.
         DeviceError: when memory runs out.
         StructureError: when it differs from `like`; the message lists every path.
-        OptionError: for a name in `rename` with which no path begins.
-        RankError: when another rank failed otherwise, or did not come.
+        OptionError: if no path begins with a name in `rename`.
+        RankError: when another rank failed in another way, or did not come.
     """
     path, rename = Path(path), rename or {}
     if not _is_divided(like):

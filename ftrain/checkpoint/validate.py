@@ -43,7 +43,7 @@ def match_leaves(
     """Return the saved item for each leaf of `like`.
 
     Raises:
-        StructureError: with all differences; with ``partial`` only those in shape and dtype.
+        StructureError: listing all differences; with ``partial`` only those in shape and dtype.
     """
     by_name = any(isinstance(key, str) for key in saved)
     # Containers may differ when only some leaves are loaded, or when leaves are matched by name.
@@ -72,7 +72,7 @@ def match_leaves(
 
 
 def _agree(item: Any, need: Any) -> bool:
-    """Whether a saved item has the container, or the dtype and shape, or the type, of one in `like`."""
+    """Whether a saved item has the container, or the dtype and shape, or the type, of an item of `like`."""
     if isinstance(item, Container) and isinstance(need, Container) and need.kind.startswith(NAMED_TUPLE):
         # A manifest of version 1 has the module of a named tuple before its name.
         return need.kind in (item.kind, f"{NAMED_TUPLE}{item.kind.rpartition('.')[2]}")
@@ -80,7 +80,7 @@ def _agree(item: Any, need: Any) -> bool:
 
 
 def _description(item: Any) -> str:
-    """The container, dtype and shape, or type of an item, as compared and as shown in errors."""
+    """The container, dtype and shape, or type of an item: for comparison and for errors."""
     if isinstance(item, Container):
         return item.kind
     if isinstance(item, TensorEntry):

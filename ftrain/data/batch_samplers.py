@@ -25,10 +25,10 @@ class BatchSampler:
     Args:
         divide: ``indices of a window -> indices of each batch of this rank``.
         num_ranks: the number of ranks that share a batch.
-        granularity: with ``drop_last``, the number of samples that are used is a multiple of this.
+        granularity: divisor of the number of samples that are used with ``drop_last``.
         window_size: the number of samples in a window; a multiple of `granularity`.
         fixed_size: whether every batch has `granularity` samples on all ranks together.
-        keeps_order: whether a window is one batch, and `divide` takes a slice of it, of a list too.
+        keeps_order: whether a window is one batch, and `divide` takes a slice of it, also of a list.
     """
 
     divide: Callable[[Any], list[Any]]
@@ -40,7 +40,7 @@ class BatchSampler:
 
 
 def in_order(batch_size: int, rank: int, num_ranks: int) -> BatchSampler:
-    """Return batches of a fixed size in the given order, parts of those of all ranks; a window is one of these."""
+    """Return batches of a fixed size in the given order, each a part of that of all ranks; a window is one batch."""
     size = batch_size * num_ranks
 
     def divide(indices: Sequence[int]) -> list[Sequence[int]]:

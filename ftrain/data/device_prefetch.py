@@ -92,7 +92,7 @@ class DevicePrefetcher:
         except StopIteration:
             return _Prefetched(is_end=True)
         except Exception as error:
-            # Raised when it is its turn: the batches before it are good.
+            # Raised in its turn: the earlier batches are good.
             return _Prefetched(is_end=True, error=error)
         return _Prefetched(*_copy(as_tree(batch), self._device, stream), position=position(self._data))
 
@@ -133,10 +133,10 @@ class _Prefetched:
 def _copy(batch: PyTree, device: torch.device, stream: torch.Stream | None) -> tuple[PyTree, torch.Event | None]:
     """Return a tree on a device, and the event of the copy if it is on a separate stream.
 
-    The host waits for the copy of what the data has in pinned memory, which it may fill again for the next batch.
+    The host waits for the copy of pinned memory of the data, which may fill that memory again for the next batch.
     """
     if stream is None:
-        # A copy on the device itself, too: the data may fill its tensors again for the batches that are read ahead.
+        # Tensors on the device are copied too: the data may fill them again for the batches that are read ahead.
         return tree.map(lambda leaf: _copied(leaf, device), batch), None
     with_own_memory = tree.map(_pin, batch)
     with stream:

@@ -112,7 +112,7 @@ class EpochPlan:
             batch = 0
 
     def _batches_in_order(self, epoch: int, window: int) -> Iterator[list[int]]:
-        """Yield the batches of the windows that are full, each of which has one; computed many at a time."""
+        """Yield the batches of the full windows, one per window; computed many at a time."""
         sampler = self.batch_sampler
         size, num_full = sampler.window_size, self.num_used // sampler.window_size
         step = max(BLOCK // size, 1)

@@ -18,8 +18,8 @@ from ftrain.data.stateful import has_position, position, seek
 from ftrain.data.worker_pool import WorkerOptions, read_in_one_worker
 
 START: Position = {"batch": 0, "ended": 0}
-"""The start of an epoch. ``ended`` is 1 once the dataset has raised StopIteration: it may then be back at its start, so
-that its own position is no longer one in this epoch."""
+"""The start of an epoch. ``ended`` is 1 once the dataset has raised StopIteration: it may then be at its start again,
+and its own position is no longer a position in this epoch."""
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
         return samples, samples if has_position(samples) else None
 
     def _seed(self, ordinal: int) -> None:
-        # For every sample, unless the dataset says that it draws nothing: a sample of a stream cannot be read twice.
+        # Seeded for every sample, unless the dataset says that it draws nothing: a stream cannot be read twice.
         if getattr(self.dataset, "draws", True):
             rng_streams.seed_sample(self.seed, self.epoch, ordinal)
 
@@ -114,7 +114,7 @@ class IterableSource:
 
     Args:
         stream: the first epoch.
-        options: how the worker reads; it has 0 or 1 workers.
+        options: options of the worker process, with 0 or 1 workers.
     """
 
     def __init__(self, stream: IterableBatchDataset, options: WorkerOptions) -> None:

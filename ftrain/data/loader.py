@@ -25,10 +25,10 @@ from ftrain.types import PyTree
 Source: TypeAlias = MapSource | IterableSource
 
 MIN_WINDOW = 4096
-"""The least number of samples in a window, where batches depend on lengths: many of each length, and sorted quickly."""
+"""The smallest number of samples in a window if batches depend on lengths: many per length, and sorted quickly."""
 
 MIN_WINDOW_BATCHES = 64
-"""The least number of batches in such a window."""
+"""The smallest number of batches in such a window."""
 
 
 class Loader:
@@ -200,7 +200,7 @@ def loader(
 
     Each ``iter()`` is an epoch. `Loader.state_dict` returns the position after the batches that were yielded, even if
     workers have read further; resuming from it takes the same time anywhere in an epoch. A dataset with
-    ``__getitems__`` is read a batch at a time.
+    ``__getitems__`` is read one batch at a time.
 
     The global generators of torch, Python and numpy are seeded from ``(seed, epoch, index)`` for each sample, so that
     random augmentation too does not depend on the number of workers, or on resuming. Seeding takes longer than reading
@@ -220,30 +220,30 @@ def loader(
 
     Args:
         dataset: the dataset of samples: with ``__getitem__`` and ``__len__``, or iterable.
-        batch_size: samples in a batch on each rank. With `max_tokens` the largest number of samples; None for no limit.
+        batch_size: number of samples per batch and rank. With `max_tokens` the largest number; None for no limit.
         seed: seed of the order, and of the random numbers that samples draw.
         shuffle: shuffle each epoch; else keep the order of the dataset.
-        num_workers: processes that read samples; they live as long as the loader.
+        num_workers: number of processes that read samples; they run as long as the loader exists.
         collate: makes a batch of a list of samples. Default: torch's ``default_collate``, or `packed` with `pack`.
         drop_last: leave out the last samples if they do not fill a batch on all ranks; else they form a smaller batch,
             for which the first samples of the epoch are repeated if a rank would have none. With `pack`, no sample is
             left out.
         rank: the number of this process.
-        num_ranks: how many processes share each epoch; all get the same number of batches.
+        num_ranks: number of processes that share each epoch; all get the same number of batches.
         lengths: the length of each sample, or a function of the index.
         max_tokens: limit of rows times longest row in a batch; for padding to a multiple, round `lengths` up to it.
         pack: the length of a row.
-        window: samples whose lengths are compared. Default: 4096, or those of 64 batches if that is more.
-        timeout: how long to wait for a worker, in seconds.
+        window: number of samples whose lengths are compared. Default: 4096, or 64 batches if that is more.
+        timeout: seconds to wait for a worker.
         on_error: what to do when a sample raises: "raise"; or "skip" it and count it in ``loader.skipped``, repeating
             good samples of the batch in its place so that the batch keeps its size (with `pack`, its place stays
             empty). A batch without a good sample is left out, which is an error with several ranks.
-        prefetch_factor: batches that each worker reads ahead.
-        context: how workers are started: "fork", "spawn" or "forkserver". Default: as Python does.
+        prefetch_factor: number of batches that each worker reads ahead.
+        context: start method of workers: "fork", "spawn" or "forkserver". Default: Python's.
 
     Raises:
         OptionError: if an option is out of range, or excludes another.
-        DataError: if the dataset is not one, or has too few samples for one batch.
+        DataError: if `dataset` is not a dataset, or has too few samples for one batch.
 
     >>> data = loader([{"x": float(i)} for i in range(10)], 4, shuffle=False)
     >>> [batch["x"].tolist() for batch in data]
@@ -253,7 +253,7 @@ def loader(
     _require_options(batch_size, rank, num_ranks, on_error, worker_options)
     collate = collate or (default_collate if pack is None else packed(pack, rows=batch_size))
     if type(dataset) is TensorDataset:
-        # The same samples, which are read a batch at a time.
+        # The same samples, read one batch at a time.
         dataset = arrays(dataset.tensors)
     if not _is_map_style(dataset):
         uses_lengths = any(option is not None for option in (lengths, max_tokens, pack, window)) or batch_size is None

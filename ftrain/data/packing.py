@@ -40,9 +40,9 @@ def pack(
 
     Args:
         documents: tokens, or mappings with tokens; empty documents are left out.
-        length: tokens in a row.
+        length: number of tokens in a row.
         rows: the number of rows, of which the last ones may be empty. Default: as many as needed.
-        pad: the token of padding.
+        pad: the padding token.
         field: the key of the tokens in a mapping. If it has ``"labels"`` too, these are used as they are, each for the
             token at the same index.
         cut: split a document that is longer than a row into several documents; else it is an error.
@@ -107,7 +107,7 @@ def block_mask(documents: Tensor) -> Tensor:
     be NaN.
 
     Args:
-        documents: (rows, length), the ``documents`` of `pack`.
+        documents: the ``documents`` of `pack`, of shape (rows, length).
 
     Returns:
         bool of shape (rows, 1, length, length) on the device of `documents`, True where the query (third axis) attends

@@ -1,4 +1,4 @@
-"""A metric: the share of a batch that is padding."""
+"""The metric `padding`: the share of a batch that is padding."""
 
 from __future__ import annotations
 

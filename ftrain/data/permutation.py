@@ -3,7 +3,7 @@
 Up to `BLOCK` indices are sorted by Philox draws, so that all orders are equally likely. The order of more indices is a
 bijection that is computed for each index on its own: a generalised Feistel network (Black and Rogaway, "Ciphers with
 arbitrary finite domains", CT-RSA 2002) over pairs ``(x, y)`` of ``Z_a x Z_b``, with ``a b`` barely above the number of
-indices: ``x += F(y)`` and ``y += F(x)`` by turns. A result outside of the range is mapped again until it falls inside.
+indices: ``x += F(y)`` and ``y += F(x)`` by turns. A result outside the range is mapped again until it falls inside.
 Such a network does not reach all orders of a few indices equally often, hence the sort.
 """
 
@@ -65,7 +65,7 @@ def shuffled(index: npt.ArrayLike, size: int, *, seed: int = 0, epoch: int = 0) 
 def permuted_range(permutation: Permutation, first: int, count: int, size: int, words: tuple[int, int]) -> Indices:
     """Return the elements at positions ``first .. first + count - 1`` of a permutation.
 
-    Computed in blocks, which are cached: whoever reads one batch reads the next one soon.
+    Computed in blocks, which are cached: the next batch is usually read soon after this one.
     """
     start = first % BLOCK
     if start + count <= BLOCK:
@@ -86,7 +86,7 @@ def permuted(positions: Indices, size: int, words: tuple[int, int]) -> Indices:
 
 @functools.lru_cache(maxsize=8)
 def sorted_draws(size: int, words: tuple[int, int]) -> Indices:
-    """Return `random.permutation`, computed on the host: ``0 .. size - 1`` sorted by 63-bit draws, two to a block."""
+    """Return `random.permutation`, computed on the host: ``0 .. size - 1`` sorted by 63-bit draws, two per block."""
     block = philox_host(words, (np.arange((size + 1) // 2, dtype=np.uint64), 0, 0, 0))
     draws = np.stack([block[0] << 31 | block[1] >> 1, block[2] << 31 | block[3] >> 1], -1).reshape(-1)
     return np.argsort(draws[:size], kind="stable").astype(np.int64)
@@ -94,11 +94,11 @@ def sorted_draws(size: int, words: tuple[int, int]) -> Indices:
 
 def feistel(positions: Indices, size: int, words: tuple[int, int]) -> Indices:
     """Return the elements at some positions of the permutation that the Feistel network computes."""
-    # Even: one round can then be an odd permutation, without which only half of all permutations could be reached.
+    # Even, so that one round can be an odd permutation: otherwise only half of all permutations could be reached.
     left = math.isqrt(max(size - 1, 0)) + 1
     left += left % 2
     right = max(-(-size // left), 1)
-    # Arrays of at least one axis: numpy lets these overflow silently, and warns about scalars.
+    # Arrays of at least one axis overflow silently in numpy; scalars cause a warning.
     elements = _rounds(positions.astype(np.uint64).reshape(-1), left, right, words)
     outside = np.flatnonzero(elements >= size)
     while outside.size:

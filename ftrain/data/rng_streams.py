@@ -1,4 +1,4 @@
-"""Random numbers of samples: what a sample draws depends on the seed, the epoch and its index, and on nothing else."""
+"""Random numbers of samples: what a sample draws depends only on the seed, the epoch and its index."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def seed_sample(seed: int, epoch: int, index: int) -> None:
 
 
 def seed_collation(seed: int, epoch: int, index: int) -> None:
-    """Seed them for the collation of the batch whose first sample has this index."""
+    """Seed the generators for the collation of the batch whose first sample has this index."""
     _seed(random.fold_in_words(stream(seed, epoch, COLLATION), index))
 
 
 def _seed(words: tuple[int, int]) -> None:
     number = random.seed_of(words)
-    # Not torch.manual_seed, which seeds the devices as well, in workers too.
+    # Not torch.manual_seed, which also seeds the devices, even in workers.
     torch.default_generator.manual_seed(number)
     python_random.seed(number)
-    # Never the one that `PreservedState.detect` watches.
+    # Never the generator that `PreservedState.detect` watches.
     mtrand.set_bit_generator(_SEEDED)
-    # One word only: seeding numpy with several takes six times as long.
+    # One word: seeding numpy with several takes six times as long.
     np.random.seed(words[0])
 
 
@@ -55,7 +55,7 @@ class PreservedState:
     call.
 
     Args:
-        detect: be able to tell whether code draws.
+        detect: make it possible to tell whether code draws.
     """
 
     __slots__ = ("_detect", "_numpy", "_python", "_resets", "_torch", "_torch_numbers")
@@ -66,7 +66,7 @@ class PreservedState:
     def __enter__(self) -> PreservedState:
         self._torch = torch.default_generator.get_state()
         self._python = _PythonState.now()
-        # Replaced instead of copied, which takes a hundred times as long.
+        # Replaced, because copying takes a hundred times as long.
         self._numpy = mtrand.get_bit_generator()
         if self._detect:
             self._resets, self._torch_numbers = _SPARE.resets, _TorchNumbers.last
@@ -81,12 +81,12 @@ class PreservedState:
         mtrand.set_bit_generator(self._numpy)
 
     def has_drawn(self) -> bool:
-        """Return whether a global generator has been drawn from, or set, in this context; can be called once.
+        """Return whether a global generator was used or set in this context; can be called once.
 
         Code that draws and then sets the state that it found, or one of an earlier batch, is not detected.
         """
         return (
-            # First, as it repairs what it finds.
+            # First, since it also restores the generator.
             _SPARE.has_drawn()
             or _SPARE.resets != self._resets
             or self._python.has_drawn()
@@ -95,9 +95,9 @@ class PreservedState:
 
 
 class _TorchNumbers:
-    """The numbers that torch's global generator draws next, which takes a third of the time of comparing states.
+    """The next numbers of torch's global generator; drawing them takes a third of the time of comparing states.
 
-    Two normal numbers: the first may be one that the generator has left over, the second is not.
+    Two normal numbers: the first may be one that the generator has stored, the second is not.
     """
 
     last: bytes | None = None
@@ -107,9 +107,9 @@ class _TorchNumbers:
 
     @classmethod
     def differ(cls, earlier: bytes | None, state: Tensor) -> bool:
-        """Draw them, and return whether they are neither those of an earlier batch nor what is drawn next in a state.
+        """Draw the numbers, and return whether they are neither those of an earlier batch nor the next ones of a state.
 
-        The latter are then the `last` ones. Two states have the same numbers by chance once in 2**100 times.
+        The next ones of the state are then the `last` ones. Two states have the same numbers once in 2**100 times.
         """
         cls._numbers.normal_()
         numbers = cls._memory.tobytes()
@@ -124,11 +124,11 @@ class _TorchNumbers:
 class _PythonState:
     """A state of Python's global generator.
 
-    To read it takes longer than to read a small sample. So the one that was restored last is remembered: while the next
-    numbers are those that follow in it, nothing has drawn since.
+    Reading it takes longer than reading a small sample. So the state that was restored last is kept: while the next
+    numbers are those that follow in this state, nothing has drawn since.
 
     Args:
-        state: as `random.getstate` returns it.
+        state: state from `random.getstate`.
     """
 
     __slots__ = ("_after", "_first", "_second", "_state")
@@ -143,7 +143,7 @@ class _PythonState:
 
     @classmethod
     def now(cls) -> _PythonState:
-        """Return the present state, and leave the generator two words of 32 bits behind it."""
+        """Return the current state, and advance the generator by two words of 32 bits."""
         last = cls._last
         words = last._words_until_another() if last is not None else 0
         if last is not None and words is None:
@@ -157,7 +157,7 @@ class _PythonState:
         return state
 
     def _words_until_another(self) -> int | None:
-        """Draw up to two words; return how many it took to see that this is not the present state; None if it is."""
+        """Draw up to two words; return how many it took to see that this is not the current state; None if it is."""
         if _GENERATOR.gauss_next != self._state[2]:
             return 0
         if python_random.getrandbits(32) != self._first:
@@ -174,7 +174,7 @@ class _PythonState:
 
 
 _GENERATOR: Any = python_random.getstate.__self__  # type: ignore[attr-defined]
-"""Of whose numbers the functions of the module `random` are."""
+"""The generator behind the functions of Python's module `random`."""
 
 
 _SEEDED = np.random.MT19937(0)
@@ -182,9 +182,9 @@ _SEEDED = np.random.MT19937(0)
 
 
 class _Spare:
-    """The global generator of numpy while samples are read that may draw, and another that draws the same numbers.
+    """numpy's global generator while samples that may draw are read, and a second one that draws the same numbers.
 
-    When they have come apart, they are brought together again, and `resets` is one more.
+    When their states differ, the first one is set to the state of the second, and `resets` increases by one.
     """
 
     def __init__(self) -> None:

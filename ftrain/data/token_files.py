@@ -24,7 +24,7 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 
 class TokenWriter:
-    """Writes a token file document by document; it needs 8 bytes of memory for each document.
+    """Writes a token file document by document; it needs 8 bytes of memory per document.
 
     Args:
         path: the file; its name ends in ``.npy``.
@@ -79,7 +79,7 @@ class TokenWriter:
         self._ends.append((self._ends[-1] if self._ends else 0) + len(document))
 
     def close(self) -> None:
-        """Complete the file, write it to the disk and rename it to its final name."""
+        """Complete the file, write it to disk and rename it to its final name."""
         self._file.seek(0)
         self._write_header(self._ends[-1] if self._ends else 0)
         self._file.flush()
@@ -168,7 +168,7 @@ class TokenFile(Dataset[dict[str, Tensor]]):
     Args:
         tokens: the path of a ``.npy`` file that `write_tokens` made; or an array, such as ``np.memmap(path,
             dtype=np.uint16)`` of a file without a header.
-        length: tokens in a window.
+        length: number of tokens in a window.
 
     Raises:
         OptionError: if `length` is not a positive integer.
@@ -205,7 +205,7 @@ class TokenFile(Dataset[dict[str, Tensor]]):
 
 
 class TokenDocuments(Dataset[dict[str, Tensor]]):
-    """A map-style dataset of the documents of a token file: sample i is ``{"tokens": those of document i}``, int64.
+    """A map-style dataset of the documents of a token file: sample i is ``{"tokens": tokens of document i}``, int64.
 
     Attributes:
         lengths: int64 array of the length of each document, for ``loader(documents, ..., lengths=documents.lengths)``.

@@ -1,4 +1,4 @@
-"""How batches travel from a worker process: small tensors by value, within the message.
+"""How batches are sent from a worker process: small tensors by value, within the message.
 
 Torch moves the memory of each tensor into shared memory and sends a file descriptor, which takes about half a
 millisecond whatever its size, and a place in ``/dev/shm`` and in the table of open files. A copy of a few kilobytes
@@ -23,7 +23,7 @@ MAX_BYTES = 1 << 19
 
 
 def to_message(fetched: FetchedBatch) -> Message:
-    """Return what a worker sends of a batch, as it is now; it is received as a `FetchedBatch`."""
+    """Return the message in which a worker sends a batch, as it is now; it is received as a `FetchedBatch`."""
     try:
         return Message(_pickled(fetched))
     except Exception as error:
@@ -48,7 +48,7 @@ def _pickled(value: Any) -> bytes:
 
 
 class _ByValuePickler(ForkingPickler):
-    """Pickles as torch's processes do, but for plain tensors of little memory; these still share what they shared."""
+    """Pickles as torch's processes do, except for small plain tensors; tensors that shared memory still share it."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
@@ -73,7 +73,7 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 class _Memory:
-    """Pickles as the bytes of a tensor's memory, and unpickles as a tensor of these."""
+    """Pickles as the bytes of a tensor's memory, and unpickles as a tensor of these bytes."""
 
     def __init__(self, owner: Tensor) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(owner.untyped_storage())
@@ -83,14 +83,14 @@ class _Memory:
 
 
 def _to_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor on the host, for which nothing waits."""
+    """Return the bytes of a tensor on the host, without waiting."""
     return tensor.numpy().tobytes()
 
 
 def _from_bytes(data: bytes) -> Tensor:
     if not data:
         return torch.empty(0, dtype=torch.uint8)
-    # Copied, so that it lies in memory as any other tensor does: kernels may add up in another order elsewhere.
+    # Copied, so that it is aligned as any other tensor is: otherwise kernels may add up in another order.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
 
 

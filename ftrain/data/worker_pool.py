@@ -21,11 +21,11 @@ from ftrain.errors import DataError
 
 
 class WorkerOptions(NamedTuple):
-    """How worker processes read.
+    """Options of worker processes.
 
     Args:
         num_workers: the number of processes; 0 reads each batch in this process when it is asked for.
-        timeout: how long to wait for a batch, in seconds.
+        timeout: seconds to wait for a batch.
         prefetch_factor: the number of batches that each worker reads ahead.
         context: the start method ("fork", "spawn", "forkserver"); None for Python's default.
     """
@@ -56,7 +56,7 @@ def _data_loader(
 
 
 def _ignore_interrupts(worker: int) -> None:
-    # Ctrl-C reaches every process of a terminal; the main process decides what it ends, and when.
+    # Ctrl-C reaches every process of a terminal; the main process decides which processes it ends, and when.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -65,7 +65,7 @@ class WorkerPool:
 
     Args:
         dataset: the dataset of batches.
-        options: how the processes read.
+        options: options of the processes.
     """
 
     def __init__(self, dataset: BatchDataset, options: WorkerOptions) -> None:
@@ -118,8 +118,8 @@ def read_from_workers(
 
     Args:
         loader: the loader whose workers read the batches.
-        timeout: how long it waits for a batch, in seconds.
-        describe_next: returns a text that names the batch that is waited for.
+        timeout: seconds that it waits for a batch.
+        describe_next: function that returns a text that names the next batch.
 
     Raises:
         DataError: when a worker cannot be started, dies, or does not answer in time.
@@ -127,7 +127,7 @@ def read_from_workers(
     batches: Iterator[FetchedBatch] | None = None
     while True:
         try:
-            # Starting an epoch may also wait: for workers that are still reading for an epoch that was left.
+            # Starting an epoch may also wait for workers that are still reading for an unfinished epoch.
             batches = iter(loader) if batches is None else batches
             batch = next(batches)
         except StopIteration:
@@ -154,14 +154,14 @@ def read_from_workers(
 
 
 def _stop(batches: Any) -> None:
-    # The garbage collector would take five seconds for each worker: it closes the queues before the loader can tell
+    # The garbage collector would take five seconds per worker: it closes the queues before the loader can tell
     # the workers to end.
     with suppress(RuntimeError):  # Torch may signal the death of another worker meanwhile.
         _torch.stop_workers(batches)
 
 
 class _PendingRequests:
-    """The sampler of the workers: yields requests, and remembers those whose batches have not arrived yet."""
+    """The sampler of the workers: yields requests, and keeps those whose batches have not arrived yet."""
 
     def __init__(self) -> None:
         self._requests: Iterator[BatchRequest] = iter(())

@@ -61,7 +61,7 @@ def record_of(history: History, step: int) -> dict[str, Any]:
 
 
 def unpack(packed: PyTree) -> History:
-    """Return the records that a checkpoint written before ftrain 0.2 holds: in tables of records with the same names.
+    """Return the records that a checkpoint of an earlier format holds: in tables of records with the same names.
 
     Args:
         packed: ``{"tables": [{name: column}], "order": the table of each record}``.

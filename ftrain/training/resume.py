@@ -264,7 +264,7 @@ def history_of(checkpoint: LoadedCheckpoint) -> History:
 def _mark(checkpoint: LoadedCheckpoint) -> Mark | None:
     """How much of the journal belongs to a checkpoint.
 
-    None when `fit` did not save it, or ftrain before 0.2 did, whose checkpoints hold the records themselves.
+    None if `fit` did not save it, or saved it in an earlier format, in which a checkpoint holds the records themselves.
     """
     run = checkpoint.parts.get("run")
     record = run.get("record") if isinstance(run, dict) else None
