@@ -193,14 +193,16 @@ def _comparable(options: Options, checkpoints: Checkpoints | None, *others: Any)
 
 
 def _train(run: Run, votes: StepVotes) -> None:
+    batch = None
     try:
         run.start()
         steps = run.steps()
         for record in () if run.stopped else steps:
             run.after_step(record, steps)
-            if votes.after_step(record.batch, record.step) or run.stopped:
+            batch = record.batch
+            if votes.after_step(batch, record.step) or run.stopped:
                 break
-        votes.at_end()
+        votes.at_end(batch)
         run.finish()
         votes.at_end()
     except BaseException as error:
