@@ -184,10 +184,8 @@ class Run:
         if self._checkpoints.enabled:
             self._save(only_if_due=True)
         self._between_steps = False
-        if self._accumulates and record.step % self._options.log_every == 0:
-            self._accumulates = False
-            is_first = self._agreement.is_first
-            warn_of_pieces("accumulate", self._step.loss, self._newest.state, record.batch, is_first=is_first)
+        if record.step % self._options.log_every == 0:
+            self._warn_of_pieces()
         if self._tracks_position:
             # The compilation of a later step may be abandoned, when its batch was already taken from the data.
             self._position = position_of(record, self._data)
@@ -202,6 +200,8 @@ class Run:
                 self._adapt(None)
                 self._require_best()
         self._save()
+        # A run may be shorter than `log_every`.
+        self._warn_of_pieces()
 
     def rescue(self, error: BaseException) -> None:
         """Attach what was trained to an error, and save it if it is whole."""
@@ -286,6 +286,12 @@ class Run:
         remaining = seconds_per_step * (total - self.step) if total is not None else None
         memory = backends.of(device_of(self._newest.state)).memory().peak
         return Status(self.step, total, now - self._start_time, remaining, rates, memory, metrics)
+
+    def _warn_of_pieces(self) -> None:
+        """Test, once in a run that accumulates, whether its loss may be taken in pieces."""
+        if self._accumulates and self._newest.batch is not None:
+            self._accumulates, newest = False, self._newest
+            warn_of_pieces("accumulate", self._step.loss, newest.state, newest.batch, is_first=self._agreement.is_first)
 
     def _evaluate_and_adapt(self, steps: Steps | None) -> None:
         """Evaluate, ask `stop` and `adapt`, where it is time to."""
