@@ -20,9 +20,10 @@ from ftrain.training.early_stopping import Adapt, Stop
 from ftrain.training.loggers import Logger
 from ftrain.training.metrics import Evaluate
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
+from ftrain.training.options import Options
 from ftrain.training.progress import Lines, show
 from ftrain.training.resume import RunCheckpoints
-from ftrain.training.run import FitResult, Options, Run, S
+from ftrain.training.run import FitResult, Run, S
 from ftrain.training.signals import EXIT_CODE_BASE, interruptible
 from ftrain.training.step_votes import StepVotes
 from ftrain.training.throughput import Count
