@@ -4,6 +4,9 @@ A training step maps ``(state, batch)`` to ``(state, metrics)``; mixed precision
 rematerialisation, clipping, averaging and compilation are wrappers that take a step and return a step.
 """
 
+import importlib
+import typing
+
 from ftrain import _torch as _torch
 from ftrain import backends as backends
 from ftrain import checkpoint as checkpoint
@@ -18,18 +21,6 @@ from ftrain._version import __version__ as __version__
 from ftrain.checkpoint import Checkpoints as Checkpoints
 from ftrain.optim import schedules as schedules
 from ftrain.parallel.sharded import sharded as sharded
-from ftrain.profiling.anatomy import Anatomy as Anatomy
-from ftrain.profiling.anatomy import anatomy as anatomy
-from ftrain.profiling.hints import Hint as Hint
-from ftrain.profiling.hints import hints as hints
-from ftrain.profiling.ladder import Ladder as Ladder
-from ftrain.profiling.ladder import Technique as Technique
-from ftrain.profiling.ladder import ladder as ladder
-from ftrain.profiling.precision_report import PrecisionReport as PrecisionReport
-from ftrain.profiling.precision_report import precision_report as precision_report
-from ftrain.profiling.tuning import Trials as Trials
-from ftrain.profiling.tuning import trials as trials
-from ftrain.profiling.tuning import tune as tune
 from ftrain.step.blocks import block as block
 from ftrain.step.compose import compose as compose
 from ftrain.step.compose import train_step as train_step
@@ -75,6 +66,20 @@ from ftrain.transforms.update_in_backward import update_in_backward as update_in
 from ftrain.types import Gradients as Gradients
 from ftrain.types import Mean as Mean
 from ftrain.types import TrainState as TrainState
+
+if typing.TYPE_CHECKING:
+    from ftrain.profiling.anatomy import Anatomy as Anatomy
+    from ftrain.profiling.anatomy import anatomy as anatomy
+    from ftrain.profiling.hints import Hint as Hint
+    from ftrain.profiling.hints import hints as hints
+    from ftrain.profiling.ladder import Ladder as Ladder
+    from ftrain.profiling.ladder import Technique as Technique
+    from ftrain.profiling.ladder import ladder as ladder
+    from ftrain.profiling.precision_report import PrecisionReport as PrecisionReport
+    from ftrain.profiling.precision_report import precision_report as precision_report
+    from ftrain.profiling.tuning import Trials as Trials
+    from ftrain.profiling.tuning import trials as trials
+    from ftrain.profiling.tuning import tune as tune
 
 __all__ = [
     "Anatomy",
@@ -149,6 +154,25 @@ __all__ = [
     "wrapper",
 ]
 
+_IMPORTED_WHEN_USED = {
+    **dict.fromkeys(("Anatomy", "anatomy"), "ftrain.profiling.anatomy"),
+    **dict.fromkeys(("Hint", "hints"), "ftrain.profiling.hints"),
+    **dict.fromkeys(("Ladder", "Technique", "ladder"), "ftrain.profiling.ladder"),
+    **dict.fromkeys(("PrecisionReport", "precision_report"), "ftrain.profiling.precision_report"),
+    **dict.fromkeys(("Trials", "trials", "tune"), "ftrain.profiling.tuning"),
+}
+
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if not typing.TYPE_CHECKING:
+    # Type checkers would take any name for one that exists.
+    def __getattr__(name: str) -> typing.Any:
+        """Import what measures steps, which most programs do not, when it is first used."""
+        if name not in _IMPORTED_WHEN_USED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
+        globals()[name] = found
+        return found

@@ -113,3 +113,73 @@ def test_float8_trains_as_bf16_does(rows, more):
     needed, wanted = train(wide(ft.with_amp("bf16"), *more), data)
     torch.testing.assert_close(losses, wanted, rtol=0.1, atol=1e-2)
     assert not torch.equal(found.params["0.weight"], needed.params["0.weight"])
+
+
+def cut(count):
+    """Batches that are not contiguous."""
+    return [torch.cat([batch, batch[:, :1]], 1)[:, :-1] for batch in batches(count)]
+
+
+def test_a_recording_reads_batches_of_the_strides_that_they_have():
+    step, losses = make(ft.compiled(donate=True)), []
+    state = step.init(device="cuda")
+    for batch in cut(5):
+        device = torch.empty_strided(batch.shape, batch.stride(), device="cuda").copy_(batch)
+        state, metrics = step(state, device)
+        losses.append(metrics["loss"])
+    _, wanted = train(make(ft.compiled(donate=True, replay=False)), batches(5))
+    torch.testing.assert_close(torch.stack(losses), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_that_is_restored_is_recorded_again():
+    step = make(ft.compiled(donate=True))
+    state, _ = train(step, batches(4))
+    kept = tree.clone(state)
+    for data in (batches(8)[4:], batches(8)[4:]):
+        for batch in data:
+            state, _ = step(state, batch.cuda())
+        again, state = state, tree.clone(kept)
+    for batch in batches(8)[4:]:
+        state, _ = step(state, batch.cuda())
+    for a, b in zip(tree.leaves(again), tree.leaves(state), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_steps_have_recordings_that_do_not_disturb_each_other():
+    """The first one is dropped while the other replays."""
+    first = make(ft.compiled(donate=True))
+    train(first, batches(4))
+    second = make(ft.compiled(donate=True))
+    state = second.init(device="cuda")
+    losses = []
+    for number, batch in enumerate(batches(8)):
+        if number == 4:
+            del first
+            torch.cuda.empty_cache()
+        state, metrics = second(state, batch.cuda())
+        losses.append(metrics["loss"])
+    _, wanted = train(make(ft.compiled(donate=True, replay=False)), batches(8))
+    assert torch.equal(torch.stack(losses), wanted)
+
+
+def test_a_recording_is_made_while_a_loader_pins_memory():
+    data = torch.utils.data.DataLoader(torch.stack(batches(64)).flatten(0, 1), 8, num_workers=1, pin_memory=True)
+    step = make(ft.compiled(donate=True))
+    ft.fit(step, step.init(device="cuda"), data, progress=False)
+    assert "replay" in repr(step)
+    assert "no replay" not in repr(step)
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam", "radam", "lamb", "adafactor", "schedule_free_adamw"])
+def test_no_optimizer_waits_for_the_device(name):
+    optimizer = getattr(ft.optim, name)(1e-2)
+    step = ft.compose(ft.train_step(ft.from_module(Net(), criterion), optimizer), ft.clip(1.0), ft.skip_nonfinite())
+    state, data = step.init(device="cuda"), [batch.cuda() for batch in batches(4)]
+    for batch in data[:2]:
+        state, _ = step(state, batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in data[2:]:
+            state, _ = step(state, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

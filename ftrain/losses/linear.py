@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ftrain.errors import LossError
-from ftrain.losses.chunked import losses_and_gradients
 from ftrain.losses.inputs import kind, require_class_weight, require_indices, require_smoothing, weight_of_labels
 from ftrain.types import Mean
 
@@ -78,8 +77,15 @@ def linear_cross_entropy(
         total = _Loss.apply(rows, weight, bias, labels, *options)  # type: ignore[no-untyped-call]
     else:
         _require_no_tangent(rows, weight, bias)
-        total = losses_and_gradients(rows, weight, bias, labels, *options, [False] * 3)[0]
+        total = _losses_and_gradients(rows, weight, bias, labels, *options, [False] * 3)[0]
     return Mean(total, weight_of_labels(labels, ignore_index, class_weight, wide))
+
+
+def _losses_and_gradients(*inputs: Any) -> Any:
+    # Registers an operation, which takes as long as importing ten files.
+    from ftrain.losses.chunked import losses_and_gradients
+
+    return losses_and_gradients(*inputs)
 
 
 def _require_no_tangent(*inputs: Tensor | None) -> None:
@@ -100,7 +106,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         total: Tensor
-        total, *grads = losses_and_gradients(*inputs, list(ctx.needs_input_grad[:3]))
+        total, *grads = _losses_and_gradients(*inputs, list(ctx.needs_input_grad[:3]))
         ctx.save_for_backward(*inputs[:5])
         ctx.options, ctx.grads = inputs[5:], grads
         return total
@@ -115,7 +121,7 @@ class _Loss(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         if grads is None:
             # A second backward pass: the first one returned the gradients, scaled in place.
-            _, *grads = losses_and_gradients(*ctx.saved_tensors, *ctx.options, list(ctx.needs_input_grad[:3]))
+            _, *grads = _losses_and_gradients(*ctx.saved_tensors, *ctx.options, list(ctx.needs_input_grad[:3]))
         # In place, since they may be large. Autograd casts each to the dtype of its input.
         scaled = [
             grad.mul_(cotangent) if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)

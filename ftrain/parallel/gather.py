@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ftrain.parallel.gradient_sums import GradientSums
+from ftrain.parallel.gradient_sums import GradientSums, Start
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, Results, start_gather_all, start_scatter_all
 
@@ -19,15 +19,22 @@ class Parameters:
         group: the ranks that have a part each.
         locals_: the parts of this rank by name; those that require no gradient are gathered without one.
         parts: how each is divided; None for one that every rank has.
+        over_copies: see `GradientSums`.
 
     Attributes:
         narrow: the dtype in which parameters with two or more axes are gathered; None for their own.
     """
 
-    def __init__(self, group: Group, locals_: Mapping[Hashable, Tensor], parts: Mapping[Hashable, Part | None]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        locals_: Mapping[Hashable, Tensor],
+        parts: Mapping[Hashable, Part | None],
+        over_copies: Start | None = None,
+    ) -> None:
         self.group, self.leaves, self.parts = group, locals_, parts
         trained = [name for name, local in locals_.items() if local.requires_grad]
-        self.sums = GradientSums([str(name) for name in trained], [locals_[name] for name in trained])
+        self.sums = GradientSums([str(name) for name in trained], [locals_[name] for name in trained], over_copies)
         self._numbers = {name: number for number, name in enumerate(trained)}
         self._trained_parts = [parts[name] for name in trained]
         self._trained_dtypes = [locals_[name].dtype for name in trained]

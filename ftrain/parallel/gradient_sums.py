@@ -29,6 +29,9 @@ SMALLEST, BUCKETS, LARGEST = 4 << 20, 4, 32 << 20
 Combine: TypeAlias = Callable[[Sequence[int], list[Tensor]], Results]
 """``(indices, gradients) -> results``: starts to combine the gradients of the parameters of these indices."""
 
+Start: TypeAlias = Callable[[list[Tensor]], Results]
+"""``gradients -> results``: starts to sum what was combined over the copies of the state."""
+
 
 class GradientSums:
     """The gradients of the parameters of one forward pass; a `ftrain.step.combined_grads.CombinedGrads`.
@@ -36,11 +39,14 @@ class GradientSums:
     Args:
         names: names of the parameters.
         params: parameters of this rank; a sum has the shape of its parameter.
+        over_copies: function that sums over the copies of the state what was combined within one; None if that is done
+            later.
     """
 
-    def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
-        self._names, self._params = names, params
+    def __init__(self, names: Sequence[str], params: Sequence[Tensor], over_copies: Start | None = None) -> None:
+        self._names, self._params, self._over_copies = names, params, over_copies
         self._started: deque[tuple[Sequence[int], Results]] = deque()
+        self._started_over_copies: list[tuple[Sequence[int], Results]] = []
         self._nbytes: deque[int] = deque()  # Of what was started.
         self._sums: dict[int, Tensor] = {}
         self._used: set[int] = set()
@@ -99,6 +105,8 @@ class GradientSums:
             self._buckets = None
         while self._started:
             self._finish()
+        for indices, over_copies in self._started_over_copies:
+            self._add(indices, over_copies())
         self._note_used()
         results = {**self._sums, **self._sparse}
         return [
@@ -136,7 +144,13 @@ class GradientSums:
     def _finish(self) -> None:
         indices, results = self._started.popleft()
         self._nbytes.popleft()
-        for index, grad in zip(indices, results(), strict=True):
+        if self._over_copies is None:
+            self._add(indices, results())
+        else:
+            self._started_over_copies.append((indices, self._over_copies(results())))
+
+    def _add(self, indices: Sequence[int], grads: list[Tensor]) -> None:
+        for index, grad in zip(indices, grads, strict=True):
             self._sums[index] = self._sums[index] + grad if index in self._sums else grad
 
     def _note_used(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.gather import Parameters
-from ftrain.parallel.gradient_sums import GradientSums
+from ftrain.parallel.gradient_sums import GradientSums, Start
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, Results, start_scatter_all, start_sum_all
 from ftrain.parallel.state import Layout
@@ -26,24 +26,27 @@ class _Passing(NamedTuple):
     Args:
         in_backward: whether their gradients are sent in the backward pass.
         wholes: parameters gathered for all microbatches; None if the loss gathers them, or none is divided.
+        over_copies: function that sums gradients over the copies of the state in the backward pass too, if any.
     """
 
     in_backward: bool
     wholes: list[Tensor] | None
+    over_copies: Start | None = None
 
 
 _passing: ContextVar[_Passing] = ContextVar("ftrain_passing")
 
 
 @contextmanager
-def passing(in_backward: bool, wholes: list[Tensor] | None) -> Iterator[None]:
+def passing(in_backward: bool, wholes: list[Tensor] | None, over_copies: Start | None = None) -> Iterator[None]:
     """Context of the forward passes of a step.
 
     Args:
         in_backward: whether gradients are sent in the backward pass.
         wholes: the trained parameters, if they are gathered once for all microbatches.
+        over_copies: function that sums gradients over the copies of the state in the backward pass too, if any.
     """
-    token = _passing.set(_Passing(in_backward, wholes))
+    token = _passing.set(_Passing(in_backward, wholes, over_copies))
     try:
         yield
     finally:
@@ -83,7 +86,8 @@ class LossParams:
         if self._level < 3:
             new = self._in_buckets(names, by_name, used, layout.params_parts)
         else:
-            of_ranks = Parameters(self._shard, by_name, dict(zip(names, layout.parts, strict=True)))
+            parts = dict(zip(names, layout.parts, strict=True))
+            of_ranks = Parameters(self._shard, by_name, parts, _passing.get().over_copies)
             announce(of_ranks.sums)
             new = dict(blocks.leave_out(of_ranks)) if blocks is not None else {}
             others = [name for name in used if name not in new]
@@ -97,7 +101,7 @@ class LossParams:
         trained = [name for name in names if params[name].requires_grad]
         numbers = {name: number for number, name in enumerate(trained)}
         wholes, locals_ = _passing.get().wholes, [params[name] for name in trained]
-        sums = GradientSums([str(name) for name in trained], locals_)
+        sums = GradientSums([str(name) for name in trained], locals_, _passing.get().over_copies)
         announce(sums)
 
         def combine(indices: Sequence[int], grads: list[Tensor]) -> Results:

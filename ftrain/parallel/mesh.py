@@ -174,6 +174,19 @@ def planned_mesh(replicate: int, shard: int) -> DeviceMesh:
     return PlannedMesh(tree.HOST.type, (REPLICATE, SHARD), (replicate, shard))
 
 
+def require_all_ranks_of(mesh: DeviceMesh) -> None:
+    """Check that a mesh has all ranks of the run, since weights and random numbers are those of all.
+
+    Raises:
+        OptionError: when it has only some of them.
+    """
+    if not isinstance(mesh, PlannedMesh) and mesh.size() != dist.get_world_size():
+        raise OptionError(
+            f"sharded: the mesh has {mesh.size()} of {dist.get_world_size()} ranks; needs one of all ranks, such as "
+            "ft.parallel.mesh()"
+        )
+
+
 def require_ranks(mesh: DeviceMesh, leaves: Iterable[Any]) -> None:
     """Check that the ranks of a mesh exist, if tensors have values to compute with.
 

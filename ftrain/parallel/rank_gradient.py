@@ -12,10 +12,11 @@ from torch import Tensor
 from ftrain import tree
 from ftrain.parallel.bucket_order import BucketOrder, stream_plan
 from ftrain.parallel.compression.reduction import Reduction
+from ftrain.parallel.gradient_sums import Start
 from ftrain.parallel.loss_params import passing
 from ftrain.parallel.loss_results import LossResults
 from ftrain.parallel.mesh import Group
-from ftrain.parallel.partition import Part, gather_all, scatter_all, sum_all
+from ftrain.parallel.partition import Part, gather_all, scatter_all, start_sum_all, sum_all
 from ftrain.parallel.rows import Rows, computing_on
 from ftrain.parallel.same_program import SameProgram
 from ftrain.parallel.state import Layout, current_layout
@@ -55,12 +56,13 @@ class RankGradient:
         def combined(state: TrainState, rows: Rows, rng: Tensor | None) -> Gradients:
             parts = current_layout.get().params_parts
             in_backward = self._combines_in_backward(grad, rows)
+            over_copies = self._over_copies(grad, rows) if in_backward else None
             wholes = None
             if 0 < self._level < 3:
                 leaves, spec = tree.flatten(state.params)
                 wholes = gather_all(self._shard, leaves, parts)
                 state = state if in_backward else replace(state, params=tree.unflatten(spec, wholes))
-            with program.required(state.params), passing(in_backward, wholes):
+            with program.required(state.params), passing(in_backward, wholes, over_copies):
                 local, drawing = draws.run(partial(_of_rows, starting, state, rows, rng), state)
             whole = results.of_all_ranks(replace(local, grads=None), state.buffers, rows)
             if local.stream_grads is not None:
@@ -74,7 +76,9 @@ class RankGradient:
             if self._reduction.is_active:
                 grads, slots = self._reduction(leaves, parts, state.slots, spec)
                 return replace(whole, grads=tree.unflatten(spec, grads), accepted_slots=slots)
-            return replace(whole, grads=tree.unflatten(spec, self._combined(leaves, parts, in_backward)))
+            if over_copies is None:
+                leaves = self._combined(leaves, parts, in_backward)
+            return replace(whole, grads=tree.unflatten(spec, leaves))
 
         return combined
 
@@ -86,6 +90,16 @@ class RankGradient:
             return False
         ranks = self._shard if self._level else self._all
         return ranks.size > 1 and (self._level == 2 or rows.microbatches == 1)
+
+    def _over_copies(self, grad: GradFn, rows: Rows) -> Start | None:
+        """Return a function that sums gradients over the copies of the state while the backward pass runs.
+
+        None if they are summed later: once for all microbatches, compressed, or as they are streamed.
+        """
+        is_one_sum = rows.microbatches == 1 and not isinstance(grad, StreamingGrad)
+        if self._level == 0 or self._replicate.size == 1 or self._reduction.is_active or not is_one_sum:
+            return None
+        return partial(start_sum_all, self._replicate)
 
     def _stream(
         self,

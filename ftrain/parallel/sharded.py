@@ -19,7 +19,7 @@ from ftrain.parallel.compression.memory import SLOT
 from ftrain.parallel.compression.reduction import Reduction
 from ftrain.parallel.deadline import is_failed_collective, watch
 from ftrain.parallel.loss_params import LossParams, passing
-from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group, require_ranks
+from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group, require_all_ranks_of, require_ranks
 from ftrain.parallel.partition import broadcast_all
 from ftrain.parallel.rank_gradient import RankGradient
 from ftrain.parallel.rows import current, own_rows, rows_of
@@ -65,7 +65,7 @@ def sharded(
     (the statistics of BatchNorm are of each rank's rows, without `sync_batch_norm`).
 
     The level is the ZeRO stage (Rajbhandari et al. 2020, arXiv:1910.02054). From level 1 on the leaves of the state are
-    DTensors, sharded over the axis ``shard`` of the mesh, and ``state.params[name].full_tensor()`` is a whole one.
+    DTensors, sharded over the axis ``shard`` of the mesh; `ftrain.parallel.whole` returns a state of whole tensors.
     A leaf that its optimizer needs whole (`Optimizer.by_element` is false) is updated by one of the ranks.
 
     Args:
@@ -102,6 +102,7 @@ def sharded(
         raise OptionError(f"sharded: level is {level!r}; needs 0, 1, 2 or 3")
     if getattr(mesh, "mesh_dim_names", None) != (REPLICATE, SHARD):
         raise OptionError(f"sharded: the mesh is {mesh!r}; needs one of ft.parallel.mesh(), with axes replicate, shard")
+    require_all_ranks_of(mesh)
     if batches not in ("whole", "rows"):
         raise OptionError(f"sharded: batches is {batches!r}; needs 'whole' or 'rows'")
     if gather not in ("own", "amp") or (gather == "amp" and level < 3):

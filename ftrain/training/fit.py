@@ -20,9 +20,10 @@ from ftrain.training.early_stopping import Adapt, Stop
 from ftrain.training.loggers import Logger
 from ftrain.training.metrics import Evaluate
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
+from ftrain.training.options import Options
 from ftrain.training.progress import Lines, show
 from ftrain.training.resume import RunCheckpoints
-from ftrain.training.run import FitResult, Options, Run, S
+from ftrain.training.run import FitResult, Run, S
 from ftrain.training.signals import EXIT_CODE_BASE, interruptible
 from ftrain.training.step_votes import StepVotes
 from ftrain.training.throughput import Count
@@ -193,14 +194,16 @@ def _comparable(options: Options, checkpoints: Checkpoints | None, *others: Any)
 
 
 def _train(run: Run, votes: StepVotes) -> None:
+    batch = None
     try:
         run.start()
         steps = run.steps()
         for record in () if run.stopped else steps:
             run.after_step(record, steps)
-            if votes.after_step(record.batch, record.step) or run.stopped:
+            batch = record.batch
+            if votes.after_step(batch, record.step) or run.stopped:
                 break
-        votes.at_end()
+        votes.at_end(batch)
         run.finish()
         votes.at_end()
     except BaseException as error:

@@ -14,7 +14,6 @@ from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DeviceError
 from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.stand_in import GradientStandIn, GraphStandIn, OutOfMemoryOnRankError, without_examples
-from ftrain.profiling.oom_report import shortage
 from ftrain.step.accumulation import accumulate_grads
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.loss_forms import report
@@ -142,6 +141,9 @@ class OomRetry:
             # This frees the code that was compiled for fewer pieces, too.
             release(out_of_memory, device_of(state))
             if not can_retry:
+                # All of profiling, which few runs need.
+                from ftrain.profiling.oom_report import shortage
+
                 explain = shortage if self._agreement.is_alone else None
                 raise _too_large(self._original, state, batch, pieces, explain, lost=lost) from out_of_memory
             if lost:

@@ -6,7 +6,6 @@ import functools
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ftrain import backends
@@ -15,18 +14,19 @@ from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.deadline import watch
 from ftrain.step.microbatch import SPLIT
 from ftrain.step.step import Step
-from ftrain.training.early_stopping import Adapt, Stop, column
+from ftrain.training.early_stopping import Adapt, column
 from ftrain.training.history import History, record_of
 from ftrain.training.iterate import Position, StepRecord, device_of, iterate, position_of
 from ftrain.training.loggers import Logger, rewind
 from ftrain.training.loss_additivity import warn_of_pieces
-from ftrain.training.metrics import Evaluate, StepMetrics, read_evaluation, read_steps
+from ftrain.training.metrics import StepMetrics, read_evaluation, read_steps
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
 from ftrain.training.oom_retry import OomRetry, StateOverwrittenError, recorded_pieces
+from ftrain.training.options import Options
 from ftrain.training.progress import Display, Status, describe_evaluation
 from ftrain.training.resume import LastSteps, ResumePoint, RunCheckpoints
 from ftrain.training.signals import Abandoned
-from ftrain.training.throughput import Count, Throughput
+from ftrain.training.throughput import Throughput
 from ftrain.transforms.compile.status import is_compiled
 from ftrain.types import PyTree
 
@@ -40,28 +40,6 @@ class FitResult(NamedTuple, Generic[S]):
 
     state: S
     history: History
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `fit` that say what is done after which steps."""
-
-    steps: int | None
-    epochs: int | None
-    evaluate: Evaluate | None
-    evaluate_every: int | None
-    stop: Stop | None
-    adapt: Adapt | None
-    loggers: Sequence[Logger]
-    log_every: int
-    throughput: Mapping[str, Count]
-    on_oom: str
-
-    def evaluates_after(self, step: int) -> bool:
-        """Whether to evaluate after this step."""
-        if self.evaluate is None:
-            return False
-        return step == self.steps or (self.evaluate_every is not None and step % self.evaluate_every == 0)
 
 
 class Run:
@@ -184,10 +162,8 @@ class Run:
         if self._checkpoints.enabled:
             self._save(only_if_due=True)
         self._between_steps = False
-        if self._accumulates and record.step % self._options.log_every == 0:
-            self._accumulates = False
-            is_first = self._agreement.is_first
-            warn_of_pieces("accumulate", self._step.loss, self._newest.state, record.batch, is_first=is_first)
+        if record.step % self._options.log_every == 0:
+            self._warn_of_pieces()
         if self._tracks_position:
             # The compilation of a later step may be abandoned, when its batch was already taken from the data.
             self._position = position_of(record, self._data)
@@ -202,6 +178,8 @@ class Run:
                 self._adapt(None)
                 self._require_best()
         self._save()
+        # A run may be shorter than `log_every`.
+        self._warn_of_pieces()
 
     def rescue(self, error: BaseException) -> None:
         """Attach what was trained to an error, and save it if it is whole."""
@@ -288,6 +266,12 @@ class Run:
         remaining = seconds_per_step * (total - self.step) if total is not None else None
         memory = backends.of(device_of(self._newest.state)).memory().peak
         return Status(self.step, total, now - self._start_time, remaining, rates, memory, metrics)
+
+    def _warn_of_pieces(self) -> None:
+        """Test, once in a run that accumulates, whether its loss may be taken in pieces."""
+        if self._accumulates and self._newest.batch is not None:
+            self._accumulates, newest = False, self._newest
+            warn_of_pieces("accumulate", self._step.loss, newest.state, newest.batch, is_first=self._agreement.is_first)
 
     def _evaluate_and_adapt(self, steps: Steps | None) -> None:
         """Evaluate, ask `stop` and `adapt`, where it is time to."""

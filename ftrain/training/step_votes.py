@@ -65,20 +65,31 @@ class StepVotes:
             return self._received() is not None
         if not self._agreed:
             shapes = self._number_of(batch) if self._compares else 0
-            values = digest(tree.map(_sample, batch)) if self._compares and step % self._log_every == 0 else 0
-            self._note(self._agreement.vote(self._received() or 0, shapes, -shapes, values, -values))
+            self._vote(shapes, self._digest(batch) if step % self._log_every == 0 else 0)
             self._number = shapes
         return self._agreed != 0
 
-    def at_end(self) -> None:
+    def at_end(self, batch: PyTree = None) -> None:
         """Wait for the other ranks, and agree.
+
+        Args:
+            batch: batch of the last step, some elements of which are compared; None where that is done.
 
         Raises:
             BatchError: as `after_step`.
         """
         self._agreement.tell_place("at the end of the run")
+        if batch is not None and not self._agreement.is_alone and not self._agreed:
+            self._vote(self._number, self._digest(batch))
         self._note(self._agreement.last_vote())
         self._agreed = self._agreed or self._agreement.largest(self._received() or 0)
+
+    def _digest(self, batch: PyTree) -> int:
+        return digest(tree.map(_sample, batch)) if self._compares else 0
+
+    def _vote(self, shapes: int, values: int) -> None:
+        """Tell the other ranks, and note what all of them have told after the step before."""
+        self._note(self._agreement.vote(self._received() or 0, shapes, -shapes, values, -values))
 
     def _note(self, largest: list[int]) -> None:
         """Note the largest numbers of all ranks, if there are any."""

@@ -33,7 +33,7 @@ def accumulate(n: int) -> Wrapper:
 
     A loss that is a plain number has the weight 1 in each microbatch, which is right for a mean over examples. A sum, a
     mean over tokens or a loss that compares examples has another gradient in microbatches: `fit` tests this once, with
-    two examples, when it first reads metrics, and warns.
+    pairs of examples, when it first reads metrics or ends, and warns. The step alone and `iterate` do not test it.
 
     Args:
         n: number of microbatches; divides the first axis of every tensor in the batch.

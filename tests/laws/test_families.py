@@ -8,8 +8,7 @@ from torch.nn import functional as F
 import ftrain as ft
 from ftrain.transforms.compile.capture import capture
 from tests.exhaustive import choose, exhaustive
-
-transformers = pytest.importorskip("transformers")
+from tests.laws.transformers_families import FAMILIES, causal, of_tokens, t5
 
 
 class Recurrent(nn.Module):
@@ -54,10 +53,12 @@ def assert_trains_alike(model, batch, criterion=None, *wrappers, lowering="whole
     loss = ft.from_module(model, criterion) if criterion else ft.from_module(model)
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.05), allow_unused=True), *wrappers)
     needed, needed_losses = train(step, batch)
-    found, losses = train(ft.compiled(lowering=lowering, donate=True, **options)(step), batch)
+    compiled = ft.compiled(lowering=lowering, donate=True, **options)(step)
+    found, losses = train(compiled, batch)
     torch.testing.assert_close(losses, needed_losses, rtol=1e-5, atol=1e-6)
     for part in ("params", "buffers"):
         torch.testing.assert_close(getattr(found, part), getattr(needed, part), rtol=1e-4, atol=1e-6)
+    return compiled
 
 
 def squares(model, x):
@@ -138,29 +139,6 @@ def test_a_view_that_is_written_to_stays_a_view():
     torch.testing.assert_close(captured(x), function(x))
 
 
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 16,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def causal(config, model, **options):
-    config = getattr(transformers, config)(**SMALL, **options)
-    return getattr(transformers, model)(config)
-
-
-def of_tokens(length=8, **more):
-    tokens = torch.randint(3, 40, (2, length))
-    return {"input_ids": tokens, "labels": tokens, **more}
-
-
 def test_remat_turns_off_a_cache_that_would_be_filled_twice(caplog):
     torch.manual_seed(0)
     model = causal("LlamaConfig", "LlamaForCausalLM", num_key_value_heads=1)
@@ -178,63 +156,26 @@ def test_remat_turns_off_a_cache_that_would_be_filled_twice(caplog):
     assert line.startswith("remat: LlamaForCausalLM runs without its cache of keys and values (use_cache=False)")
 
 
-def bart():
-    sizes = {f"{part}_{each}": 1 for part in ("encoder", "decoder") for each in ("layers", "attention_heads")}
-    sizes |= {f"{part}_ffn_dim": 24 for part in ("encoder", "decoder")}
-    quiet = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
-    common = {"vocab_size": 40, "d_model": 16, "max_position_embeddings": 16, "decoder_start_token_id": 2}
-    config = transformers.BartConfig(**common, **sizes, **quiet, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    return transformers.BartForConditionalGeneration(config)
+FAST = ["gpt2", "resnet", "patch tst", "mamba", "whisper", "yolos"]
+"""One each of language, images, series, state spaces, audio and detection."""
 
 
-def t5():
-    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
-    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def patch_tst():
-    sizes = {"num_input_channels": 2, "context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 8}
-    more = {"num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 12, "prediction_length": 4, "loss": "mse"}
-    quiet = dict.fromkeys([f"{each}_dropout" for each in ("attention", "ff", "positional", "head", "path")], 0.0)
-    return transformers.PatchTSTForPrediction(transformers.PatchTSTConfig(**sizes, **more, **quiet))
-
-
-def gpt2():
-    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **quiet, bos_token_id=1, eos_token_id=2))
-
-
-def resnet():
-    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3}
-    return transformers.ResNetForImageClassification(transformers.ResNetConfig(**sizes, layer_type="basic"))
-
-
-def of_images():
-    return {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 2])}
-
-
-def of_series():
-    return {"past_values": torch.randn(2, 16, 2), "future_values": torch.randn(2, 4, 2)}
-
-
-FAMILIES = {
-    "t5": (t5, of_tokens),
-    "bart": (bart, of_tokens),
-    "llama": (lambda: causal("LlamaConfig", "LlamaForCausalLM", num_key_value_heads=1), of_tokens),
-    "gpt2": (gpt2, of_tokens),
-    "resnet": (resnet, of_images),
-    "patch tst": (patch_tst, of_series),
-}
-
-
-@pytest.mark.parametrize("name", choose(FAMILIES, ["t5", "gpt2", "resnet", "patch tst"]))
-def test_models_of_transformers_train_as_one_graph(name):
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo (detected a call|does not know):UserWarning")
+@pytest.mark.parametrize("name", choose(FAMILIES, FAST))
+def test_models_of_transformers_train_compiled(name):
     torch.manual_seed(0)
-    make, of = FAMILIES[name]
+    make, of, lowered = FAMILIES[name]
     # Inductor's decompositions, whose results lie in memory in other ways than those that were captured.
-    assert_trains_alike(make(), of(), backend="aot_eager_decomp_partition")
+    backend = "aot_eager_decomp_partition" if lowered == "whole" else "eager"
+    step = assert_trains_alike(make(), of(), backend=backend, lowering="auto")
+    assert f"compiled({lowered}, " in repr(step)
+
+
+@pytest.mark.exhaustive
+def test_inductor_compiles_a_model_of_transformers_whole():
+    torch.manual_seed(0)
+    assert_trains_alike(t5(), of_tokens())
 
 
 @pytest.mark.parametrize("wrapper", [ft.remat(), *exhaustive([ft.accumulate(2)])], ids=lambda wrapper: wrapper.name)

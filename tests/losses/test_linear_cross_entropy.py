@@ -12,7 +12,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import LossError
-from ftrain.losses import chunked, cross_entropy, linear, linear_cross_entropy
+from ftrain.losses import chunked, cross_entropy, linear_cross_entropy
 from ftrain.losses.chunked import auto_chunk, losses_and_gradients
 from ftrain.transforms.compile import capture as capturing
 
@@ -169,7 +169,7 @@ def calls(monkeypatch):
     """Which gradients each run of the operation was asked for."""
     seen = []
     monkeypatch.setattr(
-        linear, "losses_and_gradients", lambda *args: seen.append(args[-1]) or losses_and_gradients(*args)
+        chunked, "losses_and_gradients", lambda *args: seen.append(args[-1]) or losses_and_gradients(*args)
     )
     return seen
 
@@ -196,7 +196,7 @@ class TestGradientsThatAreWanted:
 
     def test_are_handed_over_without_a_copy(self, monkeypatch):
         made = []
-        monkeypatch.setattr(linear, "losses_and_gradients", lambda *a: made.extend(losses_and_gradients(*a)) or made)
+        monkeypatch.setattr(chunked, "losses_and_gradients", lambda *a: made.extend(losses_and_gradients(*a)) or made)
         weight, bias = (each.requires_grad_() for each in layer())
         inputs = randn(9, WIDTH).requires_grad_(), weight, bias
         loss = linear_cross_entropy(*inputs[:2], some_labels(9), bias=bias)

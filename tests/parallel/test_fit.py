@@ -183,7 +183,8 @@ def test_a_later_batch_of_another_shape_on_one_rank_is_an_error_on_every_rank_on
         assert step == min(odd + 1, 6)
 
 
-def test_later_batches_of_other_values_are_an_error_on_every_rank():
+@pytest.mark.parametrize(("log_every", "noticed"), [(2, 5), (10, 6)], ids=["between readings", "at the end"])
+def test_later_batches_of_other_values_are_an_error_on_every_rank(log_every, noticed):
     """As where each rank shuffles for itself, from the second pass on."""
 
     def rank(number):
@@ -191,11 +192,26 @@ def test_later_batches_of_other_values_are_an_error_on_every_rank():
         data = [*first, *(first[::-1] if number == 2 else first)]
         step = models.step_of(ft.sharded(ft.parallel.mesh(), 1))
         with pytest.raises(BatchError, match=r"fit: the ranks have different batches; .* has other values") as caught:
-            ft.fit(step, step.init(), data, log_every=2, progress=False)
+            ft.fit(step, step.init(), data, log_every=log_every, progress=False)
         return int(caught.value.result.state.step)
 
     # The first batch that differs is the 4th.
-    assert run(3, rank) == [5] * 3
+    assert run(3, rank) == [noticed] * 3
+
+
+def test_a_loop_of_iterate_on_ranks_is_the_loop_by_hand():
+    def rank(_):
+        step, states = models.step_of(ft.ema(0.8), ft.sharded(ft.parallel.mesh(), 3)), []
+        state = step.init(seed=3)
+        for batch in models.batches(3):
+            state, _ = step(state, batch)
+            states.append(ft.parallel.whole(state))
+        records = ft.iterate(step, step.init(seed=3), list(models.batches(3)))
+        return [ft.tree.leaves((a, ft.parallel.whole(b.state))) for a, b in zip(states, records, strict=True)]
+
+    for leaves in (leaves for steps in run(2, rank) for leaves in steps):
+        half = len(leaves) // 2
+        assert all(map(torch.equal, leaves[:half], leaves[half:]))
 
 
 def samples():

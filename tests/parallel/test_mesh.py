@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import ftrain as ft
 from ftrain.errors import BatchError, ComposeError, OptionError, StructureError
@@ -27,6 +28,15 @@ def test_a_mesh_that_is_not_all_ranks_is_an_error(sizes):
             ft.parallel.mesh(**sizes)
 
     run(4, rank)
+
+
+def test_a_mesh_of_some_ranks_is_an_error_on_every_rank():
+    def rank(number):
+        part = DeviceMesh("cpu", torch.tensor([[number]]), mesh_dim_names=("replicate", "shard"))
+        with pytest.raises(OptionError, match="sharded: the mesh has 1 of 2 ranks; needs one of all ranks"):
+            ft.sharded(part)
+
+    run(2, rank)
 
 
 def test_options_of_sharded_are_checked():

@@ -33,29 +33,31 @@ class Order(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("level", "microbatches"), [(0, 1), (1, 1), (2, 2)])
-def test_the_gradients_of_the_last_layers_travel_first(level, microbatches, monkeypatch):
+@pytest.mark.parametrize(
+    ("level", "microbatches", "copies", "started"),
+    # Of four buckets the last is complete at the end; while two are on their way, the first goes on between copies.
+    [(0, 1, 1, 3), (1, 1, 1, 3), (2, 2, 1, 3), (1, 1, 2, 3 + 1)],
+)
+def test_the_gradients_of_the_last_layers_travel_first(level, microbatches, copies, started, monkeypatch):
     monkeypatch.setattr(gradient_sums, "SMALLEST", WIDTH * WIDTH * 4)
 
     def rank(_):
         layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
         loss = ft.from_module(nn.Sequential(*layers), lambda model, batch: model(batch["x"]).square().mean())
         wrappers = [ft.accumulate(microbatches)] if microbatches > 1 else []
-        step = ft.compose(
-            ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers, ft.sharded(ft.parallel.mesh(), level), ft.donated()
-        )
+        mesh = ft.parallel.mesh(replicate=copies)
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), *wrappers, ft.sharded(mesh, level), ft.donated())
         state, batch = step.init(seed=0), {"x": torch.ones(4 * microbatches, WIDTH)}
         state, _ = step(state, batch)  # In the first step ranks compare more.
         with Order() as order:
             step(state, batch)
         return order.operations
 
-    operations = run(2, rank)[0]
+    operations = run(2 * copies, rank)[0]
     products = [index for index, operation in enumerate(operations) if operation == "product"]
     # The last backward pass: each layer has two products but the first, for the batch needs no gradient.
     first, last = products[1 - 2 * LAYERS], products[-1]
-    # Of four buckets the last is complete at the end.
-    assert operations[first:last].count("collective") == 3
+    assert operations[first:last].count("collective") == started
 
 
 @pytest.mark.parametrize("level", range(4))

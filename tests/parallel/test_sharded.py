@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 import ftrain as ft
 from ftrain._torch import collectives
@@ -51,7 +52,7 @@ def assert_wrappers_equal_one_rank(names, sizes_and_levels):
 
 @pytest.mark.parametrize("names", registry.ALONE, ids="+".join)
 def test_each_wrapper_on_ranks_equals_one(names):
-    assert_wrappers_equal_one_rank(names, [(2, 0), (3, 3)])
+    assert_wrappers_equal_one_rank(names, [(2, 1), (3, 3)])
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_each_wrapper_on_ranks_equals_one(names):
     ids="+".join,
 )
 def test_stacks_on_ranks_equal_one(names):
-    assert_wrappers_equal_one_rank(names, [(2, 0), (3, 1), (4, 3)])
+    assert_wrappers_equal_one_rank(names, [(2, 0), (3, 2), (4, 3)])
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,34 @@ def test_any_number_of_ranks_equals_one_also_without_examples(size, levels):
     (reference,) = trained(1, 0, wrappers)
     for level in levels:
         assert_same(trained(size, level, wrappers), reference)
+
+
+@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_an_overflow_on_one_rank_alone_skips_the_step_on_all(level, accumulates):
+    def rank(_):
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        wrappers = [ft.accumulate(2)] if accumulates else []
+        step = ft.compose(
+            ft.train_step(ft.from_module(model, models.plain_loss), ft.optim.adamw(1e-2)),
+            ft.with_amp("fp16"),
+            *wrappers,
+            ft.sharded(ft.parallel.mesh(), level),
+        )
+        # Of each microbatch the last example, which is one of the last rank.
+        overflowing = torch.where((torch.arange(12) % 6 == 5)[:, None], 1e6, torch.ones(12, 5))
+        params = {name: torch.full_like(param, 0.1) for name, param in model.named_parameters()}
+        state = step.init(params)
+        for x in (torch.ones(12, 5), overflowing, torch.ones(12, 5)):
+            state, _ = step(state, {"x": x, "y": torch.ones(12, 3)})
+        return ft.parallel.whole(state)
+
+    (reference,), states = run(1, rank), run(3, rank)
+    assert [int(leaf) for leaf in ft.tree.leaves(reference.slots)] == [1, 32768]  # Good steps since, and the scale.
+    for state in states:
+        assert ft.tree.leaves(state.slots) == ft.tree.leaves(reference.slots)
+        torch.testing.assert_close(state.params, reference.params, rtol=0, atol=NARROW)
+        assert all(map(torch.equal, ft.tree.leaves(state.params), ft.tree.leaves(states[0].params)))
 
 
 @pytest.mark.parametrize("level", [0, 3])

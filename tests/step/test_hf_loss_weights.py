@@ -9,7 +9,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import LossError
-from ftrain.step.hf_loss_weights import LOSS_TYPES
+from ftrain.step.hf_loss_weights import CLASSES, LOSS_TYPES
 from ftrain.training.oom_retry import split_step
 
 transformers = pytest.importorskip("transformers")
@@ -260,6 +260,10 @@ def test_every_loss_type_has_a_model():
     assert set(LOSS_TYPES) <= set(MODELS)
 
 
+def test_classes_that_are_named_exist():
+    assert {*CLASSES} <= {*dir(transformers)}
+
+
 def warnings_of(caplog):
     """Return what ftrain has logged: transformers imports packages that warn themselves."""
     return [record for record in caplog.records if record.name.split(".")[0] == "ftrain"]
@@ -277,6 +281,40 @@ def test_microbatches_with_uneven_labels_are_the_full_batch(name, caplog):
     assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-6)
     # Logits of some models are turned into float32 for the loss.
     torch.testing.assert_close(pieces.params, full.params, rtol=1e-6, atol=1e-7)
+
+
+def xlnet():
+    sizes = {"vocab_size": VOCABULARY, "d_model": 8, "n_layer": 1, "n_head": 2, "d_inner": 8}
+    return transformers.XLNetForQuestionAnswering(transformers.XLNetConfig(**sizes, dropout=0.0, end_n_top=2))
+
+
+def prophetnet():
+    sizes = {f"{part}_ffn_dim": 8 for part in ("encoder", "decoder")}
+    sizes |= {f"num_{part}_layers": 1 for part in ("encoder", "decoder")}
+    sizes |= {f"num_{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+    quiet = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+    tokens = {"vocab_size": VOCABULARY, "max_position_embeddings": 12, "decoder_start_token_id": 0}
+    config = transformers.ProphetNetConfig(**sizes, **quiet, **tokens, hidden_size=8)
+    return transformers.ProphetNetForConditionalGeneration(config)
+
+
+def luke():
+    config = transformers.LukeConfig(**BERT, entity_vocab_size=VOCABULARY, entity_emb_size=8)
+    return transformers.LukeForMaskedLM(config)
+
+
+def entities():
+    return {
+        "entity_ids": ids(2, shape=(ROWS, 2)),
+        "entity_attention_mask": torch.ones(ROWS, 2, dtype=torch.int64),
+        "entity_position_ids": ids(3, LENGTH, shape=(ROWS, 2, 3)),
+        "entity_labels": ids(4, shape=(ROWS, 2)),
+    }
+
+
+def of_any_number():
+    """One label in the first row, one more in each of the others."""
+    return ids(1).masked_fill(torch.arange(LENGTH) > torch.arange(ROWS)[:, None], -100)
 
 
 MIXTRAL = {**LLAMA, "num_local_experts": 2, "num_experts_per_tok": 1}
@@ -299,6 +337,12 @@ PLAIN = {
     ),
     "sum": (lambda: wav2vec2(ctc_loss_reduction="sum"), MODELS["ForCTC"][1]),
     "replaced": (lambda: replaced(bert("BertForMaskedLM")()), lambda: text(labels=ids(1))),
+    "XLNetForQuestionAnswering": (
+        xlnet,
+        lambda: text(start_positions=torch.tensor([1, 0, 2, 3]), end_positions=torch.tensor([2, 1, 3, 5])),
+    ),
+    "ProphetNetForConditionalGeneration": (prophetnet, lambda: text(labels=of_any_number())),
+    "LukeForMaskedLM": (luke, lambda: text(labels=of_any_number(), **entities())),
     "none of transformers": (lambda: HandWritten(), lambda: {"labels": ids(1)}),
 }
 

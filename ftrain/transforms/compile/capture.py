@@ -19,9 +19,7 @@ from torch import Tensor, fx
 from ftrain import _torch
 from ftrain._torch import compile as torch_compile
 from ftrain.errors import FtrainError, OptionError, TraceError
-from ftrain.step import optimization_barrier
 from ftrain.step.traffic import collectives_of
-from ftrain.transforms.compile.graph_fixes import fix_graph, materialize_reshapes
 
 Flat: TypeAlias = Callable[..., Sequence[Tensor]]
 """A function from tensors, as positional arguments, to a sequence of tensors."""
@@ -61,6 +59,9 @@ def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], obj
         TraceError: when it cannot be recorded; the message names the line that asked for a value.
         Exception: whatever the function itself raises.
     """
+    # Registers operations, which takes as long as importing many files.
+    from ftrain.transforms.compile.graph_fixes import fix_graph
+
     # Without symbolic shapes, so that reading a value is refused where it happens.
     fake_mode = next((tensor.fake_mode for tensor in inputs if _torch.is_fake(tensor)), None)
     mode = fake_mode or _torch.FakeTensorMode(allow_non_fake_inputs=True)
@@ -114,6 +115,9 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor], backend: str,
         backend: a backend of `torch.compile` by name.
         options: settings of Inductor, by name.
     """
+    from ftrain.step import optimization_barrier
+    from ftrain.transforms.compile.graph_fixes import materialize_reshapes
+
     if backend != INDUCTOR:
         return torch_compile.compile_with_backend(materialize_reshapes(graph), inputs, backend)
     patches = {

@@ -16,7 +16,6 @@ from ftrain import _torch, backends, tree
 from ftrain.backends.transfers import is_abstract
 from ftrain.errors import ComposeError, LossError, OptionError, require_range
 from ftrain.random import torch_ops
-from ftrain.step import optimization_barrier
 from ftrain.step.blocks import Blocks, Region, Wanted, find_blocks, within
 from ftrain.step.purity import versions
 from ftrain.step.swap_params import Slot, bound
@@ -216,6 +215,9 @@ class _Repeatable:
         """Run it as it was."""
         stream, key = torch_ops.current(), None
         if self._gradient is not None:
+            # Registers an operation, which takes as long as importing ten files.
+            from ftrain.step import optimization_barrier
+
             inputs = args, kwargs, stream.key if stream is not None else None
             args, kwargs, key = optimization_barrier.after(self._gradient, inputs)
         with (
