@@ -143,13 +143,14 @@ def _require_budget(budget: Any, policy: Policy, blocks: Wanted | None) -> None:
 
 
 def _text(policy: Policy, chosen: Sequence[Policy], budget: float | None) -> str:
+    blocks = [f"blocks={len(chosen)}"] if chosen else []
     if budget is not None:
-        return ", ".join([f"budget={budget:g}"] + [f"blocks={len(chosen)}"] * bool(chosen))
+        return ", ".join([f"budget={budget:g}", *blocks])
     counts = Counter(map(name_of, chosen))
     if len(counts) > 1:
         return ", ".join(f"{name}={count}" for name, count in counts.items())
     (name,) = counts or [name_of(policy)]
-    return ", ".join([name] * (name != FULL) + [f"blocks={len(chosen)}"] * bool(chosen))
+    return ", ".join(blocks if name == FULL else [name, *blocks])
 
 
 def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
