@@ -25,13 +25,11 @@ from ftrain.profiling.step_variants import (
 )
 from ftrain.profiling.tuning.record import ANY, BUDGETS, DOTS, FULL, NO_REMAT, UNCHANGED, Remat, Trial
 from ftrain.step.evaluate import eval_step
+from ftrain.step.loss_of_pieces import combined, is_combined
 from ftrain.step.microbatch import split_batch
 from ftrain.step.step import Step
 from ftrain.transforms.remat.wrapper import NAME as REMAT
 from ftrain.types import Mean, PyTree, TrainState
-
-SAME, SAME_NARROW = 1e-3, 1e-2
-"""Relative differences up to which two losses count as the same: in 32 bits or more, and in 16 bits."""
 
 
 class Search:
@@ -115,11 +113,13 @@ class Search:
             reason = "" if is_unknown else f"the loss fails over half of the batch: {_line(error)}"
             release(error, self.original.device)
             return reason
-        whole, combined = float(losses[0]), float(functools.reduce(lambda a, b: a + b, losses[1:]))
-        tolerance = SAME_NARROW if self.step.loss.narrow else SAME
-        if abs(whole - combined) <= tolerance * max(abs(float(loss)) for loss in losses) or whole != whole:
+        whole, *halves = losses
+        if is_combined(self.step.loss, self.original.state.params, whole, halves):
             return ""
-        return f"the loss of the batch is {whole:.4g}, and over its halves {combined:.4g}; return a Mean(total, weight)"
+        return (
+            f"the loss of the batch is {float(whole):.4g}, and over its halves {combined(halves):.4g}; return a "
+            "Mean(total, weight)"
+        )
 
     def _compose(self, microbatches: int, choice: Remat, batch: PyTree) -> Step:
         step = self.step
