@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ftrain.profiling.hints.facts import Facts, Product, Remedy
+from ftrain.tree.tensors import dtype_name
 
 WORTHWHILE_SHARE = 0.01
 """The smallest share of the work of all products for which there is a hint."""
@@ -112,7 +113,7 @@ def _emulated(facts: Facts) -> Iterator[Hint]:
         if share >= WORTHWHILE_SHARE:
             yield Hint(
                 "emulated dtype",
-                f"{share:.0%} of the products are in {str(dtype).removeprefix('torch.')}, which this device emulates: "
+                f"{share:.0%} of the products are in {dtype_name(dtype)}, which this device emulates: "
                 "slower than float32",
                 'Use ft.with_amp("auto"), or compute in float32',
             )
