@@ -42,7 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(cases: dict[str, str], settings: Settings, folder: Path) -> bool:
-    where, failed = results.machine(settings.place) + ", tiny" * settings.tiny, False
+    machine, failed = results.machine(settings.place), False
+    where = f"{machine}, tiny" if settings.tiny else machine
     for name, module in cases.items():
         start = time.perf_counter()
         rows = results.placed(importlib.import_module(module).run(settings), where)

@@ -67,7 +67,9 @@ def _machines(rows: Sequence[Row]) -> str:
     cases_of_machine: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         cases = cases_of_machine.setdefault((row.device, row.torch, row.commit), [])
-        cases += [row.question.split()[0]] * (row.question.split()[0] not in cases)
+        case = row.question.split()[0]
+        if case not in cases:
+            cases.append(case)
     lines = [(*where, ", ".join(cases)) for where, cases in cases_of_machine.items()]
     return table(("machine", "torch", "commit", "cases"), lines)
 

@@ -78,7 +78,8 @@ def commit() -> str:
             return ""
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", "ftrain", "bench/*.py", "bench/**/*.py")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + "+" * bool(changed)
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    return f"{commit}+" if changed else commit
 
 
 def machine(device: torch.device) -> str:

@@ -1,5 +1,6 @@
 """What the documentation says is there: links, names, commands, figures. Its code blocks run by `tests/pages.py`."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -17,6 +18,11 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.
 ROWS = read(ROOT / "bench/results")
 BUDGET = "ftrain, remat(budget=0.3)"
 LINK = re.compile(r"(?<!`)\[(?:[^][`]|`[^`]*`)+\]\(([^)\s]+)\)")
+
+
+NAME = re.compile(r"`(?:ftrain|ft)\.(\w+(?:\.\w+)*)[`(]")
+LOGGERS = {"compiling"}
+"""Loggers below ``ftrain``, which are named like modules and are none."""
 
 
 def prose(path):
@@ -141,3 +147,27 @@ def test_the_picture_of_the_house_shows_every_folder_in_order():
 def test_paths_of_the_repository_exist(path):
     paths = re.findall(r"`((?:ftrain|tests|bench|examples|docs)/[\w/.-]*)`", prose(path))
     assert [name for name in paths if not (ROOT / name).exists()] == []
+
+
+def resolve(name):
+    """Return what a dotted name below `ftrain` stands for; of a field without a default its name."""
+    value, path = ft, "ftrain"
+    for part in name.split("."):
+        path = f"{path}.{part}"
+        if part in getattr(value, "__dataclass_fields__", {}):
+            value = part
+        else:
+            value = getattr(value, part) if hasattr(value, part) else importlib.import_module(path)
+    return value
+
+
+@pytest.mark.parametrize("folder", ["ftrain", "documents"])
+def test_dotted_names_are_there(folder):
+    paths = DOCUMENTS if folder == "documents" else sorted((ROOT / folder).rglob("*.py"))
+    names = {name: path for path in paths for name in NAME.findall(path.read_text(encoding="utf-8"))}
+    assert len(names) > 50
+    for name in names.keys() - LOGGERS:
+        try:
+            resolve(name)
+        except ImportError:
+            pytest.fail(f"{names[name].relative_to(ROOT)}: there is no ftrain.{name}")

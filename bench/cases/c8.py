@@ -63,7 +63,8 @@ def _eager(name: str, settings: Settings) -> list[Entrant]:
     kind = KINDS[name]
     if kind.torchs:
         # Where it is fused, or knows one way only, its default is slower or the same.
-        return [field.TORCH, *[field.TORCH_DEFAULT] * (not kind.fused and not kind.matrices), field.OURS_UPDATE]
+        defaults = [] if kind.fused or kind.matrices else [field.TORCH_DEFAULT]
+        return [field.TORCH, *defaults, field.OURS_UPDATE]
     if kind.peer and settings.peers and (settings.full or not kind.slow):
         return [field.OPTIMIZERS[kind.peer.split(":")[0].split(".")[0]], field.OURS_UPDATE]
     return []
@@ -99,4 +100,5 @@ def _adapters(settings: Settings) -> list[Row]:
     """What of a model trains with adapters, and the memory of training it so and whole."""
     task = settings.task("gpt384")
     share = measured(LORA, ADAPTED.name, "trainable share", "%", [trainable(task)])
-    return [share, *memory_rows(LORA, task, [*[WHOLE] * (not settings.smoke), ADAPTED], settings)]
+    entrants = [ADAPTED] if settings.smoke else [WHOLE, ADAPTED]
+    return [share, *memory_rows(LORA, task, entrants, settings)]

@@ -76,7 +76,10 @@ SAVED = "activations, of those that are kept without"
 def run(settings: Settings) -> list[Row]:
     """Race each technique with the same by hand, and measure the memory of both."""
     questions = [(name, *pair) for name, pair in PAIRS.items()]
-    questions += [ON_DEVICE] * (settings.device != "cpu") + [COMPILED] * settings.full
+    if settings.device != "cpu":
+        questions.append(ON_DEVICE)
+    if settings.full:
+        questions.append(COMPILED)
     if settings.smoke:
         questions = [question for question in questions if question[0] in SMOKED]
     rows = []

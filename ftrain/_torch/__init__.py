@@ -80,9 +80,9 @@ with private_names():
     _ = Tensor._version, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
     _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
     _hooks_of(Tensor)
-    # The public function also imports Inductor, and turns off the choice of kernels by their speed.
     _make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
     _engine_run_backward: Any = torch.autograd.graph._engine_run_backward
+    # The public function also imports Inductor, and turns off the choice of kernels by their speed.
     _set_deterministic = torch._C._set_deterministic_algorithms
     _fills_memory = torch._C._get_deterministic_fill_uninitialized_memory
     _set_fills_memory = torch._C._set_deterministic_fill_uninitialized_memory

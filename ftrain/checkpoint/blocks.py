@@ -25,14 +25,14 @@ class Block(NamedTuple):
     shape: tuple[int, ...]
 
 
-def is_divided(tensor: Tensor) -> bool:
+def has_many_ranks(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor of several ranks."""
     return is_dtensor(tensor) and tensor.device_mesh.size() > 1
 
 
 def undivided(tensor: Tensor) -> Tensor:
     """Return the plain tensor for a DTensor of one rank; another tensor as it is."""
-    return tensor if is_divided(tensor) else local_part(tensor)
+    return tensor if has_many_ranks(tensor) else local_part(tensor)
 
 
 def why_not_blocks(tensor: DTensor) -> str:
@@ -52,7 +52,7 @@ def blocks_of_ranks(tensor: Tensor) -> dict[int, Block]:
 
     Together they are the whole tensor, and no two overlap. Rank 0 writes a tensor that is not divided.
     """
-    if not is_dtensor(tensor) or not is_divided(tensor):
+    if not is_dtensor(tensor) or not has_many_ranks(tensor):
         return {0: whole_block(tensor.shape)}
     ranks = tensor.device_mesh.mesh
     axes = [

@@ -27,11 +27,12 @@ from ftrain.checkpoint.manifest import Manifest, environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import read_manifest, verify
 from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, write_or_replace
-from ftrain.checkpoint.saving import Notes, device_of, remove_abandoned, write
+from ftrain.checkpoint.saving import Notes, remove_abandoned, write
 from ftrain.checkpoint.saving_on_ranks import LocalTree, help_write, lead_write, local_tree
 from ftrain.checkpoint.staging import Staging
 from ftrain.checkpoint.treedef import FlatTree, flatten
 from ftrain.errors import CheckpointError, OptionError, require_positive
+from ftrain.tree.tensors import device_off_host
 from ftrain.types import PyTree
 
 NAME = re.compile(r"step-(\d{12,})(?:\.new)?")
@@ -220,7 +221,7 @@ class Checkpoints:
             if self._lock is not None:
                 require_held(self._lock)
             flat = flatten(dict(parts))
-            device = device_of(flat.leaves)
+            device = device_off_host(leaf.value for leaf in flat.leaves)
             numbers = {name: value for name, value in (metrics or {}).items() if type(value) in (bool, int, float)}
             notes = Notes(step, self._run or uuid.uuid4().hex, numbers, environment(device), self.texts)
             self._run = notes.run

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ftrain.tree.tensors import dtype_name
+
 CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -36,7 +38,7 @@ CODES = {
 AS_BYTES = torch.complex64, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu
 """Dtypes stored as uint8, with an additional last axis of the bytes of one element."""
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, *AS_BYTES)}
+DTYPES = {dtype_name(dtype): dtype for dtype in (*CODES, *AS_BYTES)}
 ALIGNMENT = 8
 CHUNK = 16 * 2**20
 """Bytes that are copied, hashed and written at a time."""

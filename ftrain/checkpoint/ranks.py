@@ -14,14 +14,11 @@ from typing import Any, TypeAlias, TypeVar
 
 from ftrain import errors
 from ftrain._torch.store import rank_and_size, store
-from ftrain.checkpoint import signs_of_life
+from ftrain.checkpoint.signs_of_life import wait_for_ranks
 from ftrain.errors import FtrainError, RankError
 
 T = TypeVar("T")
 Json: TypeAlias = Any
-
-SHORTEST_WAIT, LONGEST_WAIT = 0.001, 0.1
-"""Seconds between two checks for messages: the first and the largest pause."""
 
 
 class Ranks:
@@ -41,7 +38,6 @@ class Ranks:
             self._store = store()
             number = self._store.add(f"ftrain/{name}/opened/{self.rank}", 1)
             self._keys = f"ftrain/{name}/{number}"
-            self._seconds = self._store.timeout.total_seconds()
 
     @property
     def is_first(self) -> bool:
@@ -115,20 +111,20 @@ class Ranks:
 
         # A thread that writes waits while other ranks are in later steps.
         in_order = threading.current_thread() is threading.main_thread()
-        signs = signs_of_life.SignsOfLife(self._store, self.rank, self.size)
-        waited, looked, pause, why = 0.0, 0.0, SHORTEST_WAIT, ""
-        while not self._store.check(keys):
-            is_late = waited > self._seconds or self._abandoned.is_set()
-            if is_late or waited - looked > signs_of_life.PATIENCE:
-                looked, why = waited, signs.why_absent(absent, waited, in_order=in_order)
-            if is_late or why:
-                self._has_failed = True
-                raise RankError(
-                    f"{self._name}: rank {', '.join(map(str, absent()))} did not come within {waited:.0f} seconds; "
-                    f"{why or 'it died, hangs, or runs another program'}. Every rank must call it"
-                )
-            self._abandoned.wait(pause)
-            waited, pause = waited + pause, min(2 * pause, LONGEST_WAIT)
+        gave_up = wait_for_ranks(
+            self._store,
+            (self.rank, self.size),
+            lambda: self._store.check(keys),
+            absent,
+            in_order=in_order,
+            abandoned=self._abandoned,
+        )
+        if gave_up:
+            self._has_failed = True
+            raise RankError(
+                f"{self._name}: rank {', '.join(map(str, absent()))} did not come within {gave_up.waited:.0f} seconds; "
+                f"{gave_up.why or 'it died, hangs, or runs another program'}. Every rank must call it"
+            )
 
 
 def _raise(error: BaseException) -> None:

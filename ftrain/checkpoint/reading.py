@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ftrain.backends.oom import is_out_of_memory
 from ftrain.checkpoint import files
-from ftrain.checkpoint.blocks import Block, block_of_this_rank, is_divided, runs
+from ftrain.checkpoint.blocks import Block, block_of_this_rank, has_many_ranks, runs
 from ftrain.checkpoint.layout import CHUNK, as_bytes, layout
 from ftrain.checkpoint.manifest import MAX_BYTES, NAME, Manifest, TensorEntry, parse
 from ftrain.checkpoint.treedef import Json, children, flatten, items_by_path, printable, unflatten
@@ -110,7 +110,7 @@ def _load_like(
     saved, wanted = rename_paths(items_by_path(treedef, manifest.tensors), rename), flatten(like).items_by_path
     items = match_leaves(saved, wanted, str(path), partial=partial)
     stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, TensorEntry)}
-    divided = {tree_path: item for tree_path, item in stored.items() if is_divided(wanted[tree_path])}
+    divided = {tree_path: item for tree_path, item in stored.items() if has_many_ranks(wanted[tree_path])}
     whole = {id(item): item for tree_path, item in stored.items() if tree_path not in divided}
     tensors = dict(zip(whole, read_tensors(path, manifest, [*whole.values()]), strict=True))
     blocks = [(item, block_of_this_rank(wanted[tree_path])) for tree_path, item in divided.items()]

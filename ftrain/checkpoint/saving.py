@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ftrain.checkpoint import files
@@ -19,7 +18,7 @@ from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
 from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, TensorEntry, dump
 from ftrain.checkpoint.treedef import FlatTree, Leaf, dotted, flatten
 from ftrain.errors import CheckpointError, OptionError
-from ftrain.tree import HOST
+from ftrain.tree.tensors import dtype_name
 from ftrain.types import PyTree
 
 STATE = "state.safetensors"
@@ -52,12 +51,6 @@ class Notes(NamedTuple):
     metrics: Mapping[str, Any]
     environment: Mapping[str, Any]
     texts: Mapping[str, str]
-
-
-def device_of(leaves: Sequence[Leaf]) -> torch.device:
-    """Return the device of the first leaf that is not on the CPU; the CPU when there is none."""
-    devices = (leaf.value.device for leaf in leaves)
-    return next((device for device in devices if device != HOST), HOST)
 
 
 def write(path: Path, flat: FlatTree, notes: Notes) -> None:
@@ -226,7 +219,7 @@ def tensor_entry(item: Placement, digest: str) -> TensorEntry:
     """Return the entry of a tensor in the manifest."""
     tensor = item.leaf.value
     stride = strides(tensor)
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     return TensorEntry(dotted(item.leaf.path), dtype, tuple(tensor.shape), item.file, item.key, digest, stride)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ftrain._torch import on_meta
 from ftrain._torch.dtensor import local_part
 from ftrain.checkpoint import files
-from ftrain.checkpoint.blocks import Block, blocks_of_ranks, is_divided, parts, runs, whole_block
+from ftrain.checkpoint.blocks import Block, blocks_of_ranks, has_many_ranks, parts, runs, whole_block
 from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
 from ftrain.checkpoint.manifest import Manifest
 from ftrain.checkpoint.ranks import Ranks
@@ -34,6 +34,7 @@ from ftrain.checkpoint.saving import (
 )
 from ftrain.checkpoint.treedef import FlatTree, Json, Leaf, dotted
 from ftrain.errors import CheckpointError
+from ftrain.tree.tensors import dtype_name
 
 DIGEST_LETTERS = 32
 """Number of hexadecimal digits of the sha256 of a block that are sent."""
@@ -61,7 +62,7 @@ def local_tree(flat: FlatTree, rank: int) -> LocalTree:
     blocks = [blocks_of_ranks(value) for value in values]
     locals_ = {number: local_part(value) for number, value in enumerate(values) if rank in blocks[number]}
     leaves = [leaf._replace(value=on_meta(leaf.value)) for leaf in flat.leaves]
-    divided = frozenset(number for number, value in enumerate(values) if is_divided(value))
+    divided = frozenset(number for number, value in enumerate(values) if has_many_ranks(value))
     return LocalTree(flat._replace(leaves=leaves), blocks, locals_, divided)
 
 
@@ -146,7 +147,7 @@ def _make_files(directory: Path, placements: Sequence[Placement], tree: LocalTre
 
 
 def _signature(leaf: Leaf) -> list[Json]:
-    return [dotted(leaf.path), str(leaf.value.dtype).removeprefix("torch."), list(leaf.value.shape)]
+    return [dotted(leaf.path), dtype_name(leaf.value.dtype), list(leaf.value.shape)]
 
 
 def _targets(tensors: Sequence[Json], tree: LocalTree, ranks: Ranks) -> Iterator[_Target]:

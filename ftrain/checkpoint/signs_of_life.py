@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftrain._torch.store import sign_of_life
 
@@ -12,6 +13,51 @@ PATIENCE = 3.0
 """Seconds between two reads of the others' heartbeats."""
 SILENCE = 20.0
 """Seconds without a heartbeat after which a rank counts as dead, and seconds that a failed rank has to come."""
+
+SHORTEST_WAIT, LONGEST_WAIT = 0.0005, 0.1
+"""Seconds between two looks for the ranks that have not come: at first, and at last."""
+
+
+class GaveUp(NamedTuple):
+    """After how many seconds a rank has stopped to wait for others, and why; empty when that is not known."""
+
+    waited: float
+    why: str
+
+
+def wait_for_ranks(
+    table: Any,
+    ranks: tuple[int, int],
+    have_come: Callable[[], bool],
+    absent: Callable[[], Sequence[int]],
+    *,
+    in_order: bool,
+    abandoned: threading.Event | None = None,
+) -> GaveUp | None:
+    """Wait until all ranks have come, or one of them will not, or the timeout of the process group is over.
+
+    Args:
+        table: the store of the process group.
+        ranks: the number of this rank, and how many there are.
+        have_come: returns whether all have.
+        absent: returns those that have not.
+        in_order: as in `SignsOfLife.why_absent`.
+        abandoned: stops to wait when it is set.
+
+    Returns:
+        None when all have come.
+    """
+    signs, abandoned = SignsOfLife(table, *ranks), abandoned or threading.Event()
+    waited, looked, pause = 0.0, 0.0, SHORTEST_WAIT
+    while not have_come():
+        is_late = waited > table.timeout.total_seconds() or abandoned.is_set()
+        if is_late or waited - looked > PATIENCE:
+            looked, why = waited, signs.why_absent(absent, waited, in_order=in_order)
+            if is_late or why:
+                return GaveUp(waited, why)
+        abandoned.wait(pause)
+        waited, pause = waited + pause, min(2 * pause, LONGEST_WAIT)
+    return None
 
 
 class SignsOfLife:

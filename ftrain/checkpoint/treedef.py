@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ftrain._torch.dtensor import is_dtensor
-from ftrain.checkpoint.blocks import is_divided, undivided, why_not_blocks
+from ftrain.checkpoint.blocks import has_many_ranks, undivided, why_not_blocks
 from ftrain.checkpoint.layout import DTYPES
 from ftrain.errors import CheckpointError, StructureError
+from ftrain.tree.tensors import dtype_name
 from ftrain.types import NAMESPACE, TREE_CLASSES, PyTree, TrainState, tree_tag
 
 Json: TypeAlias = Any
@@ -95,7 +96,7 @@ class _Flattener:
             return 0
         new = len(self.leaves)
         # Numbers must agree on all ranks, so divided tensors are never tied: a block may be empty, without memory.
-        has_identity = tensor.numel() and not is_divided(tensor)
+        has_identity = tensor.numel() and not has_many_ranks(tensor)
         number = self._numbers.setdefault(_tensor_identity(tensor) if has_identity else (new,), new)
         if number == new:
             self.leaves.append(Leaf(path, tensor, state_path))
@@ -159,7 +160,7 @@ def why_not_savable(tensor: Tensor) -> str:
         return f"a tensor of layout {tensor.layout}; needs a dense one"
     if tensor.is_meta:
         return "on the device meta, without values"
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = dtype_name(tensor.dtype)
     return "" if name in DTYPES else f"{name}, a dtype that cannot be saved"
 
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ftrain import tree as trees
-from ftrain.checkpoint.blocks import is_divided
+from ftrain.checkpoint.blocks import has_many_ranks
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import load_tree
-from ftrain.checkpoint.saving import Notes, device_of, write
+from ftrain.checkpoint.saving import Notes, write
 from ftrain.checkpoint.saving_on_ranks import help_write, lead_write, local_tree
 from ftrain.checkpoint.treedef import flatten
+from ftrain.tree.tensors import device_off_host
 from ftrain.types import PyTree
 
 
@@ -45,8 +46,8 @@ def save(
         RankError: when another rank failed in another way, or did not come.
     """
     flat = flatten(tree)
-    notes = Notes(step, run, {}, environment(device_of(flat.leaves)), dict(texts or {}))
-    if _is_divided(tree):
+    notes = Notes(step, run, {}, environment(device_off_host(leaf.value for leaf in flat.leaves)), dict(texts or {}))
+    if _has_many_ranks(tree):
         ranks = Ranks("save")
         with ranks.all_or_none():
             content = local_tree(flat, ranks.rank)
@@ -85,7 +86,7 @@ def load(
         RankError: when another rank failed in another way, or did not come.
     """
     path, rename = Path(path), rename or {}
-    if not _is_divided(like):
+    if not _has_many_ranks(like):
         return load_tree(path, like=like, partial=partial, rename=rename)
     ranks, results = Ranks("load"), list[PyTree]()
     share = ranks.rank, ranks.size
@@ -93,5 +94,5 @@ def load(
     return results[0]
 
 
-def _is_divided(tree: PyTree) -> bool:
-    return any(is_divided(leaf) for leaf in trees.leaves(tree))
+def _has_many_ranks(tree: PyTree) -> bool:
+    return any(has_many_ranks(leaf) for leaf in trees.leaves(tree))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import DataError, OptionError, require_positive
+from ftrain.tree.tensors import dtype_name
 
 MASK = "attention_mask"
 """The field of a padded batch that holds the mask."""
@@ -134,7 +135,7 @@ def _require_holds(name: str, dtype: torch.dtype, fill: float) -> None:
     least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if not (least <= fill <= most and fill == int(fill)):
         raise DataError(
-            f"pad: field {name} is {str(dtype).removeprefix('torch.')}, which cannot hold the padding value {fill}; "
+            f"pad: field {name} is {dtype_name(dtype)}, which cannot hold the padding value {fill}; "
             f"convert it (to int64), or pass values={{{name!r}: ...}}"
         )
 

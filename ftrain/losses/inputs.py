@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import LossError
+from ftrain.tree.tensors import dtype_name
 
 
 def loss_dtype(outputs: Tensor) -> torch.dtype:
@@ -69,4 +70,4 @@ def require_class_weight(function: str, name: str, weight: Tensor, classes: int)
 
 def kind(value: Tensor) -> str:
     """Return the dtype and shape of a tensor as text for messages."""
-    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+    return f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"

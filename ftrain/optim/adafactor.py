@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ftrain.errors import OptionError, require_range
 from ftrain.optim.bias_correction import exact_count
-from ftrain.optim.elementwise import COUNT, NONE, Number, Part, leafwise, require_ranges
+from ftrain.optim.elementwise import COUNT, ZERO_COUNT, Number, Part, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -76,7 +76,7 @@ def adafactor(
         lr,
         rule,
         state={"row": _row, "column": _column},
-        shared={COUNT: NONE},
+        shared={COUNT: ZERO_COUNT},
         constants=constants,
         foreach=False,
         weight_decay=weight_decay,

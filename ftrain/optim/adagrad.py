@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain.optim.bias_correction import exact_count
-from ftrain.optim.elementwise import COUNT, NONE, Number, Part, descend_quotient, leafwise, require_ranges
+from ftrain.optim.elementwise import COUNT, ZERO_COUNT, Number, Part, descend_quotient, leafwise, require_ranges
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -80,7 +80,7 @@ def adagrad(
         lr,
         rule,
         state={"sum": lambda leaf: torch.full_like(leaf, initial_accumulator_value)},
-        shared={COUNT: NONE},
+        shared={COUNT: ZERO_COUNT},
         constants=constants,
         fused=fused,
         by_element=True,

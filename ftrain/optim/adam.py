@@ -12,7 +12,7 @@ from ftrain.errors import require_positive
 from ftrain.optim.bias_correction import debias, exact_count
 from ftrain.optim.elementwise import (
     COUNT,
-    NONE,
+    ZERO_COUNT,
     Fused,
     Number,
     Part,
@@ -196,7 +196,7 @@ def _adam(
         lr,
         rule,
         state=dict.fromkeys(_moments(amsgrad), torch.zeros_like),
-        shared={COUNT: NONE},
+        shared={COUNT: ZERO_COUNT},
         constants=constants,
         fused=_kernel(betas, eps, weight_decay, decoupled=decoupled, amsgrad=amsgrad, maximize=maximize),
         storage=storage,

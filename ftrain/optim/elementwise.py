@@ -27,7 +27,7 @@ from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 Number: TypeAlias = Tensor | float
 """A float in eager mode; a 0-d tensor if it comes from the state, or in a graph."""
 
-COUNT, NONE = "count", torch.zeros(())
+COUNT, ZERO_COUNT = "count", torch.zeros(())
 """Name of the 0-d state that counts updates, and its initial value: float32, as torch's fused kernels need."""
 
 REDUCED = 16
@@ -152,7 +152,7 @@ class _Family:
     storage: Storage | None
 
     def init(self, params: PyTree) -> PyTree:
-        device = next((leaf.device for leaf in tree.leaves(params)), NONE.device)
+        device = next((leaf.device for leaf in tree.leaves(params)), ZERO_COUNT.device)
         exact = any(value.dtype == torch.float64 for value in self.shared.values())
         if exact and backends.widest(device) != torch.float64:
             raise DeviceError(

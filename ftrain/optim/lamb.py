@@ -11,7 +11,7 @@ from ftrain.optim.bias_correction import debias, exact_count
 from ftrain.optim.column import Column, Some
 from ftrain.optim.elementwise import (
     COUNT,
-    NONE,
+    ZERO_COUNT,
     Number,
     Part,
     average,
@@ -77,7 +77,7 @@ def lamb(
         lr,
         rule,
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
-        shared={COUNT: NONE},
+        shared={COUNT: ZERO_COUNT},
         constants=constants,
         weight_decay=weight_decay,
         decay_mask=decay_mask,

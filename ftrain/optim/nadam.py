@@ -10,7 +10,7 @@ from torch import Tensor
 from ftrain.optim.bias_correction import debias, exact_count, power
 from ftrain.optim.elementwise import (
     COUNT,
-    NONE,
+    ZERO_COUNT,
     Number,
     Part,
     average,
@@ -93,7 +93,7 @@ def nadam(
         lr,
         rule,
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
-        shared={COUNT: NONE, "product": torch.ones(())},
+        shared={COUNT: ZERO_COUNT, "product": torch.ones(())},
         constants=constants,
         by_element=True,
         weight_decay=weight_decay,

@@ -10,7 +10,7 @@ from torch import Tensor
 from ftrain.optim.bias_correction import debias, exact_count, power
 from ftrain.optim.elementwise import (
     COUNT,
-    NONE,
+    ZERO_COUNT,
     Number,
     Part,
     average,
@@ -98,7 +98,7 @@ def radam(
         lr,
         rule,
         state={"mu": torch.zeros_like, "nu": torch.zeros_like},
-        shared={COUNT: NONE},
+        shared={COUNT: ZERO_COUNT},
         constants=constants,
         by_element=True,
         weight_decay=weight_decay,

@@ -12,7 +12,7 @@ from ftrain.errors import StructureError, require_range
 from ftrain.optim.bias_correction import debias, exact_count
 from ftrain.optim.elementwise import (
     COUNT,
-    NONE,
+    ZERO_COUNT,
     Number,
     Part,
     approach,
@@ -95,7 +95,7 @@ def schedule_free_adamw(
         lr,
         rule,
         state={"z": torch.clone, "nu": torch.zeros_like},
-        shared={COUNT: NONE, "weights": exact, "peak": exact, "b1": exact + b1},
+        shared={COUNT: ZERO_COUNT, "weights": exact, "peak": exact, "b1": exact + b1},
         constants=constants,
         by_element=True,
         weight_decay=weight_decay,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftrain.errors import OptionError, require_range
 from ftrain.optim.bias_correction import exact_count
-from ftrain.optim.elementwise import COUNT, NONE, Number, Part, descend, leafwise, require_ranges
+from ftrain.optim.elementwise import COUNT, ZERO_COUNT, Number, Part, descend, leafwise, require_ranges
 from ftrain.optim.state_dtype import low_precision
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
@@ -87,7 +87,7 @@ def sgd(
         lr,
         rule,
         state={"momentum": torch.zeros_like} if momentum else {},
-        shared={COUNT: NONE} if damped else {},
+        shared={COUNT: ZERO_COUNT} if damped else {},
         constants=constants if damped else None,
         # The fused kernel takes `is_first_step` from the host, which would have to read `count`.
         fused=None if damped else fused,

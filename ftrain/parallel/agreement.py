@@ -24,6 +24,9 @@ from ftrain.parallel.deadline import watch
 
 T = TypeVar("T")
 
+PLAIN = bool, int, float, str
+"""Types of which equal values are the same in all processes."""
+
 
 class Agreement:
     """What all ranks agree on: a context, in which every rank calls the same methods in the same order.
@@ -188,21 +191,23 @@ class Agreement:
         return self.from_first(self.together(name, function))
 
     def require_same(self, arguments: Mapping[str, Any]) -> None:
-        """Check that all ranks have arguments that print the same, given by name.
+        """Check that all ranks have the same arguments, given by name.
+
+        Args:
+            arguments: numbers, texts and None, lists and dicts of them; of anything else the type is compared.
 
         Raises:
             OptionError: on the ranks whose arguments differ from those of rank 0.
             RankError: on the others.
         """
-        # NaN, which is an error later, is not equal to itself, and the equality of arrays is not a bool.
-        texts = {name: str(value) for name, value in arguments.items()}
-        first = self.from_first(texts)
+        own = {name: _as_data(value) for name, value in arguments.items()}
+        first = self.from_first(own)
 
         def compare() -> None:
-            for name, text in texts.items():
-                if text != first[name]:
+            for name, value in own.items():
+                if not _is_same(value, first[name]):
                     raise OptionError(
-                        f"fit: {name} is {text} on rank {self._rank}, and {first[name]} on rank 0; every rank must "
+                        f"fit: {name} is {value} on rank {self._rank}, and {first[name]} on rank 0; every rank must "
                         "call it with the same arguments"
                     )
 
@@ -211,3 +216,17 @@ class Agreement:
     def shares(self, error: BaseException) -> bool:
         """Return whether all ranks have stopped at this error, or at their own in the same place."""
         return self._ranks == 1 or error is self._shared_error
+
+
+def _as_data(value: Any) -> Any:
+    """Return what processes can send each other of a value, and compare."""
+    if isinstance(value, Mapping):
+        return {name: _as_data(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_data(each) for each in value]
+    return value if value is None or type(value) in PLAIN else f"a {type(value).__name__}"
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    # NaN, of which an error follows, is not equal to itself.
+    return type(value) is type(other) and (value == other or (value != value and other != other))

@@ -7,7 +7,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,15 @@ from ftrain.parallel.mesh import Group
 from ftrain.step.across_ranks import DIFFERENT_BATCHES
 from ftrain.types import PyTree, TrainState
 
-_INPUTS = "a batch"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 UNEVEN = "with batches='rows' the batches of all ranks and steps need the same number of examples"
+
+
+class _Line(NamedTuple):
+    """A line of what ranks must have alike, and whether it is about the batch."""
+
+    text: str
+    of_batch: bool = False
 
 
 class SameInputs:
@@ -53,7 +59,7 @@ class SameInputs:
         if self._is_checked or any(_torch.is_fake(leaf) for leaf in tree.leaves(batch)):
             return
         inputs = f"of digest {digest(batch)}" if self._whole_batches else f"of {count} examples"
-        lines = [*_description(step), *_structure(state), f"{_INPUTS} {inputs}"]
+        lines = [*map(_Line, [*_description(step), *_structure(state)]), _Line(f"a batch {inputs}", of_batch=True)]
         difference = _first_difference(self._ranks, lines, tree.device_of(state.params))
         if difference is not None:
             self._refuse(*difference)
@@ -61,10 +67,10 @@ class SameInputs:
             _warn_of_same_rows(self._ranks, digest(batch), tree.device_of(state.params))
         self._is_checked = True
 
-    def _refuse(self, rank: int, first: str, other: str) -> NoReturn:
+    def _refuse(self, rank: int, first: _Line, other: _Line) -> NoReturn:
         """Raise the error for a line in which another rank differs from rank 0."""
-        lines = f"rank 0 has {first}, and rank {rank} has {other}"
-        if not (first.startswith(_INPUTS) and other.startswith(_INPUTS)):
+        lines = f"rank 0 has {first.text}, and rank {rank} has {other.text}"
+        if not (first.of_batch and other.of_batch):
             raise StructureError(
                 f"sharded: the ranks make different steps: {lines}; every rank must build the same model, "
                 "optimizer and wrappers, and make its state with the same seed"
@@ -95,7 +101,7 @@ def require_same_tensors(ranks: Group, parts: Mapping[str, PyTree], device: torc
         StructureError: on every rank, when they differ; names the rank and the tensor.
     """
     lines = [
-        f"{tree.path(name, leaf_name)}: {tree.describe(leaf)}"
+        _Line(f"{tree.path(name, leaf_name)}: {tree.describe(leaf)}")
         for name, part in parts.items()
         for leaf_name, leaf in zip(tree.leaf_names(part), tree.leaves(part), strict=True)
         if tree.is_tensor(leaf)
@@ -104,8 +110,8 @@ def require_same_tensors(ranks: Group, parts: Mapping[str, PyTree], device: torc
     if difference is not None:
         rank, first, other = difference
         raise StructureError(
-            f"sharded: the ranks begin with different tensors: rank 0 has {first}, and rank {rank} has {other}; every "
-            "rank must build the same model, in the same dtype"
+            f"sharded: the ranks begin with different tensors: rank 0 has {first.text}, and rank {rank} has "
+            f"{other.text}; every rank must build the same model, in the same dtype"
         )
 
 
@@ -162,19 +168,19 @@ def _structure(state: TrainState) -> list[str]:
     ]
 
 
-def _first_difference(ranks: Group, lines: list[str], device: torch.device) -> tuple[int, str, str] | None:
+def _first_difference(ranks: Group, lines: list[_Line], device: torch.device) -> tuple[int, _Line, _Line] | None:
     """Return the first rank whose lines differ from rank 0's, and the first such line, of rank 0 and of that rank.
 
     None when all have the same. It waits for all ranks.
     """
-    number = _digest("\n".join(lines).encode())
+    number = _digest("\n".join(line.text for line in lines).encode())
     largest, minus_smallest = ranks.max(torch.tensor([number, -number], device=device)).tolist()
     if largest == -minus_smallest:
         return None
     lines_of_ranks: list[Any] = [None] * ranks.size
     dist.all_gather_object(lines_of_ranks, lines)
     rank, other = next((rank, other) for rank, other in enumerate(lines_of_ranks) if other != lines_of_ranks[0])
-    pairs = itertools.zip_longest(lines_of_ranks[0], other, fillvalue="nothing")
+    pairs = itertools.zip_longest(lines_of_ranks[0], other, fillvalue=_Line("nothing"))
     return rank, *next(pair for pair in pairs if pair[0] != pair[1])
 
 

@@ -19,6 +19,7 @@ from ftrain.backends import Backend
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.registry import CHOICE
 from ftrain.profiling import rates
+from ftrain.tree.tensors import dtype_name
 
 COPY_BYTES = 1 << 26
 PACKAGES = "torch", "optree", "safetensors", "numpy", "rich", "matplotlib"
@@ -93,12 +94,10 @@ def _memory(record: Backend) -> str:
 def _dtypes(record: Backend) -> str:
     """Each dtype of autocast, and whether it is native: what is emulated is slower than float32."""
     native = record.native_dtypes
-    texts = (f"{_name(dtype)} ({'native' if dtype in native else 'emulated'})" for dtype in record.autocast_dtypes())
+    texts = (
+        f"{dtype_name(dtype)} ({'native' if dtype in native else 'emulated'})" for dtype in record.autocast_dtypes()
+    )
     return ", ".join(texts) or "none"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _attention(record: Backend) -> str:
@@ -114,12 +113,12 @@ def _attention(record: Backend) -> str:
             kernels.append(name.removesuffix("_ATTENTION").lower())
         except RuntimeError:
             continue
-    return f"{', '.join(kernels) or 'none'} (in {_name(dtype)})"
+    return f"{', '.join(kernels) or 'none'} (in {dtype_name(dtype)})"
 
 
 def _products(record: Backend) -> str:
     """Operations a second of a square product, in float32 and in each narrow dtype."""
-    texts = [f"{_name(dtype)} {_product(record, dtype)}" for dtype in (torch.float32, *record.autocast_dtypes())]
+    texts = [f"{dtype_name(dtype)} {_product(record, dtype)}" for dtype in (torch.float32, *record.autocast_dtypes())]
     tf32 = record.tf32()
     if tf32 is not None:
         with tf32:

@@ -56,10 +56,17 @@ def add_wrapper(step: Step, wrapper: Wrapper) -> Step:
         if not wrapper.innermost:
             return step.wrapped(wrapper)
         return dataclasses.replace(step, wrappers=(wrapper, *step.wrappers))
-    if replaces_optimizer(wrapper) or (wrapper.options is not None and wrapper.options == old.options):
+    if replaces_optimizer(wrapper) or are_same(wrapper, old):
         raise ComposeError("the step has it already")
     wrappers = tuple(wrapper if other is old else other for other in step.wrappers)
     return dataclasses.replace(step, wrappers=wrappers)
+
+
+def are_same(wrapper: Wrapper, other: Wrapper) -> bool:
+    """Whether two wrappers are known to do the same: by their names and options, or because they are one."""
+    if wrapper is other:
+        return True
+    return wrapper.name == other.name and wrapper.options is not None and wrapper.options == other.options
 
 
 def replaces_optimizer(wrapper: Wrapper) -> bool:

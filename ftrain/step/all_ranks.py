@@ -5,15 +5,9 @@ A rank that calls it alone would exchange with a step of the others: it would ha
 
 from __future__ import annotations
 
-import threading
-from typing import Any
-
 from ftrain._torch import store
-from ftrain.checkpoint import signs_of_life
+from ftrain.checkpoint.signs_of_life import wait_for_ranks
 from ftrain.errors import RankError
-
-SHORTEST_WAIT, LONGEST_WAIT = 0.0005, 0.05
-"""Seconds between two looks for the other ranks: at first, and at last."""
 
 
 def require_all_ranks(name: str) -> None:
@@ -35,30 +29,19 @@ def require_all_ranks(name: str) -> None:
     number = table.add(_calls(rank), 1)
     meeting = f"ftrain/meeting/{number}"
     table.add(meeting, 1)
-    signs, waited, looked, pause = signs_of_life.SignsOfLife(table, rank, size), 0.0, 0.0, SHORTEST_WAIT
-    while table.add(meeting, 0) < size:
-        is_late = waited > table.timeout.total_seconds()
-        if is_late or waited - looked > signs_of_life.PATIENCE:
-            looked, why = waited, signs.why_absent(lambda: _absent(table, number, size), waited, in_order=True)
-            if why:
-                raise _alone(name, rank, why)
-        if is_late:
-            raise _alone(name, rank, f"rank {_absent(table, number, size)[0]} did not within {waited:.0f} seconds")
-        threading.Event().wait(pause)
-        waited, pause = waited + pause, min(2 * pause, LONGEST_WAIT)
+
+    def absent() -> list[int]:
+        return [other for other in range(size) if table.add(_calls(other), 0) < number]
+
+    gave_up = wait_for_ranks(table, (rank, size), lambda: bool(table.add(meeting, 0) >= size), absent, in_order=True)
+    if gave_up:
+        why = gave_up.why or f"rank {absent()[0]} did not within {gave_up.waited:.0f} seconds"
+        raise RankError(
+            f"{name}: rank {rank} has called it, and {why}. The ranks exchange tensors in it, so every rank must call "
+            "it; then one alone may write or print what it returns"
+        )
     if rank == 0:  # All have seen the end of the meeting before.
         table.delete_key(f"ftrain/meeting/{number - 1}")
-
-
-def _alone(name: str, rank: int, other: str) -> RankError:
-    return RankError(
-        f"{name}: rank {rank} has called it, and {other}. The ranks exchange tensors in it, so every rank must call "
-        "it; then one alone may write or print what it returns"
-    )
-
-
-def _absent(table: Any, number: int, size: int) -> list[int]:
-    return [rank for rank in range(size) if table.add(_calls(rank), 0) < number]
 
 
 def _calls(rank: int) -> str:

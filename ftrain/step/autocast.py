@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ftrain import backends, tree
 from ftrain.errors import DeviceError
+from ftrain.tree.tensors import dtype_name
 from ftrain.types import LossFn, LossOutput, PyTree
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,8 +26,8 @@ def name_of(dtype: Any) -> str:
     >>> name_of(torch.float16), name_of("float16"), name_of("fp8")
     ('fp16', 'fp16', 'fp8')
     """
-    names = {str(known).removeprefix("torch."): short for known, short in NAMES.items()}
-    name = str(dtype).removeprefix("torch.")
+    names = {dtype_name(known): short for known, short in NAMES.items()}
+    name = dtype_name(dtype)
     return names.get(name, name)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
+from ftrain.tree.tensors import dtype_name
 from ftrain.types import PyTree
 
 
@@ -42,7 +43,7 @@ def explain(error: Exception, name: str, params: PyTree, batch: PyTree) -> None:
     others = {path: leaf for path, leaf in named.items() if _is_float(leaf) and leaf.dtype not in dtypes}
     if others and dtypes and is_of_dtypes:
         listed = ", ".join(f"{path} is {tree.describe(leaf)}" for path, leaf in others.items())
-        needed = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        needed = " and ".join(sorted(dtype_name(dtype) for dtype in dtypes))
         _note(error, f"{name}: {listed}, and the parameters are {needed}: convert the batch, as x.float() does")
 
 

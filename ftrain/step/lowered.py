@@ -61,8 +61,8 @@ class Lowered:
         often = ", ".join(f"{count} {name}" for name, count in shown)
         peak = "unknown" if self.peak_bytes is None else format_bytes(self.peak_bytes)
         lines = [
-            f"lowering  {self.lowering}, {self.graphs} graph{'s' * (self.graphs != 1)}",
-            f"nodes     {total:,} ({often}{', ...' * (len(self.nodes) > len(shown))})",
+            f"lowering  {self.lowering}, {self.graphs} {'graph' if self.graphs == 1 else 'graphs'}",
+            f"nodes     {total:,} ({often}{', ...' if len(self.nodes) > len(shown) else ''})",
             f"peak      {peak} of intermediate results",
             *(f"sends     {format_bytes(sent)} in {calls} {kind} ({axis})" for kind, axis, calls, sent in self.traffic),
             *(f"break     {text}" for text in self.breaks),

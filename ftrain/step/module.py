@@ -61,8 +61,8 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         criterion: ``criterion(model, batch)``, which may take ``rng=``, and returns a 0-d tensor or
             `Mean`, alone or with a dict of metrics. Without one, ``model(**batch).loss``, as
             transformers' models compute it, weighted by the labels that count, where the model declares what
-            its loss is the mean of (`ftrain.label_weights.LOSS_TYPES`; positions of answers beyond the text must
-            be beyond it for start and end alike). Other losses (sums of several, those with a router's beside, and
+            its loss is the mean of (`ftrain.step.hf_loss_weights.LOSS_TYPES`; positions of answers beyond the text
+            must be beyond it for start and end alike). Other losses (sums of several, those with a router's beside, and
             of modules that are not of transformers) count as a plain number; the logger ``ftrain`` says so.
 
     Raises:

@@ -180,12 +180,16 @@ def fit(
     return run.result
 
 
+OF_CHECKPOINTS = "every", "keep", "best", "mode"
+"""What ranks must have alike of their `Checkpoints`."""
+
+
 def _comparable(options: Options, checkpoints: Checkpoints | None, *others: Any) -> dict[str, Any]:
     """Return what ranks that train together must have alike among the arguments of `fit`, by name."""
     functions = {name: getattr(options, name) for name in ("evaluate", "stop", "adapt")}
     return {
         # Machines may see one directory under different paths: `Checkpoints` compares the directory itself.
-        "checkpoints": checkpoints and repr(checkpoints).replace(repr(str(checkpoints.directory)), "..."),
+        "checkpoints": checkpoints and {name: getattr(checkpoints, name, None) for name in OF_CHECKPOINTS},
         **dict(zip(("resume", "on_nonfinite", "donate"), others, strict=True)),
         **{name: getattr(options, name) for name in ("steps", "epochs", "evaluate_every", "log_every", "on_oom")},
         **{name: function if function is None else "a function" for name, function in functions.items()},

@@ -15,6 +15,7 @@ from ftrain import tree
 from ftrain.errors import ComposeError, DataError, OptionError, require_callable, require_positive
 from ftrain.step.purity import as_tree
 from ftrain.tree.fast_flatten import Flattener
+from ftrain.tree.tensors import device_off_host
 from ftrain.types import Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
 
 
@@ -89,7 +90,7 @@ def iterate(
     require_callable("iterate", step, state, "iterate(step, state, data)")
     _require_limits(data, steps, epochs)
     count = first = int(getattr(state, "step", position.step if position else 0))
-    device = device_of(state)
+    device = device_of_state(state)
     last_epoch = epochs if epochs is not None else (1 if steps is None else None)
     epoch, index = (position.epoch, position.batch) if position else (0, 0)
     batches: Iterable[PyTree] = _rest_of_pass(data, position) if position else data
@@ -176,13 +177,9 @@ def _to_device(batch: PyTree, device: torch.device, flatten: Flattener) -> PyTre
     return batch
 
 
-def device_of(state: Any) -> torch.device:
-    """Return the device of the parameters of any state: of its first tensor that is not on the CPU.
-
-    Counters and keys stay on the CPU wherever the parameters are.
-    """
-    devices = [leaf.device for leaf in tree.leaves(state) if isinstance(leaf, Tensor)]
-    return next((device for device in devices if device != tree.HOST), tree.HOST)
+def device_of_state(state: Any) -> torch.device:
+    """Return the device of the parameters of any state, also of one whose parameters are not known by name."""
+    return device_off_host(leaf for leaf in tree.leaves(state) if isinstance(leaf, Tensor))
 
 
 def _require_limits(data: Iterable[PyTree], steps: int | None, epochs: int | None) -> None:

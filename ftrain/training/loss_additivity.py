@@ -6,12 +6,9 @@ import warnings
 
 from ftrain import tree
 from ftrain.step.evaluate import EvalStep
+from ftrain.step.loss_of_pieces import combined, is_combined
 from ftrain.step.microbatch import most_pieces
 from ftrain.types import Loss, Mean, PyTree, TrainState
-
-TOLERANCE, NARROW_TOLERANCE = 1e-3, 2e-2
-"""Relative differences up to which two losses count as the same: in 32 bits or more, and with parameters or products in
-16 bits."""
 
 
 def warn_of_pieces(function: str, loss: Loss, state: TrainState, batch: PyTree, *, is_first: bool = True) -> None:
@@ -41,12 +38,9 @@ def warn_of_pieces(function: str, loss: Loss, state: TrainState, batch: PyTree, 
         ]
     except Exception:  # Of any kind: some losses need training mode, or more examples.
         return
-    narrow = loss.narrow or any(leaf.itemsize < 4 for leaf in tree.leaves(state.params))
-    tolerance, alone = NARROW_TOLERANCE if narrow else TOLERANCE, float(first)
     for pair, other in pairs:
-        together, separate = float(pair), float(first + other)
-        limit = tolerance * max(map(abs, (together, alone, float(other))))
-        if is_first and abs(together - separate) > limit:
+        if is_first and not is_combined(loss, state.params, pair, (first, other)):
+            together, separate = float(pair), combined((first, other))
             warnings.warn(
                 f"{function}: the loss of two examples is {together:.4g}, and over each alone {separate:.4g}, so that "
                 "the update depends on how a batch is cut. Return ft.Mean(total, weight): of a sum over examples with "

@@ -22,7 +22,7 @@ from ftrain.step.step import Step
 from ftrain.step.value_and_grad import ForwardResult, around_forward
 from ftrain.step.wrapper import OnGrad, Wrapper
 from ftrain.training.history import History
-from ftrain.training.iterate import device_of
+from ftrain.training.iterate import device_of_state
 from ftrain.training.loss_additivity import warn_of_pieces
 from ftrain.training.signals import Abandoned
 from ftrain.transforms.compile.cache import cache_key
@@ -139,7 +139,7 @@ class OomRetry:
             if can_retry:
                 self._split_into(2 * pieces)
             # This frees the code that was compiled for fewer pieces, too.
-            release(out_of_memory, device_of(state))
+            release(out_of_memory, device_of_state(state))
             if not can_retry:
                 # All of profiling, which few runs need.
                 from ftrain.profiling.oom_report import shortage
@@ -170,7 +170,7 @@ class OomRetry:
                         "fit: memory ran out on this rank in the update, which the others make; use a higher level of "
                         "ft.sharded, or ft.offload('opt_state')"
                     ) from error
-                release(error, device_of(state))
+                release(error, device_of_state(state))
             try:
                 with self._stand_in.active():
                     return step(state, batch)

@@ -23,7 +23,7 @@ from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError
 from ftrain.parallel.compression.memory import SLOT
 from ftrain.parallel.state import divided
 from ftrain.training.history import History, record_of, unpack
-from ftrain.training.iterate import Position, device_of
+from ftrain.training.iterate import Position, device_of_state
 from ftrain.types import PyTree, TrainState, consume, is_donatable, mark_donatable
 
 RESUME = "auto", "must", "never"
@@ -138,7 +138,7 @@ class RunCheckpoints:
             raise
         if checkpoint is not None:
             if self._is_first:
-                _warn_of_environment(checkpoint, device_of(state))
+                _warn_of_environment(checkpoint, device_of_state(state))
             return self._resume_point(checkpoint, state, refill=refill)
         if self._resume == "must":
             raise CheckpointError(f"fit: there is no checkpoint in {directory}, and resume='must'")

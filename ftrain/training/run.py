@@ -16,7 +16,7 @@ from ftrain.step.microbatch import SPLIT
 from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, column
 from ftrain.training.history import History, record_of
-from ftrain.training.iterate import Position, StepRecord, device_of, iterate, position_of
+from ftrain.training.iterate import Position, StepRecord, device_of_state, iterate, position_of
 from ftrain.training.loggers import Logger, rewind
 from ftrain.training.loss_additivity import warn_of_pieces
 from ftrain.training.metrics import StepMetrics, read_evaluation, read_steps
@@ -196,7 +196,7 @@ class Run:
                 raise
         # The other ranks are elsewhere, or do as this one does: there is nothing more to agree on.
         self._agreement = Agreement(1)
-        if isinstance(error, RankError) and not backends.of(device_of(self._newest.state)).immediate:
+        if isinstance(error, RankError) and not backends.of(device_of_state(self._newest.state)).immediate:
             return  # What the device has queued may wait for that rank for ever.
         try:
             self._read_metrics(check=False)
@@ -264,7 +264,7 @@ class Run:
         now, total = time.perf_counter(), self._options.steps
         rates, seconds_per_step = self._throughput.rates(now)
         remaining = seconds_per_step * (total - self.step) if total is not None else None
-        memory = backends.of(device_of(self._newest.state)).memory().peak
+        memory = backends.of(device_of_state(self._newest.state)).memory().peak
         return Status(self.step, total, now - self._start_time, remaining, rates, memory, metrics)
 
     def _warn_of_pieces(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ftrain import _torch
 from ftrain.errors import StructureError
 from ftrain.tree import sharding
+from ftrain.tree.tensors import HOST, dtype_name
 from ftrain.types import NAMESPACE, PyTree
 
 __all__ = [
@@ -49,8 +50,6 @@ __all__ = [
 
 MAX_LISTED = 8
 """The largest number of items that an error message lists."""
-
-HOST = torch.device("cpu")
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -262,7 +261,7 @@ def batch_length(batch: PyTree) -> int | None:
 def describe(leaf: Any) -> str:
     """Return the dtype and shape of a tensor as text, ``float32[3, 4]``; for another leaf, the name of its class."""
     if is_tensor(leaf):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        return f"{dtype_name(leaf.dtype)}{list(leaf.shape)}"
     return type(leaf).__name__
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import ftrain as ft
 from ftrain.errors import ComposeError, ConsumedError, DataError, StructureError
 from ftrain.profiling import rates
-from ftrain.profiling.hints import Facts, calls, facts_of, run_rules
+from ftrain.profiling.hints import Facts, Remedy, calls, facts_of, run_rules
 from ftrain.profiling.hints.calls import record_calls
 from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.profiling.timing import Interval, Loading
@@ -103,8 +103,8 @@ def test_narrow_products():
     assert found(**exact, seconds=3.0) == []
     assert found(**{**exact, "mixed": True}) == []
     # What has been tried, and was no faster.
-    assert found(**exact, tried={'with_amp("bf16")': Interval(0.9, 1.1, 1.2)}) == []
-    assert found(**exact, tried={'with_amp("bf16")': Interval(1.1, 1.2, 1.3)}) == ["float32"]
+    assert found(**exact, tried={Remedy.BFLOAT16: Interval(0.9, 1.1, 1.2)}) == []
+    assert found(**exact, tried={Remedy.BFLOAT16: Interval(1.1, 1.2, 1.3)}) == ["float32"]
 
 
 def test_a_mask_that_forces_a_slow_kernel():
@@ -127,7 +127,7 @@ def test_launches():
     # Large operations without products, which take their time once they run.
     assert found(operations=100_000, flops=0) == ["launches"]
     assert found(operations=100_000, flops=0, seconds=1.0) == []
-    assert found(operations=100_000, tried={"compiled()": Interval(0.9, 0.95, 1.0)}) == []
+    assert found(operations=100_000, tried={Remedy.COMPILE: Interval(0.9, 0.95, 1.0)}) == []
 
 
 def test_a_batch_that_is_too_small():

@@ -10,8 +10,10 @@ import ftrain as ft
 from ftrain import tree
 from ftrain.errors import ComposeError, ConsumedError, DataError, FtrainError, OptionError, StructureError, TraceError
 from ftrain.profiling.comparison import Original
+from ftrain.profiling.hints import Remedy
 from ftrain.profiling.ladder import TECHNIQUES, Case, run
 from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER
+from tests.laws.registry import EVERY
 from tests.profiling.problem import assert_untouched, batch, kept, make, remembered, scripted, squares
 
 NAMES = ["accumulate(2)", "remat()", 'with_amp("tf32")', 'adamw(state_dtype="bf16")']
@@ -67,6 +69,52 @@ def test_every_technique_is_a_row_and_nothing_is_touched():
     assert base.bytes_a_parameter == pytest.approx(16, rel=0.01)
     for name, each in {'adamw(state_dtype="bf16")': 12, "adamw_8bit": 10.1, "adafactor": 8.2}.items():
         assert found[name].bytes_a_parameter == pytest.approx(each, rel=0.02)
+
+
+NO_TECHNIQUES = {
+    ft.matmul_precision: 'its fastest is with_amp("tf32")',
+    ft.clip: "changes what is learned",
+    ft.sam: "changes what is learned, and takes two gradients",
+    ft.skip_spikes: "changes what is learned",
+    ft.skip_nonfinite: "changes what is learned",
+    ft.ema: "adds weights to evaluate with",
+    ft.swa: "adds weights to evaluate with",
+    ft.lora: "trains other parameters",
+    ft.sharded: "needs several ranks",
+    ft.sync_batch_norm: "needs several ranks",
+}
+"""Wrappers that the ladder does not try, and why."""
+
+
+def test_every_wrapper_is_a_technique_or_none_for_a_reason(monkeypatch):
+    emptying = dataclasses.replace(ft.backends.get("cpu"), empty_cache=lambda: None)
+    monkeypatch.setitem(ft.backends.registry._records, "cpu", emptying)
+    case, added, remedies = Case(make(), batch()), set(), []
+    for technique in TECHNIQUES:
+        new = technique.apply(case)
+        added |= {each.name for each in new.step.wrappers}
+        if technique.remedy:
+            remedies.append(technique.remedy)
+    assert set(NO_TECHNIQUES) <= {entry.factory for entry in EVERY}
+    needed = {entry.make().name for entry in EVERY if entry.factory not in NO_TECHNIQUES}
+    assert added == needed
+    assert sorted(remedies, key=lambda each: each.value) == list(Remedy)
+
+
+def test_a_hint_is_not_given_for_what_the_ladder_has_found_to_be_no_faster(timed, monkeypatch):
+    seen = []
+    monkeypatch.setattr(run, "facts_of", lambda *args, **measured: seen.append(measured))
+    own = ft.Technique("own", "mine", lambda case: case, remedy=Remedy.COMPILE)
+    timed(
+        make(),
+        batch(),
+        {"batch x2": 0.5, 'with_amp("bf16")': 2.0, "mine": 4.0},
+        techniques=["batch x2", 'with_amp("bf16")', own, "remat()"],
+    )
+    (measured,) = seen
+    tried = {remedy: speed.median for remedy, speed in measured["tried"].items()}
+    assert tried == {Remedy.LARGER_BATCH: 4.0, Remedy.BFLOAT16: 0.5, Remedy.COMPILE: 0.25}
+    assert measured["doubled"].median == 4.0
 
 
 def test_a_compiled_row():

@@ -181,10 +181,10 @@ def test_a_loss_that_cannot_be_evaluated_is_taken_by_its_law(timed):
     assert [row.pieces for row in timed(step, batch(6, WIDTH), memory="1GB").rows] == [1, 2]
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_two_of_many_pieces_show_how_large_all_are(policy):
+@pytest.mark.parametrize("choice", [search.NO_REMAT, search.FULL])
+def test_two_of_many_pieces_show_how_large_all_are(choice):
     step, given = problem(ft.clip(1.0))
-    found = search.Search(step, None, given, "1GB")._predict(8, policy)
+    found = search.Search(step, None, given, "1GB")._predict(8, choice)
     needed = ft.anatomy(found.step, None, given)
     assert found.predicted == pytest.approx(needed.peak, rel=1e-3)
     assert found.flops == pytest.approx(sum(needed.flops.values()), rel=1e-2)

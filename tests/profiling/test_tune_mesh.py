@@ -9,6 +9,7 @@ from ftrain.errors import BatchError, DeviceError, OptionError
 from ftrain.profiling.anatomy.mesh_layout import MeshLayout
 from ftrain.profiling.tuning.mesh_record import FLOPS, NETWORK, NODE, MeshTrial
 from ftrain.profiling.tuning.mesh_search import _MeshSearch
+from ftrain.profiling.tuning.record import FULL, NO_REMAT
 from tests.profiling.problem import batch, make
 
 WIDTH = 16
@@ -45,28 +46,28 @@ def test_what_is_taken_fits_in_the_fewest_pieces(monkeypatch):
     search, layout = _MeshSearch(make(), None, batch(32, WIDTH), 100, (1, 2)), MeshLayout(1, 2, 3)
     tried = []
 
-    def predict(layout, policy, pieces):
+    def predict(layout, choice, pieces):
         tried.append(pieces)
         peak = 50 + 200 // pieces
         return MeshTrial(
-            pieces, policy, None, peak, verdict="does not fit" if peak > search.memory else "", layout=layout
+            pieces, choice, None, peak, verdict="does not fit" if peak > search.memory else "", layout=layout
         )
 
     monkeypatch.setattr(search, "_predict", predict)
     for memory, fewest in ((250, 1), (100, 4), (99, 8), (62, 16)):
         search.memory = memory
-        row = search._fewest(layout, "none")
+        row = search._fewest(layout, NO_REMAT)
         assert (row.pieces, row.verdict) == (fewest, "")
     search.memory, tried[:] = 61, []
-    assert search._fewest(layout, "none").verdict == "does not fit"
+    assert search._fewest(layout, NO_REMAT).verdict == "does not fit"
     assert tried == [16]
 
 
-@pytest.mark.parametrize(("level", "policy"), [pytest.param(1, "none", marks=pytest.mark.exhaustive), (3, "full")])
-def test_two_of_many_pieces_show_what_all_take_and_send(level, policy):
+@pytest.mark.parametrize(("level", "choice"), [pytest.param(1, NO_REMAT, marks=pytest.mark.exhaustive), (3, FULL)])
+def test_two_of_many_pieces_show_what_all_take_and_send(level, choice):
     step, given = make(ft.clip(1.0), width=32), batch(32, 32)
     search, layout = _MeshSearch(step, None, given, 10**9, (2, 2)), MeshLayout(2, 2, level)
-    row = search._predict(layout, policy, 8)
+    row = search._predict(layout, choice, 8)
     planned = ft.anatomy(row.step, None, given)
     assert "accumulate(8)" in repr(row.step)
     assert row.predicted == pytest.approx(planned.peak, rel=2e-3)

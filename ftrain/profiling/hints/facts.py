@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import torch
 
@@ -11,6 +12,14 @@ from ftrain.profiling.timing import Interval, Loading
 
 SLOWEST, MIDDLING, FASTEST = range(3)
 """Ranks of the kernels of attention: no fused kernel, the memory-efficient one, and the flash kernel."""
+
+
+class Remedy(Enum):
+    """What rules advise that may have been measured before, and in whose place the measurement stands."""
+
+    LARGER_BATCH = auto()
+    BFLOAT16 = auto()
+    COMPILE = auto()
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class Facts:
         seconds: of a step.
         doubled: examples per second with twice the batch, relative to the batch; None where it was not measured.
         loading: seconds to load a batch; None without data.
-        tried: technique -> examples per second with it, relative to the step as it is, where it was measured.
+        tried: remedy -> examples per second with it, relative to the step as it is, where it was measured.
         emulated: the narrow dtypes in which the device multiplies by converting to float32 and back.
     """
 
@@ -88,5 +97,5 @@ class Facts:
     seconds: float
     doubled: Interval | None = None
     loading: Loading | None = None
-    tried: Mapping[str, Interval] = field(default_factory=dict)
+    tried: Mapping[Remedy, Interval] = field(default_factory=dict)
     emulated: Sequence[torch.dtype] = ()

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from ftrain.profiling.hints.facts import Facts, Product
+from ftrain.profiling.hints.facts import Facts, Product, Remedy
+from ftrain.tree.tensors import dtype_name
 
 WORTHWHILE_SHARE = 0.01
 """The smallest share of the work of all products for which there is a hint."""
@@ -97,7 +98,7 @@ def _narrow(facts: Facts) -> Iterator[Hint]:
         and share >= MOSTLY
         and facts.gain >= FASTER_PRODUCTS
         and _speedup(facts) >= FASTER_STEP
-        and not _does_not_help(facts, 'with_amp("bf16")')
+        and not _does_not_help(facts, Remedy.BFLOAT16)
     ):
         yield Hint(
             "float32",
@@ -112,7 +113,7 @@ def _emulated(facts: Facts) -> Iterator[Hint]:
         if share >= WORTHWHILE_SHARE:
             yield Hint(
                 "emulated dtype",
-                f"{share:.0%} of the products are in {str(dtype).removeprefix('torch.')}, which this device emulates: "
+                f"{share:.0%} of the products are in {dtype_name(dtype)}, which this device emulates: "
                 "slower than float32",
                 'Use ft.with_amp("auto"), or compute in float32',
             )
@@ -124,9 +125,9 @@ def _speedup(facts: Facts) -> float:
     return 1 / (1 - products + products / facts.gain)
 
 
-def _does_not_help(facts: Facts, technique: str) -> bool:
-    """Return whether a technique was measured, and its interval does not show that it is faster."""
-    return technique in facts.tried and facts.tried[technique].low <= 1
+def _does_not_help(facts: Facts, remedy: Remedy) -> bool:
+    """Return whether a remedy was measured, and its interval does not show that it is faster."""
+    return remedy in facts.tried and facts.tried[remedy].low <= 1
 
 
 def _share(facts: Facts, condition: Callable[[Product], bool]) -> float:
@@ -150,7 +151,7 @@ def _attention(facts: Facts) -> Iterator[Hint]:
 def _launches(facts: Facts) -> Iterator[Hint]:
     starting, computing = facts.operations * facts.launch, facts.flops / max(facts.rates.values(), default=1.0)
     matters = starting > max(computing, LAUNCHING * facts.seconds)
-    if not facts.compiled and matters and not _does_not_help(facts, "compiled()"):
+    if not facts.compiled and matters and not _does_not_help(facts, Remedy.COMPILE):
         yield Hint(
             "launches",
             f"{facts.operations:,} operations take {starting * 1e3:.1f} ms to start at least "

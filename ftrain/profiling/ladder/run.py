@@ -13,7 +13,7 @@ from ftrain.backends.oom import is_out_of_memory
 from ftrain.errors import FtrainError, OptionError, TraceError, require_positive
 from ftrain.profiling.anatomy import anatomy
 from ftrain.profiling.comparison import Original
-from ftrain.profiling.hints import Hint, facts_of, run_rules
+from ftrain.profiling.hints import Hint, Remedy, facts_of, run_rules
 from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
 from ftrain.profiling.ladder.techniques import TECHNIQUES, Case, Technique, replaced_wrappers
 from ftrain.profiling.step_variants import require_one_rank, require_step
@@ -84,17 +84,18 @@ def ladder(
         for group, stack in ((FASTER, _fastest(alone)), (SMALLER, _smallest(alone, base))):
             if len(stack) > 1:
                 rows += runner.rows(group, dict(_stack(stack, case)))[1:]
-    hints = [] if base.predicted is None else _hints(runner, base, others, data_times)
+    hints = [] if base.predicted is None else _hints(runner, base, alone, data_times)
     return Ladder(runner.title, rows, rounds, data_times, hints)
 
 
-def _hints(runner: _Runner, base: Row, others: Sequence[Row], data_times: Loading | None) -> list[Hint]:
+def _hints(runner: _Runner, base: Row, alone: Mapping[Technique, Row], data_times: Loading | None) -> list[Hint]:
     if base.seconds is None:
         return []
     step, state, batch = runner.case.step, runner.original.state, runner.case.batch
-    tried = {row.name: row.speed for row in others if row.speed is not None}
+    speeds = {each.remedy: row.speed for each, row in alone.items() if row.speed is not None}
+    tried = {remedy: speed for remedy, speed in speeds.items() if remedy is not None}
     parts = anatomy(step, state, batch, measure=False)
-    doubled = tried.get("batch x2")
+    doubled = tried.get(Remedy.LARGER_BATCH)
     facts = facts_of(step, state, batch, parts, base.seconds.median, doubled=doubled, loading=data_times, tried=tried)
     return run_rules(facts)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ftrain import backends, tree
 from ftrain.errors import BatchError, DeviceError
+from ftrain.profiling.hints import Remedy
 from ftrain.profiling.step_variants import (
     add_wrapper,
+    are_same,
     double_batch,
     length_of,
     microbatches_of,
@@ -47,24 +50,36 @@ class Technique:
         name: how it is written.
         apply: ``Case -> Case``; raises an `FtrainError` that says why where it does not apply.
         stacks: whether it is tried on top of others, for which it must leave the batch as it is.
+        remedy: which advice of `ftrain.hints` it is, if it is one: there is no such hint where it was no faster.
     """
 
     method: str
     name: str
     apply: Callable[[Case], Case]
     stacks: bool = True
+    remedy: Remedy | None = None
 
 
 def replaced_wrappers(original: Step, variant: Step) -> str:
     """Return which wrappers of a variant have replaced those of the original step, as they print; "" for none."""
-    old, new = _texts(original), _texts(variant)
-    gone = ", ".join(text for text in old if text not in new)
-    return f"{', '.join(text for text in new if text not in old)} in place of {gone}" if gone else ""
+    gone, new = _others(original, variant), _others(variant, original)
+    return f"{_texts(variant, new)} in place of {_texts(original, gone)}" if gone else ""
 
 
-def _texts(step: Step) -> list[str]:
-    # Wrappers of the loss print as the loss has them, which knows its blocks.
-    return [*step.loss.wrappers, *(wrapper.text for wrapper in step.wrappers if wrapper.loss is None)]
+def _others(step: Step, other: Step) -> list[Wrapper]:
+    """Return the wrappers of a step that another one has not."""
+    return [each for each in step.wrappers if not any(are_same(each, its) for its in other.wrappers)]
+
+
+def _texts(step: Step, wrappers: Sequence[Wrapper]) -> str:
+    """Return how some wrappers of a step print there: those of the loss know its blocks."""
+    loss, texts = step.base, {each.name: [each.text] for each in step.wrappers}
+    of_loss = [(each.name, each.loss) for each in step.wrappers if each.loss is not None]
+    for name, part in sorted(of_loss, key=lambda pair: pair[1].order):
+        wrapped = part.wrap(loss)
+        texts[name] = list(wrapped.wrappers[len(loss.wrappers) :])
+        loss = wrapped
+    return ", ".join(text for each in wrappers for text in texts[each.name])
 
 
 def _double(case: Case) -> Case:
@@ -84,9 +99,16 @@ def _double_microbatches(case: Case) -> Case:
     return dataclasses.replace(case, step=with_microbatches(case.step, 2 * microbatches_of(case.step), case.batch))
 
 
-def _wrap(factory: Callable[..., Wrapper], *args: Any, **options: Any) -> Callable[[Case], Case]:
-    """Return a function that adds a wrapper, which replaces one of its name."""
-    return lambda case: dataclasses.replace(case, step=add_wrapper(case.step, factory(*args, **options)))
+def _wrapping(
+    method: str, factory: Callable[..., Wrapper], *args: Any, remedy: Remedy | None = None, **options: Any
+) -> Technique:
+    """Return the technique that is a wrapper, written as its call; it replaces a wrapper of its name."""
+
+    def apply(case: Case) -> Case:
+        return dataclasses.replace(case, step=add_wrapper(case.step, factory(*args, **options)))
+
+    arguments = [*map(json.dumps, args), *(f"{name}={json.dumps(value)}" for name, value in options.items())]
+    return Technique(method, f"{factory.__name__}({', '.join(arguments)})", apply, remedy=remedy)
 
 
 def _optimizer(name: str) -> Technique:
@@ -96,31 +118,36 @@ def _optimizer(name: str) -> Technique:
     return Technique("optimizer choice", name, apply)
 
 
-def _empty_cache(case: Case) -> Case:
-    record = backends.of(tree.device_of(case.batch))
-    if record.empty_cache is None:
-        raise DeviceError(f"{record.describe()} has no cache to empty")
-    return _wrap(empty_cache, every=1)(case)
+def _emptied_cache(method: str) -> Technique:
+    technique = _wrapping(method, empty_cache, every=1)
+
+    def apply(case: Case) -> Case:
+        record = backends.of(tree.device_of(case.batch))
+        if record.empty_cache is None:
+            raise DeviceError(f"{record.describe()} has no cache to empty")
+        return technique.apply(case)
+
+    return dataclasses.replace(technique, apply=apply)
 
 
 TECHNIQUES: tuple[Technique, ...] = (
-    Technique("batch size", "batch x2", _double, stacks=False),
+    Technique("batch size", "batch x2", _double, stacks=False, remedy=Remedy.LARGER_BATCH),
     Technique("batch size", "batch /2", _halve, stacks=False),
     Technique("gradient accumulation", "accumulate(2)", _double_microbatches),
-    Technique("gradient checkpointing", "remat()", _wrap(remat)),
-    Technique("gradient checkpointing", 'remat("dots")', _wrap(remat, "dots")),
-    Technique("gradient checkpointing", "remat(budget=0.5)", _wrap(remat, budget=0.5)),
-    Technique("mixed precision", 'with_amp("bf16")', _wrap(with_amp, "bf16")),
-    Technique("mixed precision", 'with_amp("fp16")', _wrap(with_amp, "fp16")),
-    Technique("mixed precision", 'with_amp("tf32")', _wrap(with_amp, "tf32")),
+    _wrapping("gradient checkpointing", remat),
+    _wrapping("gradient checkpointing", remat, "dots"),
+    _wrapping("gradient checkpointing", remat, budget=0.5),
+    _wrapping("mixed precision", with_amp, "bf16", remedy=Remedy.BFLOAT16),
+    _wrapping("mixed precision", with_amp, "fp16"),
+    _wrapping("mixed precision", with_amp, "tf32"),
     _optimizer('adamw(state_dtype="bf16")'),
     _optimizer("adamw_8bit"),
     _optimizer("adafactor"),
-    Technique("offload", 'offload("activations")', _wrap(offload, "activations")),
-    Technique("offload", 'offload("opt_state")', _wrap(offload, "opt_state")),
-    Technique("update in backward", "update_in_backward()", _wrap(update_in_backward)),
-    Technique("emptied cache", "empty_cache(every=1)", _empty_cache),
-    Technique("donation", "donated()", _wrap(donated)),
-    Technique("torch.compile", "compiled()", _wrap(compiled)),
+    _wrapping("offload", offload, "activations"),
+    _wrapping("offload", offload, "opt_state"),
+    _wrapping("update in backward", update_in_backward),
+    _emptied_cache("emptied cache"),
+    _wrapping("donation", donated),
+    _wrapping("torch.compile", compiled, remedy=Remedy.COMPILE),
 )
 """What `ftrain.ladder` tries, in its order."""

@@ -15,17 +15,14 @@ from ftrain.profiling.anatomy.planned import plan, require_pair
 from ftrain.profiling.anatomy.run import whole_state
 from ftrain.profiling.step_variants import add_wrapper, length_of, microbatches_of, remove_wrapper, with_microbatches
 from ftrain.profiling.tuning.mesh_record import MeshTrial, MeshTrials
+from ftrain.profiling.tuning.record import ANY, FULL, NO_REMAT, Remat
 from ftrain.step.step import Step
 from ftrain.step.traffic import SENT_PER_BYTE
 from ftrain.transforms.remat.wrapper import NAME as REMAT
-from ftrain.transforms.remat.wrapper import remat
 from ftrain.types import PyTree, TrainState
 
 WHOLE, DIVIDED = (0,), (1, 2, 3)
 """The levels that keep the whole state on each rank, and those that divide it."""
-
-FULL, NONE = "full", "none"
-"""Policies of rematerialisation, that which needs least memory first."""
 
 
 def mesh_trials(
@@ -70,7 +67,7 @@ class _MeshSearch:
         self._step = remove_wrapper(step, REMAT)
         self._state = state
         self._at_rest = whole_state(self._step, state)
-        self._of_level_1: dict[tuple[MeshLayout, str], Anatomy] = {}
+        self._of_level_1: dict[tuple[MeshLayout, Remat], Anatomy] = {}
 
     def rows(self) -> Iterator[MeshTrial]:
         """Yield for each layout and policy the fewest microbatches that fit, or why none does."""
@@ -78,12 +75,12 @@ class _MeshSearch:
             least = self._least(layout)
             if least > self.memory:
                 verdict = "does not fit: the state alone, or with whole parameters, is larger"
-                yield MeshTrial(1, "any", self._step, least, verdict=verdict, layout=layout)
+                yield MeshTrial(1, ANY, self._step, least, verdict=verdict, layout=layout)
                 continue
-            for policy in (FULL, NONE):
-                row = self._fewest(layout, policy)
+            for choice in (FULL, NO_REMAT):  # That which needs least memory first.
+                row = self._fewest(layout, choice)
                 yield row
-                if policy == FULL and row.predicted is not None and row.verdict:
+                if choice is FULL and row.predicted is not None and row.verdict:
                     break
 
     def _layouts(self) -> Iterator[MeshLayout]:
@@ -107,36 +104,36 @@ class _MeshSearch:
         powers = {2**power for power in range(each.bit_length())} | {each}
         return sorted(count for count in powers if each % count == 0)
 
-    def _fewest(self, layout: MeshLayout, policy: str) -> MeshTrial:
+    def _fewest(self, layout: MeshLayout, choice: Remat) -> MeshTrial:
         counts = self._counts()
         try:
-            row = self._predict(layout, policy, counts[-1])
+            row = self._predict(layout, choice, counts[-1])
         except FtrainError as error:
             line = str(error).splitlines()[0]
-            return MeshTrial(counts[-1], policy, self._step, verdict=f"does not apply: {line}", layout=layout)
+            return MeshTrial(counts[-1], choice, self._step, verdict=f"does not apply: {line}", layout=layout)
         if row.verdict:
             return row
         low, high = 0, len(counts) - 1
         while low < high:
             middle = (low + high) // 2
-            other = self._predict(layout, policy, counts[middle])
+            other = self._predict(layout, choice, counts[middle])
             if other.verdict:
                 low = middle + 1
             else:
                 row, high = other, middle
         return row
 
-    def _predict(self, layout: MeshLayout, policy: str, microbatches: int) -> MeshTrial:
-        parts = self.anatomy(layout, policy, microbatches)
+    def _predict(self, layout: MeshLayout, choice: Remat, microbatches: int) -> MeshTrial:
+        parts = self.anatomy(layout, choice, microbatches)
         more = max(microbatches - 2, 0)
         bytes_by_axis, shares = _sent(parts, layout, more), layout.between_nodes(self.mesh[1])
-        step = self._compose(policy, microbatches, self._batch)
+        step = self._compose(choice, microbatches, self._batch)
         # Every rank has the whole batch, and its rows of all microbatches once more.
         batch = _bytes(self._batch) + (_bytes(self._batch) // self._ranks if microbatches > 1 else 0)
         peak = parts.peak + batch - parts.most[BATCH]
         return MeshTrial(
             max(microbatches, 1),
-            policy,
+            choice,
             plan("tune", step, layout[:2], layout.level),
             peak,
             _flops(parts, layout, more),
@@ -146,23 +143,23 @@ class _MeshSearch:
             between=round(sum(nbytes * shares[axis] for axis, nbytes in bytes_by_axis.items())),
         )
 
-    def anatomy(self, layout: MeshLayout, policy: str, microbatches: int) -> Anatomy:
+    def anatomy(self, layout: MeshLayout, choice: Remat, microbatches: int) -> Anatomy:
         """Return the anatomy of at most two microbatches, of which more take no more memory."""
-        like = layout._replace(level=1), policy
+        like = layout._replace(level=1), choice
         if layout.level == 2 and microbatches == 1 and like in self._of_level_1:
             # Levels 1 and 2 differ in what they do between microbatches.
             return dataclasses.replace(self._of_level_1[like], layout=layout)
         simulated = min(microbatches, 2)
         length = self.examples // max(microbatches, 1) * max(simulated, 1)
         batch = tree.map(lambda leaf: leaf[:length] if tree.is_tensor(leaf) and leaf.ndim else leaf, self._batch)
-        step = self._compose(policy, simulated, batch)
+        step = self._compose(choice, simulated, batch)
         parts = anatomy(step, self._state, batch, mesh=layout[:2], level=layout.level)
         if layout.level == 1 and microbatches == 1:
             self._of_level_1[like] = parts
         return parts
 
-    def _compose(self, policy: str, microbatches: int, batch: PyTree) -> Step:
-        step = add_wrapper(self._step, remat()) if policy == FULL else self._step
+    def _compose(self, choice: Remat, microbatches: int, batch: PyTree) -> Step:
+        step = add_wrapper(self._step, choice.wrapper) if choice.wrapper else self._step
         return with_microbatches(step, microbatches, batch) if microbatches else step
 
 
@@ -179,7 +176,7 @@ def _nothing_fits(search: _MeshSearch, rows: list[MeshTrial]) -> DeviceError:
         f"{least.layout} it is {format_bytes(least.predicted or 0)}. More ranks divide the state further"
     ]
     if least.flops:
-        lines.append(repr(search.anatomy(least.layout, least.policy, least.pieces)))
+        lines.append(repr(search.anatomy(least.layout, least.remat, least.pieces)))
     return DeviceError("\n".join(lines))
 
 

@@ -10,6 +10,28 @@ from ftrain.backends.format_bytes import format_bytes
 from ftrain.profiling.hints import Hint
 from ftrain.profiling.timing import Interval
 from ftrain.step.step import Step
+from ftrain.step.wrapper import Wrapper
+from ftrain.transforms.remat.wrapper import remat
+
+
+@dataclass(frozen=True)
+class Remat:
+    """A choice of rematerialisation.
+
+    Args:
+        text: how it prints.
+        wrapper: that makes it so; None for one that needs no wrapper.
+    """
+
+    text: str
+    wrapper: Wrapper | None = None
+
+
+UNCHANGED, ANY = Remat("as given"), Remat("any")
+"""What the step of the user has, and what stands for all choices where none applies."""
+
+NO_REMAT, FULL, DOTS = Remat("none"), Remat("full", remat()), Remat("dots", remat("dots"))
+BUDGETS = tuple(Remat(f"budget={share:g}", remat(budget=share)) for share in (0.75, 0.5, 0.25))
 
 
 @dataclass(frozen=True)
@@ -18,7 +40,7 @@ class Trial:
 
     Args:
         pieces: number of microbatches.
-        policy: what is rematerialised.
+        remat: what is rematerialised.
         step: the step composed so.
         predicted: peak memory in bytes; None where it could not be predicted.
         flops: floating-point operations of a step.
@@ -28,13 +50,18 @@ class Trial:
     """
 
     pieces: int
-    policy: str
+    remat: Remat
     step: Step = dataclasses.field(repr=False)
     predicted: int | None = None
     flops: int = 0
     seconds: Interval | None = None
     measured: int | None = None
     verdict: str = ""
+
+    @property
+    def policy(self) -> str:
+        """What is rematerialised, as it prints."""
+        return self.remat.text
 
 
 @dataclass(frozen=True)

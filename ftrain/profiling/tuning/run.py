@@ -104,10 +104,10 @@ def trials(
     fitting = [row for row in rows if not row.verdict]
     if not fitting:
         raise _nothing_fits(search, rows)
-    as_asked = search.given_microbatches, search.given_policy
-    fitting.sort(key=lambda row: ((row.pieces, row.policy) != as_asked, row.flops, row.pieces))
+    as_asked = search.given_microbatches, search.given_remat
+    fitting.sort(key=lambda row: ((row.pieces, row.remat) != as_asked, row.flops, row.pieces))
     best, *slower = _choose(search, _time(search, fitting[:MOST], rounds))
-    by_candidate = {(row.pieces, row.policy): row for row in [*rows, best, *slower]}
+    by_candidate = {(row.pieces, row.remat): row for row in [*rows, best, *slower]}
     rows = [row if row.verdict else dataclasses.replace(row, verdict=UNTRIED) for row in by_candidate.values()]
     examples = tree.batch_length(search.batch) or 1
     return Trials(best.step, rows, search.memory, examples, _hints(search, best))

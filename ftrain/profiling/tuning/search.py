@@ -6,7 +6,6 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import cast
 
 from ftrain import backends, tree
 from ftrain.backends.format_bytes import format_bytes, parse_bytes
@@ -24,19 +23,13 @@ from ftrain.profiling.step_variants import (
     remove_wrapper,
     with_microbatches,
 )
-from ftrain.profiling.tuning.record import Trial
+from ftrain.profiling.tuning.record import ANY, BUDGETS, DOTS, FULL, NO_REMAT, UNCHANGED, Remat, Trial
 from ftrain.step.evaluate import eval_step
+from ftrain.step.loss_of_pieces import combined, is_combined
 from ftrain.step.microbatch import split_batch
 from ftrain.step.step import Step
-from ftrain.transforms.remat.policies import Policy
 from ftrain.transforms.remat.wrapper import NAME as REMAT
-from ftrain.transforms.remat.wrapper import remat
 from ftrain.types import Mean, PyTree, TrainState
-
-NO_REMAT, UNCHANGED = "none", "as given"
-BUDGETS = 0.75, 0.5, 0.25
-SAME, SAME_NARROW = 1e-3, 1e-2
-"""Relative differences up to which two losses count as the same: in 32 bits or more, and in 16 bits."""
 
 
 class Search:
@@ -65,7 +58,7 @@ class Search:
         """The step with its state; None where nothing can run."""
         self.given_microbatches = _microbatches_or_zero(step)
         """The number of microbatches of the step of the user; 0 where it may not change."""
-        self.given_policy = UNCHANGED if any(wrapper.name == REMAT for wrapper in step.wrappers) else NO_REMAT
+        self.given_remat = UNCHANGED if any(wrapper.name == REMAT for wrapper in step.wrappers) else NO_REMAT
 
     def _free(self) -> int:
         record = backends.default() if self.state is None else backends.of(tree.device_of(self.state.params))
@@ -76,13 +69,13 @@ class Search:
 
     def predict(self) -> list[Trial]:
         """Return what may be worth its time, most memory first, with a verdict on what is not."""
-        rows = [self._predict(self.given_microbatches, UNCHANGED)] if self.given_policy == UNCHANGED else []
+        rows = [self._predict(self.given_microbatches, UNCHANGED)] if self.given_remat == UNCHANGED else []
         fitting_without_remat = 0
         if self.reason_to_keep_microbatches:
             verdict = f"does not apply: {self.reason_to_keep_microbatches}"
-            rows.append(Trial(2 * max(self.given_microbatches, 1), "any", self.step, verdict=verdict))
+            rows.append(Trial(2 * max(self.given_microbatches, 1), ANY, self.step, verdict=verdict))
         for microbatches in self._counts():
-            without_remat, full = (self._predict(microbatches, policy) for policy in (NO_REMAT, "full"))
+            without_remat, full = (self._predict(microbatches, choice) for choice in (NO_REMAT, FULL))
             rows.append(without_remat)
             if not without_remat.verdict:
                 # Smaller microbatches compute no less; the next ones may suit the caches better.
@@ -92,8 +85,7 @@ class Search:
                 continue
             rows.append(full)
             if full.predicted is None or not full.verdict:
-                policies = ["dots", *(f"budget={share:g}" for share in BUDGETS)]
-                rows += [self._predict(microbatches, policy) for policy in policies]
+                rows += [self._predict(microbatches, choice) for choice in (DOTS, *BUDGETS)]
         return rows
 
     def _counts(self) -> Iterator[int]:
@@ -121,46 +113,45 @@ class Search:
             reason = "" if is_unknown else f"the loss fails over half of the batch: {_line(error)}"
             release(error, self.original.device)
             return reason
-        whole, combined = float(losses[0]), float(functools.reduce(lambda a, b: a + b, losses[1:]))
-        tolerance = SAME_NARROW if self.step.loss.narrow else SAME
-        if abs(whole - combined) <= tolerance * max(abs(float(loss)) for loss in losses) or whole != whole:
+        whole, *halves = losses
+        if is_combined(self.step.loss, self.original.state.params, whole, halves):
             return ""
-        return f"the loss of the batch is {whole:.4g}, and over its halves {combined:.4g}; return a Mean(total, weight)"
+        return (
+            f"the loss of the batch is {float(whole):.4g}, and over its halves {combined(halves):.4g}; return a "
+            "Mean(total, weight)"
+        )
 
-    def _compose(self, microbatches: int, policy: str, batch: PyTree) -> Step:
+    def _compose(self, microbatches: int, choice: Remat, batch: PyTree) -> Step:
         step = self.step
         if microbatches and microbatches != microbatches_of(step):
             step = with_microbatches(step, microbatches, batch)
-        if policy == UNCHANGED:
+        if choice is UNCHANGED:
             return step
         step = remove_wrapper(step, REMAT)
-        if policy == NO_REMAT:
-            return step
-        share = policy.removeprefix("budget=")
-        return add_wrapper(step, remat(budget=float(share)) if share != policy else remat(cast(Policy, policy)))
+        return add_wrapper(step, choice.wrapper) if choice.wrapper else step
 
-    def _predict(self, microbatches: int, policy: str) -> Trial:
+    def _predict(self, microbatches: int, choice: Remat) -> Trial:
         try:
-            step = self._compose(microbatches, policy, self.batch)
-            peak, flops = self._peak_and_flops(microbatches, policy)
+            step = self._compose(microbatches, choice, self.batch)
+            peak, flops = self._peak_and_flops(microbatches, choice)
         except Exception as error:
             if not isinstance(error, FtrainError) and microbatches in (0, self.given_microbatches):
                 raise
             # Of any kind: it is not known that the loss can be split.
-            return Trial(microbatches, policy, self.step, verdict=f"does not apply: {_line(error)}")
+            return Trial(microbatches, choice, self.step, verdict=f"does not apply: {_line(error)}")
         verdict = "does not fit" if peak > self.memory else ""
-        return Trial(microbatches or 1, policy, step, peak, flops, verdict=verdict)
+        return Trial(microbatches or 1, choice, step, peak, flops, verdict=verdict)
 
-    def _with_two_microbatches(self, microbatches: int, policy: str) -> tuple[Step, PyTree]:
+    def _with_two_microbatches(self, microbatches: int, choice: Remat) -> tuple[Step, PyTree]:
         """Return a candidate and a batch of at most two of its microbatches: more of them take no more memory."""
         if microbatches <= 2:
-            return self._compose(microbatches, policy, self.batch), self.batch
+            return self._compose(microbatches, choice, self.batch), self.batch
         length = 2 * (length_of(self.batch) // microbatches)
         batch = tree.map(lambda leaf: leaf[:length] if tree.is_tensor(leaf) and leaf.ndim else leaf, self.batch)
-        return self._compose(2, policy, batch), batch
+        return self._compose(2, choice, batch), batch
 
-    def _peak_and_flops(self, microbatches: int, policy: str) -> tuple[int, int]:
-        step, batch = self._with_two_microbatches(microbatches, policy)
+    def _peak_and_flops(self, microbatches: int, choice: Remat) -> tuple[int, int]:
+        step, batch = self._with_two_microbatches(microbatches, choice)
         parts = anatomy(step, self.outline(step), batch, measure=False)
         gradient_flops = sum(operation.flops for operation in parts.timeline.operations if operation.phase != UPDATE)
         flops = sum(parts.flops.values()) + gradient_flops * max(microbatches - 2, 0) // 2
@@ -170,7 +161,7 @@ class Search:
         """Return lines that show where the memory of a candidate goes, with at most two of its microbatches."""
         step, batch = row.step, self.batch
         if row.pieces:
-            step, batch = self._with_two_microbatches(row.pieces, row.policy)
+            step, batch = self._with_two_microbatches(row.pieces, row.remat)
         return shortage(step, self.outline(step), batch)
 
     def outline(self, step: Step) -> TrainState | None:

@@ -135,8 +135,7 @@ class _Compiled:
     def text(self) -> str:
         """How it prints: with the lowering that was chosen, once it was."""
         graphs = {each.text: None for each in self._cache.graphs if each.text}
-        parts = [self._lowering, *["donate"] * self._step.donate, *graphs]
-        return f"compiled({', '.join(parts)})" + f"  # {self._why}" * bool(self._why)
+        return _text(self._lowering, self._step, self._why, *graphs)
 
     def lower(self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]) -> Lowered:
         """Compile for a state and a batch like these, and say what was compiled."""
@@ -278,6 +277,13 @@ class _Compiled:
         return _why(error, self._may_fall_back, "whole" if self._lowering == "auto" else self._lowering)
 
 
+def _text(lowering: str, step: Step, why: str, *more: str) -> str:
+    """Return how a compiled step prints, with the reason for its lowering if there is one."""
+    donate = ["donate"] if step.donate else []
+    text = f"compiled({', '.join([lowering, *donate, *more])})"
+    return f"{text}  # {why}" if why else text
+
+
 def _why(error: TraceError | CompilerError, may_fall_back: bool, lowering: str) -> str:
     """Say why a step runs in another way; where it may not, or the error says nothing of compiling, raise it."""
     cause = error.__cause__ if isinstance(error, CompilerError) and error.__cause__ else error
@@ -323,8 +329,7 @@ class _CompiledLoss:
         )
         self._until_update, self._described = UntilUpdate(), described(step.base)
         self._run = Eager(step, compiler.compile_loss, self._until_update.around_update)
-        parts = ", ".join(["split", *["donate"] * step.donate])
-        self.text = f"compiled({parts})  # the loss alone: the optimizer's state visits the device in parts"
+        self.text = _text("split", step, "the loss alone: the optimizer's state visits the device in parts")
 
     def __call__(
         self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
@@ -342,7 +347,7 @@ class _CompiledLoss:
         eager = Eager(self._step)
         output = eager(state, batch, hyper, words)
         log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
-        self._run, self.text = eager, f"compiled(eager{', donate' * self._step.donate})  # {why}"
+        self._run, self.text = eager, _text("eager", self._step, why)
         return output
 
     def lower(self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> Lowered:

@@ -24,6 +24,7 @@ from ftrain.transforms.remat import use_cache
 from ftrain.transforms.remat.budget import Budget
 from ftrain.transforms.remat.checkpoint import recomputed
 from ftrain.transforms.remat.policies import FULL, NONE, Policy, SavedResults, keeps_of, name_of, require_policy
+from ftrain.tree.tensors import device_off_host
 from ftrain.types import Loss, LossOutput, PyTree
 
 NAME = "remat"
@@ -142,13 +143,14 @@ def _require_budget(budget: Any, policy: Policy, blocks: Wanted | None) -> None:
 
 
 def _text(policy: Policy, chosen: Sequence[Policy], budget: float | None) -> str:
+    blocks = [f"blocks={len(chosen)}"] if chosen else []
     if budget is not None:
-        return ", ".join([f"budget={budget:g}"] + [f"blocks={len(chosen)}"] * bool(chosen))
+        return ", ".join([f"budget={budget:g}", *blocks])
     counts = Counter(map(name_of, chosen))
     if len(counts) > 1:
         return ", ".join(f"{name}={count}" for name, count in counts.items())
     (name,) = counts or [name_of(policy)]
-    return ", ".join([name] * (name != FULL) + [f"blocks={len(chosen)}"] * bool(chosen))
+    return ", ".join(blocks if name == FULL else [name, *blocks])
 
 
 def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
@@ -163,7 +165,7 @@ def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
         if chosen == NONE:
             return inside(*args, **kwargs)
         tensors = _tensors_of(slots, (args, kwargs))
-        device = _device_of(tensors)
+        device = device_off_host(tensors) if tensors else backends.default().device
         repeatable = _Repeatable(inside, slots, chosen, _same_draws(tensors, device))
         returned = by_operation(repeatable.first, repeatable.again, args, kwargs, device=device)
         if _torch.is_capturing():
@@ -248,12 +250,6 @@ class _Repeatable:
 def _tensors_of(slots: Sequence[Slot], inputs: PyTree) -> list[Tensor]:
     """Return the parameters and buffers of a block, or its inputs if it has none."""
     return [place[key] for place, key, *_ in slots] or list(filter(tree.is_tensor, tree.leaves(inputs)))
-
-
-def _device_of(tensors: Sequence[Tensor]) -> torch.device:
-    if not tensors:
-        return backends.default().device
-    return next((each.device for each in tensors if each.device != tree.HOST), tree.HOST)
 
 
 def _same_draws(tensors: Sequence[Tensor], device: torch.device) -> Context:
