@@ -1,4 +1,4 @@
-"""What spends less memory, by hand with torch and as wrappers of a step; nobody clips."""
+"""What spends less memory, and `sam`, by hand with torch and as wrappers of a step; nobody clips."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from bench.tasks import Run, Task
 
 PIECES = 4
 BUDGET = 0.5
+RHO = 0.05
 aten = torch.ops.aten
 PRODUCTS = (
     aten.mm.default,
@@ -37,6 +38,7 @@ OURS: Mapping[str, Callable[[str], Any]] = {
     "remat(budget=0.3)": lambda folder: ft.remat(budget=0.3),
     "remat(budget=0.5)": lambda folder: ft.remat(budget=BUDGET),
     "accumulate(4)": lambda folder: ft.accumulate(PIECES),
+    "sam()": lambda folder: ft.sam(RHO),
     "update_in_backward()": lambda folder: ft.update_in_backward(),
     'offload("opt_state", directory)': lambda folder: ft.offload("opt_state", directory=folder),
     'offload("activations")': lambda folder: ft.offload("activations"),
@@ -126,6 +128,30 @@ def accumulated(task: Task) -> Run:
         optimizer.step()
         optimizer.zero_grad()
         return total
+
+    return run
+
+
+def two_passes(task: Task) -> Run:
+    """Sharpness-aware minimisation: a pass to move the parameters uphill, one for the gradient there, and back."""
+    model, batch = task.model(), task.batch()
+    params = list(model.parameters())
+    optimizer = task.adamw(params, fused=True)
+
+    def run() -> Tensor:
+        loss = task.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        grads = [param.grad for param in params if param.grad is not None]
+        with torch.no_grad():
+            moves = torch._foreach_mul(grads, RHO / torch.nn.utils.get_total_norm(grads))
+            torch._foreach_add_(params, moves)
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            torch._foreach_sub_(params, moves)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
 
     return run
 

@@ -274,7 +274,7 @@ class Loss:
         adapters: the parameters that a wrapper has added, if any.
         narrow: the 16-bit or 8-bit dtype in which a wrapper makes it compute, as `with_amp` names it; "" if none does.
         products: the name of the wrapper that sets the precision of its float32 matrix products; "" if none does.
-        wrappers: the texts of the wrappers that it has in the description of a step, the innermost first.
+        wrapper_texts: of the wrappers that it has in the description of a step, the innermost first.
         ranks: those that evaluate it together; None for one that every rank evaluates on all examples.
     """
 
@@ -287,13 +287,13 @@ class Loss:
     adapters: Adapters | None = None
     narrow: str = ""
     products: str = ""
-    wrappers: tuple[str, ...] = ()
+    wrapper_texts: tuple[str, ...] = ()
     ranks: LossRanks | None = None
 
     @functools.cached_property
     def text(self) -> str:
         """Its text in the description of a step, with its wrappers."""
-        return " <- ".join([self.name, *self.wrappers])
+        return " <- ".join([self.name, *self.wrapper_texts])
 
 
 @tree_class

@@ -297,6 +297,7 @@ def test_a_smoke_run_of_most_cases_writes_rows_and_a_report(tmp_path):
     timed = {row["variant"] for row in found if row["metric"] == rows.TIME}
     assert {HAND_EAGER.name, OURS_EAGER.name, OURS_COMPILED.name, "fit, compiled", "all, compiled()"} <= timed
     assert {hand.name for name, (_, hand, _) in c9.PAIRS.items() if name in c9.SMOKED} <= timed
+    assert {c9.SAM[2].name, c9.SAM[3].name, c9.ONE_PASS.name} <= timed
     assert {field.TORCH.name, field.TORCH_COMPILED.name, field.OURS_UPDATE_COMPILED.name} <= timed
     assert not [row for row in found if row["metric"] == rows.FAILED]
     assert all(row["device"].endswith("tiny") and row["torch"] and row["commit"] for row in found)

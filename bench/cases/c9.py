@@ -5,7 +5,8 @@ accumulation run on a model most of whose memory are activations, the updates on
 parameters. By hand that is `torch.utils.checkpoint` around each block, a loop over microbatches, an optimizer for each
 parameter in a hook, and moments that are memory-mapped files. `remat(budget=0.3)` is beside the loop that keeps
 everything, and the one that keeps nothing; in a full run `remat(budget=0.5)` also compiled, whole and
-split, beside `torch.compile` with `activation_memory_budget`, which takes minutes.
+split, beside `torch.compile` with `activation_memory_budget`, which takes minutes. `sam` spends no less; it is here
+beside a loop with two passes, and beside a step with one, of which it should take no more than two.
 
 What is held counts the pages of files that are in memory; the system may take these back. On a GPU (``--case C9
 --device cuda``) activations go to the host, beside `save_on_cpu`; a CPU is its own host.
@@ -67,15 +68,22 @@ COMPILED = (
     Entrant("loop, torch.compile, activation_memory_budget=0.5", "hand compile", f"{HAND}budgeted"),
     _ours("remat(budget=0.5)", "compiled()"),
 )
+SAM = (
+    "C9 sam, GPT 12x128",
+    "deep",
+    Entrant("loop, two passes", "hand eager", f"{HAND}two_passes"),
+    _ours("sam()"),
+)
+ONE_PASS = Entrant("ftrain, one pass", "ours", f"{HAND}ours", checked=False)
 SPLIT = _ours("remat(budget=0.5)", "split")
-SMOKED = FULL, "C9 update in the backward pass, GPT 12x256", "C9 optimizer state in files, GPT 12x256"
+SMOKED = FULL, "C9 update in the backward pass, GPT 12x256", "C9 optimizer state in files, GPT 12x256", SAM[0]
 """Where there is something to see that other cases do not show."""
 SAVED = "activations, of those that are kept without"
 
 
 def run(settings: Settings) -> list[Row]:
     """Race each technique with the same by hand, and measure the memory of both."""
-    questions = [(name, *pair) for name, pair in PAIRS.items()]
+    questions = [*((name, *pair) for name, pair in PAIRS.items()), SAM]
     if settings.device != "cpu":
         questions.append(ON_DEVICE)
     if settings.full:
@@ -85,7 +93,7 @@ def run(settings: Settings) -> list[Row]:
     rows = []
     for name, problem, hand, ours in questions:
         # What rematerialisation saves and costs is to be seen, too.
-        others = {FULL: [BUDGETED, KEEPING_ALL], COMPILED[0]: [SPLIT]}.get(name, [])
+        others = {FULL: [BUDGETED, KEEPING_ALL], COMPILED[0]: [SPLIT], SAM[0]: [ONE_PASS]}.get(name, [])
         rows += _race(name, settings.task(problem), [hand, ours, *others], settings)
     return rows + _left(settings.task("deep"))
 

@@ -276,7 +276,7 @@ class _RankStep:
             with loss.scope(training), blocks.installed() if blocks and gathers_blocks else nullcontext():
                 yield
 
-        new = dataclasses.replace(loss, fn=of_rows, scope=scope, wrappers=(*loss.wrappers, self._text))
+        new = dataclasses.replace(loss, fn=of_rows, scope=scope, wrapper_texts=(*loss.wrapper_texts, self._text))
         if self._all.size == 1:
             return new
         by_block = self._evaluating if blocks is not None and blocks.names else None

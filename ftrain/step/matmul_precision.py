@@ -32,4 +32,4 @@ def set_matmul_precision(loss: Loss, text: str, precise: Callable[[], AbstractCo
         with loss.scope(training), precise():
             yield
 
-    return dataclasses.replace(loss, scope=scope, wrappers=(*loss.wrappers, text), products=text)
+    return dataclasses.replace(loss, scope=scope, wrapper_texts=(*loss.wrapper_texts, text), products=text)

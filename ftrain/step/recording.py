@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_aside: ContextVar[bool] = ContextVar("ftrain_aside", default=False)
+_unrecorded: ContextVar[bool] = ContextVar("ftrain_unrecorded", default=False)
 
 
 @contextmanager
-def aside() -> Iterator[None]:
+def unrecorded() -> Iterator[None]:
     """Context of operations that are not part of the run, so that a recomputation does not expect them."""
-    token = _aside.set(True)
+    token = _unrecorded.set(True)
     try:
         yield
     finally:
-        _aside.reset(token)
+        _unrecorded.reset(token)
 
 
-def is_aside() -> bool:
-    """Whether the current operation is not part of the run (see `aside`)."""
-    return _aside.get()
+def is_unrecorded() -> bool:
+    """Whether the current operation is not part of the run (see `unrecorded`)."""
+    return _unrecorded.get()

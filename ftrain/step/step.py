@@ -100,7 +100,7 @@ class Step:
         return any(each.donate for each in self._on_step)
 
     @functools.cached_property
-    def pulls(self) -> bool:
+    def updates_in_backward(self) -> bool:
         """Whether the update is made within the backward pass, from gradients that never all exist."""
         return any(each.make_update for each in self._on_update)
 
@@ -174,8 +174,8 @@ class Step:
             name=self.base.text,
             allow_unused=self.allow_unused,
             scale=next((each.loss_scale for each in self._on_grad if each.loss_scale), None),
-            watch=bool(self._on_finite),
-            late=self.pulls,
+            watch=bool(self._on_finite_checks),
+            late=self.updates_in_backward,
             # Weak: the memory of a module may be given to a state.
             module_params=WeakValueDictionary(self.base.module.named_parameters() if self.base.module else ()),
         )
@@ -189,11 +189,11 @@ class Step:
         update = (makers[-1] if makers else optimize)(self.optimizer)
         for each in self._on_update:
             update = each.wrap(update) if each.wrap else update
-        return guarded(update, self._on_finite) if self.may_refuse_updates else update
+        return guarded(update, self._on_finite_checks) if self.may_refuse_updates else update
 
     @property
-    def _on_finite(self) -> dict[str, Callable[[PyTree, Tensor], PyTree]]:
-        return {name: slot.on_finite for name, slot in self._slots.items() if slot.on_finite}
+    def _on_finite_checks(self) -> dict[str, Callable[[PyTree, Tensor], PyTree]]:
+        return {name: slot.on_finite_check for name, slot in self._slots.items() if slot.on_finite_check}
 
     @functools.cached_property
     def runner(self) -> Runner:

@@ -22,12 +22,12 @@ def optimize(optimizer: Optimizer) -> UpdateFn:
     return update
 
 
-def guarded(update: UpdateFn, on_finite: Mapping[str, Callable[[PyTree, Tensor], PyTree]]) -> UpdateFn:
+def guarded(update: UpdateFn, on_finite_check: Mapping[str, Callable[[PyTree, Tensor], PyTree]]) -> UpdateFn:
     """Make an update only when it is accepted, and loss and gradients were finite.
 
     Args:
         update: what may be refused.
-        on_finite: by the name of a wrapper, ``(slot, finite) -> slot``, which counts; without one,
+        on_finite_check: by the name of a wrapper, ``(slot, finite) -> slot``, which counts; without one,
             the loss and the gradients are not checked.
 
     Raises:
@@ -36,7 +36,7 @@ def guarded(update: UpdateFn, on_finite: Mapping[str, Callable[[PyTree, Tensor],
 
     def guarding(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
         finite, accept = gradients.finite, gradients.accept
-        if on_finite and finite is None:
+        if on_finite_check and finite is None:
             raise ComposeError("a grad wrapper dropped Gradients.finite, which a guard needs; use dataclasses.replace")
         if finite is not None:
             accept = finite if accept is None else accept & finite
@@ -44,9 +44,9 @@ def guarded(update: UpdateFn, on_finite: Mapping[str, Callable[[PyTree, Tensor],
             raise ComposeError("a grad wrapper dropped Gradients.accept, which a guard needs; use dataclasses.replace")
         # Not donated: the old values are still needed for the case that the new ones are refused.
         new: TrainState = tree.where(accept, update(state, gradients, hyper, donate=False), state)
-        if not on_finite or finite is None:
+        if not on_finite_check or finite is None:
             return new
-        counted = {name: count(state.slots[name], finite) for name, count in on_finite.items()}
+        counted = {name: count(state.slots[name], finite) for name, count in on_finite_check.items()}
         return replace(new, slots={**new.slots, **counted})
 
     return guarding

@@ -29,7 +29,7 @@ class OnLoss:
     """What a wrapper does to the loss.
 
     Args:
-        wrap: ``Loss -> Loss``; adds how it prints to `Loss.wrappers`.
+        wrap: ``Loss -> Loss``; adds how it prints to `Loss.wrapper_texts`.
         order: wrappers with a lower one are applied first, wherever they stand: 0 for what changes the model that the
             loss is of, 1 for what gathers its parameters, 2 for what changes how it computes.
     """
@@ -115,14 +115,15 @@ class SlotSpec:
 
     Args:
         init: ``params -> tree``, its initial value.
-        on_finite: ``(slot, finite) -> slot``. With one, a step whose loss or gradients are not finite changes nothing
-            but the slots of the wrappers that have an `on_finite`; `finite` is a 0-d bool tensor.
+        on_finite_check: ``(slot, finite) -> slot``, called in every step with whether its loss and gradients are
+            finite, a 0-d bool tensor. With one, a step where they are not changes nothing but the slots of the wrappers
+            that have an `on_finite_check`.
         check: ``(slot, step, since) -> None``, called by `Step.check`: raises on the host what the slot shows to have
             gone wrong after step `since`, when the state has made `step` steps.
     """
 
     init: Callable[[PyTree], PyTree]
-    on_finite: Callable[[PyTree, Tensor], PyTree] | None = None
+    on_finite_check: Callable[[PyTree, Tensor], PyTree] | None = None
     check: Callable[[PyTree, int, int], None] | None = None
 
 
@@ -193,7 +194,7 @@ class Wrapper:
     @property
     def may_refuse_updates(self) -> bool:
         """Whether it may take an update back, for which the old and the new state must exist at once."""
-        counts = self.slot is not None and self.slot.on_finite is not None
+        counts = self.slot is not None and self.slot.on_finite_check is not None
         return counts or (self.grad is not None and self.grad.may_refuse_updates)
 
     def __call__(self, step: S) -> S:

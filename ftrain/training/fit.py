@@ -270,8 +270,8 @@ def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:
 
 
 def _require_agreement(step: Any, ranks: int, on_oom: str) -> None:
-    if ranks > 1 and on_oom == SPLIT and (step.pulls or (step.is_compiled and step.optimizer.offloaded)):
-        excess = "update_in_backward" if step.pulls else "compiled beside offload('opt_state')"
+    if ranks > 1 and on_oom == SPLIT and (step.updates_in_backward or (step.is_compiled and step.optimizer.offloaded)):
+        excess = "update_in_backward" if step.updates_in_backward else "compiled beside offload('opt_state')"
         raise ComposeError(
             f"fit: on_oom='split' on {ranks} ranks needs a step without {excess}: all ranks must know that one has run "
             "out of memory before they update; use ft.accumulate(n)"

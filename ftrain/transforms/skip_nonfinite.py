@@ -37,7 +37,7 @@ def skip_nonfinite(limit: int = 10) -> Wrapper:
         zero = torch.zeros((), dtype=torch.int64, device=tree.device_of(params))
         return {name: zero.clone() for name in COUNTERS}
 
-    def on_finite(counters: PyTree, finite: Tensor) -> PyTree:
+    def on_finite_check(counters: PyTree, finite: Tensor) -> PyTree:
         bad = (~finite).to(torch.int64)
         in_a_row, steps = (counters["in_a_row"] + 1) * bad, counters["steps"] + 1
         reached = torch.where(in_a_row == limit, steps, counters["reached"])
@@ -57,4 +57,4 @@ def skip_nonfinite(limit: int = 10) -> Wrapper:
                 "are those of the last good step. Lower the learning rate, clip the gradient, or look at the batch"
             )
 
-    return Wrapper(NAME, f"skip_nonfinite({limit})", slot=SlotSpec(init, on_finite, check))
+    return Wrapper(NAME, f"skip_nonfinite({limit})", slot=SlotSpec(init, on_finite_check, check))

@@ -48,7 +48,7 @@ def sync_batch_norm() -> Wrapper:
                 with forwarding(forwards) if training else nullcontext():
                     yield
 
-        return dataclasses.replace(loss, scope=scope, wrappers=(*loss.wrappers, NAME))
+        return dataclasses.replace(loss, scope=scope, wrapper_texts=(*loss.wrapper_texts, NAME))
 
     return Wrapper(NAME, NAME, loss=OnLoss(wrap))
 

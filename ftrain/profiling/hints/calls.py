@@ -20,7 +20,7 @@ from ftrain.profiling.anatomy.predicted import fake_run
 from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.profiling.step_variants import remove_wrapper
 from ftrain.step.module_path import Running
-from ftrain.step.recording import is_aside
+from ftrain.step.recording import is_unrecorded
 from ftrain.step.step import Step
 from ftrain.transforms.remat.policies import ATTENTION
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, UpdateFn, replace
@@ -114,7 +114,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returned = func(*args, **(kwargs or {}))
         if func in ATTENTION:
             self._ranks.append(kernel_rank(func))
-        if func in FIRST_FACTOR and not self._is_trial and not is_aside():
+        if func in FIRST_FACTOR and not self._is_trial and not is_unrecorded():
             first, second = args[FIRST_FACTOR[func] :][:2]
             *batch, rows, inner = first.shape
             columns = second.shape[-1]
@@ -152,7 +152,7 @@ class _AttentionRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function; attention again with plain values in place of arguments that may matter."""
         kwargs = kwargs or {}
-        if func not in PARAMETERS or is_aside():
+        if func not in PARAMETERS or is_unrecorded():
             return func(*args, **kwargs)
         returned, rank = self._recorder.run(partial(func, *args, **kwargs))
         # What `multi_head_attention_forward` does by default.

@@ -77,7 +77,7 @@ def _texts(step: Step, wrappers: Sequence[Wrapper]) -> str:
     of_loss = [(each.name, each.loss) for each in step.wrappers if each.loss is not None]
     for name, part in sorted(of_loss, key=lambda pair: pair[1].order):
         wrapped = part.wrap(loss)
-        texts[name] = list(wrapped.wrappers[len(loss.wrappers) :])
+        texts[name] = list(wrapped.wrapper_texts[len(loss.wrapper_texts) :])
         loss = wrapped
     return ", ".join(text for each in wrappers for text in texts[each.name])
 

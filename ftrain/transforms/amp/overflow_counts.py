@@ -18,7 +18,7 @@ from ftrain.errors import ComposeError, LossError
 from ftrain.random import torch_ops
 from ftrain.step.blocks import forwarding, watched_by, within
 from ftrain.step.loss_forms import report
-from ftrain.step.recording import aside
+from ftrain.step.recording import unrecorded
 from ftrain.step.swap_params import Slot, bound, preserve_attributes, slots_of
 from ftrain.step.value_and_grad import ForwardResult, around_forward
 from ftrain.types import GradFn, Loss, LossOutput, Mean, Metrics, PyTree, replace
@@ -161,10 +161,10 @@ def _run(dtype: torch.dtype, part: _Part, run: Callable[..., Any], *args: Any, *
     # A part that is recomputed in the backward pass was counted in the forward pass.
     if shares is None or not all(isinstance(leaf, HARMLESS) for leaf in tree.leaves(arguments)):
         return run(*args, **kwargs)
-    with aside():
+    with unrecorded():
         wide = _in_float32(part, run, arguments)
     returned = run(*args, **kwargs)
-    with aside():
+    with unrecorded():
         for narrow, exact in zip(_tensors(returned), wide, strict=False):
             _count(shares, part.name, dtype, narrow, exact)
     return returned

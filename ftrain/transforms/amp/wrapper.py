@@ -109,8 +109,8 @@ def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
     text = f"with_amp({name}, watch)" if watch else f"with_amp({name})"
 
     def wrap(loss: Loss) -> Loss:
-        fn, wrappers = autocast(loss.fn, DTYPES[name]), (*loss.wrappers, text)
-        cast = dataclasses.replace(loss, fn=fn, wrappers=wrappers, narrow=name)
+        fn, texts = autocast(loss.fn, DTYPES[name]), (*loss.wrapper_texts, text)
+        cast = dataclasses.replace(loss, fn=fn, wrapper_texts=texts, narrow=name)
         return watched(cast, DTYPES[name]) if watch else cast
 
     def wrap_grad(grad: GradFn) -> GradFn:
@@ -160,7 +160,7 @@ def _with_auto(options: Mapping[str, Any]) -> Wrapper:
             run = narrow if dtype_on(tree.device_of(params)) == "bf16" else loss.fn
             return run(params, batch, rng=rng, buffers=buffers)
 
-        return dataclasses.replace(loss, fn=fn, wrappers=(*loss.wrappers, text), narrow="auto")
+        return dataclasses.replace(loss, fn=fn, wrapper_texts=(*loss.wrapper_texts, text), narrow="auto")
 
     def choice() -> str:
         return "auto: " + ", ".join(f"{dtype} on {device}" for device, dtype in chosen.items()) if chosen else ""
@@ -169,8 +169,8 @@ def _with_auto(options: Mapping[str, Any]) -> Wrapper:
 
 
 def _with_fp8(loss: Loss) -> Loss:
-    fn, wrappers = autocast(loss.fn, torch.bfloat16), (*loss.wrappers, "with_amp(fp8)")
-    return dataclasses.replace(in_float8(loss), fn=fn, wrappers=wrappers, narrow="fp8")
+    fn, texts = autocast(loss.fn, torch.bfloat16), (*loss.wrapper_texts, "with_amp(fp8)")
+    return dataclasses.replace(in_float8(loss), fn=fn, wrapper_texts=texts, narrow="fp8")
 
 
 def _require_fp8(backend: backends.Backend, params: PyTree) -> None:

@@ -19,7 +19,7 @@ log = logging.getLogger("ftrain.compiling")
 
 
 @contextmanager
-def announced(what: str) -> Iterator[None]:
+def log_if_slow(what: str) -> Iterator[None]:
     """Say that something is being compiled, and since when, if it takes longer than `SLOW`; and when it is done.
 
     A warning of the logger ``ftrain.compiling``, since warnings are what is shown without any settings.

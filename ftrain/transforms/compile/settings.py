@@ -20,7 +20,7 @@ from ftrain.backends import Recorder
 from ftrain.errors import OptionError
 from ftrain.step.traffic import collectives_of
 from ftrain.transforms.compile import capture
-from ftrain.transforms.compile.announce import announced
+from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.cache import Carrying, Compile, CompiledCache
 from ftrain.transforms.compile.cuda_graph import ReplayedGraph
 from ftrain.types import LossFn, LossOutput, PyTree
@@ -127,7 +127,7 @@ class Compiler:
             replay: record and replay on the device, where the settings allow it.
         """
         compiler = self.replaying() if replay else self.compile
-        around = nullcontext if what is None else functools.partial(announced, what)
+        around = nullcontext if what is None else functools.partial(log_if_slow, what)
         return CompiledCache(function, compiler, self.max_graphs, donate=donate, around=around)
 
     @contextmanager

@@ -24,7 +24,7 @@ from ftrain.step.shared_memory import overlaps
 from ftrain.step.step import Step
 from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
-from ftrain.transforms.compile.announce import announced, described
+from ftrain.transforms.compile.announce import described, log_if_slow
 from ftrain.transforms.compile.cache import ShapeRegistry
 from ftrain.transforms.compile.fallback import CompilerError, UntilUpdate
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes, traffic
@@ -33,7 +33,7 @@ from ftrain.transforms.compile.settings import Compiler
 from ftrain.types import RNG, Core, Gradients, Hyper, Metrics, PyTree, Runner, TrainState, UpdateFn, replace
 
 LOWERINGS = ("auto", "whole", "split")
-SPLIT_PULLS = (
+SPLIT_IN_BACKWARD = (
     "a split step cannot be updated within its backward pass, which is one operation there and makes all gradients"
 )
 FAILED = TraceError, CompilerError
@@ -110,12 +110,12 @@ def compiled(
         return CompiledFunction(plain, compiler, donate=donate)
 
     def validate(step: Step) -> None:
-        if step.pulls and (dynamic or lowering == "split"):
-            raise ComposeError(f"compiled: {SPLIT_PULLS}; leave out lowering='split' and dynamic=True")
-        if step.optimizer.offloaded and (step.pulls or lowering == "whole"):
+        if step.updates_in_backward and (dynamic or lowering == "split"):
+            raise ComposeError(f"compiled: {SPLIT_IN_BACKWARD}; leave out lowering='split' and dynamic=True")
+        if step.optimizer.offloaded and (step.updates_in_backward or lowering == "whole"):
             raise ComposeError(
                 f"compiled: no graph can hold the state of {step.optimizer.text}, which visits the device in parts; "
-                "leave out " + ("update_in_backward" if step.pulls else "lowering='whole'")
+                "leave out " + ("update_in_backward" if step.updates_in_backward else "lowering='whole'")
             )
 
     return Wrapper("compiled", step=OnStep(run, function, donate), validate=validate)
@@ -186,7 +186,7 @@ class _Compiled:
         def run(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
             new = self._shapes.admit(batch=batch)
             keys, hyper = self._unpack(words)
-            with announced(what) if new else nullcontext(), self._compiler.cache(), until_update.attempted():
+            with log_if_slow(what) if new else nullcontext(), self._compiler.cache(), until_update.attempted():
                 return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
 
         return run
@@ -260,12 +260,12 @@ class _Compiled:
 
     def _fall_back(self, error: TraceError | CompilerError) -> None:
         """Let a step be split, or made eagerly, that failed as a whole."""
-        pulls = self._step.pulls
-        if isinstance(error, TraceError) and (pulls or not self._may_fall_back):
-            more = f"; {SPLIT_PULLS}: leave out update_in_backward or compiled" if pulls else ""
+        updates_in_backward = self._step.updates_in_backward
+        if isinstance(error, TraceError) and (updates_in_backward or not self._may_fall_back):
+            more = f"; {SPLIT_IN_BACKWARD}: leave out update_in_backward or compiled" if updates_in_backward else ""
             raise TraceError(f"compiled: the step cannot be captured as one graph: {error}{more}") from error
         why = self._reason(error)
-        if pulls or combines_ranks(self._step.wrappers):
+        if updates_in_backward or combines_ranks(self._step.wrappers):
             log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
             self._lowering, self._why = "eager", why
             return
@@ -337,7 +337,7 @@ class _CompiledLoss:
         new = self._shapes.admit(batch=batch)
         try:
             with (
-                announced(self._described) if new else nullcontext(),
+                log_if_slow(self._described) if new else nullcontext(),
                 self._compiler.cache(),
                 self._until_update.attempted(),
             ):

@@ -56,16 +56,16 @@ def lora(
     def model(loss: Loss) -> Loss:
         if loss.module is None:
             on_tree = TreeAdapters(options, loss.text)
-            wrappers = (*loss.wrappers, f"{options.text})")
-            return dataclasses.replace(loss, fn=on_tree.around(loss), wrappers=wrappers, adapters=on_tree)
+            texts = (*loss.wrapper_texts, f"{options.text})")
+            return dataclasses.replace(loss, fn=on_tree.around(loss), wrapper_texts=texts, adapters=on_tree)
         adapters = ModuleAdapters(options, loss.module)
-        wrappers = (*loss.wrappers, f"{options.text}, targets={len(adapters.targets)})")
+        texts = (*loss.wrapper_texts, f"{options.text}, targets={len(adapters.targets)})")
 
         @contextmanager
         def scope(training: bool) -> Iterator[None]:
             with loss.scope(training), adapters.installed():
                 yield
 
-        return dataclasses.replace(loss, fn=adapters.around(loss), scope=scope, wrappers=wrappers, adapters=adapters)
+        return dataclasses.replace(loss, fn=adapters.around(loss), scope=scope, wrapper_texts=texts, adapters=adapters)
 
     return Wrapper(NAME, f"{options.text})", loss=OnLoss(model, order=0))

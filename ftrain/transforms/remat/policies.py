@@ -15,7 +15,7 @@ from torch import Tensor
 from ftrain import _torch, tree
 from ftrain.errors import OptionError
 from ftrain.random.torch_ops import is_draw
-from ftrain.step.recording import is_aside
+from ftrain.step.recording import is_unrecorded
 from ftrain.types import PyTree
 
 Keeps: TypeAlias = Callable[..., bool]
@@ -137,7 +137,7 @@ class _Saving(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
-        if not (is_aside() or self._is_paused() or _is_made_again(func, args, kwargs)):
+        if not (is_unrecorded() or self._is_paused() or _is_made_again(func, args, kwargs)):
             is_kept: Any = self._keeps(func, *args, **kwargs)
             if not isinstance(is_kept, bool):
                 name = name_of(self._keeps)

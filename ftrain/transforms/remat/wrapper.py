@@ -119,7 +119,7 @@ def _rematerialised(loss: Loss, blocks: Blocks, policy: Policy, plan: Budget | N
             )
         return output
 
-    return dataclasses.replace(loss, fn=fn, scope=scope, wrappers=(*loss.wrappers, text))
+    return dataclasses.replace(loss, fn=fn, scope=scope, wrapper_texts=(*loss.wrapper_texts, text))
 
 
 def _require_wanted(blocks: Any) -> None:
