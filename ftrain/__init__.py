@@ -173,6 +173,6 @@ if not typing.TYPE_CHECKING:
         """Import what measures steps, which most programs do not, when it is first used."""
         if name not in _IMPORTED_WHEN_USED:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
-        globals()[name] = found
-        return found
+        value = getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
+        globals()[name] = value
+        return value

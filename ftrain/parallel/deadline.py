@@ -118,10 +118,10 @@ class Watch:
     def _blame(self) -> str:
         """Return which other ranks caused the failure, and how; waits for their heartbeats."""
         try:
-            gone, here = self._others()
+            gone, present = self._others()
         except RuntimeError:
             return "the rank or launcher that keeps the store of the process group has ended; see the log of each rank"
-        return "; ".join(gone or here)
+        return "; ".join(gone or present)
 
     def _others(self) -> tuple[list[str], list[str]]:
         """Return what is known of other ranks that do not come, and of those that wait; waits for heartbeats."""

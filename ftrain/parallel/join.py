@@ -128,7 +128,7 @@ def _answer(launcher_store: Any, start: str, size: int, seconds: float) -> None:
             raise _absent(launcher_store, start, absent, seconds)
         for rank in absent:
             if launcher_store.check([_asking(rank)]):
-                # The question may be from an earlier start: nobody reads the answer then.
+                # A question of an earlier start may be left over: its answer is never read.
                 launcher_store.set(launcher_store.get(_asking(rank)).decode(), start)
         threading.Event().wait(PAUSE)
         waited += PAUSE
