@@ -38,7 +38,7 @@ def under(prefix: str, store: Any) -> Any:
     return PrefixStore(prefix, store)
 
 
-def sign_of_life(rank: int) -> str:
+def heartbeat_key(rank: int) -> str:
     """Return the key under which a rank writes its heartbeats (`ftrain.parallel.deadline`).
 
     A heartbeat is a JSON object with ``number``, that of its step; ``failure``, the text of the error that has

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from ftrain import errors
 from ftrain._torch.store import rank_and_size, store
-from ftrain.checkpoint.signs_of_life import wait_for_ranks
+from ftrain.checkpoint.heartbeats import wait_for_ranks
 from ftrain.errors import FtrainError, RankError
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ A rank that calls it alone would exchange with a step of the others: it would ha
 from __future__ import annotations
 
 from ftrain._torch import store
-from ftrain.checkpoint.signs_of_life import wait_for_ranks
+from ftrain.checkpoint.heartbeats import wait_for_ranks
 from ftrain.errors import RankError
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 import ftrain as ft
-from ftrain.checkpoint import Checkpoints, signs_of_life
+from ftrain.checkpoint import Checkpoints, heartbeats
 from ftrain.errors import RankError
 from ftrain.parallel import deadline
 from tests.faults.forks import quiet_forks
@@ -26,7 +26,7 @@ CALLS = {
 
 
 def quick():
-    deadline.BEAT, signs_of_life.PATIENCE = 0.1, 0.5
+    deadline.BEAT, heartbeats.PATIENCE = 0.1, 0.5
 
 
 def calling(tell, rank, name, goes_on):

@@ -51,7 +51,7 @@ FAULTS = {
 }
 """Name -> what happens, whether in the loss or before the step, and what the others say.
 
-Of a rank that says nothing more they know what it did at its last sign of life, which may be some steps ago.
+Of a rank that says nothing more they know what it did at its last heartbeat, which may be some steps ago.
 """
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ftrain._torch.store import sign_of_life
+from ftrain._torch.store import heartbeat_key
 
 PATIENCE = 3.0
 """Seconds between two reads of the others' heartbeats."""
@@ -41,18 +41,18 @@ def wait_for_ranks(
         ranks: the number of this rank, and how many there are.
         have_come: returns whether all have.
         absent: returns those that have not.
-        in_order: as in `SignsOfLife.why_absent`.
+        in_order: as in `Heartbeats.why_absent`.
         abandoned: stops to wait when it is set.
 
     Returns:
         None when all have come.
     """
-    signs, abandoned = SignsOfLife(table, *ranks), abandoned or threading.Event()
+    heartbeats, abandoned = Heartbeats(table, *ranks), abandoned or threading.Event()
     waited, looked, pause = 0.0, 0.0, SHORTEST_WAIT
     while not have_come():
         is_late = waited > table.timeout.total_seconds() or abandoned.is_set()
         if is_late or waited - looked > PATIENCE:
-            looked, why = waited, signs.why_absent(absent, waited, in_order=in_order)
+            looked, why = waited, heartbeats.why_absent(absent, waited, in_order=in_order)
             if is_late or why:
                 return GaveUp(waited, why)
         abandoned.wait(pause)
@@ -60,7 +60,7 @@ def wait_for_ranks(
     return None
 
 
-class SignsOfLife:
+class Heartbeats:
     """Tells whether the ranks for which this one waits can still come. Ranks without a mesh write no heartbeats.
 
     Args:
@@ -108,5 +108,5 @@ class SignsOfLife:
         return ""
 
     def _told_by(self, rank: int) -> Any:
-        key = sign_of_life(rank)
+        key = heartbeat_key(rank)
         return json.loads(self._table.get(key)) if self._table.check([key]) else None

@@ -5,8 +5,8 @@ from datetime import timedelta
 
 import pytest
 
-from ftrain._torch.store import sign_of_life
-from ftrain.checkpoint.signs_of_life import PATIENCE, SILENCE, SignsOfLife
+from ftrain._torch.store import heartbeat_key
+from ftrain.checkpoint.heartbeats import PATIENCE, SILENCE, Heartbeats
 
 
 class Table(dict):
@@ -26,12 +26,12 @@ def told(beats, **more):
 def looks(*others, in_order=True, absent=(1,), every=PATIENCE):
     """What each look at another rank concludes, while this one tells each time that it is in step 3."""
     table = Table()
-    signs, found = SignsOfLife(table, 0, 2), []
+    heartbeats, found = Heartbeats(table, 0, 2), []
     for number, other in enumerate(others, 1):
-        table[sign_of_life(0)] = told(number)
+        table[heartbeat_key(0)] = told(number)
         if other is not None:
-            table[sign_of_life(1)] = other
-        found.append(signs.why_absent(lambda: absent, every * number, in_order=in_order))
+            table[heartbeat_key(1)] = other
+        found.append(heartbeats.why_absent(lambda: absent, every * number, in_order=in_order))
     return found
 
 
