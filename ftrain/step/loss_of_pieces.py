@@ -6,6 +6,8 @@ import functools
 import math
 from collections.abc import Sequence
 
+import torch
+
 from ftrain import tree
 from ftrain.types import Loss, Mean, PyTree
 
@@ -28,9 +30,9 @@ def is_combined(loss: Loss, params: PyTree, whole: Mean, pieces: Sequence[Mean])
         whole: the loss of the batch. One that is not finite tells nothing, and counts as the same.
         pieces: the losses of its pieces.
     """
-    value = float(whole)
+    together = functools.reduce(lambda a, b: a + b, pieces)
+    value, of_pieces, *each = torch.stack([mean.value.detach() for mean in (whole, together, *pieces)]).tolist()
     narrow = loss.narrow or any(leaf.itemsize < 4 for leaf in tree.leaves(params))
-    largest = max(abs(float(each)) for each in (whole, *pieces))
-    limit = (NARROW_TOLERANCE if narrow else TOLERANCE) * largest
+    limit = (NARROW_TOLERANCE if narrow else TOLERANCE) * max(map(abs, (value, *each)))
     # NaN of a piece, such as the mean of no token, is another loss.
-    return not math.isfinite(value) or abs(value - combined(pieces)) <= limit
+    return not math.isfinite(value) or abs(value - of_pieces) <= limit
