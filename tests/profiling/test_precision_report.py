@@ -227,12 +227,13 @@ def test_labels_and_weights_of_a_batch_stay_exact():
 
 def test_trees_with_other_leaves_frozen_parts_and_adapters():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    loss = ft.from_module(model, lambda model, batch: model(batch).float().square().mean())
+    # The outputs lie within 3.2 of zero, so the differences from 9 do not vanish: 1 in 100 is more than bfloat16 errs.
+    loss = ft.from_module(model, lambda model, batch: (model(batch).float() - 9).square().mean())
     step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.lora(2, targets=["0"]))
     state, kept = (step.init(seed=3), step.init(seed=3))
     found = ft.evaluate(ft.eval_step(step.loss), state, [torch.ones(3, 4)], dtype="bf16")
     assert found["loss"] == pytest.approx(
-        ft.evaluate(ft.eval_step(step.loss), state, [torch.ones(3, 4)])["loss"], rel=0.1
+        ft.evaluate(ft.eval_step(step.loss), state, [torch.ones(3, 4)])["loss"], rel=0.01
     )
     assert_bitwise(state, kept)
 
