@@ -15,7 +15,8 @@ from torch import Tensor
 from ftrain import _torch, random, tree
 from ftrain.errors import LossError
 from ftrain.random import torch_ops
-from ftrain.step.value_and_grad import ForwardResult, ValueAndGrad, run_backward
+from ftrain.step.forward import ForwardResult
+from ftrain.step.value_and_grad import ValueAndGrad, run_backward
 from ftrain.types import GradFn, Gradients, Mean, PyTree, TrainState, replace
 
 SCALED_AT_ONCE = 1 << 20
@@ -77,8 +78,8 @@ class _InBackward:
             if self._factor is not None and not result.loss.plain:
                 self._enlarge(result.loss.weight * self._pieces, self._factor)
             run_backward(result, self._cotangent_of(result), add=True)
-        finite = torch.isfinite(result.loss.total) if self._grad.watch else None
-        return Gradients(None, result.loss, result.later(result.metrics), result.buffers, finite)
+        finite = torch.isfinite(result.loss.total) if self._grad.reports_finite else None
+        return Gradients(None, result.loss, result.finish_metrics(result.metrics), result.buffers, finite)
 
     def _begin(self, state: TrainState, result: ForwardResult) -> None:
         # In units of the first microbatch's mean, so that the sums are about as large as gradients of a mean: in

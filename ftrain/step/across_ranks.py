@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ftrain import tree
-from ftrain._torch import dtensor
+from ftrain._torch import dtensor, store
+from ftrain.checkpoint.heartbeats import wait_for_ranks
 from ftrain.errors import BatchError, RankError
-from ftrain.step.all_ranks import require_all_ranks
 from ftrain.step.microbatch import split_batch
 from ftrain.step.wrapper import OnGrad, Wrapper
 from ftrain.types import Loss, LossRanks, Mean, PyTree, TrainState, replace
@@ -150,3 +150,41 @@ def require_same_outcome(ranks: LossRanks, error: Exception | None, digest: int,
             raise RankError(f"evaluate: rank {rank} failed, and so all ranks stop; it says why")
     if (outcomes[:, 1] != outcomes[0, 1]).any():
         raise BatchError(f"evaluate: {DIFFERENT_BATCHES}")
+
+
+def require_all_ranks(name: str) -> None:
+    """Wait until all ranks have called the function `name`; nothing travels but a few numbers in torch's store.
+
+    Ranks that are threads of one process, as in tests, do not wait.
+
+    Args:
+        name: of the function, as users write it.
+
+    Raises:
+        RankError: when a rank has gone on without it, has failed or ended, or does not come before the timeout of the
+            process group.
+    """
+    rank, size = store.rank_and_size()
+    if size == 1 or not store.are_processes():
+        return
+    table = store.store()
+    number = table.add(_calls(rank), 1)
+    meeting = f"ftrain/meeting/{number}"
+    table.add(meeting, 1)
+
+    def absent() -> list[int]:
+        return [other for other in range(size) if table.add(_calls(other), 0) < number]
+
+    gave_up = wait_for_ranks(table, (rank, size), lambda: bool(table.add(meeting, 0) >= size), absent, in_order=True)
+    if gave_up:
+        why = gave_up.why or f"rank {absent()[0]} did not within {gave_up.waited:.0f} seconds"
+        raise RankError(
+            f"{name}: rank {rank} has called it, and {why}. The ranks exchange tensors in it, so every rank must call "
+            "it; then one alone may write or print what it returns"
+        )
+    if rank == 0:  # All have seen the end of the meeting before.
+        table.delete_key(f"ftrain/meeting/{number - 1}")
+
+
+def _calls(rank: int) -> str:
+    return f"ftrain/meetings/{rank}"

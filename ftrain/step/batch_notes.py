@@ -13,7 +13,7 @@ from ftrain.tree.tensors import dtype_name
 from ftrain.types import PyTree
 
 
-def explain(error: Exception, name: str, params: PyTree, batch: PyTree) -> None:
+def add_batch_notes(error: Exception, name: str, params: PyTree, batch: PyTree) -> None:
     """Add a note to the error of a loss where its batch may be the cause.
 
     Args:

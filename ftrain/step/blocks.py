@@ -28,6 +28,7 @@ Watcher: TypeAlias = Callable[..., Any]
 
 _region: ContextVar[Region | None] = ContextVar("ftrain_region", default=None)
 _watcher: ContextVar[Watcher | None] = ContextVar("ftrain_watcher", default=None)
+_unrecorded: ContextVar[bool] = ContextVar("ftrain_unrecorded", default=False)
 
 
 def block(function: F) -> F:
@@ -79,6 +80,20 @@ def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iter
                 del place["forward"]
             else:
                 place["forward"] = replaced
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Context of operations that observe the run: a recomputation does not repeat them, so they are not recorded."""
+    token = _unrecorded.set(True)
+    try:
+        yield
+    finally:
+        _unrecorded.reset(token)
+
+
+is_unrecorded = _unrecorded.get
+"""``() -> bool``: whether the current operation is in a context of `unrecorded`."""
 
 
 @contextmanager

@@ -16,23 +16,21 @@ from ftrain import backends, tree
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import BatchError, ComposeError, DataError, DeviceError, LossError, OptionError, require_order
-from ftrain.step import purity
 from ftrain.step.across_ranks import (
     DIFFERENT_BATCHES,
     Share,
     count,
     place_model,
+    require_all_ranks,
     require_same_outcome,
     share_of,
     sum_means,
 )
-from ftrain.step.all_ranks import require_all_ranks
-from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
+from ftrain.step.forward import detach, run_loss
 from ftrain.step.loss_forms import adapt
 from ftrain.step.microbatch import RAISE, most_pieces, require_on_oom, split_batch
-from ftrain.step.purity import as_tree
-from ftrain.step.state_argument import require_state
-from ftrain.step.value_and_grad import detach
+from ftrain.step.precision import DTYPES, auto_dtype, autocast, name_of, require_dtype
+from ftrain.step.state_checks import require_state
 from ftrain.step.wrapper import Wrapper
 from ftrain.types import Loss, LossRanks, Mean, PyTree, TrainState, replace, zero_if_empty
 
@@ -54,7 +52,7 @@ class EvalStep:
         of the batch, or on its own batch (``batches="rows"``), and any loss of a state that is divided by every rank,
         on parameters gathered for this call: at level 3 block by block.
         """
-        share = self.share(as_tree(batch))
+        share = self.share(tree.as_tree(batch))
         placed, gathering = place_model(self.loss, state, "eval_step")
         with gathering or nullcontext():
             return self.total(self.of_rank(placed, share))
@@ -85,7 +83,7 @@ class EvalStep:
         seeded = backends.of(tree.device_of(state.params)).seeded(0)
         with torch.no_grad(), seeded, self.loss.scope(False):
             leaves, spec = tree.flatten((state.params, state.frozen, batch, state.buffers))
-            loss, metrics, _ = purity.call(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
+            loss, metrics, _ = run_loss(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
             values = detach({"loss": loss, **metrics})
             plain = [name for name, value in values.items() if not isinstance(value, Mean) or value.plain]
             length = _length(batch, self.loss.text, plain) if plain else 1
@@ -195,7 +193,7 @@ def evaluate(
 def _next_share(sums: _Sums, step: EvalStep, batches: Iterator[PyTree], device: torch.device) -> Share | None:
     """Return what this rank evaluates of the next batch; None after the last one."""
     for drawn in batches:
-        batch = tree.to(as_tree(drawn), device)
+        batch = tree.to(tree.as_tree(drawn), device)
         if step.loss.ranks is not None and step.loss.ranks.whole_batches and not sums.totals:
             sums.digest = step.loss.ranks.digest(drawn)
         return step.share(batch)

@@ -17,8 +17,8 @@ from ftrain import backends, random, tree
 from ftrain.checkpoint.stored_tensor import StoredTensor, stored_tensors
 from ftrain.errors import StructureError
 from ftrain.step.initialise import initialised
+from ftrain.step.state_checks import require_params, select_trainable
 from ftrain.step.swap_params import named_tensors
-from ftrain.step.trainable_params import chooser, require_params
 from ftrain.tree.name_patterns import Select
 from ftrain.types import Adapters, PyTree
 
@@ -61,7 +61,7 @@ def initial_parts(
     if names is not None:
         names |= set(tree.leaf_names(params)) - initial_params.keys()
     places = [wrapper.step.place for wrapper in step.wrappers if wrapper.step and wrapper.step.place]
-    placement = _Placement(chooser(trainable, names, params), adapters, seed, device, donate, places)
+    placement = _Placement(select_trainable(trainable, names, params), adapters, seed, device, donate, places)
     # All ranks place block by block, or none does: the module of some may be on the device meta.
     if is_of_module and module is not None and buffers is None and (places or path or _is_on_meta(module)):
         return placement.of_module(module, (list(params), list(initial_buffers)), path)

@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.step.traffic import Traffic
-from ftrain.types import Metrics, PyTree, TrainState
 
 MOST_SHOWN = 5
-
-
-class Lowering:
-    """A `Runner` that compiles a step and runs nothing.
-
-    Args:
-        lower: ``(state, batch, hyper, words) -> Lowered``.
-    """
-
-    text = "lower"
-
-    def __init__(self, lower: Callable[..., Lowered]) -> None:
-        self._lower = lower
-        self.result: Lowered
-
-    def __call__(
-        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
-    ) -> tuple[TrainState, Metrics]:
-        """Return the state as it is; `result` is what was compiled."""
-        self.result = self._lower(state, batch, hyper, words)
-        return state, {}
 
 
 @dataclass(frozen=True)

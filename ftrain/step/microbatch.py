@@ -1,15 +1,24 @@
-"""Split a batch into pieces along its first axis."""
+"""Split a batch into pieces along its first axis, and compare the loss of a batch with that of its pieces."""
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ftrain import tree
 from ftrain.errors import BatchError, OptionError
-from ftrain.types import PyTree
+from ftrain.types import Loss, Mean, PyTree
 
 ON_OOM = RAISE, SPLIT = "raise", "split"
+
+TOLERANCE, NARROW_TOLERANCE = 1e-3, 2e-2
+"""Relative difference up to which two losses count as equal: in 32 bits or more, and with parameters or matrix products
+in 16 bits."""
 
 
 def require_on_oom(function: str, on_oom: str) -> None:
@@ -80,3 +89,25 @@ def _require_divisible(batch: PyTree, leaves: Sequence[Any], pieces: int, functi
             f"{function}: the first axis of {names[index]} has length {length}, which is not a positive multiple of "
             f"{pieces}; change the batch size or n, or drop the last short batch"
         )
+
+
+def combined(losses: Sequence[Mean]) -> float:
+    """Return the loss of all pieces together; waits for the device."""
+    return float(functools.reduce(operator.add, losses))
+
+
+def is_combined(loss: Loss, params: PyTree, whole: Mean, pieces: Sequence[Mean]) -> bool:
+    """Return whether the loss of a batch equals that of its pieces together; waits for the device.
+
+    Args:
+        loss: the function that returned these losses.
+        params: the parameters of the loss.
+        whole: the loss of the batch. If it is not finite, it counts as equal.
+        pieces: the losses of its pieces.
+    """
+    together = functools.reduce(operator.add, pieces)
+    value, of_pieces, *each = torch.stack([mean.value.detach() for mean in (whole, together, *pieces)]).tolist()
+    is_narrow = loss.narrow or any(leaf.itemsize < 4 for leaf in tree.leaves(params))
+    limit = (NARROW_TOLERANCE if is_narrow else TOLERANCE) * max(map(abs, (value, *each)))
+    # A piece with a loss of NaN, such as a mean over no tokens, makes the losses differ.
+    return not math.isfinite(value) or abs(value - of_pieces) <= limit

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 
-from ftrain import _torch
+from ftrain import _torch, tree
 from ftrain._torch import dtensor
 from ftrain.errors import LossError, StructureError
 from ftrain.step.across_ranks import require_to_gather
 from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
 from ftrain.step.loss_forms import normalise
-from ftrain.step.purity import merge
 from ftrain.step.shared_memory import overlaps
-from ftrain.step.state_argument import require_state
+from ftrain.step.state_checks import require_state
 from ftrain.step.swap_params import (
     BorrowedModule,
     DuringStep,
@@ -34,7 +33,6 @@ from ftrain.step.swap_params import (
     require_no_other_thread,
     slots_of,
 )
-from ftrain.tree import MAX_LISTED
 from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
 
 Criterion: TypeAlias = Callable[..., Any]
@@ -221,7 +219,7 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
         RankError: when another rank does not call it.
     """
     require_state("to_module", state)
-    tensors = merge(state.params, state.frozen)
+    tensors = tree.overlay(state.params, state.frozen)
     tensors = tensors if isinstance(tensors, dict) else {}
     tensors = {**tensors, **(state.buffers or {})}
     wanted = dict(named_tensors(module))
@@ -303,8 +301,8 @@ def _values(slots: list[Slot], tensors: Mapping[str, Tensor], text: str) -> list
 
 
 def _surplus(text: str, names: list[str]) -> str:
-    listed = ", ".join(names[:MAX_LISTED])
-    if len(names) > MAX_LISTED:
+    listed = ", ".join(names[: tree.MAX_LISTED])
+    if len(names) > tree.MAX_LISTED:
         listed += ", ..."
     return (
         f"{text}: params has {listed}, which the module does not have; with adapters (ft.lora) evaluate the "

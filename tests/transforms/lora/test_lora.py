@@ -345,7 +345,7 @@ def test_a_module_without_any_that_can_be_adapted():
 
 
 def test_put_together_wrongly():
-    with pytest.raises(ComposeError, match=r"lora\(3, alpha=3\): the step has a lora already"):
+    with pytest.raises(ComposeError, match=r"lora\(3, alpha=3\): the step already has the wrapper lora"):
         step_of(make(), ft.lora(2, targets=["head"]), ft.lora(3, targets=["*.up"]))
     with pytest.raises(ComposeError, match="cannot be applied bare"):
         ft.lora(step_of(make()))
