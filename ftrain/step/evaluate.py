@@ -145,16 +145,15 @@ def evaluate(
             the means stay exact.
 
     Raises:
-        DataError: when there is no batch, or data that is one batch.
-        StructureError: for a `state` that is none.
-        OptionError: for another dtype, or another `on_oom`.
-        DeviceError: for a dtype that the device cannot compute in, or when with ``"split"`` not even a single example
-            fits.
-        BatchError: on every rank, when ranks that evaluate together have different first batches, or at level 3 other
-            numbers of batches.
-        RankError: when another of these ranks has failed, or does not call this.
-        ComposeError: when `step` is no evaluation step, or its loss computes in another narrow dtype by `with_amp`.
-        LossError: for a metric that is no number, such as a vector.
+        DataError: when `data` has no batch, or is a single batch.
+        StructureError: when `state` is not a state.
+        OptionError: when `dtype` or `on_oom` is not one of the choices.
+        DeviceError: when the device cannot compute in the dtype, or, with ``"split"``, a single example does not fit.
+        BatchError: on every rank, when ranks that evaluate together have different first batches, or at level 3
+            different numbers of batches.
+        RankError: when another of these ranks failed, or does not call this.
+        ComposeError: when `step` is not an `EvalStep`, or `with_amp` makes its loss compute in another dtype.
+        LossError: when a metric is not a number, but a vector, for example.
     """
     require_order("evaluate", step, state, "evaluate(step, state, data)")
     if not isinstance(step, EvalStep):

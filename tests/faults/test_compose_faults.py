@@ -162,7 +162,9 @@ def plain_of_blocks(name, module):
 @pytest.mark.parametrize("wrapper", [ft.remat, ft.clip], ids=["remat", "clip"])
 def test_a_function_given_by_position_is_no_step(wrapper):
     name = wrapper.__name__
-    with failing(ComposeError, f"{name}: plain_of_blocks is not a Step", "Pass options by name (", f"{name} changes the"):
+    with failing(
+        ComposeError, f"{name}: plain_of_blocks is not a Step", "Pass options by name (", f"{name} changes the"
+    ):
         wrapper(plain_of_blocks)
 
 

@@ -215,5 +215,5 @@ def test_a_module_that_is_changed_after_its_loss_was_made():
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.ReLU())
         step = step_of(module, total)
         change(module)
-        with failing(StructureError, "Step.init", "Sequential was given other submodules", "after the last change"):
+        with failing(StructureError, "Step.init", "Sequential got other submodules", "after the last change"):
             step.init()

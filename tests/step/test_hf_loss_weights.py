@@ -495,5 +495,5 @@ def test_a_narrow_loss_has_all_of_its_labels():
 def test_a_batch_that_says_what_to_divide_its_loss_by():
     # With it, the loss of half a batch is half of its mean, and would be weighted by its labels once more.
     model, batch = make(MODELS["ForCausalLM"][0]), MODELS["ForCausalLM"][1]()
-    with pytest.raises(LossError, match=r"from_module: the batch has num_items_in_batch, .* leave it out"):
+    with pytest.raises(LossError, match=r"from_module: the batch has num_items_in_batch, .* remove it"):
         trained(model, {**batch, "num_items_in_batch": torch.tensor(9)})
