@@ -33,7 +33,7 @@ def plain(state, batch):
 @wrappers
 def test_a_wrapper_applied_twice(name):
     step = WRAPPERS[name](make())
-    with failing(ComposeError, WRAPPERS[name].text, f"{name} already", "loss    squares"):
+    with failing(ComposeError, WRAPPERS[name].text, f"already has the wrapper {name}", "loss    squares"):
         WRAPPERS[name](step)
 
 
