@@ -22,17 +22,17 @@ in 16 bits."""
 
 
 def require_on_oom(function: str, on_oom: str) -> None:
-    """Check the option that says what to do when memory runs out.
+    """Check the option for running out of memory.
 
     Raises:
-        OptionError: for anything but ``"raise"`` and ``"split"``.
+        OptionError: when it is not ``"raise"`` or ``"split"``.
     """
     if on_oom not in ON_OOM:
         raise OptionError(f"{function}: on_oom is {on_oom!r}; choices are {', '.join(ON_OOM)}")
 
 
 def most_pieces(batch: PyTree) -> int:
-    """Return into how many pieces a batch can be split: its examples, or 1 if its tensors have unequal first axes."""
+    """Return the number of examples in a batch, or 1 if its tensors have different first axes and cannot be split."""
     lengths = {leaf.shape[0] for leaf in tree.leaves(batch) if _has_axis(leaf)}
     return max(1, *lengths) if len(lengths) == 1 else 1
 
@@ -44,12 +44,12 @@ def split_batch(batch: PyTree, pieces: int, *, require_equal: str | None = None)
 
     Args:
         batch: a tree of tensors whose first axes have the same length.
-        pieces: how many pieces; by default fewer where there are fewer examples, and their lengths differ by at most
-            one.
-        require_equal: the function to name in an error, when there are not so many pieces of the same length.
+        pieces: the number of pieces, at most the number of examples. Their lengths differ by at most one.
+        require_equal: the name of the calling function, if the pieces must have equal lengths; else None.
 
     Raises:
-        BatchError: naming the leaf whose first axis `pieces` does not divide, or has another length than the others.
+        BatchError: with `require_equal`, naming the leaf whose first axis `pieces` does not divide, or whose length
+            differs from that of the others.
 
     >>> import torch
     >>> [len(piece) for piece in split_batch(torch.zeros(5, 2), 2)]
@@ -74,7 +74,7 @@ def _has_axis(leaf: Any) -> bool:
 def _require_divisible(batch: PyTree, leaves: Sequence[Any], pieces: int, function: str) -> None:
     lengths = {index: leaf.shape[0] for index, leaf in enumerate(leaves) if _has_axis(leaf)}
     if not lengths:
-        raise BatchError(f"{function}: the batch has no tensor with an axis to cut; found {tree.signature(batch)}")
+        raise BatchError(f"{function}: the batch has no tensor with an axis to split; found {tree.signature(batch)}")
     first = next(iter(lengths))
     for index, length in lengths.items():
         if length == lengths[first] and length % pieces == 0 and length > 0:
