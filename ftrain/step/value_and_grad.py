@@ -1,4 +1,4 @@
-"""The gradient of a loss: `value_and_grad`."""
+"""The gradient of a loss: a forward pass (`ftrain.step.forward`) and a backward pass."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def value_and_grad(
 
     Raises:
         LossError: from the returned function (or from `Gradients.stream_grads`), when the loss changes its inputs in
-            place, does not depend on the parameters, leaves some of them unused, or uses those of its module from
-            elsewhere.
+            place, does not depend on the parameters, does not use some of them, or uses parameters of its module that
+            are not in the state.
     """
     forward = Forward(loss, name, module_params or {})
     if stream:
@@ -58,14 +58,11 @@ def value_and_grad(
 
 @dataclass(frozen=True)
 class ValueAndGrad:
-    """The gradient of a mean loss (`value_and_grad`), with forward and backward pass as separate functions.
+    """The function that `value_and_grad` returns, with forward and backward pass as separate functions.
 
     Args:
-        forward: ``(state, batch, rng) -> ForwardResult``; a fourth argument gives the leaves of an earlier run.
-        name: the name of the loss in error messages.
-        allow_unused: give parameters that the loss does not use a zero gradient.
-        scale: ``state -> 0-d tensor``, a factor of the loss during the backward pass.
-        reports_finite: also report whether loss and gradients are finite.
+        forward: ``(state, batch, rng) -> ForwardResult``; a fourth argument are the leaves of an earlier run.
+        name: as in `value_and_grad`, and so are the others.
     """
 
     forward: Callable[..., ForwardResult]
@@ -119,8 +116,8 @@ def run_backward(result: ForwardResult, cotangent: Tensor, *, add: bool = False)
         if "use_reentrant=True" not in str(error):
             raise
         raise LossError(
-            "the loss uses torch.utils.checkpoint(use_reentrant=True), through which no gradient with respect to given "
-            f"parameters can be taken; use {REMEDY}"
+            "the loss uses torch.utils.checkpoint(use_reentrant=True), which does not support the gradient with "
+            f"respect to the parameters of a state; use {REMEDY}"
         ) from error
     if not add:
         return tuple(grads)
@@ -131,14 +128,14 @@ def run_backward(result: ForwardResult, cotangent: Tensor, *, add: bool = False)
 
 @dataclass(frozen=True)
 class StreamingGrad:
-    """As `ValueAndGrad`, with a backward pass that runs later, by `Gradients.stream_grads`."""
+    """As `ValueAndGrad`, with a backward pass that `Gradients.stream_grads` runs."""
 
     forward: Callable[..., ForwardResult]
     name: str
     allow_unused: bool
 
     def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        """Return the results of the forward pass, and what runs the backward pass."""
+        """Return the results of the forward pass, and the function that runs the backward pass."""
         result = self.forward(state, batch, rng)
         stream = _stream(result, state.params, self.name, self.allow_unused)
         return Gradients(None, result.loss, result.metrics, result.buffers, stream_grads=stream)
@@ -156,7 +153,7 @@ def _stream(
             if grad.is_sparse:
                 raise _sparse(params, index, name)
             take(index, grad)
-            # The engine keeps the returned tensor: an expanded single number takes no memory.
+            # The engine keeps the returned tensor; one that is expanded from a single number takes no memory.
             return grad.new_zeros(()).expand_as(grad)
 
         handles = [
@@ -170,7 +167,7 @@ def _stream(
                 handle.remove()
         filled = _filled(grads, result, params, name, allow_unused)
         for index, (grad, filled_grad) in enumerate(zip(grads, filled, strict=True)):
-            # Those that were combined with other ranks' have passed no hook of a leaf.
+            # Gradients that are combined with those of other ranks do not pass the hooks of the leaves.
             if grad is None or result.combined is not None:
                 take(index, filled_grad)
 
@@ -190,7 +187,7 @@ def _filled(
     unused = [index for index in irregular if grads[index] is None]
     if len(unused) < len(irregular):
         raise _sparse(params, next(index for index in irregular if index not in unused), name)
-    # On one of many ranks the loss must not run again alone, and others may use what it does not.
+    # On many ranks, one must not run the loss again alone, and other ranks may use the parameters.
     if on_rank is None and (hidden := result.hidden(unused)):
         raise LossError(
             f"{name}: {len(hidden)} parameters are used only within torch.utils.checkpoint(use_reentrant=True), which "
@@ -202,7 +199,7 @@ def _filled(
 
 
 def _are_dense(grads: tuple[Tensor | None, ...]) -> bool:
-    # Without a Python loop over the leaves, which every step would make.
+    # `map` avoids a Python loop over the leaves in every step.
     return type(None) not in map(type, grads) and not any(map(_is_sparse, grads))
 
 
