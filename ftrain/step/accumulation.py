@@ -23,18 +23,6 @@ SCALED_AT_ONCE = 1 << 20
 """Number of elements to scale at once: enough to occupy a device, and little memory compared to a model."""
 
 
-class Accumulator(Protocol):
-    """Sums gradients weighted by the weights of their losses."""
-
-    def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        """Add the gradient of a microbatch, and return its `Gradients` without it."""
-        ...
-
-    def mean(self, total: Gradients) -> Gradients:
-        """Return the gradient of the whole batch; `total` is the sum of the results of `add`."""
-        ...
-
-
 @runtime_checkable
 class AddingGradFn(Protocol):
     """A `GradFn` that can add its gradients to sums."""
@@ -46,8 +34,8 @@ class AddingGradFn(Protocol):
         ...
 
 
-def accumulator(grad: GradFn | AddingGradFn, pieces: int) -> Accumulator:
-    """Return the accumulator for a gradient function.
+def _accumulator(grad: GradFn | AddingGradFn, pieces: int) -> _InBackward | _AfterBackward:
+    """Return an object that sums the gradients of microbatches, weighted by the weights of their losses.
 
     Only the sums are in memory, unless a wrapper transforms the gradients of each microbatch.
     """
@@ -70,6 +58,7 @@ class _InBackward:
         self._params: list[Tensor] | None = None
 
     def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        """Add the gradient of a microbatch, and return its `Gradients` without it."""
         result = self._grad.forward(state, batch, rng, self._params)
         self._plain &= result.loss.plain
         if self._params is None:
@@ -112,6 +101,7 @@ class _InBackward:
         return torch.where(result.loss.weight == 0, 0.0, self._cotangent)
 
     def mean(self, total: Gradients) -> Gradients:
+        """Return the gradient of the whole batch; `total` is the sum of the results of `add`."""
         grads = self._grads
         for leaf in self._params or ():
             leaf.grad = None  # Other references to the leaf must not keep the gradient alive.
@@ -197,7 +187,7 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
     stream, start = torch_ops.current(), 0
     offset = stream.offset if stream is not None else 0
 
-    accumulated, results = accumulator(grad, len(pieces)), list[Gradients]()
+    accumulated, results = _accumulator(grad, len(pieces)), list[Gradients]()
     for piece in pieces:
         first, length = start, tree.batch_length(piece) or 1
         start += length
@@ -206,7 +196,8 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
             results.append(accumulated.add(state, piece, key))
         state = replace(state, buffers=results[-1].buffers)
     total = functools.reduce(_merged, results[1:], _first(results[0]))
-    return _averaged(accumulated.mean(total), len(pieces))
+    metrics = {name: m if isinstance(m, Mean) else m / len(pieces) for name, m in total.metrics.items()}
+    return replace(accumulated.mean(total), metrics=metrics)
 
 
 def _first(piece: Gradients) -> Gradients:
@@ -233,8 +224,3 @@ def _merged(total: Gradients, piece: Gradients) -> Gradients:
     metrics = {name: total.metrics[name] + piece.metrics[name] for name in total.metrics}
     finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
     return Gradients(None, total.loss + piece.loss, metrics, piece.buffers, finite)
-
-
-def _averaged(total: Gradients, n: int) -> Gradients:
-    metrics = {name: m if isinstance(m, Mean) else m / n for name, m in total.metrics.items()}
-    return replace(total, metrics=metrics)
