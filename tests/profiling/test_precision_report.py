@@ -374,7 +374,7 @@ def test_an_unknown_precision(value):
 
 
 def test_bare_it_needs_a_precision():
-    with failing(ComposeError, "matmul_precision", "needs precision"):
+    with failing(ComposeError, "matmul_precision", "needs the argument precision"):
         ft.matmul_precision(make())
 
 

@@ -381,7 +381,7 @@ def test_what_is_no_mean_over_labels_counts_as_a_plain_number_and_says_so_once(n
     with caplog.at_level(logging.WARNING, "ftrain"):
         _, found = trained(model, batch, ft.accumulate(ROWS))
     (record,) = warnings_of(caplog)
-    assert f"loss of {type(model).__name__} itself" in record.message
+    assert f"loss of {type(model).__name__} is not known" in record.message
     assert "returns a Mean" in record.message
     rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(ROWS)]
     needed = sum(float(model.train()(**row).loss.detach()) for row in rows) / ROWS
