@@ -47,7 +47,7 @@ class OptionError(FtrainError, ValueError):
 
 
 class LossError(FtrainError, ValueError):
-    """A loss function, or what it returned, cannot be differentiated."""
+    """A loss function cannot be called or differentiated, or returned something that cannot."""
 
 
 class BatchError(FtrainError, ValueError):
@@ -55,7 +55,7 @@ class BatchError(FtrainError, ValueError):
 
 
 class StructureError(FtrainError, ValueError):
-    """Two trees differ that must have the same structure, shapes and dtypes."""
+    """Two trees that must have the same structure, shapes and dtypes differ."""
 
 
 class ConsumedError(FtrainError, RuntimeError):
@@ -136,16 +136,10 @@ def require_positive_number(function: str, name: str, value: Any) -> None:
 
 
 def require_order(function: str, step: Any, state: Any, needed: str) -> None:
-    """Check that a step and a state are not swapped, and that the step is not a class.
-
-    Args:
-        function: the name of the function, for the message.
-        step: the argument for the step.
-        state: the argument for the state.
-        needed: how the function is called, for the message.
+    """Check that the arguments of a function for a step and a state are not swapped, and the step is not a class.
 
     Raises:
-        ComposeError: naming the function, what was found and `needed`.
+        ComposeError: naming the function, what was found and `needed`, the right call of the function.
     """
     if not callable(step) and callable(state):
         raise ComposeError(f"{function}: the step and the state are swapped; needs {needed}")
@@ -154,10 +148,10 @@ def require_order(function: str, step: Any, state: Any, needed: str) -> None:
 
 
 def require_callable(function: str, step: Any, state: Any, needed: str) -> None:
-    """Check that a step is callable and no module, besides the checks of `require_order`, whose arguments it takes.
+    """Check that a step is callable and not a module, besides the checks of `require_order`.
 
     Raises:
-        ComposeError: naming the function, what was found and `needed`.
+        ComposeError: as `require_order`.
     """
     require_order(function, step, state, needed)
     if isinstance(step, nn.Module):

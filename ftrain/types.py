@@ -1,7 +1,7 @@
 """The types that the package is built from: the training state, the weighted mean, and the functions of a step.
 
-A training step is ``(state, batch) -> (state, metrics)``. It is made of four functions: a `LossFn`, a `GradFn`, an
-`UpdateFn` and the step itself (`Core` on tensors, called by a `Runner`).
+A training step ``(state, batch) -> (state, metrics)`` consists of four functions: a `LossFn`, a `GradFn`, an `UpdateFn`
+and the step itself (a `Core` on tensors, called by a `Runner`).
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ NAMESPACE = "ftrain"
 """The optree namespace in which the classes of this package are registered."""
 
 STATIC = {"static": True}
-"""Metadata of a dataclass field that is part of the structure of a tree, not one of its children."""
+"""Metadata of a dataclass field that belongs to the structure of a tree and is not one of its children."""
 
 T = TypeVar("T")
 
 TREE_CLASSES: dict[str, Callable[[Mapping[str, Any], Sequence[Any]], Any]] = {}
-"""Tag of a registered class -> function that makes an instance from its fields by name and its static values."""
+"""Tag of a registered class -> function that returns an instance from its fields by name and its static values."""
 
 
 def tree_tag(kind: type) -> str:
-    """Return the tag of a registered class, by which checkpoints name it.
+    """Return the tag of a registered class, which stands for it in checkpoints.
 
-    A class of ftrain has its name alone, so that it can move to another module without changing the file format. A
-    class of a user has its module too, so that it is never taken for one of ftrain with the same name.
+    For a class of ftrain it is the name alone, so that the class can move to another module without changing the file
+    format. For a class of a user it includes the module, so that it differs from a class of ftrain of the same name.
     """
     if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
         return kind.__name__
@@ -63,7 +63,7 @@ def tree_class(kind: type[T]) -> type[T]:
     Use it as a decorator, above ``@dataclass``.
 
     Raises:
-        StructureError: from the function in `TREE_CLASSES`, when it is called with other fields than the class has.
+        StructureError: from the function in `TREE_CLASSES`, when the fields are not those of the class.
     """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = tuple(each.name for each in fields if not each.metadata.get("static"))
@@ -95,7 +95,7 @@ def replace(record: T, **changes: Any) -> T:
     """`dataclasses.replace` without a call of ``__init__`` or ``__post_init__``, in a third of the time."""
     new = object.__new__(type(record))
     values = vars(new)
-    # Fields only: the mark that `mark_donatable` sets on a state does not apply to a changed one.
+    # Only the fields: the mark that `mark_donatable` sets on a state does not apply to a changed one.
     for name in type(record).__dataclass_fields__:  # type: ignore[attr-defined]
         values[name] = changes[name] if name in changes else getattr(record, name)
     return new
@@ -109,15 +109,15 @@ class Mean:
     The sums of totals and weights over microbatches, batches or devices give the exact mean over all of them, however
     unevenly the weight is distributed.
 
-    A mean of weight 0 contributes nothing: steps and evaluations take its total as 0, even if it is NaN, and its
-    gradient with a cotangent of 0. (A loss that divides by its weight itself still has NaN in the gradient: mask before
+    A mean with weight 0 contributes nothing: steps and evaluations replace its total by 0, even if it is NaN, and use a
+    cotangent of 0 for its gradient. (A loss that divides by its weight still has NaN in the gradient: mask before
     dividing.)
 
     Args:
         total: 0-d tensor, the weighted sum.
-        weight: 0-d tensor, the sum of the weights (the number of tokens or examples, say); not differentiated.
-        plain: whether the mean was given as one number, without its weight. An evaluation then weights it by the
-            length of the batch.
+        weight: 0-d tensor, the sum of the weights (such as the number of tokens or examples); not differentiated.
+        plain: whether the loss returned one number without a weight. An evaluation then weights it by the length of
+            the batch.
 
     >>> import torch
     >>> a, b = Mean(torch.tensor(6.0), torch.tensor(3.0)), Mean(torch.tensor(2.0), torch.tensor(1.0))
@@ -147,7 +147,7 @@ class Mean:
 
 
 def zero_if_empty(mean: Mean) -> Mean:
-    """Return a mean whose total is 0 if its weight is 0, even if the total was NaN."""
+    """Set the total of a mean to 0 if its weight is 0, even if the total is NaN."""
     is_empty = (mean.weight == 0).to(mean.total.device)
     return replace(mean, total=mean.total.masked_fill(is_empty, 0))
 
@@ -161,9 +161,9 @@ class TrainState:
         step: 0-d int64 tensor on the CPU; the number of calls of the step so far, including skipped updates.
         params: the trainable parameters.
         frozen: parameters that the loss reads and no step changes; None if there are none.
-        buffers: tensors that the loss reads and replaces in each step (running statistics, say).
-        opt_state: the state of the optimizer, a tree of its own structure.
-        slots: the states of the wrappers, by wrapper name.
+        buffers: tensors that the loss reads and replaces in each step (such as running statistics).
+        opt_state: the state of the optimizer, any tree.
+        slots: the states of the wrappers by their names.
         rng: int64 tensor of shape (2,) on the CPU, a key of `ftrain.random`.
     """
 
@@ -183,7 +183,7 @@ class TrainState:
         return f"TrainState(step={int(self.step)}, params={count:,} in {len(leaves)} leaves, slots={list(self.slots)})"
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Called only when normal lookup fails, so it costs nothing for a state that was not donated.
+        # Python calls this only when the attribute is missing, so it costs nothing for a state that was not donated.
         if name in _STATE_FIELDS:
             raise ConsumedError(
                 f"TrainState.{name}: this state was donated to a step, which has reused its memory. "
@@ -218,7 +218,7 @@ LossOutput: TypeAlias = tuple[Mean, Metrics, PyTree]
 
 
 class LossFn(Protocol):
-    """A loss function in its full form. Users write shorter ones, which `ftrain.step.loss_forms.adapt` converts."""
+    """A loss function in its full form; `ftrain.step.loss_forms.adapt` converts the shorter forms of users to it."""
 
     def __call__(self, params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
         """Return the loss, further metrics, and the buffers for the next step. `rng` is a key, or None."""
@@ -226,14 +226,14 @@ class LossFn(Protocol):
 
 
 class Adapters(Protocol):
-    """Parameters that a wrapper such as `lora` adds to a model, and how they change its modules."""
+    """The parameters that a wrapper such as `lora` adds to a model."""
 
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
         """Return the trainable and the frozen parameters with adapters added, initialised from `key`."""
         ...
 
     def slots(self, part: nn.Module) -> Sequence[Any]:
-        """Return the slots of the adapters in a submodule, each a `ftrain.step.swap_params.Slot`."""
+        """Return the `ftrain.step.swap_params.Slot` of each adapter in a submodule."""
         ...
 
 
@@ -242,12 +242,13 @@ class LossRanks:
     """The ranks that evaluate a loss together, each on its examples.
 
     Args:
-        rank: the number of this one.
-        size: how many they are.
-        sum: ``tensor -> tensor``, its sum over them.
-        digest: ``tree -> number``, which tells batches apart.
-        whole_batches: whether all read the same batches, or each has examples of its own.
-        by_block: ``divided state -> (this rank's parts, context)``; the loss takes these and gathers block by block.
+        rank: the rank of this process.
+        size: the number of ranks.
+        sum: ``tensor -> tensor``, an all-reduce.
+        digest: ``tree -> int``, a hash that differs between batches.
+        whole_batches: whether all ranks read the same batches; else each reads its own examples.
+        by_block: ``divided state -> (local state, context)``; within the context the loss takes the local state and
+            gathers its parameters block by block.
     """
 
     rank: int
@@ -264,18 +265,18 @@ class Loss:
 
     Args:
         fn: the loss function in its full form.
-        name: of the function or the module.
-        scope: ``training -> context`` in which the loss is differentiated, outside of any graph; `training` is False
-            in an evaluation.
-        module: the `torch.nn.Module` that `fn` calls, if any.
-        initial: ``() -> (params, buffers, names of the parameters that train)``, those of the module, which share its
-            memory; no names: the caller chooses.
-        needs_rng: whether `fn` draws random numbers, from the key `rng`.
-        adapters: the parameters that a wrapper has added, if any.
+        name: the name of the function or the module.
+        scope: ``training -> context`` in which the loss and its gradient are computed, outside of any graph; `training`
+            is False in an evaluation.
+        module: the `torch.nn.Module` that `fn` calls, or None.
+        initial: ``() -> (params, buffers, names of the trainable parameters)`` of the module, which share its memory.
+            The names are None if there is no module.
+        needs_rng: whether `fn` draws random numbers from the key `rng`.
+        adapters: the parameters that a wrapper has added, or None.
         narrow: the 16-bit or 8-bit dtype in which a wrapper makes it compute, as `with_amp` names it; "" if none does.
-        products: the name of the wrapper that sets the precision of its float32 matrix products; "" if none does.
-        wrapper_texts: of the wrappers that it has in the description of a step, the innermost first.
-        ranks: those that evaluate it together; None for one that every rank evaluates on all examples.
+        matmul_precision: the text of the wrapper that sets the precision of its float32 matrix products; "" if none.
+        wrapper_texts: the texts of its wrappers, the innermost first.
+        ranks: the ranks that evaluate it together; None if every rank evaluates it on all examples.
     """
 
     fn: LossFn
@@ -286,13 +287,13 @@ class Loss:
     needs_rng: bool = False
     adapters: Adapters | None = None
     narrow: str = ""
-    products: str = ""
+    matmul_precision: str = ""
     wrapper_texts: tuple[str, ...] = ()
     ranks: LossRanks | None = None
 
     @functools.cached_property
     def text(self) -> str:
-        """Its text in the description of a step, with its wrappers."""
+        """Its name and its wrappers, for `print`."""
         return " <- ".join([self.name, *self.wrapper_texts])
 
 
@@ -304,15 +305,15 @@ class Gradients:
     Args:
         grads: gradient of the mean loss, a tree like the parameters.
         loss: the loss as a `Mean`, detached.
-        metrics: what else the loss reported; `Mean` or tensor, detached.
+        metrics: the other metrics of the loss; `Mean` or tensor, detached.
         buffers: the buffers after the forward pass.
-        finite: 0-d bool, whether the loss and every raw gradient are finite; None where it was not asked for.
+        finite: 0-d bool, whether the loss and every unscaled gradient are finite; None if no wrapper needs it.
         stream_grads: ``take -> None``, for an update that takes gradients one by one: runs the backward pass and calls
             ``take(index, gradient)`` for each leaf of the parameters when its gradient is complete; `grads` is None.
-        accept: 0-d bool, whether the update may be made; None: it may. Read when a wrapper of the gradient has
-            `OnGrad.may_refuse_updates`.
-        slots: new values of slots, by the names of their wrappers, stored whether or not the update is made.
-        accepted_slots: the same, stored only if the update is made.
+        accept: 0-d bool, whether to apply the update. Default None: apply it. Only read if a wrapper of the gradient
+            has `OnGrad.may_refuse_updates`.
+        slots: new values of slots by the names of their wrappers, stored whether or not the update is applied.
+        accepted_slots: the same, stored only if the update is applied.
     """
 
     grads: PyTree
@@ -339,7 +340,7 @@ class UpdateFn(Protocol):
 
 
 class Core(Protocol):
-    """The part of a step that can be compiled: all of it but `TrainState.step` and `TrainState.rng`."""
+    """The part of a step that can be compiled: everything except `TrainState.step` and `TrainState.rng`."""
 
     def __call__(
         self, state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None
@@ -356,18 +357,19 @@ class Optimizer:
         init: ``params -> opt_state``.
         update: ``(grads, opt_state, params, hyper, donate=) -> (params, opt_state)``.
         schedules: name -> schedule; evaluated on the host at each step and passed to `update` as `hyper`.
-        text: its text in the description of a step.
-        needs_rng: whether `update` draws random numbers, from the key ``hyper["rng"]``.
-        factors: ``opt_state -> {name: 0-d tensor on the CPU}``: factors by which the scheduled values of these names
-            are multiplied on the host.
-        split: ``(params, parts) -> optimizers``: for each list of indices of leaves, one that takes these as a dict by
-            name, with the bits and the names in its state that they have among all; None if that cannot be.
-        offloaded: None; or for a state that is kept on the host or in files and copied to the device in parts, so that
-            `update` cannot be part of a graph: ``transform -> optimizer``, the same for a transformed optimizer.
-        name: of the factory, such as ``"adamw"``; empty for one that is made of others.
+        text: the name and the options, for `print`.
+        needs_rng: whether `update` draws random numbers from the key ``hyper["rng"]``.
+        factors: ``opt_state -> {name: 0-d tensor on the CPU}``: the scheduled values of these names are multiplied by
+            these factors on the host.
+        split: ``(params, parts) -> optimizers``: for each list of indices of leaves, an optimizer that takes these
+            leaves as a dict by name. Its updates and the names in its state are those of the whole optimizer. None if
+            it cannot be split.
+        offloaded: None if the state is on the device. If it is on the host or in files, so that `update` cannot be
+            part of a graph: ``transform -> optimizer``, the same for a transformed optimizer.
+        name: the name of the factory, such as ``"adamw"``; empty for a combination of optimizers.
         by_element: whether each element is updated from its own gradient and state alone, and leaves of the state are
-            0-d or of the shapes of parameters: ranks then update parts of a leaf, and else one all of it, by `split`.
-        options: numbers and texts by name, also those that `text` leaves out; ranks compare them.
+            0-d or have the shapes of parameters. Ranks then update shards of a leaf, and else whole leaves by `split`.
+        options: numbers and texts by name, including those that `text` omits; ranks compare them.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -388,11 +390,11 @@ class Runner(Protocol):
 
     @property
     def text(self) -> str:
-        """Its text in the description of a step."""
+        """Its name and options, for `print`."""
         ...
 
     def __call__(
         self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
-        """Return the next state, whose `step` and `rng` the caller sets, and the metrics; `words` are the key's."""
+        """Return the next state, whose `step` and `rng` the caller sets, and the metrics; `words` are its key."""
         ...

@@ -89,7 +89,7 @@ WAITS = {
     ("parallel/same_program.py", "require_same_block"),
     ("profiling/anatomy/measured.py", "measure"),
     ("random/keys.py", "key_data"),
-    ("step/loss_of_pieces.py", "is_combined"),
+    ("step/microbatch.py", "is_combined"),
     ("training/history.py", "_values"),
     ("training/metrics.py", "read_metrics"),
 }

@@ -13,7 +13,6 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.data.stateful import position, seek
 from ftrain.errors import ComposeError, DataError, require_positive
-from ftrain.step.purity import as_tree
 from ftrain.types import PyTree
 
 
@@ -94,7 +93,7 @@ class DevicePrefetcher:
         except Exception as error:
             # Raised in its turn: the earlier batches are good.
             return _Prefetched(is_end=True, error=error)
-        return _Prefetched(*_copy(as_tree(batch), self._device, stream), position=position(self._data))
+        return _Prefetched(*_copy(tree.as_tree(batch), self._device, stream), position=position(self._data))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the position of `data` after the batches that were yielded; None if it has no position."""

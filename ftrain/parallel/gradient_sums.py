@@ -17,8 +17,7 @@ from torch import Tensor
 from ftrain import _torch
 from ftrain.parallel.bucket_order import BucketOrder, plan_of
 from ftrain.parallel.partition import Results
-from ftrain.step.combined_grads import Backward
-from ftrain.step.unused_params import watching
+from ftrain.step.rank_backward import Backward, unused_on_rank
 
 AT_ONCE, AT_ONCE_BYTES = 2, 4 << 30
 """Number and bytes of buffers that are sent at a time: more would take memory from the computation."""
@@ -34,7 +33,7 @@ Start: TypeAlias = Callable[[list[Tensor]], Results]
 
 
 class GradientSums:
-    """The gradients of the parameters of one forward pass; a `ftrain.step.combined_grads.CombinedGrads`.
+    """The gradients of the parameters of one forward pass; a `ftrain.step.rank_backward.CombinedGrads`.
 
     Args:
         names: names of the parameters.
@@ -154,7 +153,7 @@ class GradientSums:
             self._sums[index] = self._sums[index] + grad if index in self._sums else grad
 
     def _note_used(self) -> None:
-        on_rank = watching()
+        on_rank = unused_on_rank()
         if on_rank is not None:
             on_rank.note_gathered(self._names, [index in self._used for index in range(len(self._names))])
 

@@ -16,7 +16,7 @@ from ftrain.parallel.gradient_sums import GradientSums, Start
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, Results, start_scatter_all, start_sum_all
 from ftrain.parallel.state import Layout
-from ftrain.step.combined_grads import announce
+from ftrain.step.rank_backward import announce
 from ftrain.types import PyTree
 
 

@@ -13,7 +13,8 @@ from ftrain.errors import LossError
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Results, start_sum_all
 from ftrain.parallel.rows import Rows, current
-from ftrain.step.value_and_grad import ForwardResult, ValueAndGrad
+from ftrain.step.forward import ForwardResult
+from ftrain.step.value_and_grad import ValueAndGrad
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, replace
 
 
@@ -50,7 +51,7 @@ class LossResults:
 
     def started_by(self, grad: GradFn) -> GradFn:
         """Return a gradient of one microbatch that starts the sums before its backward pass; others as they are."""
-        if self._ranks.size == 1 or not isinstance(grad, ValueAndGrad) or grad.scale or grad.watch:
+        if self._ranks.size == 1 or not isinstance(grad, ValueAndGrad) or grad.scale or grad.reports_finite:
             return grad
         return grad.around_forward(self._starting)
 

@@ -10,7 +10,8 @@ import torch
 from ftrain import _torch, tree
 from ftrain.errors import LossError
 from ftrain.parallel.mesh import Group
-from ftrain.step.unused_params import UnusedOnRank, refuse_unused, watched, watching
+from ftrain.step.rank_backward import UnusedOnRank, recording_unused, unused_on_rank
+from ftrain.step.value_and_grad import refuse_unused
 from ftrain.types import PyTree
 
 
@@ -40,7 +41,7 @@ class SameProgram:
         leaf = tree.leaves(params)[0]
         is_captured = _torch.is_capturing() or _torch.is_fake(leaf)
         is_first = not (is_captured or self._is_checked)
-        with watched(tree.leaf_names(params), is_first) as unused:
+        with recording_unused(tree.leaf_names(params), is_first) as unused:
             yield
         if is_captured:
             _require_used(unused, params, [sorted(each) for each in unused.calls])
@@ -76,7 +77,7 @@ def require_same_block(ranks: Group, blocks: Sequence[str], number: int, device:
     Raises:
         LossError: on every rank, when they run different blocks.
     """
-    unused = watching()
+    unused = unused_on_rank()
     if unused is None or not unused.is_first:
         return
     last, minus_first = ranks.max(torch.tensor([number, -number], device=device)).tolist()

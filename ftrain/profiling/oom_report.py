@@ -8,8 +8,7 @@ from contextlib import suppress
 from ftrain.errors import FtrainError
 from ftrain.profiling.anatomy import Anatomy, anatomy
 from ftrain.profiling.step_variants import outline, smaller_optimizers
-from ftrain.step.compose import compose
-from ftrain.step.step import Step
+from ftrain.step.step import Step, compose
 from ftrain.transforms.amp.wrapper import with_amp
 from ftrain.transforms.donated import donated
 from ftrain.transforms.remat.wrapper import remat

@@ -17,7 +17,6 @@ from ftrain import backends, tree
 from ftrain import data as sources
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import DataError
-from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
@@ -211,7 +210,7 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
     def batches(count: int) -> Iterator[PyTree]:
         if position is not None:
             sources.seek(data, position)
-        return (tree.to(as_tree(batch), device) for batch in itertools.islice(data, count))
+        return (tree.to(tree.as_tree(batch), device) for batch in itertools.islice(data, count))
 
     def run(batch: PyTree) -> None:
         nonlocal state

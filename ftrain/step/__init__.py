@@ -1,1 +1,1 @@
-"""A training step: what it consists of, how steps are composed, and what evaluates one."""
+"""A training step: its functions, the wrappers that transform them, and evaluation."""

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the gradient of a batch, computed and summed microbatch by microbatch."""
+"""Gradient accumulation: compute and sum the gradient of a batch microbatch by microbatch."""
 
 from __future__ import annotations
 
@@ -15,40 +15,29 @@ from torch import Tensor
 from ftrain import _torch, random, tree
 from ftrain.errors import LossError
 from ftrain.random import torch_ops
-from ftrain.step.value_and_grad import ForwardResult, ValueAndGrad, run_backward
+from ftrain.step.forward import ForwardResult
+from ftrain.step.value_and_grad import ValueAndGrad, run_backward
 from ftrain.types import GradFn, Gradients, Mean, PyTree, TrainState, replace
 
 SCALED_AT_ONCE = 1 << 20
-"""Elements of gradients that are scaled at once: enough to fill a device, and little memory beside a model."""
-
-
-class Accumulator(Protocol):
-    """Sums gradients, each times the weight of its loss."""
-
-    def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
-        """Add the gradient of a microbatch; return its `Gradients` without the gradient."""
-        ...
-
-    def mean(self, total: Gradients) -> Gradients:
-        """Return the gradient of the whole batch, given the sum of what `add` returned."""
-        ...
+"""Number of elements to scale at once: enough to occupy a device, and little memory compared to a model."""
 
 
 @runtime_checkable
 class AddingGradFn(Protocol):
-    """A `GradFn` that can add its gradients to given sums."""
+    """A `GradFn` that can add its gradients to sums."""
 
     def add(
         self, sums: list[Tensor] | None, state: TrainState, batch: PyTree, rng: Tensor | None
     ) -> tuple[list[Tensor], Gradients]:
-        """Add the weighted gradient of a microbatch to the sums; return them and its other results."""
+        """Add the weighted gradient of a microbatch to the sums; return these and its other results."""
         ...
 
 
-def accumulator(grad: GradFn | AddingGradFn, pieces: int) -> Accumulator:
-    """Return the accumulator for a gradient function and a number of microbatches.
+def _accumulator(grad: GradFn | AddingGradFn, pieces: int) -> _InBackward | _AfterBackward:
+    """Return an object that sums the gradients of microbatches, weighted by the weights of their losses.
 
-    The sums are the only gradients in memory, unless a wrapper transforms the gradients of each microbatch.
+    Only the sums are in memory, unless a wrapper transforms the gradients of each microbatch.
     """
     if isinstance(grad, AddingGradFn):
         return _ByGradFn(grad)
@@ -65,10 +54,11 @@ class _InBackward:
 
     def __init__(self, grad: ValueAndGrad, pieces: int) -> None:
         self._grad, self._pieces, self._plain = grad, pieces, True
-        # The leaves of the first microbatch hold the sums; its graph is not kept.
+        # The leaves of the first microbatch, whose `.grad` holds the sums.
         self._params: list[Tensor] | None = None
 
     def add(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        """Add the gradient of a microbatch, and return its `Gradients` without it."""
         result = self._grad.forward(state, batch, rng, self._params)
         self._plain &= result.loss.plain
         if self._params is None:
@@ -77,12 +67,12 @@ class _InBackward:
             if self._factor is not None and not result.loss.plain:
                 self._enlarge(result.loss.weight * self._pieces, self._factor)
             run_backward(result, self._cotangent_of(result), add=True)
-        finite = torch.isfinite(result.loss.total) if self._grad.watch else None
-        return Gradients(None, result.loss, result.later(result.metrics), result.buffers, finite)
+        finite = torch.isfinite(result.loss.total) if self._grad.reports_finite else None
+        return Gradients(None, result.loss, result.finish_metrics(result.metrics), result.buffers, finite)
 
     def _begin(self, state: TrainState, result: ForwardResult) -> None:
-        # In units of the first microbatch's mean, so that the sums are about as large as gradients of a mean: in
-        # float16, sums of totals would overflow.
+        # The sums are divided by the weight of the first microbatch and by the number of microbatches, so that they
+        # are about as large as gradients of a mean: in float16, sums of totals would overflow.
         weight = result.loss.weight
         self._unit = (weight if result.loss.plain else torch.where(weight == 0, 1.0, weight)) * self._pieces
         self._factor = self._grad.factor(state, result)
@@ -95,7 +85,7 @@ class _InBackward:
         self._params, self._spec = result.params, result.spec
 
     def _enlarge(self, unit: Tensor, factor: Tensor) -> None:
-        # Scaled gradients are narrow floats: those of a microbatch with much more weight than the first would overflow.
+        # In float16, the gradient of a microbatch with much more weight than the first one would overflow.
         larger = torch.maximum(self._unit, unit)
         tree.scale_leaves_(self._grads, self._unit / larger)
         self._unit, self._cotangent = larger, (factor / larger).to(self._cotangent.dtype)
@@ -111,6 +101,7 @@ class _InBackward:
         return torch.where(result.loss.weight == 0, 0.0, self._cotangent)
 
     def mean(self, total: Gradients) -> Gradients:
+        """Return the gradient of the whole batch; `total` is the sum of the results of `add`."""
         grads = self._grads
         for leaf in self._params or ():
             leaf.grad = None  # Other references to the leaf must not keep the gradient alive.
@@ -122,7 +113,7 @@ class _InBackward:
 
 
 class _AfterBackward:
-    """Adds the gradients of a microbatch after its backward pass, when wrappers have transformed them."""
+    """Adds the gradients of a microbatch after its backward pass and the wrappers that transform them."""
 
     _sums: list[Tensor] | None = None
 
@@ -166,7 +157,7 @@ def _ratio(unit: Tensor, weight: Tensor) -> Tensor:
 
 
 def _in_own_memory(grads: Iterable[Tensor], leaves: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield gradients that share no memory and have the strides of their leaves; copies where they do not."""
+    """Yield gradients with their own memory and the strides of their leaves, copied if necessary."""
     known = set[int]()
     for grad, leaf in zip(grads, leaves, strict=True):
         memory = grad.untyped_storage()
@@ -176,7 +167,7 @@ def _in_own_memory(grads: Iterable[Tensor], leaves: Iterable[Tensor]) -> Iterato
 
 
 def _parts(leaves: list[Tensor]) -> Iterator[slice]:
-    """Yield slices of a list of tensors with about `SCALED_AT_ONCE` elements, so that few exist twice at a time."""
+    """Yield slices of a list of tensors with about `SCALED_AT_ONCE` elements each."""
     start = size = 0
     for index, leaf in enumerate(leaves):
         if size and size + leaf.numel() > SCALED_AT_ONCE:
@@ -188,15 +179,15 @@ def _parts(leaves: list[Tensor]) -> Iterator[slice]:
 
 
 def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], rng: Tensor | None) -> Gradients:
-    """Return the gradient of a batch that was cut into microbatches, which are computed one after the other.
+    """Return the gradient of a batch that is split into microbatches.
 
     Raises:
-        LossError: when microbatches report different metrics, or one that is no tensor, `Mean` or number.
+        LossError: when microbatches report different metrics, or one that is not a tensor, `Mean` or number.
     """
     stream, start = torch_ops.current(), 0
     offset = stream.offset if stream is not None else 0
 
-    accumulated, results = accumulator(grad, len(pieces)), list[Gradients]()
+    accumulated, results = _accumulator(grad, len(pieces)), list[Gradients]()
     for piece in pieces:
         first, length = start, tree.batch_length(piece) or 1
         start += length
@@ -205,17 +196,18 @@ def accumulate_grads(grad: GradFn, state: TrainState, pieces: Sequence[PyTree], 
             results.append(accumulated.add(state, piece, key))
         state = replace(state, buffers=results[-1].buffers)
     total = functools.reduce(_merged, results[1:], _first(results[0]))
-    return _averaged(accumulated.mean(total), len(pieces))
+    metrics = {name: m if isinstance(m, Mean) else m / len(pieces) for name, m in total.metrics.items()}
+    return replace(accumulated.mean(total), metrics=metrics)
 
 
 def _first(piece: Gradients) -> Gradients:
     for name, each in piece.metrics.items():
         if not isinstance(each, Mean | Tensor | Number):
             raise LossError(
-                f"accumulate: the metric {name!r} is {tree.describe(each)}; of those of all microbatches the mean is "
-                "taken: needs a tensor, a Mean or a number"
+                f"accumulate: the metric {name!r} is {tree.describe(each)}; needs a tensor, a Mean or a number, "
+                "which can be averaged over microbatches"
             )
-    # As floats, so that the mean of a bool metric is a share: the sum of bools would be a bool.
+    # The mean of a bool metric is a share; a sum of bools would be a bool.
     metrics = {
         name: each.float() if isinstance(each, Tensor) and each.dtype == torch.bool else each
         for name, each in piece.metrics.items()
@@ -226,13 +218,9 @@ def _first(piece: Gradients) -> Gradients:
 def _merged(total: Gradients, piece: Gradients) -> Gradients:
     if total.metrics.keys() != piece.metrics.keys():
         raise LossError(
-            f"accumulate: microbatches report different metrics: {sorted(total.metrics)} and {sorted(piece.metrics)}"
+            f"accumulate: microbatches report different metrics: {sorted(total.metrics)} and {sorted(piece.metrics)}; "
+            "return the same metrics for every batch"
         )
     metrics = {name: total.metrics[name] + piece.metrics[name] for name in total.metrics}
     finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
     return Gradients(None, total.loss + piece.loss, metrics, piece.buffers, finite)
-
-
-def _averaged(total: Gradients, n: int) -> Gradients:
-    metrics = {name: m if isinstance(m, Mean) else m / n for name, m in total.metrics.items()}
-    return replace(total, metrics=metrics)

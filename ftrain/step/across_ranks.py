@@ -1,4 +1,4 @@
-"""How many ranks make a step together, when they combine their gradients, and how they share an evaluation."""
+"""Ranks that compute a step or an evaluation together: the order of their wrappers, gathering, shares and sums."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ftrain import tree
-from ftrain._torch import dtensor
+from ftrain._torch import dtensor, store
+from ftrain.checkpoint.heartbeats import wait_for_ranks
 from ftrain.errors import BatchError, RankError
-from ftrain.step.all_ranks import require_all_ranks
 from ftrain.step.microbatch import split_batch
 from ftrain.step.wrapper import OnGrad, Wrapper
 from ftrain.types import Loss, LossRanks, Mean, PyTree, TrainState, replace
@@ -20,32 +20,33 @@ DIFFERENT_BATCHES = (
     "the ranks have different batches; each takes its rows of one batch that all have, so read the same data on every "
     "rank, without a sampler that divides it (DistributedSampler)"
 )
+"""The reason and the remedy in an error."""
 
 
 def order(parts: Sequence[OnGrad]) -> list[OnGrad]:
-    """Put what combines the gradients of ranks behind the leading parts that take a batch in pieces."""
+    """Move the wrapper that combines the gradients of ranks after the leading wrappers that split the batch."""
     within = [part for part in parts if not part.across_ranks]
     count = next((index for index, part in enumerate(within) if part.microbatches is None), len(within))
     return [*within[:count], *(part for part in parts if part.across_ranks), *within[count:]]
 
 
 def ranks_of(wrappers: Sequence[Wrapper]) -> int:
-    """Return how many ranks make a step with these wrappers together."""
+    """Return the number of ranks that compute a step with these wrappers together."""
     return max((wrapper.step.ranks for wrapper in wrappers if wrapper.step), default=1)
 
 
 def combines_ranks(wrappers: Sequence[Wrapper]) -> bool:
-    """Return whether a step with these wrappers computes on the rows of a rank."""
+    """Return whether a step with these wrappers combines the gradients of ranks."""
     return any(wrapper.grad is not None and wrapper.grad.across_ranks for wrapper in wrappers)
 
 
 def whole_model(state: TrainState, function: str) -> TrainState:
-    """Return a state whose parameters and buffers are whole, gathered where they are divided over ranks.
+    """Gather the parameters and buffers of a state, if they are divided over ranks.
 
-    Then every rank must call `function`, which is named in the error where one does not.
+    Then every rank must call `function`, which the error names.
 
     Raises:
-        RankError: when another rank does not come.
+        RankError: when another rank does not call it.
     """
     parts = state.params, state.frozen, state.buffers
     if not any(dtensor.is_dtensor(leaf) for leaf in tree.leaves(parts)):
@@ -55,23 +56,23 @@ def whole_model(state: TrainState, function: str) -> TrainState:
     return replace(state, params=params, frozen=frozen, buffers=buffers)
 
 
-def place_model(
+def evaluation_state(
     loss: Loss, state: TrainState, function: str, *, by_block: bool = True
 ) -> tuple[TrainState, AbstractContextManager[None] | None]:
-    """Return the state that a loss takes in an evaluation, and the context in which it gathers what it needs of it.
+    """Return the state that a loss takes in an evaluation, and the context in which it gathers its parameters.
 
     Args:
-        loss: to evaluate.
-        state: divided over ranks, or not; then every rank must call `function`.
-        function: named in the error where a rank does not.
-        by_block: let the loss gather the parameters block by block, if it can. Then all ranks must evaluate together:
-            each as many batches as the others.
+        loss: the loss to evaluate.
+        state: the state. If it is divided over ranks, every rank must call `function`.
+        function: the name of the calling function, for errors.
+        by_block: let the loss gather the parameters block by block, if it can. Then all ranks must evaluate the same
+            number of batches together.
 
     Returns:
-        a whole model and None; or the parts of this rank, and a context.
+        The gathered state and None; or the local state of this rank and a context.
 
     Raises:
-        RankError: when another rank does not come.
+        RankError: when another rank does not call `function`.
     """
     ranks = loss.ranks
     if not by_block or ranks is None or ranks.by_block is None:
@@ -86,36 +87,33 @@ def require_to_gather(function: str, tensors: PyTree) -> None:
     """Wait until all ranks have called a function, if it gathers tensors that are divided over them.
 
     Raises:
-        RankError: when another rank does not come.
+        RankError: when another rank does not call it.
     """
     if any(map(dtensor.is_divided, tree.leaves(tensors))):
         require_all_ranks(function)
 
 
 def count(ranks: LossRanks, flags: Sequence[bool], device: torch.device) -> list[int]:
-    """Return for each flag on how many ranks it is set; waits for them."""
+    """Return for each flag on how many ranks it is set. Waits for all ranks."""
     counts = ranks.sum(torch.tensor(flags, dtype=torch.int64, device=device)).to(tree.HOST)
     return [int(each) for each in counts]
 
 
 class Share(NamedTuple):
-    """The examples of a batch that one rank evaluates, and whether they count."""
+    """The examples of a batch that one rank evaluates, and whether to count them."""
 
     batch: PyTree
     counts: bool
 
 
 def share_of(batch: PyTree, ranks: LossRanks) -> Share:
-    """Return what one rank evaluates of a batch: examples that do not count, where there are fewer than ranks.
-
-    A batch that cannot be cut counts on the first rank.
-    """
+    """Return the share of one rank. With fewer examples than ranks, the last ranks get examples that do not count."""
     pieces = split_batch(batch, ranks.size)
     return Share(pieces[ranks.rank], True) if ranks.rank < len(pieces) else Share(pieces[0], False)
 
 
 def sum_means(means: dict[str, Mean], ranks: LossRanks) -> dict[str, Mean]:
-    """Return the sums over ranks of averages that each rank has of its examples; all of them travel together."""
+    """Return the averages over the examples of all ranks, with one all-reduce."""
     if not means:
         return means
     tensors = [tensor for mean in means.values() for tensor in (mean.total, mean.weight)]
@@ -126,17 +124,17 @@ def sum_means(means: dict[str, Mean], ranks: LossRanks) -> dict[str, Mean]:
 
 
 def require_same_outcome(ranks: LossRanks, error: Exception | None, digest: int, device: torch.device) -> None:
-    """Check that no rank has failed in an evaluation, and that all have read the same first batch; waits for them.
+    """Check that no rank failed in an evaluation, and that all read the same first batch. Waits for all ranks.
 
     Args:
-        ranks: that evaluate together.
-        error: that of this rank.
-        digest: of the first batch.
-        device: on which the ranks communicate.
+        ranks: the ranks that evaluate together.
+        error: the error of this rank, or None.
+        digest: the digest of the first batch.
+        device: the device on which the ranks communicate.
 
     Raises:
         Exception: the error of this rank.
-        RankError: when another one has failed.
+        RankError: when another rank failed.
         BatchError: on every rank, when their first batches differ.
     """
     outcomes = torch.zeros(ranks.size, 2, dtype=torch.int64, device=device)
@@ -147,6 +145,45 @@ def require_same_outcome(ranks: LossRanks, error: Exception | None, digest: int,
         raise error
     for rank, (failed, _) in enumerate(outcomes):
         if failed:
-            raise RankError(f"evaluate: rank {rank} failed, and so all ranks stop; it says why")
+            raise RankError(f"evaluate: rank {rank} failed, so all ranks stop; its own error says why")
     if (outcomes[:, 1] != outcomes[0, 1]).any():
         raise BatchError(f"evaluate: {DIFFERENT_BATCHES}")
+
+
+def require_all_ranks(name: str) -> None:
+    """Wait until all ranks have called the function `name`, which exchanges tensors.
+
+    A rank that calls it alone would exchange tensors with another step of the other ranks: it would hang, or get wrong
+    tensors. Only a few numbers are exchanged, by torch's store. Ranks that are threads of one process do not wait.
+
+    Args:
+        name: the name of the function in messages.
+
+    Raises:
+        RankError: when another rank continued without it, failed, ended, or did not call it before the timeout of the
+            process group.
+    """
+    rank, size = store.rank_and_size()
+    if size == 1 or not store.are_processes():
+        return
+    table = store.store()
+    number = table.add(_calls(rank), 1)
+    meeting = f"ftrain/meeting/{number}"
+    table.add(meeting, 1)
+
+    def absent() -> list[int]:
+        return [other for other in range(size) if table.add(_calls(other), 0) < number]
+
+    gave_up = wait_for_ranks(table, (rank, size), lambda: bool(table.add(meeting, 0) >= size), absent, in_order=True)
+    if gave_up:
+        why = gave_up.why or f"rank {absent()[0]} did not within {gave_up.waited:.0f} seconds"
+        raise RankError(
+            f"{name}: rank {rank} has called it, and {why}. The ranks exchange tensors in it, so every rank must call "
+            "it; then one alone may write or print what it returns"
+        )
+    if rank == 0:  # All have seen the end of the meeting before.
+        table.delete_key(f"ftrain/meeting/{number - 1}")
+
+
+def _calls(rank: int) -> str:
+    return f"ftrain/meetings/{rank}"

@@ -1,4 +1,4 @@
-"""The blocks of a model: the parts that rematerialisation recomputes as a whole."""
+"""The blocks of a model, such as its layers: find them, and let wrappers run them in another way."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from ftrain.step.swap_params import Slot, slots_of
 from ftrain.types import Adapters
 
 Region: TypeAlias = Callable[..., Any]
-"""``region(function, slots, choice, *args, **kwargs)``: runs a block in a special way, rematerialised say."""
+"""``region(function, slots, choice, *args, **kwargs)``: runs a block in another way, such as rematerialised."""
 
 Wanted: TypeAlias = Sequence[type[nn.Module] | str] | Mapping[type[nn.Module] | str, Any] | Callable[..., Any]
-"""Which modules are blocks: types and dotted names, or these with a choice for each, or ``(name, module) -> choice``,
-None for what is no block."""
+"""Which modules are blocks: types and dotted names, or a dict from these to the choice for each, or
+``(name, module) -> choice``, None for a module that is not a block."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 Watcher: TypeAlias = Callable[..., Any]
-"""``watcher(name, run, *args, **kwargs)``: calls a marked function through `run` and observes it."""
+"""``watcher(name, run, *args, **kwargs)``: observes a function that `block` marks, and calls it through `run`."""
 
 _region: ContextVar[Region | None] = ContextVar("ftrain_region", default=None)
 _watcher: ContextVar[Watcher | None] = ContextVar("ftrain_watcher", default=None)
+_unrecorded: ContextVar[bool] = ContextVar("ftrain_unrecorded", default=False)
 
 
 def block(function: F) -> F:
-    """Mark a function as one block of a model: what `remat` recomputes as a whole.
+    """Mark a function as one block of a model, which `remat` recomputes as a whole.
 
-    Outside of a rematerialised step it runs as it is. Tensors that it closes over must not be
-    replaced between its forward and its recomputation; pass those as arguments.
+    Without `remat` it runs unchanged. Pass the tensors that it uses as arguments: those in its closure must not be
+    replaced before it is recomputed.
     """
 
     @functools.wraps(function)
@@ -56,7 +57,7 @@ def _through_region(function: Callable[..., Any], slots: Sequence[Slot], choice:
 
 
 def within(region: Region | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function whose blocks go through a region, or with None as they are, in whatever thread it runs."""
+    """Run a function whose blocks run through a region, or unchanged with None, in whatever thread it runs."""
     token = _region.set(region)
     try:
         return function(*args, **kwargs)
@@ -66,7 +67,7 @@ def within(region: Region | None, function: Callable[..., Any], *args: Any, **kw
 
 @contextmanager
 def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Context in which modules run other functions in place of their `forward`."""
+    """Context in which modules run other functions instead of their `forward`."""
     # An attribute of the instance hides the method of the class until it is deleted again.
     places = [(part.__dict__, part.__dict__.get("forward"), forward) for part, forward in forwards]
     try:
@@ -82,8 +83,22 @@ def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iter
 
 
 @contextmanager
+def unrecorded() -> Iterator[None]:
+    """Context of operations that observe the run: a recomputation does not repeat them, so they are not recorded."""
+    token = _unrecorded.set(True)
+    try:
+        yield
+    finally:
+        _unrecorded.reset(token)
+
+
+is_unrecorded = _unrecorded.get
+"""``() -> bool``: whether the current operation is in a context of `unrecorded`."""
+
+
+@contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Context in which a watcher observes each run of a function that is marked by `block`."""
+    """Context in which a watcher observes each call of a function that `block` marks."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -92,7 +107,7 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 class Blocks:
-    """The blocks of a module, with the adapters in them, ready to be run through a region."""
+    """The blocks of a module with their adapters, to be run through a region."""
 
     def __init__(self, parts: Mapping[nn.Module, Any], adapters: Adapters | None = None) -> None:
         self._blocks = []
@@ -117,10 +132,9 @@ def _current(run: functools.partial[Any], part: nn.Module) -> functools.partial[
 
 
 def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any]:
-    """Return the blocks of a module and what was chosen for each: those wanted, else the repeated children.
+    """Return the blocks of a module and the choice for each: those in `wanted`. Default: `repeated_children`.
 
-    Repeated children are the members of a `ModuleList` or `Sequential` that has at least two of one
-    type with children of their own; the outermost ones where such lists nest. Of a name and a type, the name counts.
+    If a name and a type match the same module, the name counts.
 
     Raises:
         OptionError: when nothing matches; the message lists the names that exist.
@@ -140,10 +154,10 @@ def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any
         blocks = {part: choice for part, choice in chosen.items() if choice is not None}
     if not blocks:
         lists = [name for name, part in named.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
-        none = "has no repeated children in a ModuleList or Sequential" if wanted is None else "has none of the blocks"
+        problem = "has no repeated children in a ModuleList or Sequential" if wanted is None else "has no such blocks"
         raise OptionError(
-            f"remat: {type(module).__name__} {none} (lists in it: "
-            f"{', '.join(lists) or 'none'}); name the blocks with blocks=[...], types or dotted names"
+            f"remat: {type(module).__name__} {problem} (its lists: {', '.join(lists) or 'none'}); name the blocks by "
+            "blocks=[...], types or dotted names"
         )
     return blocks
 
@@ -154,11 +168,14 @@ def _require_blocks(module: nn.Module, named: Mapping[str, nn.Module], wanted: M
     missing += [each.__name__ for each in types if not any(isinstance(part, each) for part in named.values())]
     if missing:
         known = ", ".join(sorted({type(part).__name__ for part in named.values()}))
-        raise OptionError(f"remat: {type(module).__name__} has no block {', '.join(missing)}; types in it are {known}")
+        raise OptionError(f"remat: {type(module).__name__} has no block {', '.join(missing)}; its types are {known}")
 
 
 def repeated_children(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a module that `find_blocks` takes where none are named; none if it has no such lists."""
+    """Return the members of each `ModuleList` or `Sequential` that has two or more of one type with children.
+
+    Of nested lists, the outermost one counts.
+    """
     if isinstance(module, nn.ModuleList | nn.Sequential):
         children = list(module)
         types = [type(child) for child in children]

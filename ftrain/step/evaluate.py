@@ -16,76 +16,70 @@ from ftrain import backends, tree
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.errors import BatchError, ComposeError, DataError, DeviceError, LossError, OptionError, require_order
-from ftrain.step import purity
 from ftrain.step.across_ranks import (
     DIFFERENT_BATCHES,
     Share,
     count,
-    place_model,
+    evaluation_state,
+    require_all_ranks,
     require_same_outcome,
     share_of,
     sum_means,
 )
-from ftrain.step.all_ranks import require_all_ranks
-from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
+from ftrain.step.forward import detach, run_loss
 from ftrain.step.loss_forms import adapt
 from ftrain.step.microbatch import RAISE, most_pieces, require_on_oom, split_batch
-from ftrain.step.purity import as_tree
-from ftrain.step.state_argument import require_state
-from ftrain.step.value_and_grad import detach
+from ftrain.step.precision import DTYPES, auto_dtype, autocast, name_of, require_dtype
+from ftrain.step.state_checks import require_state
 from ftrain.step.wrapper import Wrapper
 from ftrain.types import Loss, LossRanks, Mean, PyTree, TrainState, replace, zero_if_empty
 
 
 @dataclass(frozen=True)
 class EvalStep:
-    """A function ``(state, batch) -> {name: Mean}``; made by `eval_step`."""
+    """A function ``(state, batch) -> {name: Mean}``. Make one with `eval_step`."""
 
     loss: Loss
 
     def __call__(self, state: TrainState, batch: PyTree) -> dict[str, Mean]:
-        """Return the loss and its metrics on one batch, as averages that add up over batches.
+        """Return the loss and its metrics on one batch, as averages that can be added over batches.
 
-        Modules run in evaluation mode, a loss that takes a key gets None, and neither the state nor
-        torch's random generators change. A plain number counts once for each example of the batch, and so not at all
-        for an empty one; a warning says where the first axes of its tensors differ.
+        Modules run in evaluation mode, the key of a loss is None, and neither the state nor torch's random generators
+        change. A plain number is weighted by the number of examples in the batch; a warning is issued if the first axes
+        of its tensors differ.
 
-        The loss of a step on many ranks (`ftrain.sharded`) is evaluated by all of them together, each on its examples
-        of the batch, or on its own batch (``batches="rows"``), and any loss of a state that is divided by every rank,
-        on parameters gathered for this call: at level 3 block by block.
+        All ranks evaluate the loss of a step on many ranks (`ftrain.sharded`) together, each on its rows of the batch,
+        or on its own batch (``batches="rows"``). The parameters of a divided state are gathered for this call, so every
+        rank must call this; at level 3 they are gathered block by block.
         """
-        share = self.share(as_tree(batch))
-        placed, gathering = place_model(self.loss, state, "eval_step")
+        share = self.share(tree.as_tree(batch))
+        state, gathering = evaluation_state(self.loss, state, "eval_step")
         with gathering or nullcontext():
-            return self.total(self.of_rank(placed, share))
+            return self.over_ranks(self.of_rank(state, share))
 
-    def total(self, means: dict[str, Mean]) -> dict[str, Mean]:
-        """Return the averages over all ranks, of those that this rank has."""
+    def over_ranks(self, means: dict[str, Mean]) -> dict[str, Mean]:
+        """Return the averages over the examples of all ranks."""
         return means if self.loss.ranks is None else sum_means(means, self.loss.ranks)
 
     def share(self, batch: PyTree) -> Share:
-        """Return what this rank evaluates: its examples of a batch that all have, or all of a batch of its own."""
+        """Return the examples that this rank evaluates: its rows of a common batch, or all of its own batch."""
         ranks = self.loss.ranks
         return Share(batch, True) if ranks is None or not ranks.whole_batches else share_of(batch, ranks)
 
     def of_rank(self, state: TrainState, share: Share) -> dict[str, Mean]:
-        """Return the averages over the examples of this rank.
+        """Return the averages over a share of a batch, on a state of `evaluation_state`.
 
-        Nothing here waits for other ranks, but for a loss that gathers its parameters block by block.
-
-        Args:
-            state: as `place_model` returns it.
-            share: of a batch.
+        Other ranks are only waited for if the loss gathers its parameters block by block.
         """
         means = self._means(state, share.batch)
         return means if share.counts else tree.map(torch.zeros_like, means)
 
     def _means(self, state: TrainState, batch: PyTree) -> dict[str, Mean]:
-        # Seeded: a model that draws in evaluation draws the same each time, and leaves the global generators alone.
+        # A model that draws random numbers in evaluation draws the same ones each time.
         seeded = backends.of(tree.device_of(state.params)).seeded(0)
         with torch.no_grad(), seeded, self.loss.scope(False):
             leaves, spec = tree.flatten((state.params, state.frozen, batch, state.buffers))
-            loss, metrics, _ = purity.call(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
+            loss, metrics, _ = run_loss(self.loss.fn, leaves, spec, rng=None, name=self.loss.text)
             values = detach({"loss": loss, **metrics})
             plain = [name for name, value in values.items() if not isinstance(value, Mean) or value.plain]
             length = _length(batch, self.loss.text, plain) if plain else 1
@@ -99,14 +93,16 @@ class EvalStep:
         Raises:
             ComposeError: always; wrappers are for training steps.
         """
-        raise ComposeError(f"{wrapper.text}: acts on a training step; evaluate(..., dtype=) computes in a narrow dtype")
+        raise ComposeError(
+            f"{wrapper.text}: wraps a training step, not an EvalStep; for 16 bits use ft.evaluate(..., dtype=)"
+        )
 
     def __repr__(self) -> str:
         return f"eval    {self.loss.text}"
 
 
 def eval_step(loss_fn: Callable[..., Any] | Loss) -> EvalStep:
-    """Return the step that evaluates a loss, in any of the forms that `train_step` takes.
+    """Return the function that evaluates a loss, which may have any form that `train_step` takes.
 
     Raises:
         LossError: when `loss_fn` cannot be called as a loss, or is a step.
@@ -126,39 +122,38 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of the loss and of every metric over all of `data`.
 
-    Exact for uneven batches: totals and weights are summed on the device in float64, or as exactly in pairs of float32
-    where it has no float64, and read once, at the end.
+    The mean is exact for batches of different lengths: totals and weights are summed on the device in float64, or in
+    pairs of float32 if the device has no float64, and read once at the end.
 
-    On many ranks (`ftrain.sharded`) every rank must call this. The loss of the step, ``eval_step(step.loss)``, is
-    evaluated by all together, each rank on its examples of every batch; a plain number is weighted by them. With
-    ``sharded(batches="rows")`` each rank evaluates all that it reads, and any number of batches: the result is the mean
-    over what all have read. Another loss is evaluated by every rank alone, on all that it reads. A divided state is
-    gathered: for the loss of a step at level 3 block by block, each freed after its use; for other losses, other
-    levels and ``on_oom="split"`` whole on each rank.
+    On many ranks (`ftrain.sharded`) every rank must call this. All ranks evaluate the loss of the step,
+    ``eval_step(step.loss)``, together: each takes its rows of every batch, and a plain number is weighted by their
+    number. With ``sharded(batches="rows")`` each rank evaluates all batches that it reads, which may be any number;
+    the result is the mean over the batches of all ranks. Another loss is evaluated by each rank alone. A divided state
+    is gathered: block by block for the loss of a step at level 3, freeing each block after its use; else, and with
+    ``on_oom="split"``, the whole model on each rank.
 
     Args:
         step: from `eval_step`.
-        state: whose parameters are evaluated; `ftrain.averaged(state)` for those of `ema`.
+        state: the state to evaluate; `ftrain.averaged(state)` for the parameters of `ema`.
         data: any iterable of batches.
-        dtype: evaluate in ``"bf16"`` or ``"fp16"``: parameters and buffers are cast once, into a copy, and the loss
-            runs under autocast. Without it both stay as they are; ``"auto"`` is ``"bf16"`` where the device multiplies
-            in it natively (`Backend.native_dtypes`), and else None. The batch does so always, and with it labels and
-            weights; where a norm reads float32 data directly, cast these in the loss. What is beyond 65,504, a variance
-            of BatchNorm say, is infinite in ``"fp16"``.
-        on_oom: ``"split"`` evaluates a batch for which there is no memory in twice as many pieces, and those after
-            it too; the means stay exact.
+        dtype: ``"bf16"`` or ``"fp16"`` casts a copy of the parameters and buffers, and runs the loss under autocast.
+            ``"auto"`` is ``"bf16"`` if the device computes in it natively (`Backend.native_dtypes`), else None. Default
+            None: evaluate in the dtypes of the state. The batch is never cast, so that labels and weights stay exact;
+            if a norm reads float32 data directly, cast the data in the loss. Values above 65,504 (such as a variance
+            of BatchNorm) are infinite in ``"fp16"``.
+        on_oom: ``"split"`` splits a batch that does not fit in memory, and those after it, into twice as many pieces;
+            the means stay exact.
 
     Raises:
-        DataError: when there is no batch, or data that is one batch.
-        StructureError: for a `state` that is none.
-        OptionError: for another dtype, or another `on_oom`.
-        DeviceError: for a dtype that the device cannot compute in, or when with ``"split"`` not even a single example
-            fits.
-        BatchError: on every rank, when ranks that evaluate together have different first batches, or at level 3 other
-            numbers of batches.
-        RankError: when another of these ranks has failed, or does not call this.
-        ComposeError: when `step` is no evaluation step, or its loss computes in another narrow dtype by `with_amp`.
-        LossError: for a metric that is no number, such as a vector.
+        DataError: when `data` has no batch, or is a single batch.
+        StructureError: when `state` is not a state.
+        OptionError: when `dtype` or `on_oom` is not one of the choices.
+        DeviceError: when the device cannot compute in the dtype, or, with ``"split"``, a single example does not fit.
+        BatchError: on every rank, when ranks that evaluate together have different first batches, or at level 3
+            different numbers of batches.
+        RankError: when another of these ranks failed, or does not call this.
+        ComposeError: when `step` is not an `EvalStep`, or `with_amp` makes its loss compute in another dtype.
+        LossError: when a metric is not a number, but a vector, for example.
     """
     require_order("evaluate", step, state, "evaluate(step, state, data)")
     if not isinstance(step, EvalStep):
@@ -170,7 +165,7 @@ def evaluate(
     if step.loss.ranks is not None:
         require_all_ranks("evaluate")
     device = tree.device_of(state.params)
-    state, gathering = place_model(step.loss, state, "evaluate", by_block=on_oom == RAISE)
+    state, gathering = evaluation_state(step.loss, state, "evaluate", by_block=on_oom == RAISE)
     if dtype == "auto" and auto_dtype(backends.of(device)) == "float32":
         dtype = None
     if dtype is not None:
@@ -193,9 +188,9 @@ def evaluate(
 
 
 def _next_share(sums: _Sums, step: EvalStep, batches: Iterator[PyTree], device: torch.device) -> Share | None:
-    """Return what this rank evaluates of the next batch; None after the last one."""
+    """Return the share of this rank in the next batch; None after the last one."""
     for drawn in batches:
-        batch = tree.to(as_tree(drawn), device)
+        batch = tree.to(tree.as_tree(drawn), device)
         if step.loss.ranks is not None and step.loss.ranks.whole_batches and not sums.totals:
             sums.digest = step.loss.ranks.digest(drawn)
         return step.share(batch)
@@ -207,16 +202,16 @@ def _next_share(sums: _Sums, step: EvalStep, batches: Iterator[PyTree], device: 
 def _add_batches_together(
     sums: _Sums, step: EvalStep, ranks: LossRanks, state: TrainState, data: Iterable[PyTree]
 ) -> Exception | None:
-    """Add what this rank evaluates of all batches, by a loss that all ranks must call equally often.
+    """Add this rank's shares of all batches to the sums, with a loss that all ranks must call equally often.
 
-    Before each batch they tell each other whether they have one. A rank that has none evaluates its last one again,
-    which does not count.
+    Before each batch the ranks exchange whether they have one. A rank without one evaluates its last batch again, which
+    does not count.
 
     Returns:
-        the error of this rank; None if there is none, or if only others have one.
+        The error of this rank, or None.
 
     Raises:
-        BatchError: on every rank, when not all of them have as many batches, and they should.
+        BatchError: on every rank, if they must have the same number of batches and do not.
     """
     batches, device = iter(data), tree.device_of(state.params)
     share: Share | None = None
@@ -232,7 +227,7 @@ def _add_batches_together(
             return error
         if ranks.whole_batches and having < ranks.size:
             raise BatchError(f"evaluate: {having} of {ranks.size} ranks have one more batch: {DIFFERENT_BATCHES}")
-        # A rank has had a batch before it has none.
+        # Data without any batch is an error, so `share` is set if nothing follows.
         share = following or cast(Share, share)._replace(counts=False)
         try:
             sums.add(step.of_rank(state, share))
@@ -241,7 +236,7 @@ def _add_batches_together(
 
 
 def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[PyTree], on_oom: str) -> None:
-    """Add what this rank evaluates of all batches; it does not wait for other ranks."""
+    """Add this rank's shares of all batches to the sums, without waiting for other ranks."""
     device, pieces, batches = tree.device_of(state.params), 1, iter(data)
     while (share := _next_share(sums, step, batches, device)) is not None:
         means = list[dict[str, Mean]]()
@@ -261,22 +256,19 @@ def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[
 
 def _too_large(step: EvalStep, state: TrainState, batch: PyTree) -> DeviceError:
     (example, *_), sizes = split_batch(batch, most_pieces(batch)), []
-    for name, part in {
-        "parameters": (state.params, state.frozen),
-        "buffers": state.buffers,
-        "the example": example,
-    }.items():
-        size = sum(leaf.nbytes for leaf in tree.leaves(part) if tree.is_tensor(leaf))
+    trees = {"parameters": (state.params, state.frozen), "buffers": state.buffers, "the example": example}
+    for name, values in trees.items():
+        size = sum(leaf.nbytes for leaf in tree.leaves(values) if tree.is_tensor(leaf))
         sizes.append(f"{name} {format_bytes(size)}")
     return DeviceError(
-        f"evaluate: memory ran out with a single example of {step.loss.text}: {', '.join(sizes)}; the rest is what the "
-        "model makes of it. Shorter examples, evaluate(..., dtype='bf16'), or a model with nothing else beside it on "
-        "the device, such as the state of a training, need less"
+        f"evaluate: memory ran out with a single example of {step.loss.text}: {', '.join(sizes)}; the rest are "
+        "intermediate results. Use shorter examples or evaluate(..., dtype='bf16'), or free other tensors on the "
+        "device, such as the state of a training"
     )
 
 
 class _Sums:
-    """Sums of means, on the device. Where it has no float64, each number is the sum of two of float32.
+    """Sums of means, on the device. Without float64, each number is kept as the sum of two float32 numbers.
 
     Dekker, "A floating-point technique for extending the available precision", 1971, https://doi.org/10.1007/BF01397083.
     """
@@ -284,7 +276,7 @@ class _Sums:
     def __init__(self) -> None:
         self.totals: dict[str, Mean] = {}
         self.digest = 0
-        """Tells the first batches of ranks apart."""
+        """The digest of the first batch."""
         self._rest: dict[str, Mean] = {}
 
     def add(self, means: dict[str, Mean]) -> None:
@@ -302,8 +294,8 @@ class _Sums:
                 self.totals[name], self._rest[name] = Mean(total[0], weight[0]), Mean(total[1], weight[1])
 
     def read(self, step: EvalStep) -> dict[str, float]:
-        """Return the means over all ranks, by waiting for the device."""
-        self.totals, self._rest = step.total(self.totals), step.total(self._rest)
+        """Return the means over all ranks; waits for the device."""
+        self.totals, self._rest = step.over_ranks(self.totals), step.over_ranks(self._rest)
         return {name: float(self._joined(name, mean)) for name, mean in self.totals.items()}
 
     def _joined(self, name: str, mean: Mean) -> Mean:
@@ -316,7 +308,7 @@ class _Sums:
 
 
 def _exact_sum(high: Tensor, low: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
-    """``high + low + more`` as a number of the dtype and its rounding error, which is 0 where the sum is not finite."""
+    """Return ``high + low + more`` and its rounding error, which is 0 if the sum is not finite."""
     total = high + more
     rest = total - high
     low = low + (high - (total - rest)) + (more - rest)
@@ -325,7 +317,7 @@ def _exact_sum(high: Tensor, low: Tensor, more: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tuple[EvalStep, TrainState]:
-    """The step and the state that compute in a narrow dtype."""
+    """Return a step and a state that compute in a narrow dtype."""
     name = name_of(dtype)
     if name not in DTYPES:
         raise OptionError(f"evaluate: dtype is {dtype!r}; choices are auto, {', '.join(DTYPES)} and None")
@@ -333,7 +325,7 @@ def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tu
     loss, wanted = step.loss, DTYPES[name]
     if loss.narrow not in ("", name) and (loss.narrow, name) != ("auto", "bf16"):
         raise ComposeError(
-            f"evaluate: dtype is {dtype!r}, and the loss computes in {loss.narrow}: {loss.text}; leave dtype out, or "
+            f"evaluate: dtype is {dtype!r}, but the loss computes in {loss.narrow}: {loss.text}; remove dtype, or "
             "evaluate the loss without with_amp"
         )
     parts = {part: tree.cast(getattr(state, part), wanted) for part in ("params", "frozen", "buffers")}
@@ -341,7 +333,7 @@ def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tu
 
 
 def _length(batch: PyTree, text: str, plain: list[str]) -> int:
-    """Return how many examples a batch has, by which plain numbers are weighted; warn where its tensors disagree."""
+    """Return the number of examples in a batch, the weight of plain numbers; warn if its tensors disagree."""
     lengths = [leaf.shape[0] if tree.is_tensor(leaf) and leaf.ndim else None for leaf in tree.leaves(batch)]
     counted = [index for index, length in enumerate(lengths) if length is not None]
     if not counted:
@@ -351,8 +343,8 @@ def _length(batch: PyTree, text: str, plain: list[str]) -> int:
         names = tree.leaf_names(batch)
         warnings.warn(
             f"{text}: {tree.path('batch', names[first])} has {lengths[first]} rows and "
-            f"{tree.path('batch', names[other])} {lengths[other]}; an evaluation weights a batch by the first of them "
-            f"for what is no Mean ({', '.join(plain)}): return ft.Mean(total, weight)",
+            f"{tree.path('batch', names[other])} {lengths[other]}; an evaluation weights results that are not a Mean "
+            f"({', '.join(plain)}) by the first number: return ft.Mean(total, weight)",
             stacklevel=2,
         )
     return lengths[first] or 0
@@ -367,7 +359,7 @@ def _mean(metric: Any, length: int, what: str) -> Mean:
             f"{what} is {tree.describe(value)}; an evaluation takes the mean of numbers: 0-d tensors or Means"
         )
     value = _widened(torch.as_tensor(value))
-    # The mean of no examples is NaN, and they count for nothing.
+    # The mean of no examples is NaN, and its weight is 0.
     return Mean(value * length if length else torch.zeros_like(value), torch.full_like(value, length))
 
 

@@ -1,4 +1,4 @@
-"""What kinds of operations there are, and how much each of them computes."""
+"""Classify operations, and count their floating-point operations."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CONTRACTION, NORMALISATION, ELEMENTWISE, MOVEMENT = GROUPS = (
     "element-wise",
     "data movement",
 )
-"""The first three are those of Ivanov et al. 2021 (arXiv:2007.00072); data movement computes nothing."""
+"""The classes of Ivanov et al. 2021 (arXiv:2007.00072), and data movement, which computes nothing."""
 
 NORMS = ("softmax", "_norm", "norm_backward", "nll_loss", "logsumexp", "cross_entropy")
-"""What normalises, or goes over its input several times for a statistic of it."""
+"""Parts of the names of operations that read their input several times to compute a statistic."""
 
 REDUCTIONS = (
     *("sum", "nansum", "mean", "nanmean", "var", "var_mean", "std", "std_mean", "norm", "max", "min", "amax", "amin"),
@@ -40,14 +40,14 @@ MOVES = (
     *("expand_copy", "masked_fill", "masked_fill_", "tril", "triu", "roll", "flip", "sort", "argsort", "topk"),
 )
 PASSES = 5
-"""Operations that a normalisation does for an element: statistic, difference, power, division, scale."""
+"""Operations of a normalisation for each element: statistic, difference, power, division, scale."""
 
-PRODUCTS = {
+CONTRACTIONS = {
     *("mm", "addmm", "bmm", "addbmm", "baddbmm", "hspmm", "sspaddmm", "matmul", "mv", "addmv", "dot", "vdot", "vecdot"),
     *("einsum", "tensordot", "linear", "bilinear", "trilinear", "convolution", "conv1d", "conv2d", "conv3d"),
     *("attention", "rnn"),
 }
-"""Of the words of a name, those that say that it is a contraction."""
+"""Words in the names of contractions."""
 
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -58,7 +58,7 @@ def group_of(name: str) -> str:
     >>> [group_of(name) for name in ("addmm", "_log_softmax", "lgamma", "_to_copy")]
     ['tensor contractions', 'statistical normalisations', 'element-wise', 'data movement']
     """
-    if not PRODUCTS.isdisjoint(name.split("_")):
+    if not CONTRACTIONS.isdisjoint(name.split("_")):
         return CONTRACTION
     if any(mark in name for mark in NORMS) and not name.startswith("_foreach_norm"):
         return NORMALISATION
@@ -68,11 +68,11 @@ def group_of(name: str) -> str:
 
 
 def flops(operation: Any, name: str, args: Any, kwargs: Any, returned: Any) -> int:
-    """Return the floating-point operations of a call: exact for contractions, and else by elements.
+    """Return the number of floating-point operations of a call: exact for contractions, else estimated.
 
-    An element-wise operation counts one for each element that it returns, a reduction one for each that it reads, a
-    normalisation `PASSES`, and a contraction that torch cannot count (matrix with vector) two for each of its largest
-    factor.
+    An element-wise operation has one for each element that it returns, a reduction one and a normalisation `PASSES` for
+    each element that it reads, and a contraction that torch cannot count (matrix with vector) two for each element of
+    its largest input.
     """
     group = group_of(name)
     if group == CONTRACTION:
@@ -80,7 +80,7 @@ def flops(operation: Any, name: str, args: Any, kwargs: Any, returned: Any) -> i
     if group == MOVEMENT:
         return 0
     if group == ELEMENTWISE:
-        # Operations on lists return nothing where they write in place.
+        # In-place operations on lists return nothing.
         return _elements(returned) or max((_elements(arg) for arg in args), default=0)
     read = max((_elements(arg) for arg in args), default=0)
     return read * (PASSES if any(mark in name for mark in NORMS) else 1)
@@ -102,5 +102,5 @@ def _elements(values: Any) -> int:
 
 
 def is_view(operation: Any) -> bool:
-    """Whether an operation only looks at memory in another way."""
+    """Whether an operation returns a view."""
     return bool(operation.is_view) or torch.Tag.inplace_view in operation.tags

@@ -1,4 +1,4 @@
-"""The weight of the loss that a model of transformers computes itself: over how many labels it is the mean."""
+"""The weight of the loss that a model of transformers computes: the number of labels that it is the mean of."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 Weigh: TypeAlias = Callable[[Mapping[str, Any]], Tensor | None]
-"""``batch -> weight``, a 0-d tensor; None where the loss is no mean over labels."""
+"""``batch -> weight``, a 0-d tensor; None if the loss is not a mean over labels."""
 
 Rule: TypeAlias = Callable[[Any, Mapping[str, Any]], Tensor | None]
-"""The same, given the configuration of the model first."""
+"""``(configuration of the model, batch) -> weight``, as `Weigh`."""
 
 IGNORED = -100
-"""The label that transformers leaves out of a loss."""
+"""The label that transformers ignores."""
 
 LABELS = ("labels", "start_positions", "end_positions")
-"""What transformers' models call their labels."""
+"""The names of labels in the batches of transformers."""
 
 
 def _tokens(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
@@ -54,7 +54,7 @@ def _pixels(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
     labels = _integers(batch, "labels")
     if labels is None:
         return None
-    # With a single class it is a mean over all pixels, with 0 for those that are left out.
+    # With a single class it is a mean over all pixels, in which ignored pixels count as 0.
     return _count(labels, config.semantic_loss_ignore_index) if config.num_labels > 1 else _size(labels, labels.numel())
 
 
@@ -63,7 +63,7 @@ def _answers(config: Any, batch: Mapping[str, Any]) -> Tensor | None:
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if start is None or end is None or not isinstance(tokens, Tensor):
         return None
-    # A position behind the text counts for nothing. Half of the loss is a mean over starts, half over ends.
+    # Positions after the text are ignored. Half of the loss is a mean over starts, half over ends.
     return ((start < tokens.shape[1]).sum() + (end < tokens.shape[1]).sum()) / 2
 
 
@@ -100,7 +100,7 @@ LOSS_TYPES: Mapping[str, Rule] = {
     "ForSemanticSegmentation": _pixels,
     "ForCTC": _utterances,
 }
-"""By ``model.loss_type``, which transformers takes from the name of the class, or by the end of this name."""
+"""``model.loss_type``, the end of the name of the class -> rule."""
 
 CLASSES: Mapping[str, Rule | None] = {
     **dict.fromkeys(
@@ -114,7 +114,7 @@ CLASSES: Mapping[str, Rule | None] = {
         ),
         _next_tokens,
     ),
-    # Labels of these are not shifted.
+    # They do not shift their labels.
     **dict.fromkeys(
         (
             "BartForCausalLM",
@@ -139,7 +139,7 @@ CLASSES: Mapping[str, Rule | None] = {
         ),
         _tokens,
     ),
-    # Sums of several losses, and means over something else than the labels that are not -100.
+    # Their losses are sums, or means over something other than the labels that are not -100.
     **dict.fromkeys(
         (
             "BioGptForTokenClassification",
@@ -174,16 +174,15 @@ CLASSES: Mapping[str, Rule | None] = {
         )
     ),
 }
-"""Classes of transformers whose loss type says nothing, or not what they compute."""
+"""Classes of transformers whose loss type is missing, or is not what they compute."""
 
 
 def weigher(module: nn.Module) -> Weigh | None:
-    """Return what weighs a model's own loss, or None where it is not known to be a mean over labels.
+    """Return the function that weights a model's own loss, or None if it is not known to be a mean over labels.
 
-    That is decided by what the model declares: its ``loss_type``, as models of transformers have it, the class, and
-    the parts of a loss that its configuration asks for.
+    This depends on the ``loss_type`` that models of transformers have, the class, and the configuration.
     """
-    # What peft wraps around a model.
+    # A model of peft wraps another one.
     base = getattr(module, "get_base_model", None)
     model: Any = base() if callable(base) else module
     config = getattr(model, "config", None)
@@ -203,19 +202,19 @@ def _rule(model: Any, config: Any) -> Rule | None:
 
 
 def _is_replaced(model: Any) -> bool:
-    """Whether the loss function is another than the one that belongs to the loss type."""
-    # Without a loss type, transformers complains when it is asked for the function.
+    """Whether the user replaced the loss function."""
+    # Without a loss type, transformers warns when the function is read.
     return bool(model.loss_type) and model.loss_function.__module__.split(".")[0] != "transformers"
 
 
 def _adds_losses(config: Any) -> bool:
-    """Whether a loss of routers or of the logits' size comes on top."""
+    """Whether the model adds a loss of routers or of the size of the logits."""
     parts = (config, getattr(config, "text_config", None))
     return any(getattr(part, name, None) for part in parts for name in ("output_router_logits", "z_loss_coefficient"))
 
 
 def with_any_label(batch: Mapping[str, Any], weight: Tensor) -> Mapping[str, Any]:
-    """Return a batch whose labels are all 0 when none of them counts, so that the loss and its gradient are finite."""
+    """Set all labels to 0 if all are ignored, so that the loss and its gradient are finite."""
     labels = {
         name: labels.masked_fill(weight == 0, 0) for name in LABELS if (labels := _integers(batch, name)) is not None
     }

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a new state: those given, those of a module or a file, or what a module draws."""
+"""The parameters and buffers of a new state: of a tree, a module, a file, or initialised by a module."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ftrain import backends, random, tree
 from ftrain.checkpoint.stored_tensor import StoredTensor, stored_tensors
 from ftrain.errors import StructureError
 from ftrain.step.initialise import initialised
+from ftrain.step.state_checks import require_params, select_trainable
 from ftrain.step.swap_params import named_tensors
-from ftrain.step.trainable_params import chooser, require_params
 from ftrain.tree.name_patterns import Select
 from ftrain.types import Adapters, PyTree
 
@@ -33,20 +33,22 @@ def initial_parts(
 
     Args:
         step: the step.
-        params: a tree of tensors; the path of safetensors; or None for those of the module.
-        buffers: a tree of tensors, or None for those of the module.
-        seed: of what is drawn.
-        device: where the state lives; None: where the tensors are.
-        donate: whether tensors need not be copied.
+        params: a tree of tensors, the path of safetensors, or None for the parameters of the module.
+        buffers: a tree of tensors, or None for the buffers of the module.
+        seed: the seed of random initial values.
+        device: the device of the state; None: the device of the tensors.
+        donate: whether to use the tensors without copying them.
 
     Raises:
-        StructureError: for no parameters, or one that is not a floating-point tensor; for a tensor on the device meta
-            that nothing initialises; for files that do not fit the module.
-        CheckpointError: when a file cannot be read.
+        StructureError: if there are no parameters, or one is not a floating-point tensor; if nothing initialises a
+            tensor on the device meta; if files do not fit the module.
+        CheckpointError: if a file cannot be read.
     """
     module, path = step.base.module, Path(params) if isinstance(params, str | os.PathLike) else None
     if module is None and (params is None or path is not None):
-        raise StructureError(f"Step.init: {step.base.text} is no module; pass the parameters: step.init(params)")
+        raise StructureError(
+            f"Step.init: the loss {step.base.text} has no module; pass the parameters: step.init(params)"
+        )
     initial_params, initial_buffers, names = step.base.initial()
     adapters, trainable = step.loss.adapters, step.trainable
     if adapters is not None and trainable is None:
@@ -54,15 +56,15 @@ def initial_parts(
     if names is not None and not names and trainable is None:
         raise StructureError(
             f"Step.init: there is no parameter to train: none of {type(module).__name__} requires a gradient; set "
-            "requires_grad, or say which train with trainable="
+            "requires_grad, or choose some with trainable="
         )
     is_of_module = params is None or path is not None
     params = initial_params if is_of_module else params
     if names is not None:
         names |= set(tree.leaf_names(params)) - initial_params.keys()
     places = [wrapper.step.place for wrapper in step.wrappers if wrapper.step and wrapper.step.place]
-    placement = _Placement(chooser(trainable, names, params), adapters, seed, device, donate, places)
-    # All ranks place block by block, or none does: the module of some may be on the device meta.
+    placement = _Placement(select_trainable(trainable, names, params), adapters, seed, device, donate, places)
+    # Also with `places`, so that all ranks place block by block: the module of some may be on the device meta.
     if is_of_module and module is not None and buffers is None and (places or path or _is_on_meta(module)):
         return placement.of_module(module, (list(params), list(initial_buffers)), path)
     return placement.of_trees(params, initial_buffers if buffers is None else buffers)
@@ -70,18 +72,18 @@ def initial_parts(
 
 @dataclass(frozen=True)
 class _Placement:
-    """What parameters and buffers go through until they are those of a state.
+    """Converts tensors to parameters and buffers of a state.
 
     Args:
-        chosen: ``(name, leaf) -> bool``, whether a parameter trains.
-        adapters: what a wrapper adds to the parameters.
-        seed: of the adapters, and of a module that draws its values.
-        device: where the state lives; None: where the tensors are.
-        donate: whether tensors need not be copied.
-        places: functions of the parts, such as one that divides them over ranks.
+        is_trainable: ``(name, leaf) -> bool``.
+        adapters: the adapters that a wrapper adds, or None.
+        seed: the seed of random initial values.
+        device: the device of the state; None: the device of the tensors.
+        donate: whether to use the tensors without copying them.
+        places: the `OnStep.place` of the wrappers.
     """
 
-    chosen: Select
+    is_trainable: Select
     adapters: Adapters | None
     seed: int
     device: torch.device | None
@@ -89,15 +91,11 @@ class _Placement:
     places: Sequence[Callable[[PyTree, PyTree, PyTree], Parts]]
 
     def of_trees(self, params: PyTree, buffers: PyTree) -> Parts:
-        """Return the parts of a state with these tensors.
-
-        Raises:
-            StructureError: for a trained parameter that is not a floating-point tensor.
-        """
+        """Return the parts of a state with these tensors."""
         params, buffers = (tree.take if self.donate else tree.clone)((params, buffers))
-        if self.adapters is not None:  # They may depend on the values of the base.
+        if self.adapters is not None:  # Their initial values may depend on the base.
             params, buffers = _read((params, buffers))
-        params, frozen = tree.split(params, self.chosen)
+        params, frozen = tree.split(params, self.is_trainable)
         if self.adapters is not None:
             params, frozen = self.adapters.added(params, frozen, random.key(self.seed))
         in_memory = tree.map(lambda leaf: None if isinstance(leaf, StoredTensor) else leaf, params)
@@ -112,18 +110,14 @@ class _Placement:
         return placed
 
     def of_module(self, module: nn.Module, names: tuple[Sequence[str], Sequence[str]], path: Path | None) -> Parts:
-        """Return the parts of a state with the tensors of a module, of which each block is placed before the next.
+        """Return the parts of a state with the tensors of a module, block by block.
 
-        Tensors on the device meta are made on the device of the state, and initialised.
+        Tensors on the device meta are created on the device of the state, and initialised.
 
         Args:
             module: the module.
-            names: of its parameters and of its buffers.
-            path: of safetensors that have values for the module. Default: none.
-
-        Raises:
-            StructureError: for files without some tensors of the module, or with others of these names; for a tensor
-                that nothing initialises.
+            names: the names of its parameters and of its buffers.
+            path: the path of safetensors with values for the module, or None.
         """
         on_meta = _is_on_meta(module)
         device = self.device or (backends.default().device if on_meta else tree.device_of(dict(named_tensors(module))))
@@ -142,7 +136,7 @@ class _Placement:
             dict(sorted(part.items(), key=lambda item: order.get(item[0], len(order))))
             for part in (params, frozen, buffers)
         )
-        # A block without frozen parameters has none of their places either.
+        # A block without frozen parameters does not have their paths either.
         return params, {name: frozen.get(name) for name in params} if tree.leaves(frozen) else None, buffers
 
 
@@ -156,9 +150,9 @@ def _read(parts: PyTree) -> Any:
 
 
 def _stored(module: nn.Module, path: Path, device: torch.device) -> dict[str, StoredTensor]:
-    """Return the tensors in files that belong to a module, by its names."""
+    """Return the stored tensors of a module by their names in the module."""
     in_files, stored, problems = stored_tensors(path), {}, []
-    # The tensors that a module saves, without those that it computes when it is built.
+    # Without the buffers that a module does not save, because its constructor computes them.
     saved = module.state_dict(keep_vars=True)
     aliases = defaultdict(list)
     for alias, tensor in saved.items():
@@ -178,13 +172,13 @@ def _stored(module: nn.Module, path: Path, device: torch.device) -> dict[str, St
         listed = "\n  ".join(problems[: tree.MAX_LISTED] + more)
         raise StructureError(
             f"Step.init: {path} does not fit {type(module).__name__}; it has {', '.join(list(in_files)[:3])}, ...:\n  "
-            f"{listed}\nMake the module from these files with the library that wrote them (from_pretrained), and call "
+            f"{listed}\nLoad the module from these files with the library that wrote them (from_pretrained), and call "
             "step.init() without a path"
         )
     return stored
 
 
 def _spellings(module: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return names of a tensor in files: also with and without the prefix that transformers gives the inner model."""
+    """Return possible names of a tensor in files, with and without the prefix of the inner model of transformers."""
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     return [*names, *(name.removeprefix(prefix) for name in names), *(prefix + name for name in names)]

@@ -1,4 +1,4 @@
-"""Give values to a module on the device meta, as its own initialisers draw them, one block at a time."""
+"""Initialise a module on the device meta with its own initialisers, one block at a time."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _Initialiser: TypeAlias = Callable[[nn.Module], object]
 def initialised(
     module: nn.Module, seed: int, device: torch.device, stored: Mapping[str, StoredTensor]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the parameters and buffers of a module by name: those of each block in turn, then those outside of blocks.
+    """Yield the parameters and buffers of a module by name: those of each block in turn, then the others.
 
-    Tensors on the device meta get memory on `device`, and the values that ``reset_parameters()`` of the modules within
-    and around a block writes, children first, and ``_init_weights(part)`` of the nearest module around each part that
-    has such a method, as the models of transformers do. Other tensors are copied. The module stays as it is.
+    Tensors on the device meta are allocated on `device`. ``reset_parameters()`` of the modules inside and around a
+    block writes their values, children first, and then ``_init_weights(part)`` of the nearest module around each part
+    that has this method, as the models of transformers do. Other tensors are copied. The module is not changed.
 
     Args:
         module: the module.
-        seed: of the random numbers, which depend on it, the module and the kind of the device alone.
-        device: where the tensors are made.
-        stored: what takes the place of tensors, by their names.
+        seed: the random numbers depend only on the seed, the module and the type of the device.
+        device: the device of the tensors.
+        stored: tensors to yield instead, by name.
 
     Raises:
-        StructureError: for a tensor that no initialiser writes, or a draw that takes no generator.
+        StructureError: when no initialiser writes a tensor, or a random operation takes no generator.
     """
     slots, key = slots_of(module), random.key_data(random.key(seed))
-    # Of a tied tensor the first place counts.
-    first_places = list({slot.name: slot for slot in reversed(slots)}.values())[::-1]
+    # Of a tied tensor, the first slot counts.
+    first_slots = list({slot.name: slot for slot in reversed(slots)}.values())[::-1]
     initialisers = dict(_with_initialisers(module, None))
     for number, unit in enumerate(_units(module)):
         places = {id(place) for part in unit for place in (_torch.parameters_of(part), _torch.buffers_of(part))}
-        tensors: dict[str, Any] = {slot.name: slot.place[slot.key] for slot in first_places if id(slot.place) in places}
+        tensors: dict[str, Any] = {slot.name: slot.place[slot.key] for slot in first_slots if id(slot.place) in places}
         created = {name for name, tensor in tensors.items() if tensor.is_meta} - stored.keys()
         if created:
             members = set(unit)
@@ -57,7 +57,7 @@ def initialised(
                 # Children come before the modules around them.
                 for part in reversed(around):
                     _initialise(part, initialisers.get(part))
-                tensors |= {slot.name: slot.place[slot.key] for slot in first_places if slot.name in created}
+                tensors |= {slot.name: slot.place[slot.key] for slot in first_slots if slot.name in created}
             _require_written(module, [name for name in created if not drawing.has_written(tensors[name])])
         kept = tensors.keys() - created - stored.keys()
         yield {
@@ -90,7 +90,7 @@ def _with_initialisers(
 
 
 def _initialise(part: nn.Module, initialiser: _Initialiser | None) -> None:
-    # In `nn.MultiheadAttention` and `nn.Transformer` it has an underscore.
+    # `nn.MultiheadAttention` and `nn.Transformer` have the name with an underscore.
     reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
     if reset is not None:
         reset()
@@ -99,7 +99,7 @@ def _initialise(part: nn.Module, initialiser: _Initialiser | None) -> None:
 
 
 def _copy(slot: Slot, device: torch.device) -> Tensor:
-    """Return a tensor like that in a place on some device, with its values where both have values."""
+    """Return a copy of the tensor in a slot on a device; without values if one of them is on meta."""
     tensor: Tensor = slot.place[slot.key]
     is_empty = tensor.is_meta or device.type == _META.type
     copy = torch.empty_like(tensor, device=device) if is_empty else tensor.detach().clone()
@@ -113,17 +113,17 @@ def _require_written(module: nn.Module, names: Sequence[str]) -> None:
     listed = ", ".join(names[: tree.MAX_LISTED]) + (", ..." if len(names) > tree.MAX_LISTED else "")
     raise StructureError(
         f"Step.init: {listed} of {type(module).__name__} have no values: they are on the device meta, and no "
-        f"reset_parameters() of {owner} or a module around it writes them. Give {owner} a method reset_parameters() "
-        "that fills them, make them outside of torch.device('meta'), or read them from a file: "
+        f"reset_parameters() of {owner} or a module around it writes them. Add a method reset_parameters() to {owner} "
+        "that fills them, create them outside of torch.device('meta'), or read them from a file: "
         "step.init('model.safetensors')"
     )
 
 
 class _Drawing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context in which torch's random operations draw from generators of this context, which notes what is written.
+    """Context in which random operations draw from its own generators, and which records the tensors that are written.
 
     Args:
-        seed: of these generators.
+        seed: the seed of these generators.
     """
 
     def __init__(self, seed: int) -> None:
@@ -133,12 +133,12 @@ class _Drawing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unwritten: dict[int, Tensor] = {}
 
     def watched(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of which `has_written` is to tell."""
+        """Return the tensor, for which `has_written` can then be called."""
         self._unwritten[_torch.storage_id(tensor)] = tensor
         return tensor
 
     def has_written(self, tensor: Tensor) -> bool:
-        """Whether a tensor has values: it was written since it is watched, or another one has taken its place."""
+        """Whether a tensor has values: it was written since the call of `watched`, or another one replaced it."""
         return not tensor.numel() or _torch.storage_id(tensor) not in self._unwritten
 
     def __torch_dispatch__(
@@ -148,7 +148,7 @@ class _Drawing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call an operation, with a generator if it draws."""
+        """Call an operation, with a generator if it draws random numbers."""
         kwargs = kwargs or {}
         parameters = _torch.schema_of(func).arguments
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
@@ -178,7 +178,7 @@ def _with_generator(func: Any) -> Any:
     seeded = getattr(func.overloadpacket, f"{overload}_generator" if overload else "generator", None)
     if seeded is None:
         raise StructureError(
-            f"Step.init: {func} draws from a global generator while a module on the device meta gets its values, and "
-            "takes no other generator; fill tensors with methods such as normal_() and uniform_()"
+            f"Step.init: {func}, called to initialise a module on the device meta, draws from a global generator and "
+            "takes no other one; fill tensors with methods such as normal_() and uniform_()"
         )
     return seeded

@@ -1,4 +1,4 @@
-"""The short forms in which a loss may be given and may return its values."""
+"""Convert a loss function, and the values that it returns, from the short forms that users write."""
 
 from __future__ import annotations
 
@@ -17,39 +17,42 @@ FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, bu
 
 
 def adapt(loss_fn: Callable[..., Any] | Loss, function: str = "train_step") -> Loss:
-    """Convert a loss function to its full form, a `Loss`.
+    """Convert a loss function to a `Loss`.
 
     Args:
-        loss_fn: ``loss_fn(params, batch)``, which may also take ``rng=`` (a key of `ftrain.random`) and
-            ``buffers=`` by keyword, and returns a 0-d tensor or `Mean`, alone or as ``(loss, metrics)``
-            or ``(loss, metrics, buffers)``. A 0-d tensor counts as a mean with weight one.
+        loss_fn: ``loss_fn(params, batch)``, which may also take ``rng=`` (a key of `ftrain.random`) and ``buffers=`` by
+            keyword, and returns a 0-d tensor or `Mean`, alone or as ``(loss, metrics)`` or
+            ``(loss, metrics, buffers)``. A 0-d tensor is a mean with weight 1.
         function: the name of the calling function, for error messages.
 
     Raises:
-        LossError: when `loss_fn` cannot be called like that.
+        LossError: when `loss_fn` cannot be called like this.
     """
     if isinstance(loss_fn, Loss):
         return loss_fn
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     name = "loss" if name == "<lambda>" else name
     accepted = _accepted(loss_fn, name, function)
+    takes_rng, takes_buffers = "rng" in accepted, "buffers" in accepted
 
     def full(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
-        offered: dict[str, Any] = {"rng": rng, "buffers": buffers}
-        return normalise(
-            loss_fn(params, batch, **dict(zip(accepted, map(offered.get, accepted), strict=True))), buffers, name
-        )
+        keywords: dict[str, Any] = {}
+        if takes_rng:
+            keywords["rng"] = rng
+        if takes_buffers:
+            keywords["buffers"] = buffers
+        return normalise(loss_fn(params, batch, **keywords), buffers, name)
 
-    return Loss(full, name, needs_rng="rng" in accepted)
+    return Loss(full, name, needs_rng=takes_rng)
 
 
 def _accepted(loss_fn: Callable[..., Any], name: str, function: str) -> list[str]:
     """Return which of the arguments `rng` and `buffers` a loss takes."""
     if not callable(loss_fn):
-        raise LossError(f"{function}: the loss must be a function (params, batch) -> loss, found {loss_fn!r}")
+        raise LossError(f"{function}: the loss is {loss_fn!r}; needs a function (params, batch) -> loss")
     if isinstance(loss_fn, nn.Module):
         raise LossError(
-            f"{function}: the loss is the module {type(loss_fn).__name__}; make one of it with "
+            f"{function}: the loss is the module {type(loss_fn).__name__}; convert it with "
             "ft.from_module(module, criterion)"
         )
     try:
@@ -64,37 +67,37 @@ def _accepted(loss_fn: Callable[..., Any], name: str, function: str) -> list[str
 
 
 def normalise(returned: Any, buffers: PyTree, name: str) -> LossOutput:
-    """Convert the value that a loss returned to the form (Mean, metrics, buffers).
+    """Convert the value that a loss returned to ``(Mean, metrics, buffers)``.
 
     Raises:
-        LossError: when it has none of the forms that `adapt` lists.
+        LossError: when it has none of the forms in `FORMS`.
     """
     loss, metrics, new_buffers = returned, {}, buffers
     if isinstance(returned, tuple):
         if len(returned) not in (2, 3):
-            raise LossError(f"{name}: returned a tuple of {len(returned)}; needs {FORMS}")
+            raise LossError(f"{name}: returned a tuple of length {len(returned)}; needs {FORMS}")
         loss, metrics, new_buffers = (*returned, buffers)[:3]
     if not isinstance(metrics, dict):
-        raise LossError(f"{name}: metrics must be a dict of tensors or Means, found {type(metrics).__name__}")
+        raise LossError(f"{name}: returned metrics of type {type(metrics).__name__}; needs a dict of tensors or Means")
     if "loss" in metrics:
-        raise LossError(f"{name}: a metric is called 'loss', which is the name of the loss itself; rename it")
+        raise LossError(f"{name}: a metric is called 'loss', the name of the loss itself; rename it")
     if isinstance(loss, Tensor) and loss.ndim == 0:
         loss = Mean(loss, torch.ones_like(loss, dtype=torch.promote_types(loss.dtype, torch.float32)), plain=True)
     if not isinstance(loss, Mean):
         raise LossError(f"{name}: returned {tree.describe(loss)}; needs {FORMS}")
     for part in (loss.total, loss.weight):
         if not isinstance(part, Tensor) or part.ndim:
-            raise LossError(f"{name}: total and weight of a Mean must be 0-d tensors, found {tree.describe(part)}")
+            raise LossError(f"{name}: returned a Mean of {tree.describe(part)}; needs 0-d tensors as total and weight")
     return loss, metrics, new_buffers
 
 
 def report(metrics: Metrics, function: str, **more: Any) -> Metrics:
-    """Add metrics to those that a loss reports.
+    """Return the metrics of a loss with more metrics added.
 
     Raises:
         LossError: when the loss reports a metric of the same name.
     """
     for name in more:
         if name in metrics:
-            raise LossError(f"{function}: a metric is called {name!r}, which the step reports itself; rename it")
+            raise LossError(f"{function}: a metric is called {name!r}, which is a metric of the step; rename it")
     return {**metrics, **more}

@@ -1,52 +1,29 @@
-"""The record of a compiled step: what `Step.lower` returns."""
+"""The report on a compiled step that `Step.lower` returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.step.traffic import Traffic
-from ftrain.types import Metrics, PyTree, TrainState
 
 MOST_SHOWN = 5
 
 
-class Lowering:
-    """A `Runner` that compiles a step and runs nothing.
-
-    Args:
-        lower: ``(state, batch, hyper, words) -> Lowered``.
-    """
-
-    text = "lower"
-
-    def __init__(self, lower: Callable[..., Lowered]) -> None:
-        self._lower = lower
-        self.result: Lowered
-
-    def __call__(
-        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
-    ) -> tuple[TrainState, Metrics]:
-        """Return the state as it is; `result` is what was compiled."""
-        self.result = self._lower(state, batch, hyper, words)
-        return state, {}
-
-
 @dataclass(frozen=True)
 class Lowered:
-    """What `ftrain.Step.lower` found out; `print` shows it.
+    """A report on a compiled step, from `ftrain.Step.lower`; `print` shows it.
 
     Args:
-        lowering: ``"whole"``, ``"split"``, or ``"eager"`` where the compiler failed.
-        graphs: how many graphs a step runs; 0 where it runs eagerly.
-        nodes: how often each operation is called in them, most frequent first.
-        peak_bytes: bytes of intermediate results alive at once, at most, if every operation ran by itself in
-            the order it was captured in; what a compiler fuses is never stored, so it is an estimate from
-            above. None where the graphs are not known as a whole.
-        breaks: why and where the loss is split into several graphs, one text each.
-        traffic: what each rank sends in a step on many ranks, most first, as it was captured: a compiler may join
-            collectives. Empty where the graphs are not known as a whole.
+        lowering: ``"whole"``, ``"split"``, or ``"eager"`` if the compiler failed.
+        graphs: the number of graphs that a step runs; 0 if it runs eagerly.
+        nodes: the number of calls of each operation in them, most frequent first.
+        peak_bytes: an upper bound of the bytes of intermediate results that exist at once, because results that a
+            compiler fuses are never stored. None unless the step is captured whole.
+        breaks: the reason and the place of each graph break in the loss.
+        traffic: what each rank sends, most first, as captured: a compiler may join collectives. Empty unless the step
+            is captured whole.
     """
 
     lowering: str

@@ -1,4 +1,4 @@
-"""From an `nn.Module` to a pure loss, and from a state back to the module."""
+"""Turn an `nn.Module` into a pure loss, and copy a state back into the module."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 
-from ftrain import _torch
+from ftrain import _torch, tree
 from ftrain._torch import dtensor
 from ftrain.errors import LossError, StructureError
 from ftrain.step.across_ranks import require_to_gather
 from ftrain.step.hf_loss_weights import Weigh, weigher, with_any_label
 from ftrain.step.loss_forms import normalise
-from ftrain.step.purity import merge
 from ftrain.step.shared_memory import overlaps
-from ftrain.step.state_argument import require_state
+from ftrain.step.state_checks import require_state
 from ftrain.step.swap_params import (
     BorrowedModule,
     DuringStep,
@@ -34,44 +33,41 @@ from ftrain.step.swap_params import (
     require_no_other_thread,
     slots_of,
 )
-from ftrain.tree import MAX_LISTED
 from ftrain.types import Loss, LossOutput, Mean, PyTree, TrainState
 
 Criterion: TypeAlias = Callable[..., Any]
 
-
 log = logging.getLogger("ftrain")
 
 DIVISOR = "num_items_in_batch"
-"""What the `Trainer` of transformers adds to a batch: the count of labels of all batches of an update."""
+"""The key that the `Trainer` of transformers adds to a batch: the number of labels in all batches of an update."""
 
 
 def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
-    """Turn a module into a pure loss over the dict of its parameters, by their dotted names.
+    """Turn a module into a pure loss, whose parameters are a dict from their dotted names.
 
-    The module serves as a skeleton only: it runs on the parameters and buffers of the state, in
-    training mode in a training step and in evaluation mode in an evaluation step, and is afterwards
-    as it was. Where it recomputes parts of itself (`torch.utils.checkpoint`,
-    ``gradient_checkpointing_enable()`` of transformers), it does so on these, too; `remat` is the wrapper
-    for it. Buffers that it changes (BatchNorm's statistics) are returned, not changed. Tied parameters
-    are one parameter. Parameters with ``requires_grad=False`` are frozen.
+    The module runs on the parameters and buffers of the state, in training mode in a training step and in evaluation
+    mode in an evaluation; afterwards it is unchanged. If it recomputes parts of itself (`torch.utils.checkpoint`,
+    ``gradient_checkpointing_enable()`` of transformers), these run on the state too; the wrapper for this is `remat`.
+    Buffers that it changes (the statistics of BatchNorm) are returned, not changed in the module. Tied parameters are
+    one parameter. Parameters with ``requires_grad=False`` are frozen.
 
     Args:
-        module: any module; models of transformers too.
-        criterion: ``criterion(model, batch)``, which may take ``rng=``, and returns a 0-d tensor or
-            `Mean`, alone or with a dict of metrics. Without one, ``model(**batch).loss``, as
-            transformers' models compute it, weighted by the labels that count, where the model declares what
-            its loss is the mean of (`ftrain.step.hf_loss_weights.LOSS_TYPES`; positions of answers beyond the text
-            must be beyond it for start and end alike). Other losses (sums of several, those with a router's beside, and
-            of modules that are not of transformers) count as a plain number; the logger ``ftrain`` says so.
+        module: any module, including the models of transformers.
+        criterion: ``criterion(model, batch)``, which may take ``rng=``, and returns a 0-d tensor or `Mean`, alone or
+            with a dict of metrics. Default: ``model(**batch).loss``, as the models of transformers compute it, weighted
+            by the number of labels that are not ignored, if the model declares what its loss is the mean of
+            (`ftrain.step.hf_loss_weights.LOSS_TYPES`; an answer outside the text must have both positions outside).
+            Other losses (sums of several, those with the loss of a router, those of other modules) are plain numbers;
+            the logger ``ftrain`` says so.
 
     Raises:
-        LossError: when `module` is no module, is scripted or traced by `torch.jit`, or the criterion cannot be
-            called; and from the loss, when it gets parameters that are not the module's, or changes a buffer in
-            place that has memory in common with another one (a split-compiled step warns of such buffers instead).
+        LossError: when `module` is not a module, or is scripted or traced by `torch.jit`; when the criterion cannot be
+            called. From the loss, when its parameters are not those of the module, or the module changes in place a
+            buffer that shares memory with another one (a split-compiled step logs a warning instead).
     """
     _require_module(module, criterion)
-    # What torch.compile wraps is the module itself: its names have no prefix, and the step is compiled as a whole.
+    # The module inside torch.compile's: its names have no prefix, and the step is compiled as a whole.
     module = _torch.original(module)
     slots, borrowed = slots_of(module), BorrowedModule(module)
     buffer_slots = [slot for slot in slots if slot.is_buffer]
@@ -86,7 +82,7 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
             raise LossError(_surplus(text, [name for name in params if name not in param_names]))
         copies = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else {}
         values = _values(slots, {**copies, **params}, text)
-        # Dynamo would capture in its graph that the tensors stay in the module after the run.
+        # Otherwise Dynamo would capture that the tensors stay in the module after the run.
         with preserve_dicts(borrowed.places) if is_dynamo_compiling() else borrowed:
             put(slots, values)
             returned = run(module, batch, rng=rng) if needs_rng else run(module, batch)
@@ -105,12 +101,12 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
 
 def _require_module(module: Any, criterion: Any) -> None:
     if not isinstance(module, nn.Module):
-        raise LossError(f"from_module: needs an nn.Module, found {module!r}")
+        raise LossError(f"from_module: the module is {module!r}; needs an nn.Module")
     scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
     if scripted:
         raise LossError(
-            f"from_module: {scripted[0] or 'the module'} is scripted or traced by torch.jit, which cannot run on other "
-            "parameters than its own; needs the module that it was made of (ft.compiled() compiles the step)"
+            f"from_module: {scripted[0] or 'the module'} is scripted or traced by torch.jit, so it can only run on its "
+            "own parameters; pass the original nn.Module (ft.compiled() compiles the step)"
         )
     if criterion is None:
         return
@@ -119,10 +115,10 @@ def _require_module(module: Any, criterion: Any) -> None:
     signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
     try:
         signature.bind("model", "batch", **({"rng": None} if "rng" in signature.parameters else {}))
-        callable_so = not isinstance(criterion, nn.Module)
+        is_callable = not isinstance(criterion, nn.Module)
     except TypeError:
-        callable_so = False
-    if not callable_so:
+        is_callable = False
+    if not is_callable:
         raise LossError(
             f"from_module: the criterion {getattr(criterion, '__name__', type(criterion).__name__)}{signature} cannot "
             "be called as criterion(model, batch); for a loss of outputs and labels write "
@@ -131,21 +127,21 @@ def _require_module(module: Any, criterion: Any) -> None:
 
 
 def _require_unchanged(borrowed: BorrowedModule, slots: list[Slot]) -> None:
-    """Check that a module has the submodules and the names that it had when a loss was made of it."""
+    """Check that a module has the same submodules, parameters and buffers as when `from_module` was called."""
     module = borrowed.module
     names = [[slot[1:] for slot in each] for each in (slots_of(module), slots)]
     if [*module.modules()] != borrowed.parts or names[0] != names[1]:
         raise StructureError(
-            f"Step.init: {type(module).__name__} was given other submodules, parameters or buffers after "
-            "ft.from_module; call ft.from_module after the last change"
+            f"Step.init: {type(module).__name__} got other submodules, parameters or buffers after ft.from_module; "
+            "call ft.from_module after the last change"
         )
 
 
 def _require_unwritten(
     shared: list[tuple[str, str]], slots: list[Slot], values: list[Tensor], new_buffers: Mapping[str, Tensor], text: str
 ) -> None:
-    """Check that no buffer that shares memory with another one was changed in place: in a state each has its own."""
-    # Each buffer was a new copy, with a version of 0.
+    """Check that no buffer that shares memory with another one was changed in place: in a state they are separate."""
+    # Each buffer was a new copy, with version 0.
     written = {
         slot.name
         for slot, value in zip(slots, values, strict=True)
@@ -154,9 +150,9 @@ def _require_unwritten(
     for pair in shared:
         if name := next((name for name in pair if name in written), None):
             raise LossError(
-                f"{text}: the buffers {pair[0]} and {pair[1]} have memory in common, and {name} was changed in place; "
-                "in a state each has its own, so the other would keep its old value. Make one of them a buffer, and "
-                "take the view of it where it is used"
+                f"{text}: the buffers {pair[0]} and {pair[1]} share memory, and {name} was changed in place; in a "
+                "state they are separate, so the other would keep its old value. Register one of them as a buffer, and "
+                "compute the view of it where it is used"
             )
 
 
@@ -164,9 +160,9 @@ def _weigher(module: nn.Module) -> Weigh | None:
     weigh = weigher(module)
     if weigh is None:
         log.warning(
-            "from_module: the loss of %s itself is not known to be a mean over labels, so it counts as a plain number: "
-            "once for each microbatch, and in evaluation once for each example. Where it is a mean over something of "
-            "which examples have more or less (tokens), give a criterion(model, batch) that returns a Mean",
+            "from_module: the loss of %s is not known to be a mean over labels, so it counts as a plain number: with "
+            "weight 1 for each microbatch, and in an evaluation for each example. If it is a mean over something that "
+            "examples have different numbers of (tokens), pass a criterion(model, batch) that returns a Mean",
             type(module).__name__,
         )
     return weigh
@@ -175,21 +171,21 @@ def _weigher(module: nn.Module) -> Weigh | None:
 def hf_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None = None) -> Tensor | Mean:
     """Return ``module(**batch).loss``, as transformers' models define it.
 
-    With `weigh`, as the `Mean` over the labels that count, so that microbatches with more padding count less, and one
-    without any label not at all. A loss that has others added to it is a plain number.
+    With `weigh`, it is a `Mean` over the labels that are not ignored, so that microbatches with more padding have less
+    weight. If the outputs have further losses, it is a plain number.
 
     Raises:
-        LossError: when the batch is no mapping, says what to divide the loss by, or the model computes no loss from it.
+        LossError: when the batch is not a mapping, has the key `DIVISOR`, or the model computes no loss from it.
     """
     if not isinstance(batch, Mapping):
         raise LossError(
-            f"from_module: without a criterion the batch is passed as keywords, found {type(batch).__name__}; "
+            f"from_module: the batch is {type(batch).__name__}; without a criterion it is passed as keyword arguments: "
             "needs a dict, or a criterion(model, batch)"
         )
     if DIVISOR in batch:
         raise LossError(
-            f"from_module: the batch has {DIVISOR}, by which {type(module).__name__} divides its loss in place of its "
-            "own count of labels, so that pieces of the batch would be weighted twice; leave it out"
+            f"from_module: the batch has {DIVISOR}, by which {type(module).__name__} divides its loss instead of the "
+            "number of labels, so that microbatches would be weighted twice; remove it from the batch"
         )
     weight = weigh(batch) if weigh else None
     outputs = module(**(batch if weight is None else with_any_label(batch, weight)))
@@ -201,7 +197,7 @@ def hf_loss(module: nn.Module, batch: Mapping[str, Any], *, weigh: Weigh | None 
         )
     if weight is None or not isinstance(loss, Tensor) or loss.ndim or _has_other_losses(outputs):
         return loss
-    # The count in the dtype of a narrow loss would be rounded, or infinite.
+    # In the dtype of a narrow loss, the count would be rounded or infinite.
     weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
     return Mean((loss * weight).masked_fill(weight == 0, 0), weight)
 
@@ -213,15 +209,15 @@ def _has_other_losses(outputs: Any) -> bool:
 def to_module(module: nn.Module, state: TrainState) -> nn.Module:
     """Copy the parameters and buffers of a state into a module, in place, and return it.
 
-    A module that has handed its memory to a state gets new tensors, where those of this state are. A state that is
-    divided over ranks is gathered; then every rank must call this.
+    A module that donated its memory to a state gets new tensors, on the device of this state. A state that is divided
+    over ranks is gathered; then every rank must call this.
 
     Raises:
-        StructureError: when names or shapes differ; the module is then unchanged. For an argument that is no state.
+        StructureError: when names or shapes differ; the module is then unchanged. When `state` is not a state.
         RankError: when another rank does not call it.
     """
     require_state("to_module", state)
-    tensors = merge(state.params, state.frozen)
+    tensors = tree.overlay(state.params, state.frozen)
     tensors = tensors if isinstance(tensors, dict) else {}
     tensors = {**tensors, **(state.buffers or {})}
     wanted = dict(named_tensors(module))
@@ -246,11 +242,11 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
 def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     """Return the parameters and buffers of a module, detached, and the names of the trainable parameters.
 
-    Those on the device meta have no values yet.
+    Tensors on the device meta have no values yet.
 
     Raises:
-        StructureError: for a lazy parameter that has no shape yet, or one whose values were donated; for one that has
-            hooks or is a DTensor; for a trainable one that has memory in common with another tensor.
+        StructureError: when a parameter is lazy and has no shape yet, was donated, has hooks, or is a DTensor; when a
+            trainable one shares memory with another tensor.
         LossError: when the module is in a step of another thread.
     """
     require_no_other_thread(module)
@@ -259,7 +255,7 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
             if is_lazy(tensor):
                 raise StructureError(
                     f"Step.init: {owner + '.' if owner else ''}{name} of {type(part).__name__} has no shape yet; run "
-                    "the module once on an example before making the state"
+                    "the module once on an example before step.init()"
                 )
             if tensor.is_meta and is_donated(module):
                 raise StructureError(
@@ -270,14 +266,14 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
     for name, param in module.named_parameters():
         if _torch.has_hooks(param):
             raise StructureError(
-                f"Step.init: {name} of {type(module).__name__} has a hook (Tensor.register_hook), which no step would "
-                "call: the state has other tensors. Remove the hook, and change gradients by ft.optim.chain or a "
-                "wrapper of your own (ft.OnGrad); hooks of modules are called"
+                f"Step.init: {name} of {type(module).__name__} has a hook (Tensor.register_hook), which steps "
+                "would not call, because they run on the tensors of the state. Remove the hook; to change gradients "
+                "use ft.optim.chain or a wrapper of your own (ft.OnGrad); hooks of modules are called"
             )
         if dtensor.is_dtensor(param):
             raise StructureError(
-                f"Step.init: {name} of {type(module).__name__} is a DTensor, as fully_shard makes; needs the module "
-                "as it was before: ft.sharded(mesh, level=3) divides the state"
+                f"Step.init: {name} of {type(module).__name__} is a DTensor, as after fully_shard; pass the "
+                "module without it: ft.sharded(mesh, level=3) shards the state"
             )
     params = {name: param.detach() for name, param in module.named_parameters()}
     buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
@@ -285,9 +281,9 @@ def module_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
     for pair in overlaps(dict(named_tensors(module))):
         if trainable.intersection(pair):
             raise StructureError(
-                f"Step.init: {pair[0]} and {pair[1]} of {type(module).__name__} have memory in common, and in a state "
-                "each has its own, so they would be trained apart. Make them one parameter (a.weight = b.weight), of "
-                "which the module takes a view where it needs one, or copies of their own (clone)"
+                f"Step.init: {pair[0]} and {pair[1]} of {type(module).__name__} share memory, but in a state they are "
+                "separate, and would be trained separately. Use one parameter for both (a.weight = b.weight), of which "
+                "the module computes a view if it needs one, or copy one of them (clone)"
             )
     return params, buffers, trainable
 
@@ -297,17 +293,17 @@ def _values(slots: list[Slot], tensors: Mapping[str, Tensor], text: str) -> list
         return [tensors[name] for _, _, name, _ in slots]
     except KeyError as error:
         raise LossError(
-            f"{text}: the module has {error.args[0]!r}, which is neither in params nor in buffers; make the "
-            "state with step.init()"
+            f"{text}: {error.args[0]!r} of the module is neither in params nor in buffers; make the state with "
+            "step.init()"
         ) from None
 
 
 def _surplus(text: str, names: list[str]) -> str:
-    listed = ", ".join(names[:MAX_LISTED])
-    if len(names) > MAX_LISTED:
+    listed = ", ".join(names[: tree.MAX_LISTED])
+    if len(names) > tree.MAX_LISTED:
         listed += ", ..."
     return (
-        f"{text}: params has {listed}, which the module does not have; with adapters (ft.lora) evaluate the "
+        f"{text}: params has {listed}, which the module does not have. If these are adapters (ft.lora), evaluate the "
         "step's own loss, ft.eval_step(step.loss), or merge them into the weights, ft.adapters.merge(step, state)"
     )
 

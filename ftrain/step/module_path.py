@@ -1,4 +1,4 @@
-"""The dotted name of the child module that is running."""
+"""The dotted name of the submodule that is running."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 class Running:
-    """Follows the parts of a module as they run.
+    """Follows the submodules of a module as they run.
 
     Args:
-        module: the module whose children are followed; None for a loss without one.
+        module: the module; None for a loss without a module.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -22,12 +22,12 @@ class Running:
 
     @property
     def name(self) -> str:
-        """The name of the innermost part that is running, or ""."""
+        """The name of the innermost submodule that is running, or ""."""
         return self._stack[-1] if self._stack else ""
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow what runs in this context."""
+        """Context in which submodules are followed."""
         entered = register_module_forward_pre_hook(lambda part, args: self._stack.append(self._names.get(id(part), "")))
         left = register_module_forward_hook(lambda part, args, returned: self._leave(), always_call=True)
         try:

@@ -1,8 +1,8 @@
 """Keep a compiler from moving a recomputation from the backward pass into the forward pass of a captured step.
 
-In a graph that holds both passes nothing delays a recomputation: its inputs exist early, so Inductor fuses it with the
-forward pass and keeps its results. XLA has an operation against that (``optimization_barrier``). This is the same for
-torch: a copy that depends on a gradient, in a custom operation that compilers do not look into.
+In a graph with both passes nothing delays a recomputation: its inputs exist early, so Inductor fuses it with the
+forward pass and keeps its results. As XLA's ``optimization_barrier``, this is a copy that depends on a gradient, in a
+custom operation that compilers treat as a black box.
 """
 
 from __future__ import annotations
@@ -32,13 +32,9 @@ def is_in(graph: fx.GraphModule) -> bool:
 
 
 def after(gradient: Tensor, values: PyTree) -> PyTree:
-    """Return copies of values that a compiler computes only after a gradient.
+    """Return copies of the tensors in a tree that a compiler computes only after a gradient.
 
-    Parameters are not copied: a copy would take more memory than it saves.
-
-    Args:
-        gradient: any tensor.
-        values: a tree of tensors and other leaves.
+    Parameters are not copied, because a copy would take more memory than it saves.
     """
     tensors = [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
     computed = any(not leaf.is_leaf for leaf in tensors)
@@ -56,7 +52,7 @@ def after(gradient: Tensor, values: PyTree) -> PyTree:
 
 
 class _Delayed(torch.autograd.Function):
-    """That recomputation finds as many tensors kept for the backward pass as there were: none here."""
+    """The barrier with a gradient. It saves no tensors, so that a recomputation finds as many as the first run."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradient: Tensor) -> Tensor:

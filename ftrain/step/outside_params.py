@@ -1,4 +1,4 @@
-"""Parameters that a loss uses and that are not in the state: it would get no gradient for them, and old values."""
+"""Find parameters that a loss uses but that are not in the state: they get no gradient and keep their values."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ log = logging.getLogger("ftrain")
 
 
 def check_outside_params(total: Tensor, module_params: Mapping[str, nn.Parameter], name: str) -> None:
-    """Look for parameters in the graph of a loss; those of the state are tensors, but no `nn.Parameter`.
+    """Find each `nn.Parameter` in the graph of a loss, in which the parameters of the state are plain tensors.
 
-    The logger ``ftrain`` says which are not in the state and so do not train, such as those of a second module.
+    The logger ``ftrain`` warns of those that are not in the state, such as those of a second module.
 
     Args:
         total: the loss, with its graph.
-        module_params: the parameters of its module, as they are outside of a step.
-        name: of the loss.
+        module_params: the parameters of its module by name, as they are outside of a step.
+        name: the name of the loss.
 
     Raises:
-        LossError: for one of the module itself, whose place in the module has the tensor of the state.
+        LossError: when a parameter of the module itself is used instead of the tensor of the state.
     """
     outside = [*_parameters(total)]
     for parameter in outside:
-        if place := next((each for each, param in module_params.items() if param is parameter), None):
+        if param_name := next((each for each, param in module_params.items() if param is parameter), None):
             raise LossError(
-                f"{name}: uses the parameter {place} from elsewhere than its place in the module, where the one of the "
-                "state is, so that it would keep its first value. Use model(...) or model.get_parameter(...) of the "
-                "model that the criterion is given, and in a module keep no parameter in a list, a dict or a function"
+                f"{name}: uses the parameter {param_name} by another reference than the attribute of the module, which "
+                "holds the tensor of the state, so that it would keep its first value. Use model(...) or "
+                "model.get_parameter(...) of the model that the criterion gets, and do not keep parameters of a module "
+                "in a list, a dict or a closure"
             )
     if outside:
         log.warning(
-            "%s: uses %d parameters that are not in the state, and do not train: %s%s. Make one module of both for "
+            "%s: uses %d parameters that are not in the state, and do not train: %s%s. Pass one module with them to "
             "ft.from_module, or freeze them: parameter.requires_grad_(False)",
             name,
             len(outside),
@@ -52,7 +53,7 @@ def _parameters(total: Tensor) -> Iterator[nn.Parameter]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        # Only the nodes of leaves have one.
+        # Only the nodes of leaves have the attribute.
         leaf = getattr(node, "variable", None) if not node.next_functions else None
         if isinstance(leaf, nn.Parameter):
             yield leaf

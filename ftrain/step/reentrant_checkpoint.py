@@ -1,4 +1,4 @@
-"""Find tensors that are used within a re-entrant `torch.utils.checkpoint`, which hides them from the gradient."""
+"""Find tensors that are used within a re-entrant `torch.utils.checkpoint`, which hides them from autograd."""
 
 from __future__ import annotations
 

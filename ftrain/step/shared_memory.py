@@ -14,10 +14,7 @@ from ftrain.types import PyTree
 
 
 def overlaps(tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Return the pairs of names whose tensors share elements.
-
-    Tensors that lie in one storage without sharing elements, as the weights of `torch.nn.LSTM` on a GPU, are no pair.
-    """
+    """Return the pairs of names whose tensors share elements, not only a storage as in `torch.nn.LSTM` on a GPU."""
     by_memory = defaultdict(list)
     for name, tensor in tensors.items():
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta:
@@ -33,19 +30,19 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     if a.element_size() != b.element_size():
         return True
     # Two columns of a matrix, for example, overlap in range but share no element.
-    places = torch.arange(a.untyped_storage().nbytes() // a.element_size(), device=tree.HOST)
-    first, second = (places.as_strided(each.shape, each.stride(), each.storage_offset()) for each in (a, b))
+    positions = torch.arange(a.untyped_storage().nbytes() // a.element_size(), device=tree.HOST)
+    first, second = (positions.as_strided(each.shape, each.stride(), each.storage_offset()) for each in (a, b))
     return bool(torch.isin(first.flatten(), second.flatten()).any())
 
 
 def _range(tensor: Tensor) -> range:
-    """The bytes of the memory between the first element and the last."""
+    """Return the byte range from the first element to the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start, size = tensor.storage_offset(), tensor.element_size()
     return range(start * size, (start + last + 1) * size)
 
 
 def copy_shared(buffers: PyTree, params: PyTree) -> PyTree:
-    """Copy the buffers that share memory with parameters, which a donated update overwrites."""
+    """Copy the buffers that share a storage with parameters, because a donated update overwrites it."""
     storages = {_torch.storage_id(leaf) for leaf in tree.leaves(params)}
     return tree.map(lambda leaf: leaf.clone() if _torch.storage_id(leaf) in storages else leaf, buffers)

@@ -1,4 +1,4 @@
-"""The step: an open record of loss, optimizer and wrappers, which is itself a pure function."""
+"""The step: a record of loss, optimizer and wrappers that is itself a pure function. `train_step` makes one."""
 
 from __future__ import annotations
 
@@ -7,42 +7,29 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ftrain import _torch, backends, random, tree
 from ftrain._torch import dtensor
 from ftrain.errors import ComposeError, OptionError, StructureError
 from ftrain.optim.schedules.call import require_numbers
-from ftrain.step.across_ranks import order
-from ftrain.step.eager import Eager
+from ftrain.step.core import Eager
 from ftrain.step.initial_state import initial_parts
-from ftrain.step.loss_forms import report
-from ftrain.step.lowered import Lowered, Lowering
-from ftrain.step.purity import as_tree
-from ftrain.step.shared_memory import copy_shared
-from ftrain.step.state_argument import require_state
+from ftrain.step.loss_forms import adapt, report
+from ftrain.step.lowered import Lowered
+from ftrain.step.state_checks import require_params, require_same_trainable, require_state
 from ftrain.step.swap_params import to_meta_
-from ftrain.step.trainable_params import require_choice, require_params
-from ftrain.step.update import guarded, optimize
-from ftrain.step.value_and_grad import value_and_grad
-from ftrain.step.wrapper import ARROWS, OnGrad, OnRanks, OnStep, OnUpdate, SlotSpec, Wrapper
+from ftrain.step.wrapper import ARROWS, OnRanks, OnStep, S, SlotSpec, Wrapper
 from ftrain.tree.name_patterns import Mask
 from ftrain.types import (
-    Core,
-    GradFn,
-    Hyper,
     Loss,
-    LossFn,
-    Mean,
     Metrics,
     Optimizer,
     PyTree,
     Runner,
     TrainState,
-    UpdateFn,
     consume,
     is_donatable,
     mark_donatable,
@@ -50,12 +37,54 @@ from ftrain.types import (
 )
 
 
+def compose(step: S, *wrappers: Callable[[Any], Any]) -> S:
+    """Apply wrappers to a step, the first one innermost.
+
+    Raises:
+        ComposeError: when one of them is not a wrapper.
+    """
+    for position, wrap in enumerate(wrappers):
+        if not callable(wrap) or isinstance(wrap, Step):
+            raise ComposeError(f"compose: argument {position + 1} is {wrap!r}; needs a wrapper such as ft.clip(1.0)")
+        step = wrap(step)
+    return step
+
+
+def train_step(
+    loss_fn: Callable[..., Any] | Loss,
+    optimizer: Optimizer,
+    *,
+    trainable: Mask | None = None,
+    allow_unused: bool = False,
+) -> Step:
+    """Return the step that updates parameters with an optimizer and the gradient of a loss.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)`` as `ftrain.step.loss_forms.adapt` describes it, or the loss that
+            `ftrain.from_module` returned.
+        optimizer: from `ftrain.optim`.
+        trainable: which parameters train, as ``(name, leaf) -> bool`` or a list of name patterns; the others are
+            frozen. Default: all; of a module, those that require a gradient; under `lora`, only the adapters.
+        allow_unused: give parameters that the loss does not use a zero gradient instead of an error.
+
+    Raises:
+        LossError: when `loss_fn` cannot be called as a loss.
+        ComposeError: when `optimizer` is not an optimizer of ftrain.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ComposeError(
+            f"train_step: the optimizer is {type(optimizer).__name__}; needs one of ftrain.optim, such as "
+            "ft.optim.adamw(3e-4), which keeps its state in the TrainState"
+        )
+    return Step(adapt(loss_fn), optimizer, trainable, allow_unused)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Step:
-    """A pure training step ``(state, batch) -> (state, metrics)`` whose parts stay open to wrappers.
+    """A pure training step ``(state, batch) -> (state, metrics)``. Make one with `train_step`.
 
-    Made by `train_step`. It works in four arrows, ``loss -> grad -> update -> step``, and each wrapper
-    transforms one of them. `print` shows the pipeline, innermost first.
+    It consists of four functions, ``loss -> grad -> update -> step``; each wrapper transforms one of them.
+    `print` shows the pipeline, the innermost wrapper first.
     """
 
     base: Loss
@@ -73,20 +102,20 @@ class Step:
         """Return this step with one more wrapper around it.
 
         Raises:
-            ComposeError: when it has a wrapper of that name already, or one with which that does not go.
+            ComposeError: when it already has a wrapper of that name, or one that cannot be combined with it.
         """
         if any(other.name == wrapper.name for other in self.wrappers):
-            raise ComposeError(f"{wrapper.text}: the step has a {wrapper.name} already:\n{self}")
+            raise ComposeError(f"{wrapper.text}: the step already has the wrapper {wrapper.name}; use one:\n{self}")
         replaces = wrapper.update.optimizer if wrapper.update else None
         optimizer = replaces(self.optimizer) if replaces else self.optimizer
         step = dataclasses.replace(self, optimizer=optimizer, wrappers=(*self.wrappers, wrapper))
-        # Built at once, so that whatever does not fit is an error where it is written.
+        # Computed here, so that an error is raised where the wrapper is added.
         _ = step.loss
         return step
 
     @functools.cached_property
     def donating(self) -> Step:
-        """The step that donates: itself, if it does so already."""
+        """The step that donates its state: this one, if it does so already."""
         if self.donate:
             return self
         donate = Wrapper("donated", step=OnStep(donate=True), options={})
@@ -101,8 +130,8 @@ class Step:
 
     @functools.cached_property
     def updates_in_backward(self) -> bool:
-        """Whether the update is made within the backward pass, from gradients that never all exist."""
-        return any(each.make_update for each in self._on_update)
+        """Whether the update runs within the backward pass, so that the gradients never all exist at once."""
+        return any(wrapper.update and wrapper.update.make_update for wrapper in self.wrappers)
 
     @property
     def is_compiled(self) -> bool:
@@ -111,93 +140,33 @@ class Step:
 
     @property
     def microbatches(self) -> int:
-        """In how many pieces, one after the other, wrappers take a batch."""
-        return math.prod(each.microbatches or 1 for each in self._on_grad)
+        """The number of microbatches into which wrappers split a batch."""
+        return math.prod(wrapper.grad.microbatches or 1 for wrapper in self.wrappers if wrapper.grad)
 
     @property
     def may_refuse_updates(self) -> bool:
-        """Whether an update may be taken back, for which the old and the new state must exist at once."""
+        """Whether an update may be refused; then the old and the new state must exist at the same time."""
         return any(wrapper.may_refuse_updates for wrapper in self.wrappers)
-
-    @property
-    def _on_grad(self) -> list[OnGrad]:
-        return [wrapper.grad for wrapper in self.wrappers if wrapper.grad]
-
-    @property
-    def _on_update(self) -> list[OnUpdate]:
-        return [wrapper.update for wrapper in self.wrappers if wrapper.update]
 
     @property
     def _on_step(self) -> list[OnStep]:
         return [wrapper.step for wrapper in self.wrappers if wrapper.step]
 
+    @property
+    def _slots(self) -> dict[str, SlotSpec]:
+        return {wrapper.name: wrapper.slot for wrapper in self.wrappers if wrapper.slot}
+
     @functools.cached_property
     def loss(self) -> Loss:
-        """The loss with the wrappers of its arrow applied."""
-        loss, parts = self.base, [wrapper.loss for wrapper in self.wrappers if wrapper.loss]
-        for part in sorted(parts, key=lambda part: part.order):
-            loss = part.wrap(loss)
+        """The loss with its wrappers applied."""
+        loss, on_loss = self.base, [wrapper.loss for wrapper in self.wrappers if wrapper.loss]
+        for each in sorted(on_loss, key=lambda each: each.order):
+            loss = each.wrap(loss)
         return loss
-
-    def assemble(
-        self,
-        *,
-        donate: bool = False,
-        around_loss: Callable[[LossFn], LossFn] = lambda loss: loss,
-        around_grad: Callable[[GradFn], GradFn] = lambda grad: grad,
-        around_update: Callable[[UpdateFn], UpdateFn] = lambda update: update,
-    ) -> Core:
-        """Put the arrows together to one function of tensors; a compiler may wrap them, of gradients the innermost."""
-        grad, update = self._grad(around_loss, around_grad), around_update(self._update())
-
-        def core(state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None) -> tuple[TrainState, Metrics]:
-            gradients = grad(state, batch, rng)
-            # A metric, or a buffer, may be a parameter itself, which a donated update overwrites.
-            metrics = {
-                name: m.value if isinstance(m, Mean) else m.clone() if donate and isinstance(m, Tensor) else m
-                for name, m in gradients.metrics.items()
-            }
-            if donate and not tree.is_blank(gradients.buffers):
-                gradients = replace(gradients, buffers=copy_shared(gradients.buffers, state.params))
-            if gradients.finite is not None:
-                metrics = report(metrics, self.base.text, skipped=~gradients.finite)
-            new = update(state, gradients, hyper, donate=donate)
-            if gradients.slots:
-                new = replace(new, slots={**new.slots, **gradients.slots})
-            return new, {"loss": gradients.loss.value, **metrics}
-
-        return core
-
-    def _grad(self, around_loss: Callable[[LossFn], LossFn], around_grad: Callable[[GradFn], GradFn]) -> GradFn:
-        grad = value_and_grad(
-            around_loss(self.loss.fn),
-            name=self.base.text,
-            allow_unused=self.allow_unused,
-            scale=next((each.loss_scale for each in self._on_grad if each.loss_scale), None),
-            watch=bool(self._on_finite_checks),
-            late=self.updates_in_backward,
-            # Weak: the memory of a module may be given to a state.
-            module_params=WeakValueDictionary(self.base.module.named_parameters() if self.base.module else ()),
-        )
-        grad = around_grad(grad)
-        for each in order(self._on_grad):
-            grad = each.wrap(grad)
-        return grad
-
-    def _update(self) -> UpdateFn:
-        makers = [each.make_update for each in self._on_update if each.make_update]
-        update = (makers[-1] if makers else optimize)(self.optimizer)
-        for each in self._on_update:
-            update = each.wrap(update) if each.wrap else update
-        return guarded(update, self._on_finite_checks) if self.may_refuse_updates else update
-
-    @property
-    def _on_finite_checks(self) -> dict[str, Callable[[PyTree, Tensor], PyTree]]:
-        return {name: slot.on_finite_check for name, slot in self._slots.items() if slot.on_finite_check}
 
     @functools.cached_property
     def runner(self) -> Runner:
-        """What executes the step: eagerly, unless a wrapper brings something else."""
+        """The object that runs the step: `Eager`, unless a wrapper replaces it."""
         makers = [each.make_runner for each in self._on_step if each.make_runner]
         return makers[-1](self) if makers else Eager(self)
 
@@ -210,32 +179,32 @@ class Step:
         device: torch.device | str | None = None,
         donate: bool = False,
     ) -> TrainState:
-        """Return the state before the first step; it shares no memory with what it is made from.
+        """Return the state before the first step. Without `donate` it shares no memory with the tensors passed in.
 
-        The tensors of a module that are on the device ``meta`` get the values that its methods ``reset_parameters()``,
-        or ``_init_weights(part)`` of transformers' models, draw from `seed`; the module itself stays on ``meta``.
-        Where the step divides its state over ranks, each block is divided before the next one is made.
+        Tensors of a module on the device ``meta`` get the values that its methods ``reset_parameters()``, or
+        ``_init_weights(part)`` of transformers' models, draw from `seed`; the module itself stays on ``meta``. If the
+        step divides its state over ranks, each block is divided before the next one is initialised.
 
         Args:
-            params: a tree of floating-point tensors; not needed when the loss comes from a module. Or the path of
+            params: a tree of floating-point tensors; not needed if the loss comes from a module. Or the path of
                 safetensors, a file or a directory as Hugging Face's libraries write it, with values for the module:
-                each rank reads its parts only.
+                each rank reads only its parts.
             buffers: a tree of tensors that the loss carries from step to step.
             seed: of the state's random key.
-            device: where the state lives. Default: the device of the parameters; for a module on ``meta`` that of
+            device: where the state is. Default: the device of the parameters; for a module on ``meta``,
                 `ftrain.backends.default`.
-            donate: do not copy: the memory of the parameters and buffers becomes the state's. A module is
-                left with shapes only, on the device ``meta``, until `ftrain.to_module` fills it.
+            donate: do not copy: the state takes over the memory of the parameters and buffers. A module is moved to
+                the device ``meta``, until `ftrain.to_module` fills it.
 
         Raises:
-            StructureError: for no parameters, or a parameter that is not a floating-point tensor; for a tensor on
-                ``meta`` that no method writes; for files without some tensor of the module.
-            CheckpointError: when a file cannot be read.
-            DeviceError: when the device is not there or cannot do what a wrapper needs.
+            StructureError: if there are no parameters, or one is not a floating-point tensor; if no method writes a
+                tensor on ``meta``; if a tensor of the module is missing in the files.
+            CheckpointError: if a file cannot be read.
+            DeviceError: if the device is not available, or lacks something that a wrapper needs.
         """
         require_numbers(self.optimizer.schedules)
-        place = None if device is None else backends.resolve(device)
-        params, frozen, buffers = initial_parts(self, params, buffers, seed, place, donate)
+        resolved = None if device is None else backends.resolve(device)
+        params, frozen, buffers = initial_parts(self, params, buffers, seed, resolved, donate)
         require_params(params)
         self._require_device(params)
         state = TrainState(
@@ -251,28 +220,32 @@ class Step:
             to_meta_(self.base.module)
         return mark_donatable(state)
 
+    def init_slots(self, params: PyTree) -> dict[str, PyTree]:
+        """Return the initial slots of the wrappers for these trained parameters."""
+        return {name: slot.init(params) for name, slot in self._slots.items()}
+
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Return the next state and the metrics of this step.
 
-        Metrics are 0-d tensors on the device (``loss``, what the loss and the wrappers report) and
-        floats (the scheduled values, ``lr``); nothing waits for the device.
+        Metrics are 0-d tensors on the device (``loss``, and those that the loss and the wrappers report) and floats
+        (the scheduled values, ``lr``). Nothing waits for the device.
 
         Raises:
-            StructureError: when the state is not of this step's structure.
+            StructureError: when the state does not have the structure of this step.
             ConsumedError: when the state was donated before.
         """
-        argument, batch = state, as_tree(batch)
+        argument, batch = state, tree.as_tree(batch)
         run: Callable[..., tuple[TrainState, Metrics]] = self.runner
         if self._on_ranks is not None:
             state, batch, around = self._on_ranks(self, state, batch)
             run = around(self.runner)
         if getattr(argument, "_origin", None) is not self._origin:
-            # As all ranks have it: a part does not tell the shape of a leaf.
+            # The argument, because the local part of a divided state does not have the shapes of the whole leaves.
             self.require(argument)
         if self.donate and not is_donatable(argument):
             # Others may hold the tensors of a state that was not made by `init` or a donating step.
             state = tree.clone(state)
-        count, key, hyper, words = state.step, state.rng, *self._known_to_the_host(state)
+        count, key, hyper, words = state.step, state.rng, *self._host_values(state)
         with self.loss.scope(True):
             new, metrics = run(state, batch, hyper, words)
         new = replace(new, step=count + 1, rng=key)
@@ -285,7 +258,7 @@ class Step:
         return new, report(metrics, self.base.text, **hyper)
 
     def lower(self, state: TrainState, batch: PyTree) -> Lowered:
-        """Compile the step for a state and a batch like these, and say what it consists of: `print` shows it.
+        """Compile the step for a state and a batch like these, and return a report of its graphs; `print` shows it.
 
         Raises:
             ComposeError: when the step is not compiled.
@@ -294,18 +267,23 @@ class Step:
         lower = getattr(self.runner, "lower", None)
         if lower is None:
             raise ComposeError(f"Step.lower: the step is not compiled; use ft.compiled()(step).lower(...):\n{self}")
-        batch, lowering = as_tree(batch), Lowering(lower)
-        run: Callable[..., tuple[TrainState, Metrics]] = lowering
+        lowered: list[Lowered] = []
+
+        def run(state: TrainState, *arguments: Any) -> tuple[TrainState, Metrics]:
+            lowered.append(lower(state, *arguments))
+            return state, {}
+
         self.require(state)
+        batch = tree.as_tree(batch)
+        around: Any = None
         if self._on_ranks is not None:
             state, batch, around = self._on_ranks(self, state, batch)
-            run = around(lowering)
         with self.loss.scope(True):
-            run(state, batch, *self._known_to_the_host(state))
-        return lowering.result
+            (around(run) if around else run)(state, batch, *self._host_values(state))
+        return lowered[0]
 
-    def _known_to_the_host(self, state: TrainState) -> tuple[dict[str, float], tuple[int, int]]:
-        """The scheduled values of a step, and the words of its key."""
+    def _host_values(self, state: TrainState) -> tuple[dict[str, float], tuple[int, int]]:
+        """Return the scheduled values of a step, and the words of its key."""
         count = int(state.step)
         factors = self.optimizer.factors(state.opt_state) if self.optimizer.factors else {}
         hyper = {}
@@ -325,15 +303,15 @@ class Step:
 
     @functools.cached_property
     def _origin(self) -> object:
-        """Marks the states this step made, whose structure need not be checked again."""
+        """Marks the states that this step returned, whose structure need not be checked again."""
         return object()
 
     def check(self, state: TrainState, since: int = 0) -> None:
-        """Raise what the wrappers' slots show to be wrong; waits for the device.
+        """Raise the error of a wrapper whose slot shows that something went wrong. Waits for the device.
 
         Args:
-            state: the state to look at.
-            since: look at what has happened after this step, such as that of the last check.
+            state: the state to check.
+            since: consider only what happened after this step, such as the step of the last check.
 
         Raises:
             NonFiniteError: when `skip_nonfinite` has skipped too many steps in a row.
@@ -342,16 +320,8 @@ class Step:
             if slot.check:
                 slot.check(state.slots[name], int(state.step), since)
 
-    def init_slots(self, params: PyTree) -> dict[str, PyTree]:
-        """Return the initial slots of the wrappers, for these trained parameters."""
-        return {name: slot.init(params) for name, slot in self._slots.items()}
-
-    @property
-    def _slots(self) -> dict[str, SlotSpec]:
-        return {wrapper.name: wrapper.slot for wrapper in self.wrappers if wrapper.slot}
-
     def require(self, state: TrainState) -> None:
-        """Check that a state has the structure this step works on, and is where it can run.
+        """Check that a state has the structure of this step, and is on a device where the step can run.
 
         Raises:
             StructureError: naming the paths that differ.
@@ -360,17 +330,14 @@ class Step:
         require_params(state.params)
         if self._on_ranks is None and any(map(dtensor.is_dtensor, tree.leaves(state.params))):
             raise StructureError(
-                "Step: the state is divided over ranks, and the step has no ft.sharded(mesh): add it to the step, or "
-                "take ft.parallel.whole(state), which every rank must call"
+                "Step: the state is divided over ranks, but the step has no ft.sharded(mesh): add it to the step, or "
+                "gather the state with ft.parallel.whole(state), which every rank must call"
             )
         self._require_device(state.params)
-        if self.loss.adapters is None:  # Beside which other parameters train than beside none.
-            require_choice(self.trainable, self.base.module, state.params, state.frozen)
+        if self.loss.adapters is None:  # With adapters, `trainable` does not say which parameters train.
+            require_same_trainable(self.trainable, self.base.module, state.params, state.frozen)
         params = tree.map(_torch.on_meta, state.params)
-        needed = {
-            "opt_state": self.optimizer.init(params),
-            "slots": self.init_slots(params),
-        }
+        needed = {"opt_state": self.optimizer.init(params), "slots": self.init_slots(params)}
         tree.require_same("Step", "the state", {"opt_state": state.opt_state, "slots": state.slots}, needed)
 
     def _require_device(self, params: PyTree) -> None:
@@ -380,21 +347,16 @@ class Step:
             if wrapper.require:
                 wrapper.require(backend, params)
 
-    @property
-    def _ran(self) -> Step:
-        """What shows how this step is compiled: the step that `fit` made of it, if it did."""
-        donating: Step = vars(self).get("donating", self)
-        return donating if self.is_compiled else self
-
     def __repr__(self) -> str:
         texts = {arrow: [w.text for w in self.wrappers if w.arrow == arrow] for arrow in ARROWS}
         choices = [f"[{w.choice()}]" for w in self.wrappers if w.choice and w.choice()]
+        # `fit` runs the donating step, whose runner then knows how the step was compiled.
+        ran: Step = vars(self).get("donating", self) if self.is_compiled else self
+        at_end = [w.text for w in self.wrappers if w.step and w.step.on_step_end]
         lines = {
             "loss": " ".join([self.loss.text, *choices]),
             "grad": " <- ".join(["value_and_grad", *texts["grad"]]),
             "update": " <- ".join([self.optimizer.text, *texts["update"]]),
-            "step": " <- ".join(
-                [self._ran.runner.text, *(w.text for w in self.wrappers if w.step and w.step.on_step_end)]
-            ),
+            "step": " <- ".join([ran.runner.text, *at_end]),
         }
         return "\n".join(f"{arrow:<7} {line}" for arrow, line in lines.items())

@@ -1,4 +1,4 @@
-"""Run a module on other tensors than its own: the places that hold its tensors, and contexts that replace them."""
+"""Run a module on other tensors than its own: the slots that hold its tensors, and contexts that replace them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _is_training = attrgetter("training")
 
 
 class Slot(NamedTuple):
-    """A place in a module that holds a tensor: its dict, the key in it, the tensor's dotted name."""
+    """A place in a module that holds a tensor: a dict, the key in it, and the dotted name of the tensor."""
 
     place: dict[str, Any]
     key: str
@@ -36,7 +36,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
-    """Return every place that holds a parameter or buffer; tied tensors share the name of the first one."""
+    """Return the slots of all parameters and buffers; the slots of a tied tensor have the name of the first one."""
     names = {id(tensor): name for name, tensor in named_tensors(module)}
     return [
         Slot(place, key, names[id(tensor)], place is _torch.buffers_of(part))
@@ -48,7 +48,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 
 class bound:  # noqa: N801
-    """Context in which the places of a module hold other tensors."""
+    """Context in which slots of a module hold other tensors."""
 
     def __init__(self, slots: Sequence[Slot], values: Sequence[Any]) -> None:
         self._slots, self._values = slots, values
@@ -62,13 +62,13 @@ class bound:  # noqa: N801
 
 
 def put(slots: Sequence[Slot], values: Sequence[Any]) -> None:
-    """Put tensors into places."""
+    """Put tensors into slots."""
     for (place, key, _, _), value in zip(slots, values, strict=True):
         place[key] = value
 
 
 class preserve_dicts:  # noqa: N801
-    """Context that restores dicts at its end: items that were added meanwhile are removed."""
+    """Context that restores the items of dicts at its end."""
 
     def __init__(self, places: Sequence[dict[str, Any]]) -> None:
         self._places = places
@@ -82,7 +82,7 @@ class preserve_dicts:  # noqa: N801
 
 def refill(places: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> None:
     """Replace the items of each dict by those of another one."""
-    # A module has hundreds of dicts: without a Python loop over them.
+    # A module has hundreds of dicts, so this avoids a Python loop over them.
     deque(map(dict.clear, places), maxlen=0)
     deque(map(dict.update, places, held), maxlen=0)
 
@@ -90,8 +90,8 @@ def refill(places: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> 
 class BorrowedModule:
     """Context of a run in which the parameter and buffer dicts of a module may hold other tensors.
 
-    A run within a step (`DuringStep`) keeps its tensors there until the step is over or the next run begins: in
-    the backward pass, models that use `torch.utils.checkpoint` run parts of themselves again.
+    After a run within a step (`DuringStep`) the tensors stay there until the step ends or the next run begins, because
+    models that use `torch.utils.checkpoint` run parts of themselves again in the backward pass.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -100,10 +100,10 @@ class BorrowedModule:
             place for part in self.parts for place in (_torch.parameters_of(part), _torch.buffers_of(part))
         ]
         self.overrides_train = any(type(part).train is not nn.Module.train for part in self.parts)
-        # The items of the dicts outside of all runs, while they hold others.
+        # The items that the dicts hold outside of all runs; None when they hold them now.
         self._original: list[dict[str, Any]] | None = None
         self.steps = 0
-        # One entry for each active run: the dicts at its beginning if it is nested, else None.
+        # For each active run, the items at its beginning if it is nested in another run, else None.
         self._runs: list[list[dict[str, Any]] | None] = []
 
     def __enter__(self) -> None:
@@ -118,21 +118,21 @@ class BorrowedModule:
         if outer is not None:
             refill(self.places, outer)
         elif self.steps == 0:
-            self.give_back()
+            self.restore()
 
-    def give_back(self) -> None:
-        """Put back what the dicts held outside of all runs."""
+    def restore(self) -> None:
+        """Restore the items that the dicts hold outside of all runs."""
         if self._original is not None:
             refill(self.places, self._original)
             self._original = None
 
 
 _threads: dict[int, int] = {}
-"""Of each module that is within a step: its id -> the thread of that step."""
+"""The id of each module that is in a step -> the thread of that step."""
 
 
 def require_no_other_thread(module: nn.Module) -> None:
-    """Check that a module is not in a step of another thread, which has put the tensors of its state into it.
+    """Check that a module is not in a step of another thread, so that it does not hold tensors of its state.
 
     Raises:
         LossError: if it is.
@@ -143,8 +143,8 @@ def require_no_other_thread(module: nn.Module) -> None:
 
 def _in_another_thread(module: nn.Module) -> LossError:
     return LossError(
-        f"{type(module).__name__} is in a step of another thread, which has put the tensors of its state into it; give "
-        "each thread a loss of its own, from_module(copy.deepcopy(module), ...)"
+        f"from_module: {type(module).__name__} is in a step of another thread, and holds the tensors of its state; use "
+        "one loss per thread: ft.from_module(copy.deepcopy(module), ...)"
     )
 
 
@@ -169,7 +169,7 @@ class DuringStep:
         if borrowed.overrides_train:
             borrowed.module.train(self._training)
         else:
-            # Not by nn.Module.__setattr__, which looks for parameters and takes ten times as long.
+            # nn.Module.__setattr__ looks for parameters and takes ten times as long.
             for part in borrowed.parts:
                 part.__dict__["training"] = self._training
         borrowed.steps += 1
@@ -178,7 +178,7 @@ class DuringStep:
         borrowed = self._borrowed
         borrowed.steps -= 1
         if borrowed.steps == 0:
-            borrowed.give_back()
+            borrowed.restore()
         for part, mode in zip(borrowed.parts, self._modes, strict=True):
             part.__dict__["training"] = mode
         if self._is_outermost:
@@ -187,9 +187,9 @@ class DuringStep:
 
 @contextmanager
 def preserve_attributes(module: nn.Module | None) -> Iterator[None]:
-    """Restore the attributes of a module and its children at the end, with the items of lists and dicts among them.
+    """Context that restores the attributes of a module and its children, and the items of their lists and dicts.
 
-    Models cache masks and tables from one run to the next; those of a run on fake tensors must not stay.
+    Models cache masks and tables between runs; those of a run on fake tensors must not stay.
     """
     attributes = [] if module is None else [vars(part) for part in module.modules()]
     containers = [*attributes, *(each for place in attributes for each in place.values() if type(each) in (dict, list))]
@@ -216,14 +216,14 @@ def to_meta_(module: nn.Module) -> None:
 
 
 def is_donated(module: nn.Module) -> bool:
-    """Whether `to_meta_` has taken the values of a module, and `fill` has not brought others."""
+    """Whether `to_meta_` freed the values of a module, and `fill` has not been called since."""
     return module in _donated
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into those of a module, of the same names and shapes; meta tensors are replaced by copies.
+    """Copy tensors into those of a module with the same names; replace its meta tensors by copies.
 
-    Tensors that are divided over ranks are gathered one after the other.
+    DTensors are gathered one after the other.
 
     Raises:
         LossError: when the module is in a step of another thread.

@@ -1,4 +1,4 @@
-"""What the ranks of a step send to each other, by kind of collective and axis of the mesh."""
+"""The bytes that each rank sends in a step, by kind of collective and axis of the mesh."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ SENT_PER_BYTE = {
     "all_to_all_single": lambda ranks: (ranks - 1) / ranks,
     "broadcast": lambda ranks: (ranks - 1) / ranks,
 }
-"""Bytes that each rank sends in a ring, on average, for each byte of its input: the bus traffic of NCCL's tests."""
+"""Name of torch's operation -> ``ranks -> factor``: the bytes that each rank sends in a ring, on average, for each byte
+of its input (the bus traffic of NCCL's tests)."""
 
-NAMES = {
+KINDS = {
     "all_reduce": "all-reduce",
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
     "all_to_all_single": "all-to-all",
     "broadcast": "broadcast",
 }
-"""How collectives print, by the name of torch's operation."""
+"""Name of torch's operation -> kind of collective, for `print`."""
 
 
 class Collective(NamedTuple):
@@ -33,7 +34,7 @@ class Collective(NamedTuple):
 
     Args:
         operation: the name of torch's operation.
-        axis: of the mesh, along which it communicates; ``"all"`` for all ranks.
+        axis: the axis of the mesh; ``"all"`` for all ranks.
         nbytes: bytes of this rank's input.
     """
 
@@ -43,12 +44,12 @@ class Collective(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What one rank sends in a step with the collectives of one kind along one axis.
+    """The bytes that one rank sends in a step with the collectives of one kind along one axis.
 
     Args:
-        kind: of the collectives: ``"all-gather"``, say.
-        axis: of the mesh, along which they communicate; ``"all"`` for all ranks.
-        calls: how many there are.
+        kind: the kind of collective, such as ``"all-gather"``.
+        axis: the axis of the mesh; ``"all"`` for all ranks.
+        calls: the number of collectives.
         sent: bytes that each rank sends in a ring, on average.
     """
 
@@ -59,17 +60,12 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(collectives: Iterable[Collective], sizes: Mapping[str, int]) -> list[Traffic]:
-    """Return what a rank sends, most first.
-
-    Args:
-        collectives: of one rank.
-        sizes: how many ranks communicate along each axis.
-    """
+    """Return the traffic of one rank's collectives, most bytes first; `sizes` are the lengths of the axes."""
     inputs: dict[tuple[str, str], list[int]] = {}
     for each in collectives:
         inputs.setdefault((each.operation, each.axis), []).append(each.nbytes)
     rows = [
-        Traffic(NAMES[operation], axis, len(nbytes), round(sum(nbytes) * SENT_PER_BYTE[operation](sizes[axis])))
+        Traffic(KINDS[operation], axis, len(nbytes), round(sum(nbytes) * SENT_PER_BYTE[operation](sizes[axis])))
         for (operation, axis), nbytes in inputs.items()
     ]
     return sorted(rows, key=lambda row: -row.sent)
@@ -84,5 +80,5 @@ def is_collective(target: Any) -> bool:
     """Whether an operation is a collective of torch."""
     if not isinstance(target, _torch.OpOverload) or target.namespace != "_c10d_functional":
         return False
-    # A compiler may choose the one that overwrites its input.
-    return target.overloadpacket.__name__.removesuffix("_") in NAMES
+    # A compiler may choose the in-place variant.
+    return target.overloadpacket.__name__.removesuffix("_") in KINDS

@@ -1,4 +1,4 @@
-"""The record of a wrapper: what it does to each arrow of a step, and its part of the state."""
+"""The record of a wrapper: how it changes loss, gradient, update and step, and its part of the state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ftrain.types import GradFn, Loss, Optimizer, PyTree, Runner, TrainState, Up
 P = ParamSpec("P")
 S = TypeVar("S", bound=Callable[..., Any])
 
-
 OnRanks: TypeAlias = Callable[
     [Any, TrainState, PyTree], tuple[TrainState, PyTree, Callable[[Runner], Callable[..., Any]]]
 ]
@@ -26,12 +25,12 @@ OnRanks: TypeAlias = Callable[
 
 @dataclass(frozen=True, eq=False)
 class OnLoss:
-    """What a wrapper does to the loss.
+    """How a wrapper changes the loss.
 
     Args:
-        wrap: ``Loss -> Loss``; adds how it prints to `Loss.wrapper_texts`.
-        order: wrappers with a lower one are applied first, wherever they stand: 0 for what changes the model that the
-            loss is of, 1 for what gathers its parameters, 2 for what changes how it computes.
+        wrap: ``Loss -> Loss``; adds the wrapper's text to `Loss.wrapper_texts`.
+        order: wrappers with a lower number are applied first, wherever they are listed: 0 changes the model of the
+            loss, 1 gathers its parameters, 2 changes how it computes.
     """
 
     wrap: Callable[[Loss], Loss]
@@ -40,19 +39,19 @@ class OnLoss:
 
 @dataclass(frozen=True, eq=False)
 class OnGrad:
-    """What a wrapper does to the gradient.
+    """How a wrapper changes the gradient.
 
     Args:
         wrap: ``GradFn -> GradFn``.
-        reads_gradients: whether it looks at gradients, and needs all of them at once.
-        microbatches: in how many pieces it takes a batch. Default None: it leaves the batch whole.
-        compile_inner: whether a compiled step makes a graph of the innermost gradient alone, which `wrap` then calls
+        reads_gradients: whether it reads gradients, and needs all of them at once.
+        microbatches: the number of microbatches into which it splits a batch. Default None: it does not split it.
+        compile_inner: whether a compiled step captures only the innermost gradient as a graph, which `wrap` then calls
             in a loop, instead of one graph of all calls.
-        loss_scale: ``state -> 0-d tensor``, the cotangent of the mean loss, by which gradients are divided again.
+        loss_scale: ``state -> 0-d tensor``, a factor of the loss; gradients are divided by it afterwards.
         may_refuse_updates: whether it sets `Gradients.accept`.
-        across_ranks: whether it combines the gradients of ranks. It then goes around those that take a batch in pieces
-            and inside of all others, wherever it stands: ranks communicate once a step.
-        evaluations: how many gradients of the whole batch it takes in a step.
+        across_ranks: whether it combines the gradients of ranks. It is then applied outside the wrappers that split the
+            batch and inside all others, wherever it is listed: ranks communicate once per step.
+        evaluations: the number of gradients of the whole batch that it computes in a step.
     """
 
     wrap: Callable[[GradFn], GradFn]
@@ -67,14 +66,14 @@ class OnGrad:
 
 @dataclass(frozen=True, eq=False)
 class OnUpdate:
-    """What a wrapper does to the update.
+    """How a wrapper changes the update.
 
     Args:
         wrap: ``UpdateFn -> UpdateFn``.
-        reads_gradients: whether `wrap` looks at gradients, and needs all of them at once.
-        optimizer: ``Optimizer -> Optimizer`` of the same `text`: what the step has as its optimizer from then on.
-        make_update: ``Optimizer -> UpdateFn``, the innermost update. It gets `Gradients` whose `stream_grads` runs the
-            backward pass.
+        reads_gradients: whether `wrap` reads gradients, and needs all of them at once.
+        optimizer: ``Optimizer -> Optimizer``, replaces the optimizer of the step by one with the same `text`.
+        make_update: ``Optimizer -> UpdateFn``, replaces the innermost update. It gets `Gradients` whose `stream_grads`
+            runs the backward pass.
     """
 
     wrap: Callable[[UpdateFn], UpdateFn] | None = None
@@ -85,19 +84,18 @@ class OnUpdate:
 
 @dataclass(frozen=True, eq=False)
 class OnStep:
-    """What a wrapper does to the step as a whole.
+    """How a wrapper changes the step as a whole.
 
     Args:
         make_runner: ``Step -> Runner``, which replaces eager execution.
-        wrap_function: ``StepFn -> StepFn``, for plain functions that are no `Step`.
+        wrap_function: ``function -> function``, for plain functions ``(state, batch) -> (state, metrics)``.
         donate: whether the step reuses the memory of its state.
-        on_step_end: ``(Backend, steps) -> None``, called on the host after each step with the number of steps that the
-            state has made.
-        place: ``(params, frozen, buffers) -> (params, frozen, buffers)``, called by `Step.init`: the same on all ranks,
-            or DTensors of which each has a part.
-        on_ranks: ``(Step, state, batch) -> (state, batch, around)``: what this rank computes on, and
-            ``runner -> runner``, which makes of the next state one of all ranks.
-        ranks: how many ranks make the step together.
+        on_step_end: ``(Backend, steps) -> None``, called on the host after each step with the number of steps so far.
+        place: ``(params, frozen, buffers) -> (params, frozen, buffers)``, called by `Step.init`: returns the tensors
+            of the first rank on all ranks, or DTensors.
+        on_ranks: ``(Step, state, batch) -> (local state, local batch, around)``: the input of this rank, and
+            ``runner -> runner``, whose result is a state of all ranks.
+        ranks: the number of ranks that compute the step together.
     """
 
     make_runner: Callable[[Any], Runner] | None = None
@@ -115,11 +113,11 @@ class SlotSpec:
 
     Args:
         init: ``params -> tree``, its initial value.
-        on_finite_check: ``(slot, finite) -> slot``, called in every step with whether its loss and gradients are
-            finite, a 0-d bool tensor. With one, a step where they are not changes nothing but the slots of the wrappers
-            that have an `on_finite_check`.
-        check: ``(slot, step, since) -> None``, called by `Step.check`: raises on the host what the slot shows to have
-            gone wrong after step `since`, when the state has made `step` steps.
+        on_finite_check: ``(slot, finite) -> slot``, called in every step; `finite` is a 0-d bool tensor, whether loss
+            and gradients are finite. If any wrapper has one, a step where they are not finite changes only the slots of
+            these wrappers.
+        check: ``(slot, step, since) -> None``, called on the host by `Step.check`: raises an error if the slot shows
+            that something went wrong after step `since`; the state is at step `step`.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -128,32 +126,33 @@ class SlotSpec:
 
 
 ARROWS = {"loss": OnLoss, "grad": OnGrad, "update": OnUpdate, "step": OnStep}
-"""The arrows of a step in their order, and what a wrapper says of each."""
+"""The four functions of a step in their order, and the record of a wrapper for each."""
 
 
 @dataclass(frozen=True, eq=False)
 class Wrapper:
-    """One transformation of a step. An arrow that is None is left alone.
+    """A transformation of a step. It does not change the functions for which it has None.
 
     Args:
-        name: its name, which is also the name of its slot in the state. A step has one wrapper of a name.
-        text: how it prints. Default: the name.
-        loss: what it does to the loss.
-        grad: what it does to the gradient.
-        update: what it does to the update.
-        step: what it does to the step as a whole.
+        name: its name, also that of its slot in the state. A step has at most one wrapper of a name.
+        text: the name and the options, for `print`. Default: the name.
+        loss: how it changes the loss.
+        grad: how it changes the gradient.
+        update: how it changes the update.
+        step: how it changes the step as a whole.
         slot: its part of the state.
-        validate: ``Step -> None``, called whenever the step gets another wrapper: raises a ComposeError when the step
-            has something that this one cannot be combined with, in either order.
-        require: ``(Backend, params) -> None``, raises when the device or the trained parameters cannot do this.
-        choice: ``() -> str``, what it has chosen for the devices that it has met, or what it sends to others, for
-            `print`; empty where there is nothing to say.
-        innermost: whether tools that add it to a step put it inside of the other wrappers.
-        options: the arguments that make it what it is, by name: two wrappers of one name with equal options do the
-            same. Default: the arguments of the factory, when `wrapper` decorates it, and else None: not known.
+        validate: ``Step -> None``, called whenever a wrapper is added to the step: raises a ComposeError if the step
+            has something that this wrapper cannot be combined with, in either order.
+        require: ``(Backend, params) -> None``, raises an error if the device or the trained parameters do not support
+            this wrapper.
+        choice: ``() -> str``, for `print`: what it chose for the devices so far, or what it sends to other ranks; may
+            be empty.
+        innermost: whether tools that add it to a step put it inside the other wrappers.
+        options: its arguments by name: two wrappers of one name with equal options do the same. Default: the arguments
+            of the factory that `wrapper` decorates; else None, which means unknown.
 
     Raises:
-        ComposeError: when an arrow is given something else than its record, such as a function.
+        ComposeError: when `loss`, `grad`, `update` or `step` is not its record, but a function, for example.
     """
 
     name: str
@@ -173,27 +172,28 @@ class Wrapper:
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", self.text or self.name)
         for arrow, kind in ARROWS.items():
-            part = getattr(self, arrow)
-            if part is not None and not isinstance(part, kind):
+            record = getattr(self, arrow)
+            if record is not None and not isinstance(record, kind):
                 raise ComposeError(
-                    f"Wrapper: {arrow} of {self.name} is a {type(part).__name__}; needs {arrow}=ft.{kind.__name__}(...)"
+                    f"Wrapper: {arrow} of {self.name} is a {type(record).__name__}; needs "
+                    f"{arrow}=ft.{kind.__name__}(...)"
                 )
 
     @property
     def arrow(self) -> str:
-        """The arrow on whose line it prints: the first of loss, grad, update and step that it acts on."""
+        """The line on which it prints: the first of loss, grad, update and step that it changes."""
         return next((arrow for arrow in ARROWS if getattr(self, arrow) is not None), "update")
 
     @property
     def reads_gradients(self) -> bool:
-        """Whether it looks at gradients, and needs all of them at once."""
+        """Whether it reads gradients, and needs all of them at once."""
         grad, update = self.grad, self.update
         in_update = update is not None and update.wrap is not None and update.reads_gradients
         return in_update or (grad is not None and grad.reads_gradients)
 
     @property
     def may_refuse_updates(self) -> bool:
-        """Whether it may take an update back, for which the old and the new state must exist at once."""
+        """Whether it may refuse an update; then the old and the new state must exist at the same time."""
         counts = self.slot is not None and self.slot.on_finite_check is not None
         return counts or (self.grad is not None and self.grad.may_refuse_updates)
 
@@ -201,7 +201,7 @@ class Wrapper:
         """Return the step with this wrapper applied.
 
         Raises:
-            ComposeError: for a second application, or for a plain function this cannot act on.
+            ComposeError: when the step already has it, or is a plain function that it cannot wrap.
         """
         if hasattr(step, "wrapped"):
             return step.wrapped(self)  # type: ignore[no-any-return]
@@ -209,9 +209,9 @@ class Wrapper:
             return self._wrap_function(step)  # type: ignore[return-value]
         name = getattr(step, "__name__", repr(step))
         raise ComposeError(
-            f"{self.text}: acts on the {self.arrow} inside of a Step, and {name} is a {type(step).__name__}; "
-            "by the time a plain function returns, its update has happened. Build it with ft.train_step(loss_fn, "
-            "optimizer), or wrap the Steps it is made of"
+            f"{self.text}: changes the {self.arrow} inside a Step, but {name} is a {type(step).__name__}, whose "
+            f"{self.arrow} cannot be changed from outside. Build it with ft.train_step(loss_fn, optimizer), or wrap "
+            "the Steps that it calls"
         )
 
     @property
@@ -219,16 +219,16 @@ class Wrapper:
         return self.step.wrap_function if self.step else None
 
 
-def _no_step(bare: Wrapper, value: Any, options: list[str]) -> ComposeError:
+def _not_a_step(bare: Wrapper, value: Any, options: list[str]) -> ComposeError:
     return ComposeError(
-        f"{bare.name}: {getattr(value, '__name__', repr(value))} is no Step, for which a function given by position is "
-        f"taken. Give options by name ({', '.join(f'{name}=' for name in options)}), or make the step with "
-        f"ft.train_step(loss_fn, optimizer): {bare.name} acts on the {bare.arrow} inside of it"
+        f"{bare.name}: {getattr(value, '__name__', repr(value))} is not a Step; a function as the only argument is "
+        f"taken as the step. Pass options by name ({', '.join(f'{name}=' for name in options)}), or build the step "
+        f"with ft.train_step(loss_fn, optimizer): {bare.name} changes the {bare.arrow} inside it"
     )
 
 
 class _Factory(Protocol[P]):
-    """A factory of wrappers, or one of them applied to a step at its defaults."""
+    """Returns a wrapper, or, called with a step alone, the step with the default wrapper applied."""
 
     @overload
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Wrapper: ...
@@ -238,15 +238,15 @@ class _Factory(Protocol[P]):
 
 
 def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
-    """Let a factory of wrappers also be applied bare: ``clip(step)`` for ``clip()(step)``.
+    """Decorate a factory of wrappers, so that ``clip(step)`` is short for ``clip()(step)``.
 
     The wrapper's `options` are the arguments, unless the factory sets them.
 
     Raises:
-        ComposeError: from the factory, when it is applied bare and needs an argument, or to what is no step; for a
-            step among options.
+        ComposeError: from the factory, when it is called with a step and needs an argument, with a function that is not
+            a step, or with a step and options.
     """
-    signature = inspect.signature(factory)
+    signature, name = inspect.signature(factory), factory.__name__
     parameters = signature.parameters.values()
     needed = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
 
@@ -262,17 +262,13 @@ def wrapper(factory: Callable[P, Wrapper]) -> _Factory[P]:
     def make(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], type):
             if needed:
-                name = factory.__name__
-                raise ComposeError(
-                    f"{name}: cannot be applied bare, for it needs {needed[0]}: {name}({needed[0]})(step)"
-                )
+                raise ComposeError(f"{name}: needs the argument {needed[0]}: {name}({needed[0]})(step)")
             bare = build()
             if parameters and bare._wrap_function is None and not hasattr(args[0], "wrapped"):
-                raise _no_step(bare, args[0], [each.name for each in parameters])
+                raise _not_a_step(bare, args[0], [each.name for each in parameters])
             return bare(args[0])
         if args and hasattr(args[0], "wrapped"):
-            name = factory.__name__
-            raise ComposeError(f"{name}: a step goes behind the options: {name}(...)(step)")
+            raise ComposeError(f"{name}: got a step and options; pass the step to the wrapper: {name}(...)(step)")
         return build(*args, **kwargs)
 
     return make

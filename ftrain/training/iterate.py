@@ -13,7 +13,6 @@ from torch import Tensor
 from ftrain import data as sources
 from ftrain import tree
 from ftrain.errors import ComposeError, DataError, OptionError, require_callable, require_positive
-from ftrain.step.purity import as_tree
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.tree.tensors import device_off_host
 from ftrain.types import Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
@@ -98,7 +97,7 @@ def iterate(
     while (steps is None or count < steps) and (last_epoch is None or epoch < last_epoch):
         count_before_pass = count
         for host_batch in batches:
-            batch = _to_device(as_tree(host_batch), device, flatten)
+            batch = _to_device(tree.as_tree(host_batch), device, flatten)
             result = step(state, batch)
             try:
                 state, metrics = result

@@ -6,8 +6,7 @@ import warnings
 
 from ftrain import tree
 from ftrain.step.evaluate import EvalStep
-from ftrain.step.loss_of_pieces import combined, is_combined
-from ftrain.step.microbatch import most_pieces
+from ftrain.step.microbatch import combined, is_combined, most_pieces
 from ftrain.types import Loss, Mean, PyTree, TrainState
 
 

@@ -16,10 +16,11 @@ from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.stand_in import GradientStandIn, GraphStandIn, OutOfMemoryOnRankError, without_examples
 from ftrain.step.accumulation import accumulate_grads
 from ftrain.step.across_ranks import ranks_of
+from ftrain.step.forward import ForwardResult
 from ftrain.step.loss_forms import report
 from ftrain.step.microbatch import most_pieces, split_batch
 from ftrain.step.step import Step
-from ftrain.step.value_and_grad import ForwardResult, around_forward
+from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, Wrapper
 from ftrain.training.history import History
 from ftrain.training.iterate import device_of_state
@@ -323,7 +324,9 @@ def _weigh_by_length(run: Callable[..., Any]) -> Callable[..., Any]:
             return replace(result, loss=loss, metrics=weigh(result.metrics))
         with torch.enable_grad():
             total = result.total * weight if result.loss.plain else result.total
-        return replace(result, total=total, loss=loss, later=lambda metrics: weigh(result.later(metrics)))
+        return replace(
+            result, total=total, loss=loss, finish_metrics=lambda metrics: weigh(result.finish_metrics(metrics))
+        )
 
     return weighing
 

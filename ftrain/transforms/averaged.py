@@ -6,7 +6,7 @@ from typing import Literal
 
 from ftrain import tree
 from ftrain.errors import StructureError
-from ftrain.step.state_argument import require_state
+from ftrain.step.state_checks import require_state
 from ftrain.types import TrainState, replace
 
 KINDS = "ema", "swa"

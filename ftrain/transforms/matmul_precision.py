@@ -6,7 +6,7 @@ from typing import Literal
 
 from ftrain.backends.device_module import float32_products
 from ftrain.errors import OptionError
-from ftrain.step.matmul_precision import set_matmul_precision
+from ftrain.step.precision import set_matmul_precision
 from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
 from ftrain.types import Loss
 

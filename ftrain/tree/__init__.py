@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -50,6 +50,11 @@ __all__ = [
 
 MAX_LISTED = 8
 """The largest number of items that an error message lists."""
+
+
+def as_tree(batch: Any) -> PyTree:
+    """Convert a mapping that is not a dict, such as a `BatchEncoding` of transformers, to a dict, which is a tree."""
+    return dict(batch) if not isinstance(batch, dict) and isinstance(batch, Mapping) else batch
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -105,8 +110,10 @@ def split(tree: PyTree, keep: Callable[[str, Any], bool]) -> tuple[PyTree, PyTre
     )
 
 
-def overlay(tree: PyTree, other: PyTree) -> PyTree:
-    """Replace each None in `tree` by the leaf of `other`, a tree of the same structure, at that place."""
+def overlay(tree: PyTree, other: PyTree | None) -> PyTree:
+    """Replace each None in `tree` by the leaf at that path in `other`, a tree of the same structure, if it is given."""
+    if other is None:
+        return tree
     return optree.tree_map(lambda a, b: b if a is None else a, tree, other, none_is_leaf=True, namespace=NAMESPACE)
 
 

@@ -33,7 +33,7 @@ def plain(state, batch):
 @wrappers
 def test_a_wrapper_applied_twice(name):
     step = WRAPPERS[name](make())
-    with failing(ComposeError, WRAPPERS[name].text, f"{name} already", "loss    squares"):
+    with failing(ComposeError, WRAPPERS[name].text, f"already has the wrapper {name}", "loss    squares"):
         WRAPPERS[name](step)
 
 
@@ -162,7 +162,9 @@ def plain_of_blocks(name, module):
 @pytest.mark.parametrize("wrapper", [ft.remat, ft.clip], ids=["remat", "clip"])
 def test_a_function_given_by_position_is_no_step(wrapper):
     name = wrapper.__name__
-    with failing(ComposeError, f"{name}: plain_of_blocks is no Step", "Give options by name (", f"{name} acts on the"):
+    with failing(
+        ComposeError, f"{name}: plain_of_blocks is not a Step", "Pass options by name (", f"{name} changes the"
+    ):
         wrapper(plain_of_blocks)
 
 
@@ -188,12 +190,12 @@ def test_a_function_of_blocks_given_as_the_policy():
     ids=["accumulate", "clip", "remat"],
 )
 def test_a_step_among_the_options_of_a_wrapper(wrap):
-    with failing(ComposeError, "a step goes behind the options", "(...)(step)"):
+    with failing(ComposeError, "got a step and options", "(...)(step)"):
         wrap(make())
 
 
 def test_compose_with_a_wrapper_that_lacks_its_option():
-    with failing(ComposeError, "accumulate: cannot be applied bare, for it needs n: accumulate(n)(step)"):
+    with failing(ComposeError, "accumulate: needs the argument n: accumulate(n)(step)"):
         ft.compose(make(), ft.accumulate)
 
 

@@ -29,12 +29,12 @@ def total(params):
         (lambda params, batch: None, "returned NoneType"),
         (lambda params, batch: 1.0, "returned float"),
         (lambda params, batch: {"loss": params["w"].sum()}, "returned dict"),
-        (lambda params, batch: (total(params), {}, None, 4), "tuple of 4"),
-        (lambda params, batch: (total(params),), "tuple of 1"),
-        (lambda params, batch: (total(params), [1]), "metrics must be a dict"),
-        (mean(lambda p: p["w"], lambda p: torch.ones(())), "found float32[3]"),
-        (mean(total, lambda p: torch.ones(2)), "found float32[2]"),
-        (mean(total, lambda p: 4), "found int"),
+        (lambda params, batch: (total(params), {}, None, 4), "tuple of length 4"),
+        (lambda params, batch: (total(params),), "tuple of length 1"),
+        (lambda params, batch: (total(params), [1]), "needs a dict of tensors or Means"),
+        (mean(lambda p: p["w"], lambda p: torch.ones(())), "returned a Mean of float32[3]"),
+        (mean(total, lambda p: torch.ones(2)), "returned a Mean of float32[2]"),
+        (mean(total, lambda p: 4), "returned a Mean of int"),
     ],
 )
 def test_no_form_of_a_loss(loss, found, wrappers):

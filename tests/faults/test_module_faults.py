@@ -176,7 +176,7 @@ def test_a_parameter_of_the_module_that_is_used_from_elsewhere(wrappers):
     step = ft.compose(step_of(Keeping(), total), *wrappers)
     state = step.init()
     for _ in range(2):
-        with failing(LossError, "total(Keeping)", "layer.weight from elsewhere", "a list"):
+        with failing(LossError, "total(Keeping)", "layer.weight by another reference", "a list"):
             step(state, torch.ones(2, 3))
 
 
@@ -215,5 +215,5 @@ def test_a_module_that_is_changed_after_its_loss_was_made():
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.ReLU())
         step = step_of(module, total)
         change(module)
-        with failing(StructureError, "Step.init", "Sequential was given other submodules", "after the last change"):
+        with failing(StructureError, "Step.init", "Sequential got other submodules", "after the last change"):
             step.init()

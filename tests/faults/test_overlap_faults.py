@@ -62,7 +62,7 @@ def step_of(module, *wrappers, **options):
 @pytest.mark.parametrize(("write", "names"), [(in_place, "table was"), (in_place_of_the_view, "rest was")])
 def test_a_change_of_a_buffer_that_another_would_not_see(write, names, wrappers):
     step = step_of(Views(write), *wrappers)
-    with failing(LossError, "memory in common", f"{names} changed in place", "take the view"):
+    with failing(LossError, "share memory", f"{names} changed in place", "compute the view"):
         step(step.init(), torch.ones(2, 3))
 
 
@@ -98,7 +98,7 @@ APART = {
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_parameters_that_would_be_trained_apart(name):
     step = step_of(Pair(*OVERLAPPING[name]))
-    with failing(StructureError, "Step.init", "first and second of Pair", "memory in common", "clone"):
+    with failing(StructureError, "Step.init", "first and second of Pair", "share memory", "clone"):
         step.init()
 
 
@@ -118,7 +118,7 @@ def test_frozen_parameters_may_have_memory_in_common():
 def test_a_buffer_that_is_a_view_of_a_parameter():
     module = nn.Linear(3, 3)
     module.register_buffer("row", module.weight.detach()[0])
-    with failing(StructureError, "Step.init", "weight and row of Linear", "memory in common"):
+    with failing(StructureError, "Step.init", "weight and row of Linear", "share memory"):
         step_of(module).init()
 
 
@@ -128,5 +128,5 @@ def test_a_scripted_module(make, nested):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Torch would rather have other things than scripts.
         module = make(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
-    with failing(LossError, "from_module", "inner is" if nested else "the module is", "torch.jit", "made of"):
+    with failing(LossError, "from_module", "inner is" if nested else "the module is", "torch.jit", "original nn"):
         ft.from_module(nn.ModuleDict({"inner": module}) if nested else module, lambda model, x: model(x).sum())

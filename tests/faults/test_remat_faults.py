@@ -14,7 +14,7 @@ def of(module):
 
 
 def test_a_module_without_repeated_children():
-    with failing(OptionError, "remat", "Linear", "no repeated children", "lists in it: none", "blocks=[...]"):
+    with failing(OptionError, "remat", "Linear", "no repeated children", "its lists: none", "blocks=[...]"):
         make(of(nn.Linear(3, 3)), ft.remat())
 
 

@@ -447,5 +447,5 @@ def test_a_policy_that_decides_nothing():
 def test_blocks_that_are_not_there():
     with pytest.raises(OptionError, match=r"Stages has no block 'stages\.7'"):
         build(ft.remat(blocks={"stages.7": "dots"}))
-    with pytest.raises(OptionError, match="Stages has none of the blocks"):
+    with pytest.raises(OptionError, match="Stages has no such blocks"):
         build(ft.remat(blocks=lambda name, module: None))

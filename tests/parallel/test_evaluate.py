@@ -179,7 +179,7 @@ def test_what_fails_on_one_rank_fails_on_all():
         return str(caught.value)
 
     assert run(3, rank) == [
-        text := "evaluate: rank 1 failed, and so all ranks stop; it says why",
+        text := "evaluate: rank 1 failed, so all ranks stop; its own error says why",
         "no more",
         text,
     ]

@@ -69,8 +69,8 @@ FAULTS = {
     ),
     "batch": (
         lambda step, is_faulty: {"data": Data(third="nonsense" if is_faulty else None)},
-        "BatchError: sharded: the batch has no tensor with an axis to cut",
-        "failed in step 3: BatchError: sharded: the batch has no tensor with an axis to cut",
+        "BatchError: sharded: the batch has no tensor with an axis to split",
+        "failed in step 3: BatchError: sharded: the batch has no tensor with an axis to split",
     ),
     "position": (
         lambda step, is_faulty: {"data": Data(failing_position=is_faulty)},

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
 from ftrain.parallel import gradient_sums
-from ftrain.step.combined_grads import announced
+from ftrain.step.rank_backward import announced
 from tests.parallel.ranks import run
 from tests.profiling.test_anatomy import LivePeak
 

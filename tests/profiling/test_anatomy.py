@@ -17,7 +17,7 @@ from ftrain import optim, tree
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
 from ftrain.profiling.hints.calls import record_calls
 from ftrain.profiling.step_variants import outline
-from ftrain.step.eager import Eager
+from ftrain.step.core import Eager
 from ftrain.step.flops import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
 from ftrain.transforms.compile import capture
 from tests.exhaustive import exhaustive

@@ -73,7 +73,7 @@ def test_a_metric_of_that_name_is_refused():
 @pytest.mark.parametrize("names", [("fp16", "bf16"), ("bf16", "fp16"), ("bf16", "tf32"), ("fp16", "fp16")])
 def test_two_precisions_at_once(names):
     first, second = names
-    with failing(ComposeError, f"with_amp({second})", "has a with_amp already", f"<- with_amp({first})"):
+    with failing(ComposeError, f"with_amp({second})", "already has the wrapper with_amp", f"<- with_amp({first})"):
         make(squares, ft.with_amp(first), ft.with_amp(second))
 
 
@@ -374,7 +374,7 @@ def test_an_unknown_precision(value):
 
 
 def test_bare_it_needs_a_precision():
-    with failing(ComposeError, "matmul_precision", "needs precision"):
+    with failing(ComposeError, "matmul_precision", "needs the argument precision"):
         ft.matmul_precision(make())
 
 
@@ -383,7 +383,7 @@ def test_tf32_and_a_precision_set_the_same():
         (ft.matmul_precision("high"), ft.with_amp("tf32")),
         (ft.with_amp("tf32"), ft.matmul_precision("high")),
     ):
-        with failing(ComposeError, pair[1].text, f"set by {pair[0].text} already", "leave one of them out"):
+        with failing(ComposeError, pair[1].text, f"{pair[0].text} already sets", "remove one of them"):
             make(squares, *pair)
     assert "with_amp(bf16) <- matmul_precision(high)" in repr(
         make(squares, ft.with_amp("bf16"), ft.matmul_precision("high"))

@@ -381,7 +381,7 @@ def test_what_is_no_mean_over_labels_counts_as_a_plain_number_and_says_so_once(n
     with caplog.at_level(logging.WARNING, "ftrain"):
         _, found = trained(model, batch, ft.accumulate(ROWS))
     (record,) = warnings_of(caplog)
-    assert f"loss of {type(model).__name__} itself" in record.message
+    assert f"loss of {type(model).__name__} is not known" in record.message
     assert "returns a Mean" in record.message
     rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(ROWS)]
     needed = sum(float(model.train()(**row).loss.detach()) for row in rows) / ROWS
@@ -495,5 +495,5 @@ def test_a_narrow_loss_has_all_of_its_labels():
 def test_a_batch_that_says_what_to_divide_its_loss_by():
     # With it, the loss of half a batch is half of its mean, and would be weighted by its labels once more.
     model, batch = make(MODELS["ForCausalLM"][0]), MODELS["ForCausalLM"][1]()
-    with pytest.raises(LossError, match=r"from_module: the batch has num_items_in_batch, .* leave it out"):
+    with pytest.raises(LossError, match=r"from_module: the batch has num_items_in_batch, .* remove it"):
         trained(model, {**batch, "num_items_in_batch": torch.tensor(9)})

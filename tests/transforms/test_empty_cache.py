@@ -86,7 +86,7 @@ def test_a_device_without_a_cache_is_said_once(caplog):
 def test_it_is_printed_and_applied_once():
     step = make(ft.empty_cache(5), ft.donated())
     assert repr(step).endswith("step    eager(donate) <- empty_cache(every=5)")
-    with pytest.raises(ComposeError, match="has a empty_cache already"):
+    with pytest.raises(ComposeError, match="already has the wrapper empty_cache"):
         ft.empty_cache(2)(step)
     with pytest.raises(ComposeError, match="needs every"):
         ft.empty_cache(step)

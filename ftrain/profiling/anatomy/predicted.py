@@ -15,7 +15,7 @@ from ftrain.backends.transfers import is_abstract, is_in_file
 from ftrain.errors import TraceError
 from ftrain.profiling.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, classify
 from ftrain.profiling.anatomy.timeline import AllocationRecorder, Timeline
-from ftrain.step.eager import Eager
+from ftrain.step.core import Eager
 from ftrain.step.step import Step
 from ftrain.step.swap_params import bound, preserve_attributes, slots_of
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, Metrics, PyTree, TrainState, UpdateFn, replace

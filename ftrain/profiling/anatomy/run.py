@@ -12,9 +12,7 @@ from ftrain.profiling.anatomy.planned import is_planned, layout_of, plan, planne
 from ftrain.profiling.anatomy.predicted import abstract_state, predict
 from ftrain.profiling.anatomy.record import Anatomy
 from ftrain.profiling.step_variants import remove_wrapper, require_step
-from ftrain.step.across_ranks import ranks_of
-from ftrain.step.all_ranks import require_all_ranks
-from ftrain.step.purity import as_tree
+from ftrain.step.across_ranks import ranks_of, require_all_ranks
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
@@ -62,7 +60,7 @@ def anatomy(
         RankError: when a step on ranks is measured, and another rank does not call this.
     """
     require_step("anatomy", step, state)
-    batch = as_tree(batch)
+    batch = tree.as_tree(batch)
     if state is not None:
         step.require(state)
     is_for_others = mesh is not None or level is not None

@@ -19,8 +19,9 @@ from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.predicted import fake_run
 from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
 from ftrain.profiling.step_variants import remove_wrapper
+from ftrain.step.blocks import is_unrecorded
+from ftrain.step.core import assemble
 from ftrain.step.module_path import Running
-from ftrain.step.recording import is_unrecorded
 from ftrain.step.step import Step
 from ftrain.transforms.remat.policies import ATTENTION
 from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainState, UpdateFn, replace
@@ -70,7 +71,7 @@ def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Pro
 
         return skipped
 
-    run = step.assemble(around_loss=recording, around_update=skipping)
+    run = assemble(step, around_loss=recording, around_update=skipping)
     with fake_run("hints", step, mode):
         run(state, batch, {}, key)
     return recorder.products, recorder.attentions

@@ -19,7 +19,6 @@ from ftrain.profiling.hints.rules import Hint, run_rules
 from ftrain.profiling.step_variants import double_batch, require_one_rank, require_step
 from ftrain.profiling.timing import interval, loading, race
 from ftrain.step.flops import CONTRACTION
-from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
 from ftrain.transforms.amp.wrapper import NAME as WITH_AMP
 from ftrain.types import PyTree, TrainState
@@ -55,7 +54,7 @@ def hints(step: Step, state: TrainState, batch: PyTree, *, data: Iterable[PyTree
     require_one_rank("hints", step)
     step.require(state)
     original = Original(step, state)
-    batch = tree.to(as_tree(batch), original.device)
+    batch = tree.to(tree.as_tree(batch), original.device)
 
     measured: dict[str, Any] = {}
     if data is not None:

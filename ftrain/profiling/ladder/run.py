@@ -18,8 +18,7 @@ from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
 from ftrain.profiling.ladder.techniques import TECHNIQUES, Case, Technique, replaced_wrappers
 from ftrain.profiling.step_variants import require_one_rank, require_step
 from ftrain.profiling.timing import Loading, interval, loading, race
-from ftrain.step.autocast import DTYPES
-from ftrain.step.purity import as_tree
+from ftrain.step.precision import DTYPES
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
@@ -75,7 +74,7 @@ def ladder(
     require_positive("ladder", "rounds", rounds)
     chosen = _choose(techniques)
     step.require(state)
-    case = Case(step, tree.to(as_tree(batch), tree.device_of(state.params)))
+    case = Case(step, tree.to(tree.as_tree(batch), tree.device_of(state.params)))
     runner = _Runner(Original(step, state), case, rounds, throughput or {})
     data_times = None if data is None else loading(step, runner.original.state_for(step), data, runner.original.device)
     base, *others = runner.rows(ALONE, {technique: _apply(technique, case) for technique in chosen})

@@ -17,7 +17,6 @@ from ftrain.profiling.timing import interval, race
 from ftrain.profiling.tuning.mesh_search import mesh_trials
 from ftrain.profiling.tuning.record import Trial, Trials
 from ftrain.profiling.tuning.search import Search
-from ftrain.step.purity import as_tree
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
@@ -95,11 +94,11 @@ def trials(
     if state is not None:
         step.require(state)
     if mesh is not None:
-        return mesh_trials(step, state, as_tree(batch), memory, mesh)
+        return mesh_trials(step, state, tree.as_tree(batch), memory, mesh)
     if state is not None:
         require_one_rank("tune", step)
-        batch = tree.to(as_tree(batch), tree.device_of(state.params))
-    search = Search(step, state, as_tree(batch), memory)
+        batch = tree.to(tree.as_tree(batch), tree.device_of(state.params))
+    search = Search(step, state, tree.as_tree(batch), memory)
     rows = search.predict()
     fitting = [row for row in rows if not row.verdict]
     if not fitting:

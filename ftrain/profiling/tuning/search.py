@@ -25,8 +25,7 @@ from ftrain.profiling.step_variants import (
 )
 from ftrain.profiling.tuning.record import ANY, BUDGETS, DOTS, FULL, NO_REMAT, UNCHANGED, Remat, Trial
 from ftrain.step.evaluate import eval_step
-from ftrain.step.loss_of_pieces import combined, is_combined
-from ftrain.step.microbatch import split_batch
+from ftrain.step.microbatch import combined, is_combined, split_batch
 from ftrain.step.step import Step
 from ftrain.transforms.remat.wrapper import NAME as REMAT
 from ftrain.types import Mean, PyTree, TrainState

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from ftrain import tree
 from ftrain.errors import ComposeError, LossError
 from ftrain.random import torch_ops
-from ftrain.step.blocks import forwarding, watched_by, within
+from ftrain.step.blocks import forwarding, unrecorded, watched_by, within
+from ftrain.step.forward import ForwardResult
 from ftrain.step.loss_forms import report
-from ftrain.step.recording import unrecorded
 from ftrain.step.swap_params import Slot, bound, preserve_attributes, slots_of
-from ftrain.step.value_and_grad import ForwardResult, around_forward
+from ftrain.step.value_and_grad import around_forward
 from ftrain.types import GradFn, Loss, LossOutput, Mean, Metrics, PyTree, replace
 
 NAME = "with_amp"
@@ -123,7 +123,7 @@ def _watching(run: Callable[..., Any]) -> Callable[..., Any]:
         with _set(_backward, shares):
             result = run(*args)
         if isinstance(result, ForwardResult):
-            return replace(result, later=with_shares)
+            return replace(result, finish_metrics=with_shares)
         return replace(result, metrics=with_shares(result.metrics))
 
     return watching

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from ftrain import random, tree
 from ftrain.random.inductor import Fused
 from ftrain.random.torch_ops import Keyed
+from ftrain.step.core import assemble
 from ftrain.step.swap_params import preserve_attributes
 from ftrain.step.value_and_grad import Around, around_forward
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import described
 from ftrain.transforms.compile.cache import Carrying, CompiledCache
 from ftrain.transforms.compile.settings import Compiler
-from ftrain.types import Core, GradFn, Gradients, Loss, Metrics, PyTree, TrainState, replace
+from ftrain.types import GradFn, Gradients, Loss, Metrics, PyTree, TrainState, replace
 
 Draw: TypeAlias = Callable[[Tensor], AbstractContextManager[Keyed]]
 """Context in which stock random operations draw from a key."""
@@ -99,7 +100,7 @@ def looped(base: Loss, compiler: Compiler, grad: GradFn) -> CompiledGradient:
 def in_a_loop(step: Any, compiler: Compiler, around_update: Any, unpack: Callable[[Tensor], Any]) -> Callable[..., Any]:
     """Return a step whose innermost gradient and whose update are graphs; what is between them runs as it is."""
     around_grad = functools.partial(looped, step.base, compiler)
-    core: Core = step.assemble(around_grad=around_grad, around_update=around_update)
+    core = assemble(step, around_grad=around_grad, around_update=around_update)
 
     def run(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
         keys, hyper = unpack(words)

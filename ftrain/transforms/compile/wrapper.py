@@ -16,9 +16,8 @@ from ftrain import backends, random, tree
 from ftrain.errors import ComposeError, OptionError, TraceError, require_positive
 from ftrain.parallel.mesh import Group, groups
 from ftrain.parallel.sharded import NAME as SHARDED
-from ftrain.step import purity
 from ftrain.step.across_ranks import combines_ranks
-from ftrain.step.eager import Eager
+from ftrain.step.core import Eager, assemble
 from ftrain.step.lowered import Lowered
 from ftrain.step.shared_memory import overlaps
 from ftrain.step.step import Step
@@ -162,7 +161,7 @@ class _Compiled:
             return in_a_loop(self._step, self._compiler, self._cached_update, self._unpack)
         # Only a donated state stays where it is.
         donate = self._step.donate
-        drawing, what = self._drawing(self._step.assemble()), described(self._step.base)
+        drawing, what = self._drawing(assemble(self._step)), described(self._step.base)
         self._cache = self._compiler.traced(drawing, what, donate=donate, replay=donate)
         return self._cache
 
@@ -176,7 +175,8 @@ class _Compiled:
 
     def _split(self) -> Callable[..., Any]:
         until_update = UntilUpdate()
-        core = self._step.assemble(
+        core = assemble(
+            self._step,
             around_loss=self._compiler.compile_loss,
             around_update=lambda update: until_update.around_update(self._cached_update(update)),
         )
@@ -313,7 +313,7 @@ def _explained(
     step: Step, state: TrainState, batch: PyTree, rng: Tensor
 ) -> tuple[list[fx.GraphModule], tuple[str, ...]]:
     """The graphs of a loss, and where they break; `rng` is the key of the step, if it draws."""
-    parts = purity.merge(state.params, state.frozen), batch
+    parts = tree.overlay(state.params, state.frozen), batch
     return explain(step.loss.fn, *parts, rng=rng if step.base.needs_rng else None, buffers=tree.clone(state.buffers))
 
 

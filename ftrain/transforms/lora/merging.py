@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import ComposeError, StructureError
-from ftrain.step.purity import merge as overlaid
 from ftrain.step.step import Step
 from ftrain.transforms.lora.modules import ModuleAdapters
 from ftrain.transforms.lora.targets import Target
@@ -37,7 +36,7 @@ def merge(step: Step, state: TrainState) -> TrainState:
     adapters = adapters_of("merge", step)
     if SLOT in state.slots:
         raise StructureError("merge: the adapters of this state are in its weights already")
-    whole = overlaid(state.params, state.frozen)
+    whole = tree.overlay(state.params, state.frozen)
     slot: dict[str, Any] = {"params": state.params}
     if isinstance(adapters, TreeAdapters):
         params = adapters.added_up(whole)

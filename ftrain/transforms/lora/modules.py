@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ftrain import tree
 from ftrain.errors import LossError, StructureError
 from ftrain.step.blocks import forwarding
-from ftrain.step.purity import merge
 from ftrain.step.swap_params import Slot, bound
 from ftrain.transforms.lora import layers
 from ftrain.transforms.lora.config import Config, keys_of, missing
@@ -49,7 +49,7 @@ class ModuleAdapters:
         Raises:
             StructureError: when a parameter has the name of one of them.
         """
-        base = merge(params, frozen)
+        base = tree.overlay(params, frozen)
         if existing := sorted(self.names & base.keys()):
             raise StructureError(f"lora: {existing[0]} is a parameter already; start from a base without adapters")
         adapters: dict[str, Tensor] = {}

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ftrain import tree
 from ftrain.errors import LossError, OptionError
-from ftrain.step.purity import merge
 from ftrain.step.swap_params import Slot
 from ftrain.transforms.lora.config import Config, keys_of, missing
 from ftrain.transforms.lora.weights import adapted, adapter_dtype, kaiming
@@ -53,7 +52,7 @@ class TreeAdapters:
         Raises:
             OptionError: for a pattern that matches no matrix.
         """
-        chosen = self._chosen(merge(params, frozen))
+        chosen = self._chosen(tree.overlay(params, frozen))
         adapters = {}
         for (name, leaf), each in zip(chosen.items(), keys_of(key, len(chosen)), strict=True):
             b = torch.zeros(leaf.shape[0], self.config.rank, dtype=adapter_dtype(leaf), device=leaf.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ftrain import _torch, tree
 from ftrain.errors import OptionError
 from ftrain.random.torch_ops import is_draw
-from ftrain.step.recording import is_unrecorded
+from ftrain.step.blocks import is_unrecorded
 from ftrain.types import PyTree
 
 Keeps: TypeAlias = Callable[..., bool]

@@ -17,7 +17,7 @@ from ftrain.backends.transfers import is_abstract
 from ftrain.errors import ComposeError, LossError, OptionError, require_range
 from ftrain.random import torch_ops
 from ftrain.step.blocks import Blocks, Region, Wanted, find_blocks, within
-from ftrain.step.purity import versions
+from ftrain.step.forward import versions
 from ftrain.step.swap_params import Slot, bound
 from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
 from ftrain.transforms.remat import use_cache

@@ -250,7 +250,7 @@ def test_where_there_is_nothing_to_multiply_in_float8(emulated):
 def test_what_it_is_not_asked_for_with():
     with failing(OptionError, "watch=True", "fp8", "scaled one by one"):
         ft.with_amp("fp8", watch=True)
-    with failing(ComposeError, "with_amp(fp8)", "has a with_amp already", "with_amp(bf16)"):
+    with failing(ComposeError, "with_amp(fp8)", "already has the wrapper with_amp", "with_amp(bf16)"):
         make(squares, ft.with_amp("bf16"), ft.with_amp("fp8"))
     with failing(OptionError, "evaluate", "'fp8'", "bf16, fp16"):
         ft.evaluate(ft.eval_step(squares), make().init({"w": torch.ones(3)}), [batch()], dtype="fp8")

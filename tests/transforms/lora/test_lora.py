@@ -345,11 +345,11 @@ def test_a_module_without_any_that_can_be_adapted():
 
 
 def test_put_together_wrongly():
-    with pytest.raises(ComposeError, match=r"lora\(3, alpha=3\): the step has a lora already"):
+    with pytest.raises(ComposeError, match=r"lora\(3, alpha=3\): the step already has the wrapper lora"):
         step_of(make(), ft.lora(2, targets=["head"]), ft.lora(3, targets=["*.up"]))
-    with pytest.raises(ComposeError, match="cannot be applied bare"):
+    with pytest.raises(ComposeError, match="lora: needs the argument rank"):
         ft.lora(step_of(make()))
-    with pytest.raises(ComposeError, match="acts on the loss inside of a Step"):
+    with pytest.raises(ComposeError, match="changes the loss inside a Step"):
         ft.lora(2, targets=["head"])(lambda state, batch: (state, {}))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ftrain as ft
-from ftrain.step.loss_of_pieces import combined, is_combined
+from ftrain.step.microbatch import combined, is_combined
 from ftrain.types import Loss
 
 NAN = float("nan")

@@ -1,0 +1,186 @@
+"""The core of a step: loss, gradient and update in one function of tensors, which runs eagerly or is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ftrain import backends, random, tree
+from ftrain.errors import ComposeError
+from ftrain.step.across_ranks import order
+from ftrain.step.loss_forms import report
+from ftrain.step.shared_memory import copy_shared
+from ftrain.step.value_and_grad import value_and_grad
+from ftrain.types import (
+    RNG,
+    Core,
+    GradFn,
+    Gradients,
+    Hyper,
+    LossFn,
+    Mean,
+    Metrics,
+    Optimizer,
+    PyTree,
+    TrainState,
+    UpdateFn,
+    replace,
+)
+
+OnFiniteCheck = Callable[[PyTree, Tensor], PyTree]
+
+
+def assemble(
+    step: Any,
+    *,
+    donate: bool = False,
+    around_loss: Callable[[LossFn], LossFn] = lambda loss: loss,
+    around_grad: Callable[[GradFn], GradFn] = lambda grad: grad,
+    around_update: Callable[[UpdateFn], UpdateFn] = lambda update: update,
+) -> Core:
+    """Return the core of a `Step`.
+
+    Args:
+        step: the step.
+        donate: whether the core may reuse the memory of its state.
+        around_loss: wraps the loss.
+        around_grad: wraps the innermost gradient.
+        around_update: wraps the whole update.
+    """
+    on_finite_check = {
+        wrapper.name: wrapper.slot.on_finite_check
+        for wrapper in step.wrappers
+        if wrapper.slot and wrapper.slot.on_finite_check
+    }
+    grad = _grad(step, around_loss, around_grad, report_finite=bool(on_finite_check))
+    update = around_update(_update(step, on_finite_check))
+    text = step.base.text
+
+    def core(state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None) -> tuple[TrainState, Metrics]:
+        gradients = grad(state, batch, rng)
+        # A metric or buffer may be a parameter itself, which a donated update overwrites.
+        metrics = {
+            name: m.value if isinstance(m, Mean) else m.clone() if donate and isinstance(m, Tensor) else m
+            for name, m in gradients.metrics.items()
+        }
+        if donate and not tree.is_blank(gradients.buffers):
+            gradients = replace(gradients, buffers=copy_shared(gradients.buffers, state.params))
+        if gradients.finite is not None:
+            metrics = report(metrics, text, skipped=~gradients.finite)
+        new = update(state, gradients, hyper, donate=donate)
+        if gradients.slots:
+            new = replace(new, slots={**new.slots, **gradients.slots})
+        return new, {"loss": gradients.loss.value, **metrics}
+
+    return core
+
+
+def _grad(
+    step: Any, around_loss: Callable[[LossFn], LossFn], around_grad: Callable[[GradFn], GradFn], *, report_finite: bool
+) -> GradFn:
+    on_grad = [wrapper.grad for wrapper in step.wrappers if wrapper.grad]
+    module = step.base.module
+    grad = around_grad(
+        value_and_grad(
+            around_loss(step.loss.fn),
+            name=step.base.text,
+            allow_unused=step.allow_unused,
+            scale=next((each.loss_scale for each in on_grad if each.loss_scale), None),
+            report_finite=report_finite,
+            stream=step.updates_in_backward,
+            # Weak references: the memory of a module may be donated to a state.
+            module_params=WeakValueDictionary(module.named_parameters() if module else ()),
+        )
+    )
+    for each in order(on_grad):
+        grad = each.wrap(grad)
+    return grad
+
+
+def _update(step: Any, on_finite_check: Mapping[str, OnFiniteCheck]) -> UpdateFn:
+    on_update = [wrapper.update for wrapper in step.wrappers if wrapper.update]
+    make_update = next((each.make_update for each in reversed(on_update) if each.make_update), _optimizer_update)
+    update: UpdateFn = make_update(step.optimizer)
+    for each in on_update:
+        update = each.wrap(update) if each.wrap else update
+    return _guarded(update, on_finite_check) if step.may_refuse_updates else update
+
+
+def _optimizer_update(optimizer: Optimizer) -> UpdateFn:
+    def update(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+        params, opt_state = optimizer.update(gradients.grads, state.opt_state, state.params, hyper, donate=donate)
+        slots = {**state.slots, **gradients.accepted_slots} if gradients.accepted_slots else state.slots
+        return replace(state, params=params, opt_state=opt_state, buffers=gradients.buffers, slots=slots)
+
+    return update
+
+
+def _guarded(update: UpdateFn, on_finite_check: Mapping[str, OnFiniteCheck]) -> UpdateFn:
+    """Return an update that keeps the old state if a gradient wrapper refuses it, or loss or gradients are not finite.
+
+    Args:
+        update: the update.
+        on_finite_check: by the name of a wrapper, ``(slot, finite) -> slot``. If empty, loss and gradients are not
+            checked.
+    """
+
+    def guarded(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+        finite, accept = gradients.finite, gradients.accept
+        if on_finite_check and finite is None:
+            raise _dropped("finite")
+        if finite is not None:
+            accept = finite if accept is None else accept & finite
+        if accept is None:
+            raise _dropped("accept")
+        # Not donated: the old values are needed if the update is refused.
+        new: TrainState = tree.where(accept, update(state, gradients, hyper, donate=False), state)
+        if finite is None:
+            return new
+        counted = {name: count(state.slots[name], finite) for name, count in on_finite_check.items()}
+        return replace(new, slots={**new.slots, **counted})
+
+    return guarded
+
+
+def _dropped(field: str) -> ComposeError:
+    return ComposeError(
+        f"Step: a gradient wrapper returned Gradients without {field}, which says whether to refuse the update; change "
+        "the Gradients it gets with dataclasses.replace, which keeps the other fields"
+    )
+
+
+class Eager:
+    """A `Runner` that runs a step operation by operation.
+
+    Args:
+        step: the step.
+        around_loss: wraps the loss.
+        around_update: wraps the update.
+    """
+
+    def __init__(
+        self,
+        step: Any,
+        around_loss: Callable[[LossFn], LossFn] = lambda loss: loss,
+        around_update: Callable[[UpdateFn], UpdateFn] = lambda update: update,
+    ) -> None:
+        self._core = assemble(step, donate=step.donate, around_loss=around_loss, around_update=around_update)
+        self._loss_needs_rng, self._optimizer_needs_rng = step.base.needs_rng, step.optimizer.needs_rng
+        self._backends: dict[torch.device, backends.Backend] = {}
+        self.text = "eager(donate)" if step.donate else "eager"
+
+    def __call__(
+        self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
+    ) -> tuple[TrainState, Metrics]:
+        """Return the next state and the metrics."""
+        device = tree.device_of(state.params)
+        rng = random.to_device(random.from_words(words), device) if self._loss_needs_rng else None
+        if self._optimizer_needs_rng:
+            hyper = {**hyper, RNG: random.to_device(random.from_words(random.update_words(words)), device)}
+        backend = self._backends.get(device) or self._backends.setdefault(device, backends.of(device))
+        with torch.set_grad_enabled(False), backend.seeded(random.seed_of(words)), backend.deterministic():
+            return self._core(state, batch, hyper, rng)

@@ -1,0 +1,230 @@
+"""The forward pass: run a loss on new leaves, and check that it is a pure function of its inputs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from ftrain import _torch, backends, tree
+from ftrain.errors import LossError
+from ftrain.step.batch_notes import add_batch_notes
+from ftrain.step.outside_params import check_outside_params
+from ftrain.step.rank_backward import CombinedGrads, announce, announced
+from ftrain.step.reentrant_checkpoint import CheckpointInputs
+from ftrain.tree.fast_flatten import Flattener
+from ftrain.types import LossFn, LossOutput, Mean, Metrics, PyTree, TrainState, replace, zero_if_empty
+
+LEAF_WRITTEN = "a leaf Variable that requires grad"
+"""Part of torch's error when a leaf that requires a gradient is written in place."""
+
+INPUTS = "params", "frozen", "batch", "buffers"
+"""The inputs of a loss, in the order in which `run_loss` gets them."""
+
+
+@dataclass(eq=False)
+class ForwardResult:
+    """The result of a forward pass. Do not change it; it is not frozen because that takes three times as long to make.
+
+    Args:
+        params: the leaves of the parameters that are differentiated.
+        spec: their tree structure.
+        total: total of the loss, a 0-d tensor with its graph; all other fields are detached.
+        loss: the loss.
+        metrics: the metrics that the loss reported.
+        buffers: the buffers after the forward pass.
+        finish_metrics: adds metrics that are known only after the backward pass.
+        hidden: ``indices of unused leaves -> indices``, those that a re-entrant checkpoint hides from autograd.
+        combined: runs the backward pass if gradients are combined with those of other ranks meanwhile.
+    """
+
+    params: list[Tensor]
+    spec: optree.PyTreeSpec
+    total: Tensor
+    loss: Mean
+    metrics: Metrics
+    buffers: PyTree
+    finish_metrics: Callable[[Metrics], Metrics] = dict
+    hidden: Callable[[list[int]], list[int]] = lambda unused: []
+    combined: CombinedGrads | None = None
+
+    def cotangent(self, factor: Tensor | None) -> Tensor:
+        """Return the gradient of the mean loss, times `factor`, with respect to `total`."""
+        weight = self.loss.weight
+        if self.loss.plain:
+            return weight.to(self.total.dtype) if factor is None else factor
+        # With a weight of 0 the gradient is 0: 1 / 0 would write NaN into the parameters.
+        cotangent = torch.where(weight == 0, 0.0, 1.0 / weight).to(self.total.dtype)
+        return cotangent if factor is None else cotangent * factor
+
+
+class Forward:
+    """Runs a loss on new detached leaves, or on the leaves of an earlier run.
+
+    Args:
+        loss: a loss in its full form.
+        name: the name of the loss in error messages.
+        module_params: the parameters of its module by name, as they are outside of a step.
+    """
+
+    def __init__(self, loss: LossFn, name: str, module_params: Mapping[str, nn.Parameter]) -> None:
+        self._loss, self._flatten, self._name, self._module_params = loss, Flattener(), name, module_params
+        self._not_hidden: set[tuple[int, ...]] = set()
+        self._is_checked = False
+        # The last structure of the loss's inputs, and that of its parameters.
+        self._specs: tuple[Any, Any] = None, None
+
+    def __call__(
+        self, state: TrainState, batch: PyTree, rng: Tensor | None, params: list[Tensor] | None = None
+    ) -> ForwardResult:
+        """Return the result for a batch; `params` are the leaves of an earlier run."""
+        leaves, spec = self._flatten((state.params, state.frozen, batch, state.buffers))
+        last_spec, params_spec = self._specs
+        if last_spec is not spec:
+            params_spec = spec.child(0)
+            self._specs = spec, params_spec
+        # A captured run cannot be repeated to find hidden leaves (`_hidden`), so they are recorded in this one.
+        inputs = CheckpointInputs() if _torch.is_capturing() else None
+        with torch.set_grad_enabled(True), inputs or nullcontext():
+            if params is None:
+                params = [*map(Tensor.requires_grad_, map(Tensor.detach, leaves[: params_spec.num_leaves]))]
+            leaves[: len(params)] = params
+            mean, metrics, buffers = run_loss(self._loss, leaves, spec, rng=rng, name=self._name)
+        _require_differentiable(mean, self._name)
+        if not self._is_checked:
+            check_outside_params(mean.total, self._module_params, self._name)
+            self._is_checked = True
+        loss = Mean(mean.total.detach(), mean.weight, mean.plain)
+        if not mean.plain:
+            # An integer count of tokens, or a narrower float, must not lower the precision of the gradient.
+            weight = mean.weight.detach().to(torch.promote_types(mean.total.dtype, torch.float32))
+            loss = zero_if_empty(replace(loss, weight=weight))
+        hidden = partial(self._hidden, (state, batch, rng, params), inputs)
+        if metrics:
+            metrics = {name: zero_if_empty(m) if isinstance(m, Mean) else m for name, m in detach(metrics).items()}
+        combined = announced()
+        if combined is not None:
+            announce(None)
+        return ForwardResult(
+            params, params_spec, mean.total, loss, metrics, detach(buffers), hidden=hidden, combined=combined
+        )
+
+    def _hidden(self, arguments: Any, inputs: CheckpointInputs | None, unused: list[int]) -> list[int]:
+        """Return the unused leaves that a re-entrant checkpoint uses; runs the loss once more for each new set."""
+        params = arguments[-1]
+        if tuple(unused) in self._not_hidden or (inputs is None and _torch.is_fake(params[0])):
+            return []
+        if inputs is None:
+            with warnings.catch_warnings(), backends.of(params[0].device).seeded(0), CheckpointInputs() as inputs:
+                warnings.simplefilter("ignore")
+                self(*arguments)
+        hidden = [index for index in unused if id(params[index]) in inputs.ids]
+        if not hidden:
+            self._not_hidden.add(tuple(unused))
+        return hidden
+
+
+def _require_differentiable(mean: Mean, name: str) -> None:
+    """Check that a loss is a floating-point number that depends on the parameters, and that its weight does not."""
+    if not mean.total.is_floating_point():
+        raise LossError(f"{name}: the loss is {tree.describe(mean.total)}; needs a floating-point tensor")
+    if not mean.total.requires_grad:
+        raise LossError(
+            f"{name}: the loss does not depend on the parameters (it has no grad_fn); look for .detach(), "
+            ".item(), torch.no_grad(), torch.inference_mode(), torch.utils.checkpoint with use_reentrant=True, or a "
+            "computation that does not read its first argument"
+        )
+    if mean.weight.requires_grad:
+        raise LossError(f"{name}: the weight of the Mean depends on the parameters; detach it")
+
+
+def detach(values: PyTree) -> PyTree:
+    """Detach every tensor of a tree from its graph."""
+    if values is None or values == {}:
+        return values
+    return tree.map(lambda leaf: leaf.detach() if tree.is_tensor(leaf) else leaf, values)
+
+
+def run_loss(
+    loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, *, rng: Tensor | None, name: str
+) -> LossOutput:
+    """Call a loss and check that it changed none of its inputs.
+
+    Args:
+        loss: in its full form.
+        leaves: of the tuple ``(params, frozen, batch, buffers)``.
+        spec: the structure of that tuple.
+        rng: the key of the step.
+        name: the name of the loss in error messages.
+
+    Raises:
+        LossError: when it wrote to a tensor in place; the message has the path.
+        StructureError: when the buffers it returns are not like those it got.
+    """
+    # New containers, which the loss may change.
+    params, frozen, batch, buffers = spec.unflatten(leaves)
+    old_versions = versions(leaves)
+    try:
+        output = loss(tree.overlay(params, frozen), batch, rng=rng, buffers=buffers)
+    except Exception as error:
+        if isinstance(error, RuntimeError) and LEAF_WRITTEN in str(error):
+            raise _written_in_place(name, _find_written(loss, leaves, spec, rng), spec) from error
+        add_batch_notes(error, name, (params, frozen), batch)
+        raise
+    new_versions = versions(leaves)
+    if new_versions != old_versions:
+        raise _written_in_place(name, _first_difference(old_versions, new_versions), spec)
+    if not (tree.is_blank(output[2]) and tree.is_blank(buffers)):
+        _require_like(output[2], tree.unflatten(spec, leaves)[3], name)
+    return output
+
+
+def versions(leaves: Sequence[Any]) -> list[int | None]:
+    """Return how often each tensor was written in place; None for other leaves and for inference tensors."""
+    try:
+        return [*map(_torch.version_of, leaves)]
+    except (AttributeError, RuntimeError):
+        # Some leaf has no count. To look at each leaf first would take twice as long in the usual case.
+        return [
+            _torch.version_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves
+        ]
+
+
+def _first_difference(old: Sequence[int | None], new: Sequence[int | None]) -> int:
+    """Return the index of the first leaf that was written; 0 if there is none."""
+    return next((index for index, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1]), 0)
+
+
+def _find_written(loss: LossFn, leaves: Sequence[Any], spec: optree.PyTreeSpec, rng: Tensor | None) -> int:
+    """Find the leaf that a loss writes in place, by running it on copies that it may write to."""
+    copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    old_versions = versions(copies)
+    params, frozen, batch, buffers = tree.unflatten(spec, copies)
+    with torch.enable_grad():
+        loss(tree.overlay(params, frozen), batch, rng=rng, buffers=buffers)
+    return _first_difference(old_versions, versions(copies))
+
+
+def _written_in_place(name: str, index: int, spec: optree.PyTreeSpec) -> LossError:
+    inputs = dict(zip(INPUTS, tree.unflatten(spec, range(spec.num_leaves)), strict=True))
+    path = tree.leaf_names(inputs)[tree.leaves(inputs).index(index)]
+    return LossError(
+        f"{name}: changed its input {path} in place; a loss must be a pure function: work on a copy "
+        "(x = x.clone()), and return new buffers instead of writing them"
+    )
+
+
+def _require_like(returned: PyTree, buffers: PyTree, name: str) -> None:
+    new, old = tree.flatten(returned), tree.flatten(buffers)
+    if new[1] == old[1] and all(
+        isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype for a, b in zip(new[0], old[0], strict=True)
+    ):
+        return
+    tree.require_same(name, "the tree of buffers it returned", returned, buffers)

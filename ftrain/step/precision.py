@@ -1,0 +1,100 @@
+"""The precision in which a loss computes: `torch.autocast` to 16 bits, and the precision of float32 matrix products."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftrain import backends, tree
+from ftrain.errors import ComposeError, DeviceError
+from ftrain.tree.tensors import dtype_name
+from ftrain.types import Loss, LossFn, LossOutput, PyTree
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+log = logging.getLogger("ftrain")
+
+
+def name_of(dtype: Any) -> str:
+    """Return the short name of a dtype: ``"bf16"`` for `torch.bfloat16`, ``"bfloat16"`` and ``"bf16"``.
+
+    >>> name_of(torch.float16), name_of("float16"), name_of("fp8")
+    ('fp16', 'fp16', 'fp8')
+    """
+    names = {dtype_name(known): short for known, short in NAMES.items()}
+    name = dtype_name(dtype)
+    return names.get(name, name)
+
+
+def require_dtype(function: str, name: str, backend: backends.Backend) -> None:
+    """Check that a device can compute in ``"bf16"`` or ``"fp16"``.
+
+    Raises:
+        DeviceError: naming the device and the dtypes it can compute in.
+    """
+    able = backend.autocast_dtypes()
+    if DTYPES[name] not in able:
+        other = ", ".join([*(NAMES[choice] for choice in able), "float32"])
+        raise DeviceError(f"{function}: {backend.describe()} cannot compute in {name}; use one of {other}")
+    if DTYPES[name] in backend.emulated_dtypes():
+        _warn_of_emulation(function, name, backend.describe())
+
+
+@functools.cache
+def _warn_of_emulation(function: str, name: str, device: str) -> None:
+    """Log that a dtype is emulated, once in a process."""
+    log.warning(
+        "%s: %s is emulated on %s, and may take ten times as long as float32; use 'auto', which is bf16 if the device "
+        "computes in it natively, and else float32",
+        function,
+        name,
+        device,
+    )
+
+
+def auto_dtype(backend: backends.Backend) -> str:
+    """Return the dtype that ``"auto"`` means on a device: ``"bf16"`` if it is native there, else ``"float32"``."""
+    return "bf16" if torch.bfloat16 in backend.native_dtypes else "float32"
+
+
+def autocast(loss: LossFn, dtype: torch.dtype) -> LossFn:
+    """Run a loss under `torch.autocast` on the device of its parameters."""
+
+    def cast(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
+        with torch.autocast(tree.device_of(params).type, dtype=dtype):
+            return loss(params, batch, rng=rng, buffers=buffers)
+
+    return cast
+
+
+def set_matmul_precision(loss: Loss, text: str, precise: Callable[[], AbstractContextManager[None]]) -> Loss:
+    """Return a loss whose step runs in a context that sets the precision of float32 matrix products in this process.
+
+    Args:
+        loss: the loss.
+        text: the text of the wrapper that sets it.
+        precise: returns the context.
+
+    Raises:
+        ComposeError: when another wrapper already sets it.
+    """
+    if loss.matmul_precision:
+        raise ComposeError(
+            f"{text}: {loss.matmul_precision} already sets the precision of float32 matrix products; remove one of "
+            f"them:\n{loss.text}"
+        )
+
+    @contextmanager
+    def scope(training: bool) -> Iterator[None]:
+        with loss.scope(training), precise():
+            yield
+
+    return dataclasses.replace(loss, scope=scope, wrapper_texts=(*loss.wrapper_texts, text), matmul_precision=text)

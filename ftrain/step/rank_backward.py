@@ -1,0 +1,84 @@
+"""The backward pass on one of many ranks: gradients that are combined meanwhile, and parameters that are unused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+Backward: TypeAlias = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+"""``tensors -> gradients``: runs the backward pass of a loss; None for a tensor that the loss does not use."""
+
+
+class CombinedGrads(Protocol):
+    """Combines the gradients of one forward pass, whose loss reads other leaves than the parameters it is given."""
+
+    def backward(self, run: Backward) -> list[Tensor | None]:
+        """Run the backward pass; return the combined gradients of the parameters, in their order."""
+        ...
+
+
+_announced: ContextVar[CombinedGrads | None] = ContextVar("ftrain_combined_grads", default=None)
+
+
+announced = _announced.get
+"""``() -> CombinedGrads | None``: what the loss that has just run has announced."""
+
+
+def announce(combined: CombinedGrads | None) -> None:
+    """Called by a loss: set what runs the backward pass of this forward pass. None: the usual backward pass."""
+    _announced.set(combined)
+
+
+class UnusedOnRank:
+    """Records the parameters that the loss does not use on this rank. They get a gradient of 0, and no error is raised.
+
+    Args:
+        names: names of the trainable parameters, in their order.
+        is_first: whether the ranks compare what they do in this step.
+    """
+
+    def __init__(self, names: Sequence[str], is_first: bool) -> None:
+        self.names, self.is_first = names, is_first
+        self.loss, self.is_allowed = "", True
+        self.calls: list[set[int]] = []
+        """The indices of the unused parameters, for each backward pass."""
+        self._gathered: dict[str, bool] = {}
+
+    def note_gathered(self, names: Sequence[str], are_used: Sequence[bool]) -> None:
+        """Record which parameters this rank uses, of those that get a gradient from other ranks in any case."""
+        for name, is_used in zip(names, are_used, strict=True):
+            self._gathered[name] = self._gathered.get(name, False) or is_used
+
+    def note_call(self, unused: Sequence[int], loss: str, is_allowed: bool) -> None:
+        """Record the end of a backward pass.
+
+        Args:
+            unused: the indices of the parameters without a gradient.
+            loss: the name of the loss.
+            is_allowed: whether parameters may be unused.
+        """
+        only_gathered = {index for index, name in enumerate(self.names) if self._gathered.get(name) is False}
+        self.calls.append({*unused, *only_gathered})
+        self.loss, self.is_allowed, self._gathered = loss, is_allowed, {}
+
+
+_unused_on_rank: ContextVar[UnusedOnRank | None] = ContextVar("ftrain_unused", default=None)
+
+
+unused_on_rank = _unused_on_rank.get
+"""``() -> UnusedOnRank | None``: the record of this rank; None if one rank computes alone."""
+
+
+@contextmanager
+def recording_unused(names: Sequence[str], is_first: bool) -> Iterator[UnusedOnRank]:
+    """Context in which unused parameters are recorded and have a gradient of 0."""
+    unused = UnusedOnRank(names, is_first)
+    token = _unused_on_rank.set(unused)
+    try:
+        yield unused
+    finally:
+        _unused_on_rank.reset(token)

@@ -1,0 +1,82 @@
+"""Check that an argument is a state, and that its parameters are those that a step trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ftrain import tree
+from ftrain.errors import StructureError
+from ftrain.tree.name_patterns import Mask, Select, as_select, require_matches
+from ftrain.types import PyTree, TrainState
+
+
+def require_state(function: str, state: Any) -> None:
+    """Check that an argument is a state.
+
+    Raises:
+        StructureError: naming the function, and what was found.
+    """
+    if not isinstance(state, TrainState):
+        raise StructureError(f"{function}: the state is {type(state).__name__}; needs the TrainState of step.init()")
+
+
+def require_params(params: PyTree) -> None:
+    """Check that there are parameters, and that all are floating-point tensors.
+
+    Raises:
+        StructureError: naming the first leaf that is not.
+    """
+    leaves = tree.leaves(params)
+    if not leaves:
+        raise StructureError("Step.init: there is no parameter to train; needs a tree with at least one tensor")
+    for name, leaf in zip(tree.leaf_names(params), leaves, strict=True):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            raise StructureError(
+                f"Step.init: {tree.path('params', name)} is {tree.describe(leaf)}; needs a floating-point tensor "
+                "(convert it, freeze it with trainable=, or pass it as a buffer or in the batch)"
+            )
+
+
+def select_trainable(trainable: Mask | None, names: set[str] | None, params: PyTree) -> Select:
+    """Return ``(name, leaf) -> bool``, whether a parameter trains. Default: those in `names`, or all.
+
+    Raises:
+        OptionError: when a pattern matches no parameter, or `trainable` is a string.
+    """
+    if trainable is None:
+        return lambda name, leaf: names is None or name in names
+    select = as_select("Step.init: trainable", trainable)
+    require_matches(select, params)
+    return select
+
+
+def require_same_trainable(trainable: Mask | None, module: nn.Module | None, params: PyTree, frozen: PyTree) -> None:
+    """Check that a state trains and freezes the parameters that a new state of the step would.
+
+    Args:
+        trainable: the option of the step.
+        module: the module of its loss, or None.
+        params: the parameters that the state trains.
+        frozen: the parameters that the state freezes.
+
+    Raises:
+        StructureError: naming the first parameter that differs.
+        OptionError: when a pattern matches no parameter.
+    """
+    names = None
+    if module is not None:
+        names = {*tree.leaf_names(params), *tree.leaf_names(frozen)}
+        names -= {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    select = select_trainable(trainable, names, tree.overlay(params, frozen))
+    for part, trains in ((params, True), (frozen, False)):
+        leaves = zip(tree.leaf_names(part), tree.leaves(part), strict=True)
+        other = [name for name, leaf in leaves if bool(select(name, leaf)) is not trains]
+        if other:
+            state_does, step_does = ("trains", "freezes") if trains else ("freezes", "trains")
+            more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+            raise StructureError(
+                f"Step: the state {state_does} {tree.path('params', other[0])}{more}, which this step {step_does}; "
+                "make a new state with the values of this one: ft.to_module(module, state), then step.init()"
+            )
