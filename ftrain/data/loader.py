@@ -11,13 +11,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from ftrain.data.array_dataset import arrays
 from ftrain.data.batch_dataset import BatchDataset, Collate
-from ftrain.data.batch_samplers import BatchSampler, by_length, by_packing, by_tokens, in_order
+from ftrain.data.batch_samplers import BatchSampler, by_length, by_packing, by_tokens, in_order, lengths_function
 from ftrain.data.epoch_plan import EpochPlan
 from ftrain.data.fetched_batch import ReadError
 from ftrain.data.iterable_source import IterableBatchDataset, IterableSource
 from ftrain.data.map_source import MapSource
 from ftrain.data.packing import packed
-from ftrain.data.sample_lengths import lengths_function
 from ftrain.data.worker_pool import WorkerOptions, WorkerPool
 from ftrain.errors import ComposeError, DataError, OptionError, require_positive, require_range
 from ftrain.types import PyTree

@@ -1,4 +1,4 @@
-"""Collation of samples of different lengths by padding."""
+"""Collate samples of different lengths by padding; and the metric `padding`, the share of a batch that is padding."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ftrain.errors import DataError, OptionError, require_positive
+from ftrain.data.packing import IGNORED, NO_DOCUMENT
+from ftrain.errors import BatchError, DataError, OptionError, require_positive
 from ftrain.tree.tensors import dtype_name
+from ftrain.types import Mean, PyTree
 
 MASK = "attention_mask"
 """The field of a padded batch that holds the mask."""
 
-FILLS: Mapping[str, float] = {"labels": -100}
+FILLS: Mapping[str, float] = {"labels": IGNORED}
 """The default padding values by field; 0 for other fields."""
 
 
@@ -126,6 +128,31 @@ def pad(
     if cut and length is None:
         raise OptionError("pad: cut=True needs length=")
     return Pad(dict(values or {}), length, multiple, side, None if fields is None else tuple(fields), mask, cut)
+
+
+def padding(batch: PyTree) -> Mean:
+    """Return the share of padding in a batch, as a `Mean` over all its tokens.
+
+    Computed on the device of the batch. To log it, return it as a metric of the loss:
+    ``return loss, {"padding": ft.data.padding(batch)}``.
+
+    Args:
+        batch: a dict with a tensor ``documents`` (of `pack`; -1 is padding) or ``attention_mask`` (0 or False is padding).
+
+    Raises:
+        BatchError: if the batch has neither.
+
+    >>> float(padding({"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 0, 0, 1]])}))
+    0.25
+    """
+    mask = batch.get("documents", batch.get(MASK)) if isinstance(batch, dict) else None
+    if not isinstance(mask, Tensor):
+        raise BatchError(
+            f"padding: the batch has neither documents nor {MASK}; make it by ft.data.pack, or by "
+            'ft.data.pad(mask="tokens")'
+        )
+    is_padding = mask == NO_DOCUMENT if "documents" in batch else mask == 0
+    return Mean(is_padding.sum().float(), torch.full((), float(mask.numel()), device=mask.device))
 
 
 def _require_holds(name: str, dtype: torch.dtype, fill: float) -> None:
