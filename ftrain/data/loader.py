@@ -76,10 +76,10 @@ class Loader:
             if batch.empty:
                 self._require_one_rank(batch.skipped)
                 continue
-            # Nothing here keeps a batch that the caller has dropped.
-            rest = [batch.batch]
+            # This frame must not keep a batch alive that the caller has dropped.
+            yielded = [batch.batch]
             del batch
-            yield rest.pop()
+            yield yielded.pop()
             self._require_latest(iterator)
         self._epoch += 1
         self._start = self._position = self._source.start
@@ -141,7 +141,7 @@ class Loader:
 
 
 def _to_exception(error: ReadError, hint: str) -> DataError:
-    """Return the exception to raise, with its cause, or with the traceback of the worker as a note."""
+    """Return the error to raise, with its cause, or with the traceback of the worker as a note."""
     exception = DataError(f"loader: {error.subject}: {error.message}{hint}")
     if error.cause is None:
         exception.add_note(f"In a worker:\n{error.trace}")

@@ -13,19 +13,16 @@ from ftrain.data.worker_pool import WorkerPool
 
 
 class MapSource:
-    """The batches of a map-style dataset, as an `EpochPlan` divides it and a `WorkerPool` reads it.
-
-    Attributes:
-        start: the position at which an epoch starts; its keys are in every position.
-        optional_keys: further keys that a position may have.
-        fingerprint: the options on which the order of batches depends. A saved position is valid only for equal ones.
-    """
+    """The batches of a map-style dataset, as an `EpochPlan` divides it and a `WorkerPool` reads it."""
 
     def __init__(self, plan: EpochPlan, workers: WorkerPool, options: dict[str, Any]) -> None:
         self.start: Position = {"window": 0, "batch": 0}
+        """The position at which an epoch starts; its keys are in every position."""
         self.optional_keys: tuple[str, ...] = ()
+        """Further keys that a position may have."""
         # Positions of version 1 do not contain their version.
         self.fingerprint = {**options, "order": plan.order_version} if plan.order_version > 1 else options
+        """The options on which the order of batches depends. A saved position is valid only for equal ones."""
         self._options = options
         self._plan, self._workers = plan, workers
 

@@ -137,7 +137,7 @@ def padding(batch: PyTree) -> Mean:
     ``return loss, {"padding": ft.data.padding(batch)}``.
 
     Args:
-        batch: a dict with a tensor ``documents`` (of `pack`; -1 is padding) or ``attention_mask`` (0 or False is padding).
+        batch: a dict with a tensor ``documents`` (-1 is padding) or ``attention_mask`` (0 or False is padding).
 
     Raises:
         BatchError: if the batch has neither.
