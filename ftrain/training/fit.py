@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import signal
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
 from ftrain._torch.store import rank_and_size
 from ftrain.checkpoint import Checkpoints
-from ftrain.errors import ComposeError, Interrupted, OptionError, require_callable, require_positive
+from ftrain.errors import Interrupted
 from ftrain.parallel.agreement import Agreement
 from ftrain.step.across_ranks import ranks_of
-from ftrain.step.evaluate import EvalStep
-from ftrain.step.microbatch import SPLIT, require_on_oom
 from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop
 from ftrain.training.loggers import Logger
 from ftrain.training.metrics import Evaluate
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
 from ftrain.training.options import Options
-from ftrain.training.progress import Lines, show
+from ftrain.training.progress import Count, Lines, show
 from ftrain.training.resume import RunCheckpoints
 from ftrain.training.run import FitResult, Run, S
 from ftrain.training.signals import EXIT_CODE_BASE, interruptible
 from ftrain.training.step_votes import StepVotes
-from ftrain.training.throughput import Count
 from ftrain.transforms.compile.status import is_compiling
 from ftrain.types import PyTree
 
@@ -133,21 +129,31 @@ def fit(
             saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised. After an error in a step or
             in the data it is not, because the state may be overwritten in part, or the position in the data lost.
     """
-    # What a function does with other ranks cannot be seen: where there are some, they are one run.
+    # A function may use other ranks in a way that cannot be seen: all ranks of the process group are then one run.
     ranks = ranks_of(step.wrappers) if isinstance(step, Step) else rank_and_size()[1]
-    agreement = Agreement(ranks)
     options = Options(
-        steps, epochs, evaluate, evaluate_every, stop, adapt, loggers, log_every, throughput or {}, on_oom
+        steps=steps,
+        epochs=epochs,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        stop=stop,
+        adapt=adapt,
+        checkpoints=checkpoints,
+        resume=resume,
+        loggers=loggers,
+        log_every=log_every,
+        throughput=throughput or {},
+        donate=donate,
+        on_oom=on_oom,
+        on_nonfinite=on_nonfinite,
     )
     signals = [signal.SIGINT] if checkpoints is None else [signal.SIGINT, signal.SIGTERM]
-    with agreement:
+    with Agreement(ranks) as agreement:
         if not agreement.is_alone:
-            agreement.require_same(_comparable(options, checkpoints, resume, on_nonfinite, donate))
-        _require(step, state, on_oom, log_every=log_every, evaluate_every=evaluate_every)
-        _require_services(options, checkpoints)
-        _require_agreement(step, ranks, on_oom)
+            agreement.require_same(options.comparable())
+        options.require_valid(step, state, ranks)
         if agreement.is_first:
-            _warn_if_best_is_missed(checkpoints, evaluate_every)
+            options.warn_if_best_is_missed()
         check_loss = NonFiniteLossCheck(on_nonfinite, checkpoints, is_first=agreement.is_first)
         saves = RunCheckpoints(checkpoints, data, resume, is_first=agreement.is_first)
         with (
@@ -156,134 +162,40 @@ def fit(
             # A rank that abandons a step leaves the others in it.
             interruptible(signals, is_compiling if ranks == 1 else lambda frame: False) as received,
         ):
-            whole_batches = isinstance(step, Step) and step.loss.ranks is not None and step.loss.ranks.whole_batches
-            votes = StepVotes(agreement, received, compares_batches=whole_batches, log_every=log_every)
+            compares_batches = isinstance(step, Step) and step.loss.ranks is not None and step.loss.ranks.whole_batches
+            votes = StepVotes(agreement, received, compares_batches=compares_batches, log_every=log_every)
             donating = step.donating if isinstance(step, Step) and donate else step
-            run = Run(
-                donating,
-                data,
-                options,
-                saves.load(state, donate=donating is not step),
-                checkpoints=saves,
-                check_loss=check_loss,
-                display=display,
-                interrupted=votes.agreed_signal,
-                agreement=agreement,
-            )
+            point = saves.load(state, donate=donating is not step)
+            run = Run(donating, data, options, point, saves, check_loss, display, votes, agreement)
             # The run alone holds a state from here on, so that the memory of the first one can be freed.
-            del state
-            _train(run, votes)
+            del state, point
+            try:
+                run.start()
+                records = run.steps()
+                for record in records:
+                    run.after_step(record, records)
+                    if run.is_ending:
+                        break
+                run.finish()
+            except BaseException as error:
+                run.rescue(error)
+                raise
     data_ended = steps is None or run.step < steps
     run.history.stopped = "interrupt" if votes.agreed_signal() else run.stopped or ("data" if data_ended else "steps")
     if checkpoints and (number := votes.agreed_signal()):
-        raise _interrupted(number, checkpoints, run.result, say=agreement.is_first)
+        raise _interrupted(number, checkpoints, run.result, prints=agreement.is_first)
     return run.result
 
 
-OF_CHECKPOINTS = "every", "keep", "best", "mode"
-"""What ranks must have alike of their `Checkpoints`."""
-
-
-def _comparable(options: Options, checkpoints: Checkpoints | None, *others: Any) -> dict[str, Any]:
-    """Return what ranks that train together must have alike among the arguments of `fit`, by name."""
-    functions = {name: getattr(options, name) for name in ("evaluate", "stop", "adapt")}
-    return {
-        # Machines may see one directory under different paths: `Checkpoints` compares the directory itself.
-        "checkpoints": checkpoints and {name: getattr(checkpoints, name, None) for name in OF_CHECKPOINTS},
-        **dict(zip(("resume", "on_nonfinite", "donate"), others, strict=True)),
-        **{name: getattr(options, name) for name in ("steps", "epochs", "evaluate_every", "log_every", "on_oom")},
-        **{name: function if function is None else "a function" for name, function in functions.items()},
-        "throughput": [*options.throughput],
-    }
-
-
-def _train(run: Run, votes: StepVotes) -> None:
-    batch = None
-    try:
-        run.start()
-        steps = run.steps()
-        for record in () if run.stopped else steps:
-            run.after_step(record, steps)
-            batch = record.batch
-            if votes.after_step(batch, record.step) or run.stopped:
-                break
-        votes.at_end(batch)
-        run.finish()
-        votes.at_end()
-    except BaseException as error:
-        run.rescue(error)
-        raise
-
-
-def _interrupted(number: signal.Signals, checkpoints: Checkpoints, result: FitResult[Any], *, say: bool) -> Interrupted:
-    """Print where the run is saved, if this rank is to say so, and return the error that ends the process."""
-    if say:
+def _interrupted(
+    number: signal.Signals, checkpoints: Checkpoints, result: FitResult[Any], *, prints: bool
+) -> Interrupted:
+    """Print where the run is saved, if this rank prints, and return the error that ends the process."""
+    if prints:
         steps = checkpoints.steps()
         path = checkpoints.path(steps[-1]) if steps else None
-        where = f"saved in {path}; the same call goes on from there" if path else "before any step"
+        where = f"saved in {path}; the same call continues from there" if path else "before any step"
         Lines().say(f"fit: ended by {number.name}, {where}")
     error = Interrupted(EXIT_CODE_BASE + number)
     error.result = result
     return error
-
-
-def _require_services(options: Options, checkpoints: Any) -> None:
-    evaluate, evaluate_every = options.evaluate, options.evaluate_every
-    loggers: Any = options.loggers
-    needed = {
-        "evaluate": (evaluate, "state -> {name: number}, such as lambda state: ft.evaluate(eval_step, state, batches)"),
-        "stop": (options.stop, "history -> why, such as ft.patience('eval_loss')"),
-        "adapt": (options.adapt, "(state, history) -> state, such as ft.plateau('eval_loss', rule)"),
-    }
-    for name, (value, form) in needed.items():
-        if value is not None and not callable(value):
-            raise OptionError(f"fit: {name} is {type(value).__name__}; needs a function {form}")
-    if isinstance(evaluate, EvalStep):
-        raise OptionError(f"fit: evaluate is an eval_step, of one batch; needs a function {needed['evaluate'][1]}")
-    if evaluate_every is not None and evaluate is None:
-        raise OptionError(f"fit: evaluate_every={evaluate_every} needs evaluate=, a function {needed['evaluate'][1]}")
-    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-        raise OptionError(f"fit: checkpoints is {checkpoints!r}; needs ft.Checkpoints(directory, every=...)")
-    if not isinstance(loggers, Sequence) or isinstance(loggers, str) or not all(map(callable, loggers)):
-        raise OptionError(
-            f"fit: loggers is {loggers!r}; needs a list of functions of a record, such as [ft.loggers.jsonl(path)]"
-        )
-    _require_counts(options.throughput)
-
-
-def _require_counts(throughput: Any) -> None:
-    if not isinstance(throughput, Mapping) or not all(map(callable, throughput.values())):
-        raise OptionError(
-            f"fit: throughput is {throughput!r}; needs functions of a batch by name, such as "
-            '{"tokens": lambda batch: batch["tokens"].numel()}'
-        )
-
-
-def _require(step: Any, state: Any, on_oom: str, **every: int | None) -> None:
-    require_callable("fit", step, state, "fit(step, state, data)")
-    require_on_oom("fit", on_oom)
-    if on_oom == SPLIT and not isinstance(step, Step):
-        raise ComposeError(f"fit: on_oom='split' needs a Step, whose gradient can be split; found {step!r}")
-    for name, value in every.items():
-        if value is not None:
-            require_positive("fit", name, value)
-
-
-def _require_agreement(step: Any, ranks: int, on_oom: str) -> None:
-    if ranks > 1 and on_oom == SPLIT and (step.updates_in_backward or (step.is_compiled and step.optimizer.offloaded)):
-        excess = "update_in_backward" if step.updates_in_backward else "compiled beside offload('opt_state')"
-        raise ComposeError(
-            f"fit: on_oom='split' on {ranks} ranks needs a step without {excess}: all ranks must know that one has run "
-            "out of memory before they update; use ft.accumulate(n)"
-        )
-
-
-def _warn_if_best_is_missed(checkpoints: Checkpoints | None, evaluate_every: int | None) -> None:
-    best = "" if checkpoints is None else checkpoints.best or ""
-    if checkpoints and evaluate_every and best.startswith("eval_") and evaluate_every % checkpoints.every:
-        warnings.warn(
-            f"fit: evaluate_every={evaluate_every} is no multiple of Checkpoints(every={checkpoints.every}), so that "
-            f"some evaluations are of steps that are not saved, which cannot become the best by {best!r}: evaluate at "
-            "steps that are saved, or save more often",
-            stacklevel=3,
-        )

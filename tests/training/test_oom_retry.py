@@ -418,7 +418,7 @@ def test_no_more_is_tried_than_what_can_be_of_use():
         tried.append(len(batch["x"]))
         raise torch.OutOfMemoryError("out of memory")
 
-    with pytest.raises(DeviceError, match=r"in 256 pieces of up to 4 examples, too, and was tried again 8 times"):
+    with pytest.raises(DeviceError, match=r"also in 256 pieces of up to 4 examples, and was tried again 8 times"):
         fit(make(loss=loss), batches(1, 1024))
     assert tried[:9] == [1024, 512, 256, 128, 64, 32, 16, 8, 4]
 
@@ -604,7 +604,7 @@ def test_data_that_passes_once_is_not_gone_on_with(tmp_path):
     step = make()
     with (
         scarce(1, operations(step, 1) - 1),
-        pytest.raises(DeviceError, match="passes but once"),
+        pytest.raises(DeviceError, match="can be iterated only once"),
     ):
         fit(step, iter(batches()), checkpoints=ft.Checkpoints(tmp_path, every=1))
 
@@ -643,7 +643,7 @@ def test_a_batch_that_cannot_be_cut():
     def uneven(params, batch):
         raise torch.OutOfMemoryError("out of memory")
 
-    with pytest.raises(DeviceError, match="cannot be cut"):
+    with pytest.raises(DeviceError, match="cannot be split"):
         fit(make(loss=uneven), [{"x": torch.zeros(3), "y": torch.zeros(4)}])
 
 
