@@ -114,6 +114,7 @@ class IterableSource:
         self._stream, self._options = stream, options
         self._epoch_start, self._unfinished = position(stream.dataset), False
         self.start = START
+        self.num_windows: int | None = None
         self.optional_keys: tuple[str, ...] = ("source",)
         self.fingerprint = {"seed": stream.seed, "batch_size": stream.batch_size, "drop_last": stream.drop_last}
 
@@ -128,10 +129,6 @@ class IterableSource:
     def for_state(self, state: Mapping[str, Any]) -> IterableSource:
         """Return this source: its order is that of the dataset in every version."""
         return self
-
-    def position_error(self, position: Position) -> str | None:
-        """Return None: only the dataset itself can check a position."""
-        return None
 
     def batches(self, epoch: int, position: Position) -> Iterator[FetchedBatch]:
         """Yield the batches of an epoch that follow a position.

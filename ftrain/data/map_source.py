@@ -38,11 +38,10 @@ class MapSource:
             return self
         return MapSource(replace(self._plan, order_version=version), self._workers, self._options)
 
-    def position_error(self, position: Position) -> str | None:
-        """Return what is wrong with a position; None if it is valid."""
-        if position["window"] <= self._plan.num_windows:
-            return None
-        return f"window is {position['window']}, and an epoch has {self._plan.num_windows}"
+    @property
+    def num_windows(self) -> int | None:
+        """The largest ``window`` of a position; None if positions have none."""
+        return self._plan.num_windows
 
     def batches(self, epoch: int, position: Position) -> Iterator[FetchedBatch]:
         """Yield the batches of an epoch that follow a position."""

@@ -49,7 +49,7 @@ class Pad:
             batch[name] = values if isinstance(values[0], str | bytes) else self._field(name, values)
         if self.mask is not None:
             if self.mask not in names:
-                raise DataError(f"pad: mask={self.mask!r} names no field; there are {', '.join(names)}")
+                raise DataError(f"pad: mask={self.mask!r} is not a field; there are {', '.join(names)}")
             masks = [torch.ones(len(sample[self.mask]), dtype=torch.bool) for sample in samples]
             batch[MASK] = self._padded(MASK, masks)
         return batch
@@ -61,7 +61,7 @@ class Pad:
             return self._padded(name, tensors)
         shapes = sorted({tuple(tensor.shape) for tensor in tensors})
         if len(shapes) > 1:
-            raise DataError(f"pad: field {name} has shapes {shapes} in one batch; name it in fields= to have it padded")
+            raise DataError(f"pad: field {name} has shapes {shapes} in one batch; add it to fields= to pad it")
         return torch.stack(tensors)
 
     def _padded(self, name: str, tensors: list[Tensor]) -> Tensor:
@@ -158,7 +158,7 @@ def padding(batch: PyTree) -> Mean:
 def _require_holds(name: str, dtype: torch.dtype, fill: float) -> None:
     if dtype.is_floating_point or dtype.is_complex:
         return
-    # torch wraps around: -100 would be the label 156 in uint8, and True in bool.
+    # torch would store -100 as 156 in uint8, and as True in bool.
     least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if not (least <= fill <= most and fill == int(fill)):
         raise DataError(
@@ -183,6 +183,6 @@ def _tensor(name: str, value: Any) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"pad: field {name} holds a {type(value).__name__} that is no tensor of numbers: {error}; leave it out of "
-            "the samples"
+            f"pad: field {name} holds a {type(value).__name__}; needs a tensor or numbers, or leave it out of the "
+            f"samples: {error}"
         ) from error

@@ -51,45 +51,45 @@ def fit(
     """Train: run `step` over `data`, record, show, evaluate and save; return ``(state, history)``.
 
     Metrics stay on the device and are read together every `log_every` steps; nothing else waits for the device.
-    Ctrl-C ends the run after the current step and returns what was trained; a second one interrupts at once. A step
-    that is still being compiled is not waited for: the run ends before it.
+    Ctrl-C ends the run after the current step and returns the newest state; a second one interrupts at once. If the
+    step is still being compiled, the run ends before it.
 
     With `checkpoints` the run resumes from the newest checkpoint in the directory: state, position in the data,
-    history and log are bitwise those of a run that was never interrupted, but for times. Ctrl-C and SIGTERM then save
-    after the current step, print where, and exit the process with code 130 or 143; a second signal ends it at once,
-    and leaves earlier checkpoints as they were.
+    history and log are bitwise those of a run that was never interrupted, except for times. Ctrl-C and SIGTERM then
+    save after the current step, print the path, and exit the process with code 130 or 143; a second signal ends it at
+    once and does not change earlier checkpoints.
 
     A step on many ranks (`ftrain.sharded`) trains when every rank calls this with the same arguments. The first rank
-    shows progress and calls the loggers, and its records are the history of all ranks. They stop after the same step:
-    where `stop` says so on the first rank, or one step after any of them got a signal. `evaluate` and `adapt` run on
-    every rank. What fails in one of them, in `stop` or in a logger, on one rank, is an error on all. All write each
-    checkpoint together, and signals end each process with the same code. The same holds for all ranks of torch's
-    process group when `step` is a function, which must then make as many steps on each: one with a model in
-    `torch.nn.parallel.DistributedDataParallel`, say.
+    shows progress and calls the loggers, and its records are the history of all ranks. All stop after the same step:
+    when `stop` says so on the first rank, or one step after any rank got a signal. `evaluate` and `adapt` run on
+    every rank. An error in one of them, in `stop` or in a logger on one rank is an error on all. All write each
+    checkpoint together, and signals end each process with the same code. If `step` is a function (with a model in
+    `torch.nn.parallel.DistributedDataParallel`, for example), the same holds for all ranks of torch's process group:
+    it must make the same number of steps on each.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.
-        state: from ``step.init()``, or of an earlier run. Consumed, when `donate` is true.
-        data: any iterable of batches, such as `ftrain.data.loader` or a `torch.utils.data.DataLoader`; a
-            batch is any tree, and its tensors are moved to the device of the state.
-        steps: train until the state has made so many steps, over as many passes as that takes.
-        epochs: train for so many passes over the data. Default, without `steps`: 1.
-        evaluate: ``state -> {name: number}``; must copy (`ftrain.tree.clone`) what it keeps of a state
-            that is donated. Its results are recorded with ``eval_`` before their names, unless these begin so: the
-            ``loss`` of `ftrain.evaluate` is ``eval_loss`` in the history, and for `stop`, `adapt` and ``best=``.
-        evaluate_every: evaluate after each so many steps, and at the end. Default: only at the end.
-        stop: ``history -> reason to stop, or ""``, called after each evaluation, or without `evaluate` each time that
-            metrics are read; such as `ftrain.patience`.
-        adapt: ``(state, history) -> state``, called when `stop` is, returns the state to go on with, or the same one;
-            such as `ftrain.plateau`. Consumes the state, when `donate` is true.
-        checkpoints: where and how often to save; the last state is saved, too. Default: nothing is saved.
+        state: the state from ``step.init()``, or of an earlier run. Consumed if `donate` is true.
+        data: any iterable of batches, such as `ftrain.data.loader` or a `torch.utils.data.DataLoader`. A batch is any
+            tree; its tensors are moved to the device of the state.
+        steps: train until the state has made this number of steps, over as many passes as needed.
+        epochs: train for this number of passes over the data. Default, without `steps`: 1.
+        evaluate: ``state -> {name: number}``. If the state is donated, it must copy (`ftrain.tree.clone`) what it
+            keeps. Its results are recorded with the prefix ``eval_``, unless the name has it already: the ``loss`` of
+            `ftrain.evaluate` is ``eval_loss`` in the history, and for `stop`, `adapt` and ``best=``.
+        evaluate_every: evaluate every so many steps, and at the end. Default: only at the end.
+        stop: ``history -> reason to stop, or ""``, such as `ftrain.patience`. Called after each evaluation; without
+            `evaluate`, each time that metrics are read.
+        adapt: ``(state, history) -> state``, such as `ftrain.plateau`. Called after `stop`; returns the state to
+            continue with, which may be its argument. Consumes the state if `donate` is true.
+        checkpoints: where and how often to save; the last state is saved too. Default: nothing is saved.
         resume: ``"auto"`` resumes if there is a checkpoint, ``"must"`` requires one, and ``"never"`` requires that
-            there be none.
+            there is none.
         loggers: functions that get each record, such as `ftrain.loggers.jsonl`.
-        log_every: how often metrics are read, in steps.
-        throughput: name -> function that counts such items in a batch, to be shown per second. With
-            ``sharded(batches="rows")`` the counts of all ranks are added up; of a function they are the first rank's.
-        progress: show a bar, or lines where there is no terminal.
+        log_every: read metrics every so many steps.
+        throughput: functions that count items of a batch, by name, shown per second. With ``sharded(batches="rows")``
+            the counts of all ranks are added up; if `step` is a function they are those of the first rank.
+        progress: show a bar in a terminal, otherwise lines.
         donate: reuse the memory of each state for the next one; `Step` only.
         on_oom: ``"split"`` retries a step that runs out of memory, with the same batch in twice as many pieces, and
             stays at that number: the same update, except that batch statistics, and dropout that is not
@@ -99,35 +99,35 @@ def fit(
             to the newest checkpoint. `Step` only. On many ranks all split when one runs out of memory before the
             update.
         on_nonfinite: what to do about the first metric ``loss`` that is infinite or NaN, except in steps that
-            `skip_nonfinite` or fp16 have skipped: ``"warn"``, and keep the newest checkpoint from before it for good;
+            `skip_nonfinite` or fp16 have skipped: ``"warn"``, and never remove the newest checkpoint before it;
             ``"raise"`` a NonFiniteError, so that no later state is saved; or ``"ignore"`` it.
 
     Returns:
-        ``(state, history)``: the last state, and the `History`, whose ``stopped`` says why the run ended.
+        ``(state, history)``: the last state, and the `History`; its ``stopped`` is the reason why the run ended.
 
     Raises:
-        ComposeError: when `step` cannot be called, is a class, or stands where the state does; or is to be split and
-            is no `Step`; for ``on_oom="split"`` on several ranks with `update_in_backward`, or with `compiled` beside
-            ``offload("opt_state")``; or when `adapt` returns None.
-        OptionError: for an `evaluate`, `stop`, `adapt`, logger or count of `throughput` that is no function, or a
-            `stop` that returns one; `evaluate_every` without `evaluate`, a metric that is not recorded (`patience`,
-            `plateau`, ``best=``), numbers that are not positive, or another `resume`, `on_oom` or `on_nonfinite`; or
-            for arguments that are not those of the first rank.
-        DeviceError: when steps are split and not even one example fits, with the `anatomy` of the step; or when a
-            state was overwritten, and there is no checkpoint.
+        ComposeError: when `step` cannot be called, is a class, or is swapped with the state; when `adapt` returns
+            None; or for ``on_oom="split"`` if `step` is not a `Step`, or on several ranks with `update_in_backward`, or
+            with `compiled` and ``offload("opt_state")``.
+        OptionError: for an `evaluate`, `stop`, `adapt`, logger or count of `throughput` that is not a function, or a
+            `stop` that returns one; `evaluate_every` without `evaluate`; a metric that is not recorded (`patience`,
+            `plateau`, ``best=``); a number that is not positive; another `resume`, `on_oom` or `on_nonfinite`; or
+            arguments that differ from those of the first rank.
+        DeviceError: when not even one example fits in memory, with the `anatomy` of the step; or when a state was
+            overwritten, and there is no checkpoint.
         DataError: when there is no batch, or the data ends before `steps` is reached.
-        BatchError: on every rank, when ranks that take their rows of one batch have other batches; one step
-            later, so that a state that was saved after that step may be of them.
+        BatchError: on every rank, when ranks that must have the same batches have different ones; one step later, so
+            a state that was saved after that step may be wrong.
         NonFiniteError: when `skip_nonfinite` has reached its limit, or for ``on_nonfinite="raise"``; nothing is saved.
-        CheckpointError: when a checkpoint cannot be read or written, or is not as `resume` requires.
-        StructureError: when the checkpoint is of another model, or of an optimizer or wrapper with another state (the
-            moments of `adamw` have the form of those of `lamb`, and are taken).
+        CheckpointError: when a checkpoint cannot be read or written, or `resume` does not allow it.
+        StructureError: when the checkpoint is of another model, or of an optimizer or wrapper with a state of another
+            structure (the moments of `adamw` and `lamb` have the same one).
         Interrupted: after a signal, when there are checkpoints.
-        RankError: when another rank has failed between steps, has other arguments or has not come.
-        Exception: whatever a step, the data or a logger raises. Every error has what was trained until then, as `fit`
-            returns it, in its ``result``, unless it has another ``result``. With checkpoints, the newest state is
-            saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised. After an error in a step or
-            in the data it is not, because the state may be overwritten in part, or the position in the data lost.
+        RankError: when another rank has failed between steps, or does not answer.
+        Exception: any error of a step, the data or a logger. Every error has the newest state and the history, as
+            `fit` returns them, in its ``result``, unless it has another ``result``. With checkpoints, the newest state
+            is saved before an error of a logger, of `evaluate`, `stop` or `adapt` is raised. After an error in a step
+            or in the data it is not: the state may be overwritten in part, or the position in the data lost.
     """
     # A function may use other ranks in a way that cannot be seen: all ranks of the process group are then one run.
     ranks = ranks_of(step.wrappers) if isinstance(step, Step) else rank_and_size()[1]
@@ -177,6 +177,8 @@ def fit(
                     if run.is_ending:
                         break
                 run.finish()
+                # Data that reports its position continues from there in the next run.
+                records.close()
             except BaseException as error:
                 run.rescue(error)
                 raise

@@ -125,7 +125,9 @@ class OomRetry:
             else:
                 self._fitting.add(structure)
                 return new_state, self._with_pieces(metrics, new_state, batch)
-            lost = donates and self._writes.begun and not _restore(state, copy)
+            lost = donates and self._writes.begun and copy is None
+            if copy is not None and self._writes.begun:
+                _restore(state, copy)
             pieces, retries = self._pieces, retries + 1
             can_retry = pieces < most_pieces(batch) and retries <= MAX_RETRIES
             if can_retry:
@@ -212,8 +214,9 @@ def split_step(step: Step, pieces: int, writes: _StateWrites | None = None) -> S
     """
     wrappers, ranks = step.wrappers, ranks_of(step.wrappers)
     if pieces > 1:
-        split = OnGrad(lambda grad: _split(grad, pieces), compile_inner=True)
-        if ranks > 1:
+        if ranks == 1:
+            split = OnGrad(lambda grad: _split(grad, pieces), compile_inner=True)
+        else:
             split = OnGrad(lambda grad: _split_evenly(grad, pieces), microbatches=pieces)
         wrappers = (Wrapper(SPLIT_METRIC, f"split({pieces})", grad=split), *wrappers)
     if writes is not None:
@@ -314,15 +317,11 @@ def _copy_to_host(state: TrainState) -> list[Any]:
     return [leaf.to(tree.HOST, copy=True) if tree.is_tensor(leaf) else leaf for leaf in tree.leaves(state)]
 
 
-def _restore(state: TrainState, copy: list[Any] | None) -> bool:
-    """Write a copy back into a state; return whether there is one."""
-    if copy is None:
-        return False
-    with torch.no_grad():
-        for leaf, value in zip(tree.leaves(state), copy, strict=True):
-            if tree.is_tensor(leaf):
-                leaf.copy_(value)
-    return True
+@torch.no_grad()
+def _restore(state: TrainState, copy: list[Any]) -> None:
+    for leaf, value in zip(tree.leaves(state), copy, strict=True):
+        if tree.is_tensor(leaf):
+            leaf.copy_(value)
 
 
 def _too_large(

@@ -118,10 +118,16 @@ class Run:
         if options.on_oom == SPLIT:
             pieces = recorded_pieces(self.history)
             step = retry = OomRetry(step, pieces, self._display.say, self._votes.agreed_signal, self._agreement)
-        limits: Any = {"steps": options.steps, "epochs": options.epochs}
         while True:
             try:
-                passes = yield from iterate(step, self._newest.state, self._data, **limits, position=self._position)
+                passes = yield from iterate(
+                    step,
+                    self._newest.state,
+                    self._data,
+                    steps=options.steps,
+                    epochs=options.epochs,
+                    position=self._position,
+                )
             except StateOverwrittenError as error:
                 self._continue_from(self._checkpoints.reload(error.state, self.step + 1))
                 if retry is not None:
