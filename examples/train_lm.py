@@ -133,7 +133,7 @@ class Perceptron(nn.Module):
         self.up, self.down = linear(width, 4 * width), linear(4 * width, width, zero=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map each vector of ``x (batch, time, width)`` by itself."""
+        """Map each vector of ``x (batch, time, width)``."""
         y: Tensor = self.down(F.relu(self.up(x)).square())
         return y
 
@@ -201,7 +201,7 @@ class RandomWindows:
 
 
 def spread_windows(text: Tensor, batch: int, length: int, batches: int) -> list[dict[str, Tensor]]:
-    """Return at most so many batches of windows that do not overlap, spread evenly over a text."""
+    """Return at most `batches` batches of windows that do not overlap, spread evenly over a text."""
     windows = text.unfold(0, length + 1, length)
     chosen = torch.linspace(0, len(windows) - 1, min(batch * batches, len(windows))).long()
     return [{"bytes": part} for part in windows[chosen].long().split(batch)]
@@ -246,10 +246,12 @@ def options() -> argparse.Namespace:
         "dtype to compute in, bf16 where that is native with auto; weights stay float32",
         choices=["auto", "bf16", "fp16", "none"],
     )
-    parser.add_argument("--remat", action="store_true", help="keep no activations inside of blocks, compute them twice")
+    parser.add_argument(
+        "--remat", action="store_true", help="do not keep the activations of blocks, compute them again"
+    )
     add("shard", 1, "ranks that divide the state; start them with torchrun")
-    add("replicate", 1, "copies of the state, each divided over so many ranks")
-    add("level", 3, "what ranks divide, as the levels of ZeRO; 0 copies the whole state", choices=range(4))
+    add("replicate", 1, "copies of the state, each divided over --shard ranks")
+    add("level", 3, "what is divided over ranks, as the levels of ZeRO; 0 copies the whole state", choices=range(4))
     parser.add_argument("--no-compile", action="store_true", help="run the step operation by operation")
     add("eval-batches", 100, "batches of held-out text to evaluate on")
     add("prompt", "def ", "what the sampled text continues")

@@ -60,7 +60,7 @@ def read_evaluation(returned: Any) -> dict[str, Any]:
         returned: a dict of numbers or tensors by name. ``eval_`` is put before a name that does not begin so.
 
     Raises:
-        OptionError: when it is no dict of numbers by name, or two of the names become one.
+        OptionError: when it is not a dict of numbers by name, or two of the names become the same.
     """
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
         description = f"the keys {[*returned]}" if isinstance(returned, Mapping) else type(returned).__name__

@@ -132,7 +132,7 @@ class OomRetry:
             can_retry = pieces < most_pieces(batch) and retries <= MAX_RETRIES
             if can_retry:
                 self._split_into(2 * pieces)
-            # This frees the code that was compiled for fewer pieces, too.
+            # This also frees the code that was compiled for fewer pieces.
             release(out_of_memory, device_of_state(state))
             if not can_retry:
                 # All of profiling, which few runs need.

@@ -69,9 +69,9 @@ def _original_steps(
         checkpoint = checkpoints.latest()
     records = history_of(checkpoint) if checkpoint is not None else []
     splits = [(record["step"], record[SPLIT_METRIC]) for record in records if SPLIT_METRIC in record]
-    whole = step.donating
-    in_pieces = functools.cache(lambda pieces: split_step(whole, pieces) if pieces > 1 else whole)
-    return lambda number: in_pieces(max([1, *(pieces for first_step, pieces in splits if first_step <= number)]))
+    unsplit = step.donating
+    split_into = functools.cache(lambda pieces: split_step(unsplit, pieces) if pieces > 1 else unsplit)
+    return lambda number: split_into(max([1, *(pieces for first_step, pieces in splits if first_step <= number)]))
 
 
 def _beginning(state: Any, checkpoints: Checkpoints, at: int) -> tuple[Any, Position]:

@@ -221,7 +221,7 @@ class Run:
         # A run that was not loaded and has made no step has nothing to save.
         self._can_save = position is not None
         self._unread: list[StepMetrics] = []
-        # The clock goes on from the last record.
+        # Seconds are counted on from the last record.
         self._start_time = time.perf_counter() - max(self.history["seconds"], default=0.0)
         if point.logged is not None:
             rewind(self._loggers, *point.logged)
