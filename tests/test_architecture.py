@@ -80,7 +80,7 @@ SYNCHRONISING = {"item", "tolist", "numpy", "cpu", "synchronize"}
 # (file, function) that waits for the device and says so in its docstring.
 WAITS = {
     ("data/device_prefetch.py", "_copy"),
-    ("data/worker_messages.py", "__reduce__"),
+    ("data/worker_messages.py", "_to_bytes"),
     ("optim/elementwise.py", "_number"),
     ("parallel/same_inputs.py", "_first_difference"),
     ("parallel/same_inputs.py", "_warn_of_same_rows"),

@@ -78,8 +78,12 @@ class _Memory:
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(owner.untyped_storage())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy the bytes, which are on the host: nothing waits for a device."""
-        return _from_bytes, (self._bytes.numpy().tobytes(),)
+        return _from_bytes, (_to_bytes(self._bytes),)
+
+
+def _to_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor on the host, without waiting."""
+    return tensor.numpy().tobytes()
 
 
 def _from_bytes(data: bytes) -> Tensor:

@@ -25,7 +25,7 @@ class NonFiniteLossCheck:
         self._action, self._checkpoints, self._is_first = action, checkpoints, is_first
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Warn about the first loss that is not finite, or raise a NonFiniteError that names the step."""
+        """Warn about the first loss that is not finite; for ``"raise"`` this raises a NonFiniteError instead."""
         if self._action == IGNORE:
             return
         record = next((record for record in records if _is_nonfinite(record)), None)

@@ -57,7 +57,7 @@ class Options:
         }
 
     def require_valid(self, step: Any, state: Any, ranks: int) -> None:
-        """Check the arguments of `fit`, which documents what is raised."""
+        """Check the arguments; raises as `fit` documents."""
         require_callable("fit", step, state, "fit(step, state, data)")
         self._require_splittable(step, ranks)
         require_positive("fit", "log_every", self.log_every)
