@@ -56,16 +56,6 @@ def _step(line: str) -> float:
         return math.inf
 
 
-def call_loggers(loggers: Sequence[Logger], records: Sequence[Record]) -> None:
-    """Pass records to every logger, even if one of them raises."""
-    if loggers:
-        try:
-            for record in records:
-                loggers[0](record)
-        finally:
-            call_loggers(loggers[1:], records)
-
-
 def rewind(loggers: Sequence[Logger], step: int, count: int) -> None:
     """Call the method ``rewind`` of the loggers that have one."""
     for logger in loggers:

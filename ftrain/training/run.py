@@ -16,7 +16,7 @@ from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, column
 from ftrain.training.history import History, record_of
 from ftrain.training.iterate import Position, StepRecord, device_of_state, iterate, position_of
-from ftrain.training.loggers import call_loggers, rewind
+from ftrain.training.loggers import Logger, Record, rewind
 from ftrain.training.loss_additivity import warn_if_not_additive
 from ftrain.training.metrics import StepMetrics, read_evaluation, read_steps
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
@@ -252,7 +252,7 @@ class Run:
 
     def _log(self, records: Sequence[dict[str, Any]]) -> None:
         self.history.extend(records)
-        call_loggers(self._loggers, records)
+        _call_loggers(self._loggers, records)
 
     def _status(self, metrics: Mapping[str, Any]) -> Status:
         now, total = time.perf_counter(), self._options.steps
@@ -349,6 +349,16 @@ def _adapted(adapt: Adapt, state: Any, history: History) -> Any:
     if adapted is None:
         raise ComposeError("fit: adapt returned None; needs the state to go on with, which may be its argument")
     return adapted
+
+
+def _call_loggers(loggers: Sequence[Logger], records: Sequence[Record]) -> None:
+    """Pass records to every logger, even if one of them raises."""
+    if loggers:
+        try:
+            for record in records:
+                loggers[0](record)
+        finally:
+            _call_loggers(loggers[1:], records)
 
 
 def attach_result(error: BaseException, result: FitResult[Any]) -> None:
