@@ -44,8 +44,8 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     """The 1,797 digits of scikit-learn, four fifths to train on and one fifth held out, each class in proportion."""
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16.0, labels, test_size=0.2, stratify=labels, random_state=0)
-    train_x, test_x = (torch.as_tensor(part, dtype=torch.float32).reshape(-1, 1, 8, 8) for part in split[:2])
-    train_y, test_y = (torch.as_tensor(part) for part in split[2:])
+    train_x, test_x = (torch.as_tensor(array, dtype=torch.float32).reshape(-1, 1, 8, 8) for array in split[:2])
+    train_y, test_y = (torch.as_tensor(array) for array in split[2:])
     return TensorDataset(train_x, train_y), TensorDataset(test_x, test_y)
 
 

@@ -1,4 +1,4 @@
-"""Fine-tune a language model of transformers with low-rank adapters, and hand the adapters to peft.
+"""Fine-tune a language model of transformers with low-rank adapters, and load the adapters with peft.
 
 The base is a small Llama made from a config and trained here for a short time on the source code of Python's standard
 library. Adapters of a few percent of its size are then fine-tuned on English text: Python's own help pages. They are
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import math
 import sysconfig
 import tempfile
 import time
@@ -26,8 +25,9 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+import train_lm
 from torch import Tensor, nn
-from train_lm import VOCABULARY, RandomWindows, as_tensor, spread_windows
+from train_lm import VOCABULARY, Parser, RandomWindows, as_tensor, sample, spread_windows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ftrain as ft
@@ -53,24 +53,8 @@ def llama(width: int, layers: int, length: int) -> nn.Module:
 
 
 def predict_bytes(model: nn.Module, batch: dict[str, Tensor]) -> tuple[ft.Mean, dict[str, ft.Mean]]:
-    """Return the cross-entropy of every byte given those before it, in nats, and in bits as `bpb`."""
-    windows = batch["bytes"]  # batch, time + 1
-    loss = ft.losses.cross_entropy(model(input_ids=windows[:, :-1]).logits, windows[:, 1:])
-    return loss, {"bpb": ft.Mean(loss.total / math.log(2), loss.weight)}
-
-
-@torch.no_grad()
-def sample(model: nn.Module, prompt: str, count: int, length: int, temperature: float = 0.6) -> str:
-    """Let the model continue a prompt by so many bytes."""
-    tokens, key = torch.tensor(list(prompt.encode())), ft.random.key(0)
-    for k in range(count):
-        logits = model(input_ids=tokens[None, -length:]).logits[0, -1]
-        # The smallest of exponential times over probabilities is a draw from them.
-        times = ft.random.exponential(ft.random.fold_in(key, k), logits.shape)
-        tokens = torch.cat([tokens, (logits / temperature - times.log()).argmax(keepdim=True)])
-    text = bytes(tokens.tolist()).decode(errors="replace")
-    lines = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text).splitlines()
-    return "\n".join(line[:100].rstrip() for line in lines)
+    """Return the cross-entropy of every byte given the earlier ones, in nats, and in bits as the metric `bpb`."""
+    return train_lm.predict_bytes(lambda tokens: model(input_ids=tokens).logits, batch)
 
 
 # The texts -----------------------------------------------------------------------------------------------------------
@@ -83,7 +67,7 @@ def source_code() -> Tensor:
 
 
 def help_pages() -> tuple[Tensor, Tensor]:
-    """What Python's `help` says about its keywords and topics; one page in ten is held out."""
+    """The pages of Python's `help` about keywords and topics; one in ten is held out."""
     pages: tuple[list[bytes], list[bytes]] = [], []
     for name, text in sorted(topics.items()):
         pages[zlib.crc32(name.encode()) % 10 == 0].append(text.encode())
@@ -95,13 +79,8 @@ def help_pages() -> tuple[Tensor, Tensor]:
 
 def options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-
-    def add(name: str, default: Any, text: str) -> None:
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
-
+    parser = Parser(__doc__)
+    add = parser.add
     add("rank", 8, "rank of the adapters")
     add("alpha", 16.0, "scale of the adapters, times the rank")
     add("dropout", 0.0, "rate at which inputs of the adapters are dropped")
@@ -118,7 +97,7 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tell(name: str, text: str) -> None:
+def report(name: str, text: str) -> None:
     """Print a line of the report."""
     print(f"{name:<10}{text}", flush=True)
 
@@ -129,7 +108,7 @@ def size(tree: Any) -> int:
 
 
 def compare(base: ft.TrainState, state: ft.TrainState) -> None:
-    """Print what training takes, of all parameters and of adapters only."""
+    """Print the memory for training all parameters, and adapters only."""
     print(f"\n{'':<28}{'all parameters':>16}{'adapters':>14}")
     counts = [sum(leaf.numel() for leaf in ft.tree.leaves(each.params)) for each in (base, state)]
     print(f"{'trained parameters':<28}{counts[0]:>16,}{counts[1]:>14,}   {counts[1] / counts[0]:.1%}")
@@ -145,7 +124,7 @@ def compare(base: ft.TrainState, state: ft.TrainState) -> None:
 def reload_with_peft(base: nn.Module, directory: Path, batch: Tensor, ours: Tensor) -> None:
     """Load the adapters with peft and compare its logits with ours."""
     if importlib.util.find_spec("peft") is None:
-        tell("peft", "is not installed; pip install peft, to see it load these adapters")
+        report("peft", "is not installed; pip install peft, to see it load these adapters")
         return
     from peft import PeftModel
 
@@ -154,14 +133,14 @@ def reload_with_peft(base: nn.Module, directory: Path, batch: Tensor, ours: Tens
         theirs = PeftModel.from_pretrained(copy.deepcopy(base), directory).eval()
     with torch.no_grad():
         difference = (theirs(input_ids=batch).logits - ours).abs().max()
-    tell(
+    report(
         "peft",
         f"loads them; its logits differ by {float(difference):.1e} at most, of up to {float(ours.abs().max()):.0f}",
     )
 
 
 def main() -> None:
-    """Train a base, fine-tune it with adapters, save these and hand them to peft."""
+    """Train a base, fine-tune it with adapters, save these and load them with peft."""
     o = options()
     torch.manual_seed(0)
     start = time.perf_counter()
@@ -169,8 +148,8 @@ def main() -> None:
     loss_fn = ft.from_module(model, predict_bytes)
     code, (prose, held_out) = source_code(), help_pages()
     held = spread_windows(held_out, o.batch, o.length, batches=20)
-    tell("base", f"Llama, {sum(p.numel() for p in model.parameters()):,} parameters")
-    tell("texts", f"{len(code) / 1e6:.1f} MB of source code, then {len(prose) / 1e6:.2f} MB of help pages\n")
+    report("base", f"Llama, {sum(p.numel() for p in model.parameters()):,} parameters")
+    report("texts", f"{len(code) / 1e6:.1f} MB of source code, then {len(prose) / 1e6:.2f} MB of help pages\n")
 
     # The base, which one would usually download.
     schedule = ft.schedules.warmup_cosine(6e-3, warmup=o.base_steps // 10, total=o.base_steps)
@@ -194,7 +173,8 @@ def main() -> None:
     tuned = ft.to_module(copy.deepcopy(model), merged).eval()
     model.eval()
     for name, each in (("the base", model), ("with adapters", tuned)):
-        print(f"--- {name} {'-' * (60 - len(name))}\n{sample(each, 'The ', o.sample, o.length)}\n", flush=True)
+        text = sample(lambda tokens, llm=each: llm(input_ids=tokens).logits, "The ", o.sample, o.length, seed=0)
+        print(f"--- {name} {'-' * (60 - len(name))}\n{text}\n", flush=True)
 
     directory = (o.out or Path(tempfile.mkdtemp())) / "adapter"
     ft.adapters.save(directory, step, state, task_type="CAUSAL_LM")
@@ -202,11 +182,11 @@ def main() -> None:
         ours = tuned(input_ids=held[0]["bytes"]).logits
     whole = size(model.state_dict())
     saved = sum(file.stat().st_size for file in directory.iterdir())
-    tell("result", f"{before:.3f} bits a byte of held-out help pages, with adapters {after:.3f}")
-    tell("merged", f"{ft.evaluate(ft.eval_step(loss_fn), merged, held)['bpb']:.3f} bits a byte, without adapters")
-    tell("saved", f"{directory}, {saved / 1e3:.0f} kB; the base has {whole / 1e3:,.0f}")
+    report("result", f"{before:.3f} bits a byte of held-out help pages, with adapters {after:.3f}")
+    report("merged", f"{ft.evaluate(ft.eval_step(loss_fn), merged, held)['bpb']:.3f} bits a byte, without adapters")
+    report("saved", f"{directory}, {saved / 1e3:.0f} kB; the base has {whole / 1e3:,.0f}")
     reload_with_peft(model, directory, held[0]["bytes"], ours)
-    tell("time", f"{time.perf_counter() - start:.0f} s")
+    report("time", f"{time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """What would make this step faster, or smaller: the techniques of the performance guides, measured on a small GPT.
 
-Prints where its memory goes, what each technique brings (alone, and stacked on top of those that help), what costs
-speed, and which microbatch and rematerialisation are fastest within half of that memory. The model and the
-text are those of `train_lm.py`.
+Prints where its memory goes, the effect of each technique (alone, and on top of those that help), hints about
+its speed, and the fastest microbatch and rematerialisation within half of that memory. The model and the text are those
+of `train_lm.py`.
 
-    python examples/ladder.py            # a few minutes on a laptop CPU, most of them for what is compiled
+    python examples/ladder.py            # a few minutes on a laptop CPU, most of them to compile
     python examples/ladder.py --techniques "gradient checkpointing" donated() --rounds 5
 
 Draws ``anatomy.png``, memory over the operations of the step, and ``ladder.png``, speed against memory, into ``--out``.
@@ -14,23 +14,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
-from train_lm import GPT, RandomWindows, as_tensor, predict_bytes, standard_library
+from train_lm import GPT, Parser, RandomWindows, as_tensor, predict_bytes, standard_library
 
 import ftrain as ft
 
 
 def options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-
-    def add(name: str, default: Any, text: str) -> None:
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
-
+    parser = Parser(__doc__)
+    add = parser.add
     add("batch", 16, "windows in a batch")
     add("length", 128, "bytes in a window")
     add("width", 128, "features of a byte; a multiple of twice the heads")
@@ -45,7 +39,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Print the anatomy, the ladder with its hints, and what was tried to halve the memory; draw the first two."""
+    """Print the anatomy, the ladder with its hints, and the trials for half the memory; draw the first two."""
     o = options()
     o.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -64,8 +58,8 @@ def main() -> None:
     print(ladder, end="\n\n")
     ladder.plot(o.out / "ladder.png")
 
-    found = ft.trials(step, state, batch, memory=int(o.share * anatomy.peak), rounds=o.rounds)
-    print(f"{found}\n\n{found.step}")
+    trials = ft.trials(step, state, batch, memory=int(o.share * anatomy.peak), rounds=o.rounds)
+    print(f"{trials}\n\n{trials.step}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Plan the training of large language models on GPUs that are not here: what fits, with what, and what travels.
+"""Plan the training of large language models on GPUs that are not here: what fits, how, and how much is sent.
 
     python examples/plan.py
     python examples/plan.py --models 7B 70B --gpus 8 64 --memory 80GB --sequences 4 --length 2048
@@ -48,14 +48,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the tokens read: (batch, length, width)."""
+        """Return the output of attention: (batch, length, width)."""
         q, k, v = (each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.q, self.k, self.v))
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 class Feed(nn.Module):
-    """SwiGLU, in several experts of which each token takes two; as if every expert got equally many tokens."""
+    """SwiGLU, or several experts, two for each token; every expert is assumed to get equally many tokens."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Feed(nn.Module):
         self.router = nn.Linear(config.width, config.experts, bias=False) if config.experts > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of what the experts of each token return."""
+        """Return the weighted sum of the outputs of the experts of each token: (batch, length, width)."""
         tokens = x.flatten(0, 1)
         if self.router is None:
             return self._experts(tokens[None])[0].view_as(x)
@@ -80,7 +80,7 @@ class Feed(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward part, each normalised before and added."""
+    """Attention, then a feed-forward part, each on normalised inputs and added to them."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def plan(name: str, gpus: int, memory: str, sequences: int, length: int) -> str:
 
 
 def number_of_gpus(text: str) -> int:
-    """Return how many GPUs a text says: those of a part of one node, or of whole nodes."""
+    """Parse a number of GPUs: a part of one node, or whole nodes."""
     gpus = int(text)
     if gpus < 1 or (gpus > GPUS_OF_A_NODE and gpus % GPUS_OF_A_NODE):
         raise argparse.ArgumentTypeError(f"{text} GPUs are not whole nodes of {GPUS_OF_A_NODE}, nor part of one")

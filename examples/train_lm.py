@@ -20,7 +20,7 @@ import math
 import sysconfig
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,8 @@ class GPT(nn.Module):
 class Embedding(nn.Module):
     """Map each byte and those right before it into one vector: ``(batch, time) -> (batch, time, width)``.
 
-    A causal convolution over one-hot bytes. A byte alone says little: without this layer, the first blocks do little
-    else than combine neighbouring bytes, and the same model needs many more steps for the same loss.
+    A causal convolution over one-hot bytes. Without this layer, the first blocks mostly combine neighbouring bytes, and
+    the same model needs many more steps for the same loss.
     """
 
     def __init__(self, width: int) -> None:
@@ -76,10 +76,10 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Sum the rows of a byte and of those before it; each of these positions has its own rows."""
-        place = VOCABULARY * torch.arange(NEIGHBOURS, device=tokens.device)
+        first_rows = VOCABULARY * torch.arange(NEIGHBOURS, device=tokens.device)
         neighbours = F.pad(tokens, (NEIGHBOURS - 1, 0)).unfold(1, NEIGHBOURS, 1)  # batch, time, neighbour
         vectors: Tensor = reduce(
-            self.table(neighbours + place), "batch time neighbour width -> batch time width", "sum"
+            self.table(neighbours + first_rows), "batch time neighbour width -> batch time width", "sum"
         )
         return vectors
 
@@ -133,7 +133,7 @@ class Perceptron(nn.Module):
         self.up, self.down = linear(width, 4 * width), linear(4 * width, width, zero=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map each vector of ``x (batch, time, width)`` by itself."""
+        """Map each vector of ``x (batch, time, width)``."""
         y: Tensor = self.down(F.relu(self.up(x)).square())
         return y
 
@@ -146,8 +146,8 @@ def linear(inputs: int, outputs: int, *, zero: bool = False) -> nn.Linear:
     return layer
 
 
-def predict_bytes(model: nn.Module, batch: dict[str, Tensor]) -> tuple[ft.Mean, dict[str, ft.Mean]]:
-    """Return the cross-entropy of every byte given those before it, in nats, and in bits as `bpb`."""
+def predict_bytes(model: Callable[[Tensor], Tensor], batch: dict[str, Tensor]) -> tuple[ft.Mean, dict[str, ft.Mean]]:
+    """Return the cross-entropy of every byte given the earlier ones, in nats, and in bits as the metric `bpb`."""
     windows = batch["bytes"]  # batch, time + 1
     loss = ft.losses.cross_entropy(model(windows[:, :-1]), windows[:, 1:])
     return loss, {"bpb": ft.Mean(loss.total / math.log(2), loss.weight)}
@@ -201,7 +201,7 @@ class RandomWindows:
 
 
 def spread_windows(text: Tensor, batch: int, length: int, batches: int) -> list[dict[str, Tensor]]:
-    """Return at most so many batches of windows that do not overlap, spread evenly over a text."""
+    """Return at most `batches` batches of windows that do not overlap, spread evenly over a text."""
     windows = text.unfold(0, length + 1, length)
     chosen = torch.linspace(0, len(windows) - 1, min(batch * batches, len(windows))).long()
     return [{"bytes": part} for part in windows[chosen].long().split(batch)]
@@ -210,15 +210,23 @@ def spread_windows(text: Tensor, batch: int, length: int, batches: int) -> list[
 # The run -------------------------------------------------------------------------------------------------------------
 
 
+class Parser(argparse.ArgumentParser):
+    """A command line whose help shows the defaults."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(
+            description=description.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+
+    def add(self, name: str, default: Any, text: str, **more: Any) -> None:
+        """Add an option that has the type of its default."""
+        self.add_argument(f"--{name}", type=type(default), default=default, help=text, **more)
+
+
 def options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-
-    def add(name: str, default: Any, text: str, **more: Any) -> None:
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=text, **more)
-
+    parser = Parser(__doc__)
+    add = parser.add
     add("steps", 600, "optimizer steps")
     add("batch", 32, "windows in a batch")
     add("accumulate", 1, "microbatches per batch; must divide the batch")
@@ -238,10 +246,12 @@ def options() -> argparse.Namespace:
         "dtype to compute in, bf16 where that is native with auto; weights stay float32",
         choices=["auto", "bf16", "fp16", "none"],
     )
-    parser.add_argument("--remat", action="store_true", help="keep no activations inside of blocks, compute them twice")
+    parser.add_argument(
+        "--remat", action="store_true", help="do not keep the activations of blocks, compute them again"
+    )
     add("shard", 1, "ranks that divide the state; start them with torchrun")
-    add("replicate", 1, "copies of the state, each divided over so many ranks")
-    add("level", 3, "what ranks divide, as the levels of ZeRO; 0 copies the whole state", choices=range(4))
+    add("replicate", 1, "copies of the state, each divided over --shard ranks")
+    add("level", 3, "what is divided over ranks, as the levels of ZeRO; 0 copies the whole state", choices=range(4))
     parser.add_argument("--no-compile", action="store_true", help="run the step operation by operation")
     add("eval-batches", 100, "batches of held-out text to evaluate on")
     add("prompt", "def ", "what the sampled text continues")
@@ -273,13 +283,21 @@ def pipeline(model: nn.Module, o: argparse.Namespace, mesh: DeviceMesh | None) -
 
 
 @torch.no_grad()
-def sample(model: nn.Module, prompt: str, count: int, length: int, seed: int, temperature: float = 0.7) -> str:
-    """Let the model continue a prompt by so many bytes, each drawn given the last `length`."""
-    device = next(model.parameters()).device
+def sample(
+    model: Callable[[Tensor], Tensor],
+    prompt: str,
+    count: int,
+    length: int,
+    seed: int,
+    *,
+    device: str = "cpu",
+    temperature: float = 0.7,
+) -> str:
+    """Continue a prompt by `count` bytes, each drawn from the prediction of the model for the last `length` bytes."""
     tokens, key = torch.tensor(list(prompt.encode()), device=device), ft.random.key(seed)
     for k in range(count):
         logits = model(tokens[None, -length:])[0, -1]
-        # The smallest of exponential times over probabilities is a draw from them.
+        # A draw from the probabilities: the index of the smallest exponential time divided by its probability.
         times = ft.random.exponential(ft.random.fold_in(key, k), logits.shape).to(device)
         tokens = torch.cat([tokens, (logits / temperature - times.log()).argmax(keepdim=True)])
     text = bytes(tokens.tolist()).decode(errors="replace")
@@ -293,7 +311,7 @@ def main() -> None:
     o = options()
     # First, because it chooses the device of this rank.
     mesh = ft.parallel.mesh(replicate=o.replicate, shard=o.shard) if o.shard * o.replicate > 1 else None
-    speaks = mesh is None or mesh.get_rank() == 0
+    prints = mesh is None or mesh.get_rank() == 0
     torch.manual_seed(o.seed)
     model = GPT(width=o.width, layers=o.layers, heads=o.heads).to(o.device)
     step = pipeline(model, o, mesh)
@@ -302,22 +320,22 @@ def main() -> None:
     train, held_out = as_tensor(train_files), as_tensor(held_out_files)
     o.out.mkdir(parents=True, exist_ok=True)
     metrics, checkpoints = o.out / "metrics.jsonl", ft.Checkpoints(o.out / "checkpoints", every=o.save_every, keep=2)
-    if speaks and not checkpoints.steps():
+    if prints and not checkpoints.steps():
         metrics.unlink(missing_ok=True)
 
-    def tell(name: str, text: str) -> None:
-        if speaks:
+    def report(name: str, text: str) -> None:
+        if prints:
             print(f"{name:<9}{text}", flush=True)
 
-    tell("text", f"{len(train_files)} files, {len(train) / 1e6:.1f} MB of Python's standard library")
-    tell("held out", f"{len(held_out_files)} files, {len(held_out) / 1e6:.2f} MB")
-    tell("model", f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
-    tell("device", ft.backends.of(o.device).describe())
-    if made := checkpoints.steps():
-        tell("resumed", f"after step {made[-1]}, from {checkpoints.directory}")
+    report("text", f"{len(train_files)} files, {len(train) / 1e6:.1f} MB of Python's standard library")
+    report("held out", f"{len(held_out_files)} files, {len(held_out) / 1e6:.2f} MB")
+    report("model", f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
+    report("device", ft.backends.of(o.device).describe())
+    if saved := checkpoints.steps():
+        report("resumed", f"after step {saved[-1]}, from {checkpoints.directory}")
     state = step.init(seed=o.seed)
     # Printed after init, so that it shows the dtype that with_amp("auto") takes on this device.
-    if speaks:
+    if prints:
         print(f"\n{step}\n", flush=True)
 
     eval_step = ft.eval_step(step.loss)
@@ -339,14 +357,15 @@ def main() -> None:
     )
     seconds = time.perf_counter() - start
 
-    averaged = ft.parallel.whole(ft.averaged(state))  # Gathers what ranks have of each weight.
-    if not speaks:
+    averaged = ft.parallel.whole(ft.averaged(state))  # Gathers the shards of each weight.
+    if not prints:
         return
     save_file({name: weight.contiguous() for name, weight in averaged.params.items()}, o.out / "model.safetensors")
-    print(f"\n{sample(ft.to_module(model, averaged), o.prompt, o.sample, o.length, o.seed)}\n")
-    bpb, made = history["eval_bpb"][-1], len(history["loss"])
-    tell("result", f"{bpb:.3f} bits per byte held out, after {made} steps and {seconds:.0f} s")
-    tell("saved", f"{o.out / 'model.safetensors'}, {metrics}")
+    text = sample(ft.to_module(model, averaged), o.prompt, o.sample, o.length, o.seed, device=o.device)
+    print(f"\n{text}\n")
+    bpb, steps = history["eval_bpb"][-1], len(history["loss"])
+    report("result", f"{bpb:.3f} bits per byte held out, after {steps} steps and {seconds:.0f} s")
+    report("saved", f"{o.out / 'model.safetensors'}, {metrics}")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from ftrain.profiling import doctor
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit status, which is 1 for a device that is not available."""
+    """Run the command line; return the exit status: 1 if a device is not available, else 0."""
     parser = argparse.ArgumentParser(prog="python -m ftrain", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("doctor", help="print devices, versions, kernels, and rates of products and copies")
-    command.add_argument(
-        "devices", nargs="*", help="names, whose packages are imported; default: all that are available"
+    command = commands.add_parser(
+        "doctor", help="print devices, versions, kernels, and the speed of matmuls and copies"
     )
+    command.add_argument("devices", nargs="*", help="device names; their packages are imported; default: all available")
     try:
         for line in doctor.report(parser.parse_args(arguments).devices):
             print(line, flush=True)  # noqa: T201

@@ -1,4 +1,4 @@
-"""Figures of matplotlib, where that is installed, and the files they go to."""
+"""Figures of matplotlib, if it is installed, and their files."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from ftrain.errors import FtrainError, OptionError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A drawing of the same things has the same bytes, so none has a date.
+# Without a date, equal figures have equal bytes.
 _METADATA: dict[str, dict[str, str | None]] = {".png": {}, ".svg": {"Date": None}}
 
 
 def as_file(path: str | PathLike[str] | None) -> Path | None:
-    """Return the path of a picture.
-
-    Raises:
-        OptionError: when it ends neither in .png nor in .svg.
-    """
+    """Return the path of an image file; raises an OptionError if it ends neither in .png nor in .svg."""
     if path is None:
         return None
     file = Path(path)
@@ -30,11 +26,7 @@ def as_file(path: str | PathLike[str] | None) -> Path | None:
 
 
 def blank(width: float, height: float) -> Figure:
-    """Return an empty figure, in inches, which no global list of figures holds.
-
-    Raises:
-        FtrainError: when matplotlib is not installed.
-    """
+    """Return an empty figure of this size in inches, outside of pyplot; raises an FtrainError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -47,7 +39,7 @@ def save(figure: Figure, file: Path | None) -> Figure:
     if file is not None:
         import matplotlib
 
-        # Else the ids in an SVG are drawn at random.
+        # Without a salt, the ids in an SVG are random.
         with matplotlib.rc_context({"svg.hashsalt": "ftrain"}):
             figure.savefig(file, dpi=150, metadata=_METADATA[file.suffix.lower()])
     return figure

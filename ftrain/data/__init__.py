@@ -11,7 +11,7 @@ from ftrain.data.packing import block_mask as block_mask
 from ftrain.data.packing import pack as pack
 from ftrain.data.packing import packed as packed
 from ftrain.data.pad_batch import pad as pad
-from ftrain.data.padding_stats import padding as padding
+from ftrain.data.pad_batch import padding as padding
 from ftrain.data.permutation import shuffled as shuffled
 from ftrain.data.stateful import position as position
 from ftrain.data.stateful import seek as seek

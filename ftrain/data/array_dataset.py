@@ -36,7 +36,10 @@ class ArrayDataset(Dataset[PyTree]):
     def __getitem__(self, index: int) -> PyTree:
         # Indexing a range raises the IndexError of a list, which ends `for sample in arrays(...)`.
         row = range(self._length)[index]
-        return tree.map(lambda leaf: _row(leaf, row), self._data)
+        # Rows of numpy are copied: torch warns about read-only memory.
+        return tree.map(
+            lambda leaf: leaf[row] if isinstance(leaf, Tensor) else torch.as_tensor(np.array(leaf[row])), self._data
+        )
 
 
 def arrays(data: PyTree) -> ArrayDataset:
@@ -59,15 +62,10 @@ def arrays(data: PyTree) -> ArrayDataset:
     if len(set(lengths.values())) != 1:
         listed = ", ".join(f"{tree.path('data', name)}: {length}" for name, length in lengths.items())
         raise DataError(f"arrays: needs arrays of one length, one row for each sample; found {listed or 'none'}")
-    # Not the class memmap, whose rows take three times as long.
+    # A plain array: the rows of a np.memmap take three times as long.
     data = tree.map(lambda leaf: leaf if isinstance(leaf, Tensor) else np.asarray(leaf), data)
     return ArrayDataset(data, next(iter(lengths.values())))
 
 
 def _rows(leaf: Any, index: npt.NDArray[np.int64]) -> Tensor:
     return leaf[torch.from_numpy(index)] if isinstance(leaf, Tensor) else torch.as_tensor(leaf[index])
-
-
-def _row(leaf: Any, index: int) -> Tensor:
-    # A copy: torch warns about read-only memory.
-    return leaf[index] if isinstance(leaf, Tensor) else torch.as_tensor(np.array(leaf[index]))

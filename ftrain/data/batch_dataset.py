@@ -25,6 +25,9 @@ Collate: TypeAlias = Callable[[list[Any]], PyTree]
 _Samples: TypeAlias = "tuple[list[Any], list[ReadError]]"
 """The samples that could be read, and the errors of the others."""
 
+MAX_LISTED = 8
+"""The largest number of samples that a message names."""
+
 
 class BatchDataset(Dataset[FetchedBatch]):
     """The batches of a map-style dataset, indexed by `BatchRequest`; read in this process or by workers.
@@ -33,12 +36,8 @@ class BatchDataset(Dataset[FetchedBatch]):
     samples are read without seeding until one draws random numbers. Its batch is then read again with seeding, as are
     all later ones in this process.
 
-    Args:
-        dataset: the map-style dataset of samples.
-        collate: makes a batch of a list of samples.
-        seed: seed of the random numbers that samples draw.
-        skip_errors: leave out samples that raise.
-        refill: repeat good samples of the batch in the place of those left out, so that the batch keeps its size.
+    With `skip_errors`, samples that raise are left out; with `refill`, good samples of the batch are repeated in their
+    place, so that the batch keeps its size.
     """
 
     def __init__(self, dataset: Any, collate: Collate, *, seed: int, skip_errors: bool, refill: bool) -> None:
@@ -54,19 +53,13 @@ class BatchDataset(Dataset[FetchedBatch]):
         self._collate_draws = collate is not default_collate and getattr(collate, "draws", True)
 
     def __getitem__(self, request: BatchRequest) -> FetchedBatch:
-        if self._rows is not None:
-            return self._fetch_rows(self._rows, request)
+        rows = self._rows
+        if rows is not None:
+            return _built(request, "read", lambda: rows(request.indices))
         if self._draws is False and not self._collate_draws:
             return self._fetch(request, *self._read(request, request.indices, seeded=False))
         with rng_streams.PreservedState(detect=self._draws is None) as preserved:
             return self._fetch(request, *self._read_seeding_if_needed(request, preserved))
-
-    def _fetch_rows(self, rows: Callable[[list[int]], PyTree], request: BatchRequest) -> FetchedBatch:
-        try:
-            return FetchedBatch(request.position, rows(request.indices))
-        except Exception as error:
-            read_error = ReadError.from_exception(f"{describe(request)} cannot be read", error)
-            return FetchedBatch(request.position, error=read_error)
 
     def _fetch(self, request: BatchRequest, samples: list[Any], errors: list[ReadError]) -> FetchedBatch:
         position, skipped = request.position, tuple(errors)
@@ -78,12 +71,7 @@ class BatchDataset(Dataset[FetchedBatch]):
             samples += [samples[i % len(samples)] for i in range(len(errors))]
         if self._collate_draws:
             rng_streams.seed_collation(self._seed, request.epoch, request.indices[0] if request.indices else 0)
-        try:
-            return FetchedBatch(position, self._collate(samples), skipped)
-        except Exception as error:
-            return FetchedBatch(
-                position, error=ReadError.from_exception(f"{describe(request)} cannot be collated", error)
-            )
+        return _built(request, "collated", lambda: self._collate(samples), skipped)
 
     def _read_seeding_if_needed(self, request: BatchRequest, preserved: rng_streams.PreservedState) -> _Samples:
         if self._draws is None:
@@ -115,22 +103,33 @@ class BatchDataset(Dataset[FetchedBatch]):
 
 
 def _default_collate(samples: list[Any]) -> PyTree:
-    """Return `default_collate` of samples; if they are dicts of tensors, without its search through types."""
+    """Return `default_collate` of samples; if they are dicts of tensors, without its search through types.
+
+    In a worker `default_collate` stacks in shared memory, which small tensors do not need: they are sent by value.
+    """
     first = samples[0]
-    if type(first) is not dict:
-        return default_collate(samples)
-    # Workers stack what they do not send by value in shared memory.
     most_bytes = MAX_BYTES / len(samples) if get_worker_info() else math.inf
-    for value in first.values():
-        if type(value) is not Tensor or value.layout is not torch.strided or value.is_nested:
-            return default_collate(samples)
-        if value.nbytes > most_bytes:
-            return default_collate(samples)
-    return {key: torch.stack([sample[key] for sample in samples]) for key in first}
+    if type(first) is dict and all(
+        type(value) is Tensor and value.layout is torch.strided and not value.is_nested and value.nbytes <= most_bytes
+        for value in first.values()
+    ):
+        return {key: torch.stack([sample[key] for sample in samples]) for key in first}
+    return default_collate(samples)
 
 
-def describe(request: BatchRequest, max_listed: int = 8) -> str:
+def _built(
+    request: BatchRequest, action: str, build: Callable[[], PyTree], skipped: tuple[ReadError, ...] = ()
+) -> FetchedBatch:
+    """Return the batch that `build` returns, or its error."""
+    try:
+        return FetchedBatch(request.position, build(), skipped)
+    except Exception as error:
+        read_error = ReadError.from_exception(f"{describe(request)} cannot be {action}", error)
+        return FetchedBatch(request.position, error=read_error)
+
+
+def describe(request: BatchRequest) -> str:
     """Return a text for messages that names the samples of a batch."""
-    listed = ", ".join(map(str, request.indices[:max_listed]))
-    more = f" and {len(request.indices) - max_listed} more" if len(request.indices) > max_listed else ""
+    listed = ", ".join(map(str, request.indices[:MAX_LISTED]))
+    more = f" and {len(request.indices) - MAX_LISTED} more" if len(request.indices) > MAX_LISTED else ""
     return f"the batch of samples {listed}{more} of epoch {request.epoch}"

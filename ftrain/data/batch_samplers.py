@@ -1,4 +1,4 @@
-"""Ways to divide a window of indices into batches, and each batch into the parts of the ranks.
+"""Divide a window of indices into batches, and each batch among the ranks.
 
 Every rank gets the same number of batches, so that no rank waits for another that has no batch left.
 """
@@ -9,38 +9,35 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ftrain.data.permutation import Indices
-from ftrain.data.sample_lengths import Lengths
 from ftrain.errors import DataError
+
+Lengths: TypeAlias = Callable[[Indices], Indices]
+"""``indices -> lengths`` of the samples with these indices."""
 
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """Divides the indices of a window into the batches of one rank.
-
-    Args:
-        divide: ``indices of a window -> indices of each batch of this rank``.
-        num_ranks: the number of ranks that share a batch.
-        granularity: divisor of the number of samples that are used with ``drop_last``.
-        window_size: the number of samples in a window; a multiple of `granularity`.
-        fixed_size: whether every batch has `granularity` samples on all ranks together.
-        keeps_order: whether a window is one batch, and `divide` takes a slice of it, also of a list.
-    """
+    """Divides the indices of a window into the batches of one rank."""
 
     divide: Callable[[Any], list[Any]]
+    """``indices of a window -> indices of each batch of this rank``."""
     num_ranks: int
     granularity: int
+    """With ``drop_last`` the number of samples that are used is a multiple of this, and so is `window_size`."""
     window_size: int
     fixed_size: bool
+    """Whether every batch has `granularity` samples on all ranks together."""
     keeps_order: bool = False
+    """Whether a window is one batch. `divide` then takes lists too."""
 
 
 def in_order(batch_size: int, rank: int, num_ranks: int) -> BatchSampler:
-    """Return batches of a fixed size in the given order, each a part of that of all ranks; a window is one batch."""
+    """Return batches of a fixed size in the given order; each rank gets a slice of each batch."""
     size = batch_size * num_ranks
 
     def divide(indices: Sequence[int]) -> list[Sequence[int]]:
@@ -51,7 +48,7 @@ def in_order(batch_size: int, rank: int, num_ranks: int) -> BatchSampler:
 
 
 def by_length(batch_size: int, rank: int, num_ranks: int, *, lengths: Lengths, window_size: int) -> BatchSampler:
-    """Return batches of a fixed size, of samples of similar lengths. The window is rounded up to whole batches."""
+    """Return batches of a fixed size, of samples of similar lengths."""
     size = batch_size * num_ranks
 
     def divide(indices: Indices) -> list[Indices]:
@@ -66,8 +63,7 @@ def by_tokens(
 ) -> BatchSampler:
     """Return batches of samples of similar lengths, of at most `max_tokens` (rows times the longest row) on each rank.
 
-    Raises:
-        DataError: from `BatchSampler.divide`, if one sample alone has more.
+    `BatchSampler.divide` raises a DataError if one sample alone has more.
     """
 
     def divide(indices: Indices) -> list[Indices]:
@@ -103,8 +99,7 @@ def by_packing(
 ) -> BatchSampler:
     """Return batches of `num_rows` rows, each filled with whole documents; the last of a window may have empty rows.
 
-    Raises:
-        DataError: from `BatchSampler.divide`, if a document is longer than a row.
+    `BatchSampler.divide` raises a DataError if a document is longer than a row.
     """
 
     def divide(indices: Indices) -> list[Indices]:
@@ -146,3 +141,31 @@ def _best_fit_decreasing(indices: Indices, lengths: Indices, row_length: int) ->
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def lengths_function(lengths: Sequence[int] | Callable[[int], int], num_samples: int) -> Lengths:
+    """Return the lengths of all samples, or a function ``index -> length``, as a function of an array of indices.
+
+    Raises a DataError if a length is not an integer of at least 0; for a function, when it is called.
+    """
+    if callable(lengths):
+        return lambda indices: _call_for_each(lengths, indices)
+    table = np.asarray(lengths)
+    if table.shape != (num_samples,) or table.dtype.kind not in "iu" or (num_samples and table.min() < 0):
+        raise DataError(
+            f"loader: lengths have shape {table.shape} and dtype {table.dtype}; needs {num_samples} whole numbers of "
+            "at least 0, one for each sample"
+        )
+    table = table.astype(np.int64, copy=False)
+    return lambda indices: table[indices]
+
+
+def _call_for_each(function: Callable[[int], int], indices: Indices) -> Indices:
+    lengths = [function(int(index)) for index in indices]
+    for index, length in zip(indices, lengths, strict=True):
+        if not isinstance(length, int | np.integer) or length < 0:
+            raise DataError(
+                f"loader: lengths({index}) is {length!r}; needs a whole number of at least 0, the number of tokens of "
+                "that sample"
+            )
+    return np.array(lengths, dtype=np.int64)

@@ -64,7 +64,7 @@ class DevicePrefetcher:
 
     def __iter__(self) -> Iterator[PyTree]:
         if self._epoch_start is not None:
-            # Reading ahead may have finished the epoch in `data`, which was left unfinished here.
+            # This epoch is unfinished, but reading ahead may have finished it in `data`.
             seek(self._data, self._epoch_start)
         self._epoch_start = self._position = position(self._data)
         return self._batches()
@@ -91,7 +91,7 @@ class DevicePrefetcher:
         except StopIteration:
             return _Prefetched(is_end=True)
         except Exception as error:
-            # Raised in its turn: the earlier batches are good.
+            # Raised after the earlier batches, which are good.
             return _Prefetched(is_end=True, error=error)
         return _Prefetched(*_copy(tree.as_tree(batch), self._device, stream), position=position(self._data))
 
@@ -132,11 +132,13 @@ class _Prefetched:
 def _copy(batch: PyTree, device: torch.device, stream: torch.Stream | None) -> tuple[PyTree, torch.Event | None]:
     """Return a tree on a device, and the event of the copy if it is on a separate stream.
 
-    The host waits for the copy of pinned memory of the data, which may fill that memory again for the next batch.
+    The host waits for the copy if the data has pinned the batch itself: it may fill that memory again.
     """
     if stream is None:
         # Tensors on the device are copied too: the data may fill them again for the batches that are read ahead.
-        return tree.map(lambda leaf: _copied(leaf, device), batch), None
+        return tree.map(
+            lambda leaf: leaf.to(device, non_blocking=True, copy=True) if isinstance(leaf, Tensor) else leaf, batch
+        ), None
     with_own_memory = tree.map(_pin, batch)
     with stream:
         copy = tree.to(with_own_memory, device)
@@ -146,12 +148,8 @@ def _copy(batch: PyTree, device: torch.device, stream: torch.Stream | None) -> t
     return copy, copied
 
 
-def _copied(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device, non_blocking=True, copy=True) if isinstance(leaf, Tensor) else leaf
-
-
 def _pin(leaf: Any) -> Any:
-    """Return what the copy to the device reads: host memory as pinned memory, and what is on a device as a copy."""
+    """Return a tensor of the host in pinned memory, and one of a device as a copy, which nothing else may change."""
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.device != tree.HOST:

@@ -17,17 +17,11 @@ from ftrain import random
 from ftrain.data import rng_streams
 from ftrain.data.batch_samplers import BatchSampler
 from ftrain.data.fetched_batch import Position
-from ftrain.data.permutation import BLOCK, ORDERS, Indices, permuted_range
+from ftrain.data.permutation import BLOCK, ORDERS, Indices
 
 
 class BatchRequest(NamedTuple):
-    """A batch to be read.
-
-    Args:
-        epoch: the number of the epoch.
-        indices: the indices of the samples.
-        position: the position in the epoch after this batch: a window, and a batch in it.
-    """
+    """A batch to be read: the epoch, the indices of the samples, and the position after this batch."""
 
     epoch: int
     indices: list[int]
@@ -38,14 +32,8 @@ class BatchRequest(NamedTuple):
 class EpochPlan:
     """The batches of one rank in every epoch.
 
-    Args:
-        num_samples: the number of samples in the dataset.
-        batch_sampler: divides a window into batches.
-        seed: seed of the order.
-        shuffle: shuffle each epoch; else keep the order of the dataset.
-        drop_last: leave out the last samples if they do not fill a batch on all ranks; else divide them among the
-            ranks, and if there are fewer than ranks, repeat the first samples of the epoch.
-        order_version: the version of the order, a key of `ORDERS`.
+    With ``drop_last`` the last samples are left out if they do not fill a batch on all ranks. Otherwise they are
+    divided among the ranks; if there are fewer than ranks, the first samples of the epoch are repeated.
     """
 
     num_samples: int
@@ -54,6 +42,7 @@ class EpochPlan:
     shuffle: bool
     drop_last: bool
     order_version: int = 2
+    """A key of `ORDERS`."""
 
     @cached_property
     def num_used(self) -> int:
@@ -83,18 +72,16 @@ class EpochPlan:
         batches = sampler.divide(self._indices(epoch, first, count))
         if not self.shuffle or len(batches) == 1:
             return batches
-        words = random.fold_in_words(rng_streams.stream(self.seed, epoch, rng_streams.WINDOW), number)
-        return [batches[i] for i in ORDERS[self.order_version](np.arange(len(batches)), len(batches), words)]
+        key_data = random.fold_in_words(rng_streams.stream(self.seed, epoch, rng_streams.WINDOW), number)
+        return [batches[i] for i in ORDERS[self.order_version](np.arange(len(batches)), len(batches), key_data)]
 
     def _indices(self, epoch: int, first: int, count: int) -> Indices:
         """Return part of the order of an epoch, which starts again at its end."""
-        size = self.num_samples
+        positions = np.arange(first, first + count) % self.num_samples
         if not self.shuffle:
-            return np.arange(first, first + count) % size
-        permutation, words = ORDERS[self.order_version], rng_streams.stream(self.seed, epoch, rng_streams.ORDER)
-        if first + count <= size:
-            return permuted_range(permutation, first, count, size, words)
-        return permutation(np.arange(first, first + count) % size, size, words)
+            return positions
+        key_data = rng_streams.stream(self.seed, epoch, rng_streams.ORDER)
+        return ORDERS[self.order_version](positions, self.num_samples, key_data)
 
     def requests(self, epoch: int, window: int, batch: int) -> Iterator[BatchRequest]:
         """Yield the batches of an epoch from a position on."""

@@ -1,4 +1,4 @@
-"""What reading a batch results in: the batch, or the errors of its samples."""
+"""The result of reading a batch: the batch, or the errors of its samples."""
 
 from __future__ import annotations
 
@@ -14,40 +14,31 @@ Position: TypeAlias = dict[str, Any]
 
 
 class ReadError(NamedTuple):
-    """An error raised while samples were read or collated, in a form that can be sent between processes.
-
-    Args:
-        subject: the sample or batch, and what failed.
-        message: the class and message of the error.
-        trace: the formatted traceback.
-        cause: the error itself; None when it was raised in a worker.
-    """
+    """An error raised while samples were read or collated, in a form that can be sent between processes."""
 
     subject: str
+    """The sample or batch, and what failed."""
     message: str
+    """The class and message of the error."""
     trace: str
     cause: Exception | None
+    """The error itself; None when it was raised in a worker."""
 
     @classmethod
     def from_exception(cls, subject: str, error: Exception) -> ReadError:
-        """Describe an error that is being handled."""
+        """Return the description of an error that is being handled."""
         trace = "".join(traceback.format_exception(error))
         return cls(subject, f"{type(error).__name__}: {error}", trace, None if get_worker_info() else error)
 
 
 class FetchedBatch(NamedTuple):
-    """A batch, or why there is none.
-
-    Args:
-        position: the position in the epoch after this batch.
-        batch: the collated samples.
-        skipped: the errors of samples that were left out.
-        error: the error because of which there is no batch.
-        empty: whether there is no batch because all its samples were left out.
-    """
+    """A batch, or the reason why there is none; and the position in the epoch after it."""
 
     position: Position
     batch: PyTree = None
     skipped: tuple[ReadError, ...] = ()
+    """The errors of samples that were left out."""
     error: ReadError | None = None
+    """The error because of which there is no batch."""
     empty: bool = False
+    """Whether there is no batch because all its samples were left out."""

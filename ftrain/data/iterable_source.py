@@ -24,10 +24,7 @@ and its own position is no longer a position in this epoch."""
 
 @dataclass(eq=False)
 class IterableBatchDataset(IterableDataset[FetchedBatch]):
-    """The batches of one epoch of an iterable dataset, from a position on; read in this process or by a worker.
-
-    The other arguments are those of `ftrain.data.loader`.
-    """
+    """The batches of one epoch of an iterable dataset, from a position on; read in this process or by a worker."""
 
     dataset: Any
     batch_size: int
@@ -47,8 +44,7 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
             with rng_streams.PreservedState():
                 samples, stateful = self._open(start)
         except Exception as error:
-            subject = f"the stream of epoch {self.epoch} cannot be opened"
-            yield FetchedBatch({}, error=ReadError.from_exception(subject, error))
+            yield _failed(f"the stream of epoch {self.epoch} cannot be opened", error)
             return
         for number in count(start["batch"]):
             with rng_streams.PreservedState():
@@ -93,8 +89,7 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
                 ended = 1
                 break
             except Exception as error:
-                subject = f"sample {ordinal} of the stream, epoch {self.epoch}"
-                return FetchedBatch({}, error=ReadError.from_exception(subject, error))
+                return _failed(f"sample {ordinal} of the stream, epoch {self.epoch}", error)
         if not batch or (self.drop_last and len(batch) < self.batch_size):
             return None
         after: Position = {"batch": number + 1, "ended": ended}
@@ -105,22 +100,21 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
             return FetchedBatch(after, self.collate(batch))
         except Exception as error:
             last = first + len(batch) - 1
-            subject = f"samples {first} to {last} of the stream, epoch {self.epoch}, cannot be collated"
-            return FetchedBatch({}, error=ReadError.from_exception(subject, error))
+            return _failed(f"samples {first} to {last} of the stream, epoch {self.epoch}, cannot be collated", error)
+
+
+def _failed(subject: str, error: Exception) -> FetchedBatch:
+    return FetchedBatch({}, error=ReadError.from_exception(subject, error))
 
 
 class IterableSource:
-    """The epochs of an iterable dataset, read in this process or in one worker; has the attributes of `MapSource`.
-
-    Args:
-        stream: the first epoch.
-        options: options of the worker process, with 0 or 1 workers.
-    """
+    """The epochs of an iterable dataset, read in this process or in one worker; has the attributes of `MapSource`."""
 
     def __init__(self, stream: IterableBatchDataset, options: WorkerOptions) -> None:
         self._stream, self._options = stream, options
         self._epoch_start, self._unfinished = position(stream.dataset), False
         self.start = START
+        self.num_windows: int | None = None
         self.optional_keys: tuple[str, ...] = ("source",)
         self.fingerprint = {"seed": stream.seed, "batch_size": stream.batch_size, "drop_last": stream.drop_last}
 
@@ -133,12 +127,8 @@ class IterableSource:
         return length // size if self._stream.drop_last else -(-length // size)
 
     def for_state(self, state: Mapping[str, Any]) -> IterableSource:
-        """Return this source, whose order is that of the dataset in every version."""
+        """Return this source: its order is that of the dataset in every version."""
         return self
-
-    def position_error(self, position: Position) -> str | None:
-        """Return None: only the dataset itself can check a position."""
-        return None
 
     def batches(self, epoch: int, position: Position) -> Iterator[FetchedBatch]:
         """Yield the batches of an epoch that follow a position.

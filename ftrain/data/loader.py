@@ -11,13 +11,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from ftrain.data.array_dataset import arrays
 from ftrain.data.batch_dataset import BatchDataset, Collate
-from ftrain.data.batch_samplers import BatchSampler, by_length, by_packing, by_tokens, in_order
+from ftrain.data.batch_samplers import BatchSampler, by_length, by_packing, by_tokens, in_order, lengths_function
 from ftrain.data.epoch_plan import EpochPlan
 from ftrain.data.fetched_batch import ReadError
 from ftrain.data.iterable_source import IterableBatchDataset, IterableSource
 from ftrain.data.map_source import MapSource
 from ftrain.data.packing import packed
-from ftrain.data.sample_lengths import lengths_function
 from ftrain.data.worker_pool import WorkerOptions, WorkerPool
 from ftrain.errors import ComposeError, DataError, OptionError, require_positive, require_range
 from ftrain.types import PyTree
@@ -77,10 +76,10 @@ class Loader:
             if batch.empty:
                 self._require_one_rank(batch.skipped)
                 continue
-            # Nothing here keeps a batch that the caller has dropped.
-            rest = [batch.batch]
+            # This frame must not keep a batch alive that the caller has dropped.
+            yielded = [batch.batch]
             del batch
-            yield rest.pop()
+            yield yielded.pop()
             self._require_latest(iterator)
         self._epoch += 1
         self._start = self._position = self._source.start
@@ -120,7 +119,7 @@ class Loader:
         if iterator != self._num_iterators:
             raise DataError(
                 "loader: an earlier iterator is used after iter() was called again, or a position was loaded; a loader "
-                "has one iterator at a time: make a loader for each"
+                "has one iterator at a time: make one loader for each iterator"
             )
 
     def _require_one_rank(self, errors: Sequence[ReadError]) -> None:
@@ -134,15 +133,15 @@ class Loader:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"loader: {errors[0].subject}: {errors[0].message}; it is left out. This is said once: loader.skipped "
-                "counts such samples",
+                f"loader: {errors[0].subject}: {errors[0].message}; it is left out. loader.skipped counts such "
+                "samples; there is no further warning",
                 stacklevel=3,
             )
         self.skipped += len(errors)
 
 
 def _to_exception(error: ReadError, hint: str) -> DataError:
-    """Return the exception to raise, with its cause, or with the traceback of the worker as a note."""
+    """Return the error to raise, with its cause, or with the traceback of the worker as a note."""
     exception = DataError(f"loader: {error.subject}: {error.message}{hint}")
     if error.cause is None:
         exception.add_note(f"In a worker:\n{error.trace}")
@@ -154,8 +153,7 @@ def _differences(source: Source, state: Mapping[str, Any]) -> list[str]:
     counters = ["epoch", "skipped", *source.start]
     options = source.fingerprint
     differences = [f"{name}: missing" for name in [*counters, *options] if name not in state]
-    known = {*counters, *options, *source.optional_keys}
-    differences += [f"{name}: unexpected" for name in state if name not in known]
+    differences += [f"{name}: unexpected" for name in state if name not in {*counters, *options, *source.optional_keys}]
     differences += [
         f"{name}: found {state[name]!r}, needs a whole number of at least 0"
         for name in counters
@@ -166,10 +164,10 @@ def _differences(source: Source, state: Mapping[str, Any]) -> list[str]:
         for name, value in options.items()
         if name in state and state[name] != value
     ]
-    if differences:
-        return differences
-    error = source.position_error({name: state[name] for name in source.start})
-    return [] if error is None else [error]
+    windows = source.num_windows
+    if not differences and windows is not None and state["window"] > windows:
+        return [f"window is {state['window']}, and an epoch has {windows}"]
+    return differences
 
 
 def _is_count(value: Any) -> bool:
@@ -202,15 +200,15 @@ def loader(
     workers have read further; resuming from it takes the same time anywhere in an epoch. A dataset with
     ``__getitems__`` is read one batch at a time.
 
-    The global generators of torch, Python and numpy are seeded from ``(seed, epoch, index)`` for each sample, so that
-    random augmentation too does not depend on the number of workers, or on resuming. Seeding takes longer than reading
-    a small sample, so it starts only when a sample has drawn random numbers: the batch is then read again. To avoid
-    this detection, give the dataset the attribute ``draws = False`` or ``draws = True``. The detection misses a sample
-    that draws and then restores the state of the generator (``torch.random.fork_rng``), or that seeds its own generator
-    from ``torch.initial_seed()``: these need ``draws = True``.
+    The global generators of torch, Python and numpy are seeded from ``(seed, epoch, index)`` for each sample: random
+    augmentation does not depend on the number of workers or on resuming. Seeding takes longer than reading a small
+    sample, so it starts only when a sample has drawn random numbers: the batch is then read again. With the attribute
+    ``draws = False`` or ``draws = True`` of the dataset nothing is detected. Set ``draws = True`` for samples that draw
+    and then restore the state of the generator (``torch.random.fork_rng``), or that seed a generator from
+    ``torch.initial_seed()``: these draws are not detected.
 
     With `lengths`, batches are formed within windows of the shuffled order: of `batch_size` samples of similar
-    lengths; or, with `max_tokens`, of as many as fit; or, with `pack`, of `batch_size` rows of that length, filled with
+    lengths; with `max_tokens`, of as many as fit; or with `pack`, of `batch_size` rows of this length, filled with
     whole documents (see `ftrain.data.pack`).
 
     An iterable dataset keeps its own order (``shuffle=False``), is read by at most one worker, and must already be
@@ -235,9 +233,9 @@ def loader(
         pack: the length of a row.
         window: number of samples whose lengths are compared. Default: 4096, or 64 batches if that is more.
         timeout: seconds to wait for a worker.
-        on_error: what to do when a sample raises: "raise"; or "skip" it and count it in ``loader.skipped``, repeating
-            good samples of the batch in its place so that the batch keeps its size (with `pack`, its place stays
-            empty). A batch without a good sample is left out, which is an error with several ranks.
+        on_error: what to do when a sample raises: "raise"; or "skip" it, count it in ``loader.skipped``, and repeat
+            good samples of the batch so that it keeps its size (not with `pack`). A batch without a good sample is left
+            out, which is an error with several ranks.
         prefetch_factor: number of batches that each worker reads ahead.
         context: start method of workers: "fork", "spawn" or "forkserver". Default: Python's.
 
@@ -319,7 +317,7 @@ def _is_map_style(dataset: Any) -> bool:
             "list of samples, or ft.data.arrays(tree of tensors)"
         )
     if isinstance(dataset, DataLoader):
-        raise DataError("loader: the dataset is a DataLoader, which gives batches; pass its dataset, of samples")
+        raise DataError("loader: the dataset is a DataLoader, which gives batches; pass its .dataset, of samples")
     if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return True
     if isinstance(dataset, Iterable):

@@ -13,19 +13,16 @@ from ftrain.data.worker_pool import WorkerPool
 
 
 class MapSource:
-    """The batches of a map-style dataset, as an `EpochPlan` divides it and a `WorkerPool` reads it.
-
-    Attributes:
-        start: the position at which an epoch starts; its keys are in every position.
-        optional_keys: further keys that a position may have.
-        fingerprint: the options on which the order of batches depends. A saved position is valid only for equal ones.
-    """
+    """The batches of a map-style dataset, as an `EpochPlan` divides it and a `WorkerPool` reads it."""
 
     def __init__(self, plan: EpochPlan, workers: WorkerPool, options: dict[str, Any]) -> None:
         self.start: Position = {"window": 0, "batch": 0}
+        """The position at which an epoch starts; its keys are in every position."""
         self.optional_keys: tuple[str, ...] = ()
+        """Further keys that a position may have."""
         # Positions of version 1 do not contain their version.
         self.fingerprint = {**options, "order": plan.order_version} if plan.order_version > 1 else options
+        """The options on which the order of batches depends. A saved position is valid only for equal ones."""
         self._options = options
         self._plan, self._workers = plan, workers
 
@@ -41,11 +38,10 @@ class MapSource:
             return self
         return MapSource(replace(self._plan, order_version=version), self._workers, self._options)
 
-    def position_error(self, position: Position) -> str | None:
-        """Return what is wrong with a position; None if it is valid."""
-        if position["window"] <= self._plan.num_windows:
-            return None
-        return f"window is {position['window']}, and an epoch has {self._plan.num_windows}"
+    @property
+    def num_windows(self) -> int | None:
+        """The largest ``window`` of a position; None if positions have none."""
+        return self._plan.num_windows
 
     def batches(self, epoch: int, position: Position) -> Iterator[FetchedBatch]:
         """Yield the batches of an epoch that follow a position."""

@@ -20,8 +20,8 @@ NO_DOCUMENT = -1
 Document: TypeAlias = "Sequence[int] | Tensor | Mapping[str, Any]"
 """Tokens, or a mapping with tokens and optionally ``"labels"``."""
 
-_Piece: TypeAlias = tuple[Tensor, Tensor]
-"""The tokens and labels of a document, or of a part that fits in a row."""
+_Tokens: TypeAlias = tuple[Tensor, Tensor]
+"""The tokens and labels of a document, or of the part of one that fits in a row."""
 
 
 def pack(
@@ -62,24 +62,32 @@ def pack(
     require_positive("pack", "length", length)
     if rows is not None:
         require_positive("pack", "rows", rows)
-    filled = _fill_rows(_pieces(documents, length, field, cut), length)
+    filled: list[list[_Tokens]] = []
+    free_space = 0
+    for tokens, labels in _read_all(documents, length, field, cut):
+        if len(tokens) > free_space:
+            filled.append([])
+            free_space = length
+        filled[-1].append((tokens, labels))
+        free_space -= len(tokens)
     if rows is not None and len(filled) > rows:
         raise DataError(
-            f"pack: the documents fill {len(filled)} rows of {length} tokens, and rows={rows}; give fewer at a time"
+            f"pack: the documents fill {len(filled)} rows of {length} tokens, and rows={rows}; pass fewer documents "
+            "or raise rows="
         )
     shape = (len(filled) if rows is None else rows, length)
     batch = {
         name: torch.full(shape, fill, dtype=torch.int64)
         for name, fill in (("tokens", pad), ("labels", IGNORED), ("positions", 0), ("documents", NO_DOCUMENT))
     }
-    for row, pieces in enumerate(filled):
+    for row, row_documents in enumerate(filled):
         start = 0
-        for number, (tokens, labels) in enumerate(pieces):
-            place = row, slice(start, start + len(tokens))
-            batch["tokens"][place] = tokens
-            batch["labels"][place] = labels
-            batch["positions"][place] = torch.arange(len(tokens))
-            batch["documents"][place] = number
+        for number, (tokens, labels) in enumerate(row_documents):
+            index = row, slice(start, start + len(tokens))
+            batch["tokens"][index] = tokens
+            batch["labels"][index] = labels
+            batch["positions"][index] = torch.arange(len(tokens))
+            batch["documents"][index] = number
             start += len(tokens)
     return batch
 
@@ -87,11 +95,7 @@ def pack(
 def packed(
     length: int, *, rows: int | None = None, pad: int = 0, field: str = "tokens", cut: bool = False
 ) -> functools.partial[dict[str, Tensor]]:
-    """Return `pack` with these options as a collate function.
-
-    Raises:
-        OptionError: if `length` or `rows` is not a positive integer.
-    """
+    """Return `pack` with these options as a collate function; raises as it does."""
     require_positive("packed", "length", length)
     if rows is not None:
         require_positive("packed", "rows", rows)
@@ -103,8 +107,7 @@ def packed(
 def block_mask(documents: Tensor) -> Tensor:
     """Return the attention mask of packed rows: causal, and only within a document.
 
-    For ``scaled_dot_product_attention(..., attn_mask=)``. Padding attends to padding: without any key, attention would
-    be NaN.
+    For ``scaled_dot_product_attention(..., attn_mask=)``. Padding attends to padding: attention without a key is NaN.
 
     Args:
         documents: the ``documents`` of `pack`, of shape (rows, length).
@@ -125,20 +128,7 @@ def block_mask(documents: Tensor) -> Tensor:
     return same_document.tril().unsqueeze(1)
 
 
-def _fill_rows(pieces: Iterator[_Piece], length: int) -> list[list[_Piece]]:
-    """Return the documents of each row, in the given order."""
-    rows: list[list[_Piece]] = []
-    free_space = 0
-    for tokens, labels in pieces:
-        if len(tokens) > free_space:
-            rows.append([])
-            free_space = length
-        rows[-1].append((tokens, labels))
-        free_space -= len(tokens)
-    return rows
-
-
-def _pieces(documents: Iterable[Document], length: int, field: str, cut: bool) -> Iterator[_Piece]:
+def _read_all(documents: Iterable[Document], length: int, field: str, cut: bool) -> Iterator[_Tokens]:
     for index, document in enumerate(documents):
         tokens, labels = _read(document, field, index)
         if len(tokens) > length and not cut:
@@ -150,7 +140,7 @@ def _pieces(documents: Iterable[Document], length: int, field: str, cut: bool) -
             yield tokens[start : start + length], labels[start : start + length]
 
 
-def _read(document: Document, field: str, index: int) -> _Piece:
+def _read(document: Document, field: str, index: int) -> _Tokens:
     if not isinstance(document, Mapping):
         return _with_next_token_labels(_tokens(document, field, index))
     if field not in document:
@@ -164,7 +154,7 @@ def _read(document: Document, field: str, index: int) -> _Piece:
     return tokens, labels
 
 
-def _with_next_token_labels(tokens: Tensor) -> _Piece:
+def _with_next_token_labels(tokens: Tensor) -> _Tokens:
     labels = torch.full_like(tokens, IGNORED)
     labels[:-1] = tokens[1:]
     return tokens, labels

@@ -1,4 +1,4 @@
-"""Collation of samples of different lengths by padding."""
+"""Collate samples of different lengths by padding; and the metric `padding`, the share of a batch that is padding."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ftrain.errors import DataError, OptionError, require_positive
+from ftrain.data.packing import IGNORED, NO_DOCUMENT
+from ftrain.errors import BatchError, DataError, OptionError, require_positive
 from ftrain.tree.tensors import dtype_name
+from ftrain.types import Mean, PyTree
 
 MASK = "attention_mask"
 """The field of a padded batch that holds the mask."""
 
-FILLS: Mapping[str, float] = {"labels": -100}
+FILLS: Mapping[str, float] = {"labels": IGNORED}
 """The default padding values by field; 0 for other fields."""
 
 
@@ -47,7 +49,7 @@ class Pad:
             batch[name] = values if isinstance(values[0], str | bytes) else self._field(name, values)
         if self.mask is not None:
             if self.mask not in names:
-                raise DataError(f"pad: mask={self.mask!r} names no field; there are {', '.join(names)}")
+                raise DataError(f"pad: mask={self.mask!r} is not a field; there are {', '.join(names)}")
             masks = [torch.ones(len(sample[self.mask]), dtype=torch.bool) for sample in samples]
             batch[MASK] = self._padded(MASK, masks)
         return batch
@@ -59,7 +61,7 @@ class Pad:
             return self._padded(name, tensors)
         shapes = sorted({tuple(tensor.shape) for tensor in tensors})
         if len(shapes) > 1:
-            raise DataError(f"pad: field {name} has shapes {shapes} in one batch; name it in fields= to have it padded")
+            raise DataError(f"pad: field {name} has shapes {shapes} in one batch; add it to fields= to pad it")
         return torch.stack(tensors)
 
     def _padded(self, name: str, tensors: list[Tensor]) -> Tensor:
@@ -128,10 +130,35 @@ def pad(
     return Pad(dict(values or {}), length, multiple, side, None if fields is None else tuple(fields), mask, cut)
 
 
+def padding(batch: PyTree) -> Mean:
+    """Return the share of padding in a batch, as a `Mean` over all its tokens.
+
+    Computed on the device of the batch. To log it, return it as a metric of the loss:
+    ``return loss, {"padding": ft.data.padding(batch)}``.
+
+    Args:
+        batch: a dict with a tensor ``documents`` (-1 is padding) or ``attention_mask`` (0 or False is padding).
+
+    Raises:
+        BatchError: if the batch has neither.
+
+    >>> float(padding({"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 0, 0, 1]])}))
+    0.25
+    """
+    mask = batch.get("documents", batch.get(MASK)) if isinstance(batch, dict) else None
+    if not isinstance(mask, Tensor):
+        raise BatchError(
+            f"padding: the batch has neither documents nor {MASK}; make it by ft.data.pack, or by "
+            'ft.data.pad(mask="tokens")'
+        )
+    is_padding = mask == NO_DOCUMENT if "documents" in batch else mask == 0
+    return Mean(is_padding.sum().float(), torch.full((), float(mask.numel()), device=mask.device))
+
+
 def _require_holds(name: str, dtype: torch.dtype, fill: float) -> None:
     if dtype.is_floating_point or dtype.is_complex:
         return
-    # torch wraps around: -100 would be the label 156 in uint8, and True in bool.
+    # torch would store -100 as 156 in uint8, and as True in bool.
     least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if not (least <= fill <= most and fill == int(fill)):
         raise DataError(
@@ -156,6 +183,6 @@ def _tensor(name: str, value: Any) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"pad: field {name} holds a {type(value).__name__} that is no tensor of numbers: {error}; leave it out of "
-            "the samples"
+            f"pad: field {name} holds a {type(value).__name__}; needs a tensor or numbers, or leave it out of the "
+            f"samples: {error}"
         ) from error

@@ -3,8 +3,8 @@
 Up to `BLOCK` indices are sorted by Philox draws, so that all orders are equally likely. The order of more indices is a
 bijection that is computed for each index on its own: a generalised Feistel network (Black and Rogaway, "Ciphers with
 arbitrary finite domains", CT-RSA 2002) over pairs ``(x, y)`` of ``Z_a x Z_b``, with ``a b`` barely above the number of
-indices: ``x += F(y)`` and ``y += F(x)`` by turns. A result outside the range is mapped again until it falls inside.
-Such a network does not reach all orders of a few indices equally often, hence the sort.
+indices: ``x += F(y)`` and ``y += F(x)`` in turn. A result outside the range is mapped again until it is inside.
+Such a network does not reach all orders of a few indices equally often; therefore these are sorted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ftrain.random.philox import philox_host
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Permutation: TypeAlias = Callable[[Indices, int, tuple[int, int]], Indices]
-"""``(positions, size, words of a key) -> indices`` at these positions of a permutation of ``0 .. size - 1``."""
+"""``(positions, size, key data) -> indices`` at these positions of a permutation of ``0 .. size - 1``."""
 _UInts: TypeAlias = npt.NDArray[np.uint64]
 
 ROUNDS = 8
@@ -62,25 +62,8 @@ def shuffled(index: npt.ArrayLike, size: int, *, seed: int = 0, epoch: int = 0) 
     return permuted(positions, size, rng_streams.stream(seed, epoch, rng_streams.ORDER))
 
 
-def permuted_range(permutation: Permutation, first: int, count: int, size: int, words: tuple[int, int]) -> Indices:
-    """Return the elements at positions ``first .. first + count - 1`` of a permutation.
-
-    Computed in blocks, which are cached: the next batch is usually read soon after this one.
-    """
-    start = first % BLOCK
-    if start + count <= BLOCK:
-        return _block(permutation, first // BLOCK, size, words)[start : start + count]
-    numbers = range(first // BLOCK, (first + count - 1) // BLOCK + 1)
-    return np.concatenate([_block(permutation, number, size, words) for number in numbers])[start : start + count]
-
-
-@functools.lru_cache(maxsize=8)
-def _block(permutation: Permutation, number: int, size: int, words: tuple[int, int]) -> Indices:
-    return permutation(np.arange(number * BLOCK, min((number + 1) * BLOCK, size), dtype=np.int64), size, words)
-
-
 def permuted(positions: Indices, size: int, words: tuple[int, int]) -> Indices:
-    """`shuffled` from the words of a key, without a check of the range."""
+    """Return `shuffled` for given key data, without a check of the range."""
     return sorted_draws(size, words)[positions] if size <= BLOCK else feistel(positions, size, words)
 
 

@@ -1,4 +1,4 @@
-"""Random numbers of samples: what a sample draws depends only on the seed, the epoch and its index."""
+"""Random numbers of samples: they depend only on the seed, the epoch and the index of the sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DATA = 0x64617461
 
 @functools.lru_cache(maxsize=64)
 def stream(seed: int, epoch: int, purpose: int) -> tuple[int, int]:
-    """Return the two words of the key for a purpose in an epoch."""
+    """Return the key data for a purpose in an epoch."""
     base = random.fold_in_words(random.key_data(random.key(seed)), _DATA)
     return random.fold_in_words(random.fold_in_words(base, epoch), purpose)
 
@@ -37,25 +37,22 @@ def seed_collation(seed: int, epoch: int, index: int) -> None:
     _seed(random.fold_in_words(stream(seed, epoch, COLLATION), index))
 
 
-def _seed(words: tuple[int, int]) -> None:
-    number = random.seed_of(words)
+def _seed(key_data: tuple[int, int]) -> None:
+    number = random.seed_of(key_data)
     # Not torch.manual_seed, which also seeds the devices, even in workers.
     torch.default_generator.manual_seed(number)
     python_random.seed(number)
-    # Never the generator that `PreservedState.detect` watches.
+    # Not `_SPARE`, by which `PreservedState` detects draws.
     mtrand.set_bit_generator(_SEEDED)
-    # One word: seeding numpy with several takes six times as long.
-    np.random.seed(words[0])
+    # One number: to seed numpy with several takes six times as long.
+    np.random.seed(key_data[0])
 
 
 class PreservedState:
     """Context in which code may use the global generators of torch, Python and numpy; restores their states on exit.
 
-    Except for the second of the two normal numbers that ``np.random.randn`` computes at once and keeps for its next
-    call.
-
-    Args:
-        detect: make it possible to tell whether code draws.
+    Not restored is the second of the two normal numbers that ``np.random.randn`` computes at once. `detect` makes
+    `has_drawn` possible.
     """
 
     __slots__ = ("_detect", "_numpy", "_python", "_resets", "_torch", "_torch_numbers")
@@ -66,7 +63,7 @@ class PreservedState:
     def __enter__(self) -> PreservedState:
         self._torch = torch.default_generator.get_state()
         self._python = _PythonState.now()
-        # Replaced, because copying takes a hundred times as long.
+        # Replaced by another generator: to copy the state takes a hundred times as long.
         self._numpy = mtrand.get_bit_generator()
         if self._detect:
             self._resets, self._torch_numbers = _SPARE.resets, _TorchNumbers.last
@@ -83,10 +80,10 @@ class PreservedState:
     def has_drawn(self) -> bool:
         """Return whether a global generator was used or set in this context; can be called once.
 
-        Code that draws and then sets the state that it found, or one of an earlier batch, is not detected.
+        Not detected is code that draws and then restores the earlier state, or sets one of an earlier batch.
         """
         return (
-            # First, since it also restores the generator.
+            # First, because this call also restores the generator.
             _SPARE.has_drawn()
             or _SPARE.resets != self._resets
             or self._python.has_drawn()
@@ -95,9 +92,9 @@ class PreservedState:
 
 
 class _TorchNumbers:
-    """The next numbers of torch's global generator; drawing them takes a third of the time of comparing states.
+    """The next numbers of torch's global generator. To draw them takes a third of the time of comparing states.
 
-    Two normal numbers: the first may be one that the generator has stored, the second is not.
+    Two normal numbers: the generator may have stored the first one, but not the second one.
     """
 
     last: bytes | None = None
@@ -107,9 +104,9 @@ class _TorchNumbers:
 
     @classmethod
     def differ(cls, earlier: bytes | None, state: Tensor) -> bool:
-        """Draw the numbers, and return whether they are neither those of an earlier batch nor the next ones of a state.
+        """Draw the numbers; return whether they differ from `earlier` and from those that follow `state`.
 
-        The next ones of the state are then the `last` ones. Two states have the same numbers once in 2**100 times.
+        Sets `last` to those that follow `state`. Two states have the same numbers once in 2**100 times.
         """
         cls._numbers.normal_()
         numbers = cls._memory.tobytes()
@@ -122,13 +119,10 @@ class _TorchNumbers:
 
 
 class _PythonState:
-    """A state of Python's global generator.
+    """A state of Python's global generator, from `random.getstate`.
 
-    Reading it takes longer than reading a small sample. So the state that was restored last is kept: while the next
-    numbers are those that follow in this state, nothing has drawn since.
-
-    Args:
-        state: state from `random.getstate`.
+    To read it takes longer than to read a small sample. So the state that was restored last is kept: while the next
+    numbers are those that follow this state, nothing has drawn since.
     """
 
     __slots__ = ("_after", "_first", "_second", "_state")
@@ -149,15 +143,15 @@ class _PythonState:
         if last is not None and words is None:
             return last
         version, memory, normal = python_random.getstate()
-        # The words were drawn one by one, so that they are of one block of the generator, and it can go back; but for
-        # one case in 2**41, where both are another's by chance up to the end of a block.
+        # Undo the draws of `_words_until_another`: the generator computes 624 words at once, and the last element of
+        # its memory counts those that were drawn. Wrong once in 2**41 times, if a new block has begun by chance.
         cls._last = state = cls((version, (*memory[:-1], max(memory[-1] - (words or 0), 0)), normal))
         state.restore()
         python_random.getrandbits(64)
         return state
 
     def _words_until_another(self) -> int | None:
-        """Draw up to two words; return how many it took to see that this is not the current state; None if it is."""
+        """Draw up to two words. Return None if this is the current state, else the number of words drawn."""
         if _GENERATOR.gauss_next != self._state[2]:
             return 0
         if python_random.getrandbits(32) != self._first:
@@ -182,19 +176,19 @@ _SEEDED = np.random.MT19937(0)
 
 
 class _Spare:
-    """numpy's global generator while samples that may draw are read, and a second one that draws the same numbers.
+    """numpy's global generator while samples that may draw are read, and a copy of it in the same state.
 
-    When their states differ, the first one is set to the state of the second, and `resets` increases by one.
+    When their states differ, the first one is set to the state of the copy, and `resets` increases by one.
     """
 
     def __init__(self) -> None:
-        self.generator, self._same, self.resets = np.random.MT19937(0), np.random.MT19937(0), 0
+        self.generator, self._copy, self.resets = np.random.MT19937(0), np.random.MT19937(0), 0
 
     def has_drawn(self) -> bool:
         """Return whether the generator has been used since the last call."""
-        if self.generator.random_raw() == self._same.random_raw():
+        if self.generator.random_raw() == self._copy.random_raw():
             return False
-        self.generator.state, self.resets = self._same.state, self.resets + 1
+        self.generator.state, self.resets = self._copy.state, self.resets + 1
         return True
 
 

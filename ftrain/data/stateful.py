@@ -1,4 +1,4 @@
-"""Read and set the position of a source of batches, by whichever methods it has."""
+"""Read and set the position of a source of batches."""
 
 from __future__ import annotations
 

@@ -123,11 +123,7 @@ def ends_path(path: Path) -> Path:
 
 
 class _TokenArray:
-    """An array of tokens. A file is memory-mapped when it is first read, by each process for itself.
-
-    Raises:
-        DataError: if the array has more than one axis or is not of integers.
-    """
+    """An array of tokens. Each process memory-maps the file when it first reads it; raises a DataError if it cannot."""
 
     def __init__(self, source: str | Path | Tokens) -> None:
         self._path = None if isinstance(source, np.ndarray) else Path(source)
@@ -141,14 +137,10 @@ class _TokenArray:
 
     @property
     def array(self) -> Tokens:
-        """The array, of shape (tokens,).
-
-        Raises:
-            DataError: if the file is missing, cut off, or not a ``.npy`` file.
-        """
+        """The array, of shape (tokens,)."""
         if self._array is None:
             try:
-                # Not the class memmap, whose slices take three times as long.
+                # A plain array: slices of a np.memmap take three times as long.
                 self._array = np.asarray(np.load(self._path or "", mmap_mode="r", allow_pickle=False))
             except (OSError, ValueError) as error:
                 raise DataError(f"TokenFile: {self._path} cannot be read: {error}") from error

@@ -1,8 +1,7 @@
-"""How batches are sent from a worker process: small tensors by value, within the message.
+"""Send batches from a worker process: small tensors by value, within the message.
 
-Torch moves the memory of each tensor into shared memory and sends a file descriptor, which takes about half a
-millisecond whatever its size, and a place in ``/dev/shm`` and in the table of open files. A copy of a few kilobytes
-takes less.
+Torch moves the memory of each tensor into shared memory and sends a file descriptor. This takes about half a
+millisecond whatever the size, a file in ``/dev/shm`` and an open file. A copy of a few kilobytes takes less time.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from ftrain import _torch, tree
 from ftrain.data.fetched_batch import FetchedBatch, ReadError
 
 MAX_BYTES = 1 << 19
-"""Up to this size the memory of a tensor is sent by value. Copies of more take as long as a file descriptor."""
+"""The largest memory of a tensor that is sent by value. To copy more takes as long as to send a file descriptor."""
 
 
 def to_message(fetched: FetchedBatch) -> Message:
-    """Return the message in which a worker sends a batch, as it is now; it is received as a `FetchedBatch`."""
+    """Return the message in which a worker sends a batch; another process receives it as a `FetchedBatch`."""
     try:
         return Message(_pickled(fetched))
     except Exception as error:
@@ -32,7 +31,7 @@ def to_message(fetched: FetchedBatch) -> Message:
 
 
 class Message:
-    """A pickled object that another process receives unpickled."""
+    """A pickled object, which unpickling this message returns."""
 
     def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled
@@ -48,14 +47,14 @@ def _pickled(value: Any) -> bytes:
 
 
 class _ByValuePickler(ForkingPickler):
-    """Pickles as torch's processes do, except for small plain tensors; tensors that shared memory still share it."""
+    """Pickles as torch does between processes, except for small plain tensors; shared memory stays shared."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
         self._memories: dict[int, _Memory] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how a value is rebuilt, or that it is pickled as usual."""
+        """Return the function and arguments that rebuild a small tensor, or NotImplemented for the default."""
         if type(value) is not Tensor or not _is_small(value):
             return NotImplemented
         value = value.resolve_conj().resolve_neg()
@@ -90,7 +89,7 @@ def _to_bytes(tensor: Tensor) -> bytes:
 def _from_bytes(data: bytes) -> Tensor:
     if not data:
         return torch.empty(0, dtype=torch.uint8)
-    # Copied, so that it is aligned as any other tensor is: otherwise kernels may add up in another order.
+    # Copied for the alignment of other tensors: with another one, kernels may add up in another order.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
 
 

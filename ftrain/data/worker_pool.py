@@ -21,14 +21,7 @@ from ftrain.errors import DataError
 
 
 class WorkerOptions(NamedTuple):
-    """Options of worker processes.
-
-    Args:
-        num_workers: the number of processes; 0 reads each batch in this process when it is asked for.
-        timeout: seconds to wait for a batch.
-        prefetch_factor: the number of batches that each worker reads ahead.
-        context: the start method ("fork", "spawn", "forkserver"); None for Python's default.
-    """
+    """Options of worker processes, those of `ftrain.data.loader`; with 0 workers this process reads the batches."""
 
     num_workers: int
     timeout: float
@@ -61,12 +54,7 @@ def _ignore_interrupts(worker: int) -> None:
 
 
 class WorkerPool:
-    """Reads requested batches in worker processes, ahead of their use, and yields them in order.
-
-    Args:
-        dataset: the dataset of batches.
-        options: options of the processes.
-    """
+    """Reads requested batches in worker processes, ahead of their use, and yields them in order."""
 
     def __init__(self, dataset: BatchDataset, options: WorkerOptions) -> None:
         self._dataset, self._options = dataset, options
@@ -74,11 +62,7 @@ class WorkerPool:
         self._loader: DataLoader[FetchedBatch] | None = None
 
     def __call__(self, requests: Iterable[BatchRequest]) -> Iterator[FetchedBatch]:
-        """Return an iterator over the batches of some requests.
-
-        Raises:
-            DataError: when a worker dies, or does not answer in time.
-        """
+        """Return an iterator over the batches of some requests; raises as `read_from_workers` does."""
         return self._from_workers(requests) if self._options.num_workers else map(self._dataset.__getitem__, requests)
 
     def _from_workers(self, requests: Iterable[BatchRequest]) -> Iterator[FetchedBatch]:
@@ -102,11 +86,7 @@ class WorkerPool:
 def read_in_one_worker(
     stream: IterableDataset[FetchedBatch], seed: int, options: WorkerOptions
 ) -> Iterator[FetchedBatch]:
-    """Yield the batches of an iterable dataset, read in one worker process, which is given this seed.
-
-    Raises:
-        DataError: when the worker dies, or does not answer in time.
-    """
+    """Yield the batches of an iterable dataset, read in one worker process, whose seed this is."""
     loader = _data_loader(stream, options, torch.Generator().manual_seed(seed))
     return read_from_workers(loader, options.timeout, lambda: "the next batch of the stream")
 
@@ -116,13 +96,8 @@ def read_from_workers(
 ) -> Iterator[FetchedBatch]:
     """Yield what workers send. Stop them at the first batch that has an error.
 
-    Args:
-        loader: the loader whose workers read the batches.
-        timeout: seconds that it waits for a batch.
-        describe_next: function that returns a text that names the next batch.
-
-    Raises:
-        DataError: when a worker cannot be started, dies, or does not answer in time.
+    Raises a DataError when a worker cannot be started, dies, or sends no batch within `timeout` seconds; the message
+    has the text of `describe_next`, which names the next batch.
     """
     batches: Iterator[FetchedBatch] | None = None
     while True:

@@ -22,8 +22,7 @@ Adapt: TypeAlias = Callable[[Any, History], Any]
 def column(function: str, name: str, history: History) -> list[Any]:
     """Return the values of a metric, one for each record that has it.
 
-    Raises:
-        OptionError: when there are records, and none has it; the message names `function` and lists the metrics.
+    Raises an OptionError in the name of `function` when there are records, and none has it.
     """
     values: list[Any] = history[name]
     if not values and len(history):
@@ -39,10 +38,10 @@ def column(function: str, name: str, history: History) -> list[Any]:
 def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> Stop:
     """Return a `stop` for `fit`: stop when a metric has not improved in `count` evaluations in a row.
 
-    A pure function of the history, which checkpoints hold: a run that resumes stops where it would have stopped.
+    A pure function of the history, which is saved in checkpoints: a run that resumes stops after the same step.
 
     Args:
-        name: of the metric, as the history has it, such as ``"eval_loss"``.
+        name: the metric, as the history has it, such as ``"eval_loss"``.
         count: number of evaluations without an improvement.
         mode: ``"min"`` when less is better, ``"max"`` when more is.
         min_delta: a smaller improvement does not count.
@@ -71,11 +70,11 @@ def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", 
 def plateau(name: str, rule: Plateau, factors: str = "*lr") -> Adapt:
     """Return an `adapt` for `fit`: lower the learning rate when a metric has stopped improving.
 
-    The optimizer must be `ftrain.optim.adjustable`. A pure function of the history, which checkpoints hold: a run that
-    resumes has the rates that it would have had.
+    The optimizer must be `ftrain.optim.adjustable`. A pure function of the history, which is saved in checkpoints: a
+    run that resumes has the same rates.
 
     Args:
-        name: of the metric, as the history has it, such as ``"eval_loss"``.
+        name: the metric, as the history has it, such as ``"eval_loss"``.
         rule: from `ftrain.schedules.reduce_on_plateau`; its value is the factor of the scheduled rate.
         factors: pattern of the names of the scheduled values to multiply. Default: every ``lr``.
 

@@ -48,10 +48,7 @@ class History(list[dict[str, Any]]):
 
 
 def record_of(history: History, step: int) -> dict[str, Any]:
-    """Return everything that was recorded of a step, its evaluations included, as one record.
-
-    Only the end of the history is searched: `step` must be the newest one.
-    """
+    """Return the records of the newest step, its evaluations included, as one record; {} for an earlier step."""
     combined: dict[str, Any] = {}
     for record in reversed(history):
         if record["step"] != step:
@@ -61,10 +58,10 @@ def record_of(history: History, step: int) -> dict[str, Any]:
 
 
 def unpack(packed: PyTree) -> History:
-    """Return the records that a checkpoint of an earlier format holds: in tables of records with the same names.
+    """Return the records of a checkpoint of an earlier format, which has a table for records with the same names.
 
     Args:
-        packed: ``{"tables": [{name: column}], "order": the table of each record}``.
+        packed: ``{"tables": [{name: column}], "order": the number of the table of each record}``.
     """
     tables = [
         [dict(zip(table, row, strict=True)) for row in zip(*map(_values, table.values()), strict=True)]
@@ -75,11 +72,10 @@ def unpack(packed: PyTree) -> History:
 
 
 def _values(column: Any) -> list[Any]:
-    """The numbers of a column of a checkpoint, which is on the host: nothing waits for the device."""
+    """Return the numbers of a column of a checkpoint, which is on the host: nothing waits for the device."""
     return column.tolist() if isinstance(column, torch.Tensor) else column
 
 
 def _text(value: Any) -> str:
-    """A value as a cell of a table."""
     text = f"{value:.5g}" if isinstance(value, float) else str(value).replace("\n", " ")
     return text if len(text) <= MAX_CELL_WIDTH else f"{text[: MAX_CELL_WIDTH - 3]}..."

@@ -19,39 +19,33 @@ from ftrain.types import Metrics, PyTree, TrainState, consume, is_donatable, mar
 
 
 class Position(NamedTuple):
-    """The position of a run in its data.
-
-    Args:
-        step: steps done.
-        epoch: passes over the data that were completed.
-        batch: batches taken in the current pass.
-        data: the position that the data itself reports; None when it reports none.
-    """
+    """The position of a run in its data."""
 
     step: int = 0
+    """Steps done."""
     epoch: int = 0
+    """Passes over the data that were completed."""
     batch: int = 0
+    """Batches taken in the current pass."""
     data: Mapping[str, Any] | None = None
+    """The position that the data itself reports; None when it reports none."""
 
 
 class StepRecord(NamedTuple):
-    """What `iterate` yields after each step.
-
-    Args:
-        step: steps done, as the state counts them.
-        state: the state after the step; consumed by the next one when the step donates.
-        metrics: of the step, as it returned them: tensors on the device, which nothing has waited for.
-        batch: the batch, on the device.
-        epoch: passes over the data that were completed.
-        batches: batches of this pass so far, this one included.
-    """
+    """What `iterate` yields after each step."""
 
     step: int
+    """Steps done, as the state counts them."""
     state: Any
+    """The state after the step; consumed by the next one when the step donates."""
     metrics: Metrics
+    """The metrics that the step returned: tensors on the device, which nothing has waited for."""
     batch: PyTree
+    """The batch, on the device."""
     epoch: int = 0
+    """Passes over the data that were completed."""
     batches: int = 0
+    """Batches of this pass so far, this one included."""
 
 
 def iterate(
@@ -65,24 +59,25 @@ def iterate(
 ) -> Generator[StepRecord, Any, int | None]:
     """Run a step over data and yield after each step: the loop of `fit`, to write your own around it.
 
-    ``send(state)`` replaces the state and returns the record with it; the loop goes on from it. The state before is
-    consumed, if the step donates. When the loop is left within a pass, data that reports its position goes on from
-    there the next time.
+    ``send(state)`` replaces the state and returns the record with it; the loop continues from this state. The state
+    before is consumed, if the step donates. When the loop is left within a pass, data that reports its position
+    continues from there the next time.
 
     Args:
         step: a `Step`, or any function ``(state, batch) -> (state, metrics)``.
         state: the state to start from; steps are counted from its ``step``, or that of `position`.
         data: any iterable of batches; iterated again as often as needed, unless it is an iterator.
-        steps: stop when the state has made so many steps.
-        epochs: stop after so many passes over the data, those before `position` included. Default, without `steps`: 1.
-        position: where to go on, as returned by `position_of`. Default: the beginning.
+        steps: stop at this number of steps of the state.
+        epochs: stop after this number of passes over the data, those before `position` included. Default, without
+            `steps`: 1.
+        position: the position to continue from, as returned by `position_of`. Default: the beginning.
 
     Returns:
-        The passes over the data that were completed, when the loop ends because there are no more; None after `steps`.
+        The number of completed passes over the data when the loop ends because there are no more; None after `steps`.
 
     Raises:
-        ComposeError: when `step` cannot be called, is a class or a module, or stands where the state does, and when it
-            returns no pair.
+        ComposeError: when `step` cannot be called, is a class or a module, is swapped with the state, or returns
+            anything but a pair.
         OptionError: for numbers that are not positive, or several epochs of an iterator.
         DataError: when there is no batch, or the data ends before `steps` is reached.
     """
@@ -105,11 +100,11 @@ def iterate(
                 raise ComposeError(
                     f"iterate: the step returned {type(result).__name__}; needs a pair (state, metrics)"
                 ) from error
-            # Or it would keep this state when another one is sent.
+            # Otherwise this state stays in memory when another one is sent.
             del result
             count, index = count + 1, index + 1
+            record = StepRecord(count, state, metrics, batch, epoch, index)
             try:
-                record = StepRecord(count, state, metrics, batch, epoch, index)
                 while (replacement := (yield record)) is not None:
                     state = _replace_state(state, replacement)
                     record = record._replace(state=state)
@@ -119,7 +114,7 @@ def iterate(
             if steps is not None and count >= steps:
                 _keep_position(data)
                 return None
-        # An empty pass does not count as an epoch, unless a run resumes at the end of a pass, of which nothing is left.
+        # An empty pass does not count as an epoch, except the rest of a pass when a run resumes at its end.
         empty_passes = empty_passes + 1 if count == count_before_pass else 0
         if not empty_passes or (resumed and index):
             epoch += 1
@@ -130,7 +125,7 @@ def iterate(
 
 
 def _keep_position(data: Iterable[PyTree]) -> None:
-    """Make data that reports its position go on from it the next time, instead of starting its pass over."""
+    """Make data that reports its position continue from it the next time, instead of starting its pass again."""
     position = sources.position(data)
     if position is not None:
         sources.seek(data, position)
@@ -141,7 +136,7 @@ def _replace_state(old: Any, new: Any) -> Any:
     if not (isinstance(new, TrainState) and isinstance(old, TrainState) and is_donatable(old)) or new is old:
         return new
     shared = {id(leaf) for leaf in tree.leaves(old)}
-    # Other leaves are copied: whoever made the new state may still use them.
+    # Other leaves are copied: the caller may still use them.
     replaced = mark_donatable(tree.map(lambda leaf: leaf if id(leaf) in shared else leaf.clone(), new))
     consume(old)
     return replaced
@@ -159,17 +154,17 @@ def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree
     if isinstance(data, Sequence):
         return (data[index] for index in range(position.batch, len(data)))
     if position.batch:
-        keeps = "kept no position in the run that is resumed" if sources.position(data) else "keeps no position"
+        has = "had no position in the run that is resumed" if sources.position(data) else "has no position to save"
         warnings.warn(
-            f"fit: {type(data).__name__} {keeps}, so that {position.batch} batches are read again and "
-            "skipped; the run is the same only if they come in the same order (ftrain.data.loader keeps its position)",
+            f"fit: {type(data).__name__} {has}, so {position.batch} batches are read again and "
+            "skipped; the run is the same only if they come in the same order (ftrain.data.loader saves its position)",
             stacklevel=3,
         )
     return itertools.islice(data, position.batch, None)
 
 
 def _to_device(batch: PyTree, device: torch.device, flatten: Flattener) -> PyTree:
-    """Return a batch on a device; itself, if all of it is there already."""
+    """Return a batch on a device; the same object if all of it is there already."""
     for leaf in flatten(batch)[0]:
         if not isinstance(leaf, Tensor) or leaf.device != device:
             return tree.to(batch, device)
@@ -177,7 +172,7 @@ def _to_device(batch: PyTree, device: torch.device, flatten: Flattener) -> PyTre
 
 
 def device_of_state(state: Any) -> torch.device:
-    """Return the device of the parameters of any state, also of one whose parameters are not known by name."""
+    """Return the device of the tensors of any state, other than the host if there is one."""
     return device_off_host(leaf for leaf in tree.leaves(state) if isinstance(leaf, Tensor))
 
 
@@ -189,19 +184,19 @@ def _require_limits(data: Iterable[PyTree], steps: int | None, epochs: int | Non
         raise DataError(f"fit: data is a {type(data).__name__}, one batch; needs an iterable of batches: [batch]")
     if not isinstance(data, Iterable):
         raise DataError(
-            f"fit: data is {type(data).__name__}; needs an iterable of batches: a data set goes into a DataLoader, or "
+            f"fit: data is {type(data).__name__}; needs an iterable of batches: pass a dataset to a DataLoader or to "
             "ft.data.loader(dataset, batch_size)"
         )
     if epochs is not None and epochs > 1 and isinstance(data, Iterator):
         raise OptionError(
             f"fit: epochs={epochs} needs data that can be iterated again, and this is an iterator; pass the list or "
-            "DataLoader it was made from, or use steps="
+            "DataLoader behind it, or use steps="
         )
 
 
 def _data_ended(count: int, steps: int | None, *, empty: bool) -> str:
     if empty:
-        return "fit: the data has no batch; needs an iterable of at least one (is drop_last cutting the only one?)"
+        return "fit: the data has no batch; needs at least one (does drop_last leave out the only one?)"
     return (
         f"fit: the data ended at step {count} of {steps}, and cannot be iterated again; pass a list or DataLoader "
         "instead of an iterator, or fewer steps. The error's result holds what was trained"

@@ -10,19 +10,16 @@ from typing import Any, TypeAlias
 
 Record: TypeAlias = Mapping[str, Any]
 Logger: TypeAlias = Callable[[Record], None]
-"""It may have a method ``rewind(step, count)``, called when a run resumes: it removes records of later steps, and of
-this step all but the first ``count``."""
+"""It may have a method ``rewind(step, count)``, called when a run resumes: this removes the records of later steps, and
+of this step all but the first ``count``."""
 
 
 def jsonl(path: str | Path) -> Logger:
     """Return a logger that appends each record to a file as one line of JSON.
 
     The folder is created if it is missing. Numbers that JSON lacks (NaN, infinities) become null. Each line is written
-    at once, so that a run that is killed leaves whole lines, but for the last one. A run that resumes from a checkpoint
-    removes the lines of later steps, which it makes again.
-
-    Args:
-        path: of the file.
+    at once: when a run is killed, only the last line can be incomplete. A run that resumes from a checkpoint removes
+    the lines of later steps, which it makes again.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +36,7 @@ class _Lines:
             file.write(json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False) + "\n")
 
     def rewind(self, step: int, count: int) -> None:
-        """Remove the lines of later steps, all but the first `count` of this step, and a line that was cut off."""
+        """Remove the lines of later steps, all but the first `count` of this step, and an incomplete line."""
         if not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -52,7 +49,7 @@ class _Lines:
 
 
 def _step(line: str) -> float:
-    """The step of a line; infinity for a line that is not a whole record."""
+    """Return the step of a line; infinity if the line is incomplete."""
     try:
         return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -60,7 +57,7 @@ def _step(line: str) -> float:
 
 
 def rewind(loggers: Sequence[Logger], step: int, count: int) -> None:
-    """Call the method ``rewind`` of the loggers that have one: remove what comes after `count` records of a step."""
+    """Call the method ``rewind`` of the loggers that have one."""
     for logger in loggers:
         if callable(remove := getattr(logger, "rewind", None)):
             remove(step, count)

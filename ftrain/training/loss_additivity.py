@@ -1,4 +1,4 @@
-"""Whether the loss of a batch is the mean of the losses of its examples, so that a batch may be split."""
+"""Check that the loss of a batch is the mean of the losses of its examples: only then may a batch be split."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from ftrain.step.microbatch import combined, is_combined, most_pieces
 from ftrain.types import Loss, Mean, PyTree, TrainState
 
 
-def warn_of_pieces(function: str, loss: Loss, state: TrainState, batch: PyTree, *, is_first: bool = True) -> None:
-    """Warn when splitting a batch changes its loss, as pairs of its examples show.
+def warn_if_not_additive(function: str, loss: Loss, state: TrainState, batch: PyTree, *, is_first: bool) -> None:
+    """Warn, in the name of the function that splits the batch, when splitting changes the loss; waits for the device.
 
     The loss of the first example together with the second, the middle and the last one is compared with the combined
     losses of each alone, evaluated without dropout or a gradient. They differ if the loss is a sum, a plain mean over
-    tokens whose number differs between examples, or if it compares examples. There is no warning for a loss that cannot
-    be evaluated so. Waits for the device. The message begins with `function`, that which splits the batch. Of many
-    ranks all evaluate, and the first one warns.
+    tokens whose number differs between examples, or if it compares examples. There is no warning if such an evaluation
+    fails. All ranks evaluate, and the first one warns.
     """
     count, step = most_pieces(batch), EvalStep(loss)
     if count < 2:
@@ -35,16 +34,16 @@ def warn_of_pieces(function: str, loss: Loss, state: TrainState, batch: PyTree, 
             (mean_of(slice(0, other + 1, other)), mean_of(slice(other, other + 1)))
             for other in (1, count // 2, count - 1)
         ]
-    except Exception:  # Of any kind: some losses need training mode, or more examples.
+    except Exception:  # Some losses need training mode, or more examples.
         return
     for pair, other in pairs:
         if is_first and not is_combined(loss, state.params, pair, (first, other)):
             together, separate = float(pair), combined((first, other))
             warnings.warn(
                 f"{function}: the loss of two examples is {together:.4g}, and over each alone {separate:.4g}, so that "
-                "the update depends on how a batch is cut. Return ft.Mean(total, weight): of a sum over examples with "
-                "their number as weight (and a learning rate for the mean), of a mean over tokens with theirs. A loss "
-                "that compares the examples of a batch cannot be split without changing it",
-                stacklevel=4,
+                "the update depends on how a batch is split. Return ft.Mean(total, weight): of a sum over examples the "
+                "weight is their number (use a learning rate for the mean), of a mean over tokens the number of "
+                "tokens. A loss that compares the examples of a batch cannot be split without changing it",
+                stacklevel=5,
             )
             return

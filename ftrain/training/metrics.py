@@ -1,4 +1,4 @@
-"""Metrics: they stay on the device until those of several steps are read together."""
+"""Metrics: they stay on the device until the metrics of several steps are read together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _kind = attrgetter("dtype", "device", "shape")
 
 
 class StepMetrics(NamedTuple):
-    """The metrics of a step, as it returned them: on the device; and the seconds since the run began."""
+    """The metrics that a step returned, on the device; and the seconds since the run began."""
 
     step: int
     seconds: float
@@ -42,7 +42,7 @@ def read_steps(steps: Sequence[StepMetrics]) -> list[dict[str, Any]]:
         if not isinstance(metrics, Mapping):
             raise ComposeError(
                 f"fit: the step returned {type(metrics).__name__} as the metrics of step {step}; needs a dict of "
-                'values by name, such as (state, {"loss": loss})'
+                'values by name: return state, {"loss": loss}'
             )
     records = []
     for (step, seconds, _), metrics in zip(steps, read_metrics([each.metrics for each in steps]), strict=True):
@@ -60,7 +60,7 @@ def read_evaluation(returned: Any) -> dict[str, Any]:
         returned: a dict of numbers or tensors by name. ``eval_`` is put before a name that does not begin so.
 
     Raises:
-        OptionError: when it is no dict of numbers by name, or two of the names become one.
+        OptionError: when it is not a dict of numbers by name, or two of the names become the same.
     """
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
         description = f"the keys {[*returned]}" if isinstance(returned, Mapping) else type(returned).__name__
@@ -71,7 +71,7 @@ def read_evaluation(returned: Any) -> dict[str, Any]:
     named = {name if name.startswith(EVALUATION) else f"{EVALUATION}{name}": value for name, value in returned.items()}
     if len(named) < len(returned):
         raise OptionError(
-            f"fit: of what evaluate returned two are recorded under one name: {', '.join(returned)}; rename one"
+            f"fit: evaluate returned two numbers that are recorded under one name: {', '.join(returned)}; rename one"
         )
     (values,) = read_metrics([named])
     return values
@@ -81,10 +81,11 @@ def read_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copy the metrics of several steps to the host, waiting for the device once for each dtype and shape.
 
     Args:
-        rows: the metrics of each step: tensors of any shape, `Mean`, or anything else, which is returned as it is.
+        rows: the metrics of each step: tensors of any shape, `Mean`, or other values.
 
     Returns:
-        The same with numbers, or nested lists of numbers, in place of tensors and of numbers and arrays of numpy.
+        The same, with numbers or nested lists of numbers in place of tensors and of numbers and arrays of numpy. Other
+        values are not changed.
     """
     read = [*map(dict, rows)]
     groups: dict[tuple[Any, ...], list[tuple[dict[str, Any], str, Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""What `fit` does about a loss that is infinite or NaN."""
+"""Warn about a loss that is infinite or NaN, or raise an error."""
 
 from __future__ import annotations
 
@@ -14,48 +14,38 @@ WARN, RAISE, IGNORE = "warn", "raise", "ignore"
 
 
 class NonFiniteLossCheck:
-    """Searches records, as they are read, for the first loss that is not finite.
+    """Searches records for the first loss that is not finite, and does what `fit` documents of ``on_nonfinite``.
 
-    Args:
-        action: what to do then: ``"warn"``, ``"raise"`` or ``"ignore"``.
-        checkpoints: whose newest one from before such a loss is kept for good; None when nothing is saved.
-        is_first: whether this is the first rank of the run, which warns and keeps it for all.
-
-    Raises:
-        OptionError: for another action.
+    The first rank warns and pins the checkpoint. Raises an OptionError for another `action`.
     """
 
-    def __init__(self, action: str, checkpoints: Checkpoints | None, *, is_first: bool = True) -> None:
+    def __init__(self, action: str, checkpoints: Checkpoints | None, *, is_first: bool) -> None:
         if action not in (WARN, RAISE, IGNORE):
             raise OptionError(f"fit: on_nonfinite is {action!r}; choices are {WARN}, {RAISE}, {IGNORE}")
         self._action, self._checkpoints, self._is_first = action, checkpoints, is_first
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Warn of the first loss that is not finite, or raise.
-
-        Raises:
-            NonFiniteError: naming the step, if that is the action.
-        """
+        """Warn about the first loss that is not finite; for ``"raise"`` this raises a NonFiniteError instead."""
         if self._action == IGNORE:
             return
         record = next((record for record in records if _is_nonfinite(record)), None)
         if record is None:
             return
         text = (
-            f"fit: the loss of step {record['step']} is {record['loss']}, and the parameters are probably lost from "
-            "there on; lower the learning rate, clip the gradient with ft.clip(1.0), or leave such steps out with "
+            f"fit: the loss of step {record['step']} is {record['loss']}, and the parameters after it are probably not "
+            "finite; lower the learning rate, clip the gradient with ft.clip(1.0), or skip such steps with "
             "ft.skip_nonfinite()"
         )
         good = self._newest_good_step(record["step"])
         if self._action == RAISE:
-            raise NonFiniteError(text + (f". The newest checkpoint from before is that of step {good}" if good else ""))
+            raise NonFiniteError(text + (f". The newest checkpoint before it is that of step {good}" if good else ""))
         self._action = IGNORE
         if not self._is_first:
             return
         if self._checkpoints is not None and good:
             self._checkpoints.pin(good)
-            text += f". The checkpoint of step {good}, the newest from before, is pinned: it will not be removed"
-        warnings.warn(f"{text}. on_nonfinite='raise' stops the run instead", stacklevel=9)
+            text += f". The checkpoint of step {good}, the newest before it, is pinned: it will not be removed"
+        warnings.warn(f"{text}. on_nonfinite='raise' stops the run instead", stacklevel=8)
 
     def _newest_good_step(self, step: int) -> int | None:
         if self._checkpoints is None:
@@ -67,6 +57,6 @@ class NonFiniteLossCheck:
 
 
 def _is_nonfinite(record: Mapping[str, Any]) -> bool:
-    """Whether the loss of a step is not finite, and no wrapper has skipped the step."""
+    """Return whether the loss of a step is not finite, and no wrapper has skipped the step."""
     loss = record.get("loss")
     return isinstance(loss, float) and not math.isfinite(loss) and not record.get("skipped")

@@ -1,4 +1,4 @@
-"""Retry a step that ran out of memory: the same update, with the gradient computed in smaller pieces."""
+"""Retry a step that ran out of memory: the same update, with the gradient computed in smaller pieces of the batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, Wrapper
 from ftrain.training.history import History
 from ftrain.training.iterate import device_of_state
-from ftrain.training.loss_additivity import warn_of_pieces
+from ftrain.training.loss_additivity import warn_if_not_additive
 from ftrain.training.signals import Abandoned
 from ftrain.transforms.compile.cache import cache_key
 from ftrain.types import GradFn, Gradients, Mean, Metrics, PyTree, TrainState, consume, is_donatable, replace
@@ -33,15 +33,11 @@ MAX_RETRIES = 8
 """How often a step is tried again, each time in twice as many pieces: the last ones are a 256th of the batch."""
 
 SPLIT_METRIC = "split"
-"""The metric that holds the number of pieces, in the record of the step from which on there are so many."""
+"""The metric with the number of pieces, in the record of the first step that has so many."""
 
 
 class StateOverwrittenError(DeviceError):
-    """Memory ran out in a step that may have begun to overwrite its state.
-
-    Args:
-        state: that state; its values are lost, its memory can be used again.
-    """
+    """Memory ran out in a step that may have begun to overwrite its state, whose memory can be used again."""
 
     def __init__(self, state: TrainState) -> None:
         super().__init__("fit: memory ran out when the step had begun to overwrite its state")
@@ -52,18 +48,18 @@ class OomRetry:
     """A step that is tried again in twice as many pieces when memory runs out, and stays at that number.
 
     The innermost gradient is split, so that the update is the same whatever wrappers there are: with
-    ``accumulate(4)`` each of the four microbatches is split, and ``clip`` clips what it clipped before.
+    ``accumulate(4)`` each of the four microbatches is split, and ``clip`` clips the same gradient as before.
 
     When a step fails, its state is intact if it was not donated, if the gradient was not finished, or if the update may
-    be refused (fp16, `skip_nonfinite`), for such an update overwrites nothing. A compiled step may fail at any place:
+    be refused (fp16, `skip_nonfinite`): such an update overwrites nothing. A compiled step may fail at any operation:
     its state is copied to the host before the first step with each structure of batches.
 
     Args:
         step: the step.
-        pieces: in how many pieces to begin.
+        pieces: the number of pieces to begin with.
         say: prints a line.
-        interrupted: whether a signal has come, after which nothing is tried again.
-        agreement: of the ranks, which split a step together.
+        interrupted: returns whether a signal has come, after which nothing is tried again.
+        agreement: the agreement of the ranks, which split a step together.
     """
 
     def __init__(
@@ -84,11 +80,7 @@ class OomRetry:
         self._split_into(pieces)
 
     def restart(self, pieces: int) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            pieces: the number of pieces that its history has; the number now is kept if it is larger.
-        """
+        """Continue from a checkpoint whose history has this number of pieces; the number now is kept if larger."""
         self._recorded = pieces
         self._split_into(max(pieces, self._pieces))
 
@@ -98,7 +90,7 @@ class OomRetry:
         self._steps: dict[int, Step] = {}
 
     def _step_for(self, batch: PyTree) -> Step:
-        """Return the step that takes a batch in pieces; on ranks in equal ones, of which there may be more."""
+        """Return the step that splits a batch; on many ranks into equal pieces, of which there may be more."""
         pieces = self._pieces
         if not self._agreement.is_alone:
             examples = max((tree.batch_length(batch) or 1) // self._original.microbatches, 1)
@@ -134,12 +126,14 @@ class OomRetry:
             else:
                 self._fitting.add(structure)
                 return new_state, self._with_pieces(metrics, new_state, batch)
-            lost = donates and self._writes.begun and not _restore(state, copy)
+            lost = donates and self._writes.begun and copy is None
+            if copy is not None and self._writes.begun:
+                _restore(state, copy)
             pieces, retries = self._pieces, retries + 1
             can_retry = pieces < most_pieces(batch) and retries <= MAX_RETRIES
             if can_retry:
                 self._split_into(2 * pieces)
-            # This frees the code that was compiled for fewer pieces, too.
+            # This also frees the code that was compiled for fewer pieces.
             release(out_of_memory, device_of_state(state))
             if not can_retry:
                 # All of profiling, which few runs need.
@@ -153,7 +147,7 @@ class OomRetry:
                 raise Abandoned
 
     def _run(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Run the step. What fails on one of many ranks for want of memory fails on all."""
+        """Run the step. If memory runs out on one of many ranks, the step fails on all."""
         step = self._step_for(batch)
         if self._agreement.is_alone:
             return step(state, batch)
@@ -184,13 +178,13 @@ class OomRetry:
                 ) from error
 
     def _note_pieces(self, error: Exception, batch: PyTree) -> None:
-        """Say with an error that the batch was split, which may be its cause."""
+        """Add a note to an error that the batch was split, which may be the cause."""
         if self._pieces > 1:
             lengths = sorted({tree.batch_length(piece) or 1 for piece in split_batch(batch, self._pieces)})
             error.add_note(
-                f"fit: on_oom='split' had cut the batch into pieces of {' and '.join(map(str, lengths))} examples, "
+                f"fit: on_oom='split' had split the batch into pieces of {' and '.join(map(str, lengths))} examples, "
                 "because memory had run out; a model that needs more examples at once (BatchNorm does) cannot be split "
-                "so far"
+                "into such small pieces"
             )
 
     def _with_pieces(self, metrics: Metrics, state: TrainState, batch: PyTree) -> Metrics:
@@ -199,14 +193,14 @@ class OomRetry:
             return metrics
         if self._recorded == 1:
             is_first = self._agreement.is_first
-            warn_of_pieces("fit(on_oom='split')", self._original.loss, state, batch, is_first=is_first)
+            warn_if_not_additive("fit(on_oom='split')", self._original.loss, state, batch, is_first=is_first)
         self._recorded = self._pieces
         self._say(f"step {int(state.step)}  out of memory: from now on in {self._pieces} pieces, one after the other")
         return report(metrics, "fit", **{SPLIT_METRIC: self._pieces})
 
 
 def recorded_pieces(history: History) -> int:
-    """Return in how many pieces the last step of a history was made."""
+    """Return the number of pieces of the last step of a history."""
     pieces: list[int] = history[SPLIT_METRIC]
     return max((1, *pieces))
 
@@ -215,30 +209,26 @@ def split_step(step: Step, pieces: int, writes: _StateWrites | None = None) -> S
     """Return a step that computes its gradient in pieces: the same update, with the same state.
 
     Batch statistics are those of each piece, and so is dropout that is not counter-based, as `accumulate` says. A loss
-    that is a `Mean` counts by its weight, and one that is a plain number by its examples. Where the pieces are equal,
-    the result is bitwise that of ``accumulate(pieces)``. On many ranks they must be: `pieces` divides each microbatch.
-
-    Args:
-        step: the step.
-        pieces: the number of pieces; a batch with fewer examples is split into single examples.
-        writes: notes when the step begins to overwrite its state.
+    that is a `Mean` counts by its weight, and one that is a plain number by its examples. With equal pieces the result
+    is bitwise that of ``accumulate(pieces)``. On many ranks `pieces` must divide each microbatch; on one, a batch with
+    fewer examples is split into single examples. `writes` records when the step begins to overwrite its state.
     """
     wrappers, ranks = step.wrappers, ranks_of(step.wrappers)
     if pieces > 1:
-        split = OnGrad(lambda grad: _split(grad, pieces), compile_inner=True)
-        if ranks > 1:
+        if ranks == 1:
+            split = OnGrad(lambda grad: _split(grad, pieces), compile_inner=True)
+        else:
             split = OnGrad(lambda grad: _split_evenly(grad, pieces), microbatches=pieces)
         wrappers = (Wrapper(SPLIT_METRIC, f"split({pieces})", grad=split), *wrappers)
     if writes is not None:
-        wrappers = (*wrappers, Wrapper("watched", "fit(on_oom='split')", grad=OnGrad(writes.watch)))
+        wrappers = (*wrappers, Wrapper("state_writes", "fit(on_oom='split')", grad=OnGrad(writes.record)))
     return dataclasses.replace(step, wrappers=wrappers)
 
 
 class _StateWrites:
-    """Whether a step may have begun to overwrite its state, which it does not before its gradient is computed.
+    """Records whether a step may have begun to overwrite its state: not before its gradient is computed.
 
-    Args:
-        refusable: whether the update may be refused; an eager step then keeps the old state until it is done.
+    An update that may be refused (`refusable`) keeps the old state until an eager step is done.
     """
 
     begun = False
@@ -246,30 +236,25 @@ class _StateWrites:
     def __init__(self, refusable: bool) -> None:
         self._refusable = refusable
 
-    def watch(self, grad: GradFn) -> GradFn:
-        def watched(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+    def record(self, grad: GradFn) -> GradFn:
+        def recording(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             self.begun = False
             gradients = grad(state, batch, rng)
             self.begun = not self._refusable
             return gradients
 
-        return watched
+        return recording
 
 
 class _AgreedStateWrites(_StateWrites):
-    """The same on ranks: none begins to overwrite its state before all have a gradient.
-
-    Args:
-        agreement: of the ranks.
-        stand_in: for a rank that has no gradient.
-    """
+    """The same on many ranks: no rank begins to overwrite its state before all have a gradient."""
 
     def __init__(self, agreement: Agreement, stand_in: GradientStandIn) -> None:
         super().__init__(refusable=False)
         self._agreement, self._stand_in = agreement, stand_in
 
-    def watch(self, grad: GradFn) -> GradFn:
-        def watched(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+    def record(self, grad: GradFn) -> GradFn:
+        def recording(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             self.begun = False
             self._stand_in.begin()
             is_without = self._stand_in.is_active
@@ -279,7 +264,7 @@ class _AgreedStateWrites(_StateWrites):
             self.begun = True
             return gradients
 
-        return watched
+        return recording
 
 
 def _split_evenly(grad: GradFn, pieces: int) -> GradFn:
@@ -335,28 +320,24 @@ def _copy_to_host(state: TrainState) -> list[Any]:
     return [leaf.to(tree.HOST, copy=True) if tree.is_tensor(leaf) else leaf for leaf in tree.leaves(state)]
 
 
-def _restore(state: TrainState, copy: list[Any] | None) -> bool:
-    """Write a copy back into a state; return whether there is one."""
-    if copy is None:
-        return False
-    with torch.no_grad():
-        for leaf, value in zip(tree.leaves(state), copy, strict=True):
-            if tree.is_tensor(leaf):
-                leaf.copy_(value)
-    return True
+@torch.no_grad()
+def _restore(state: TrainState, copy: list[Any]) -> None:
+    for leaf, value in zip(tree.leaves(state), copy, strict=True):
+        if tree.is_tensor(leaf):
+            leaf.copy_(value)
 
 
 def _too_large(
     step: Step, state: TrainState, batch: PyTree, pieces: int, explain: Callable[..., list[str]] | None, *, lost: bool
 ) -> DeviceError:
-    """Return the error of a step that does not fit even in the smallest pieces that were tried."""
+    """Return the error of a step that runs out of memory even in the smallest pieces that were tried."""
     examples = most_pieces(batch)
     piece = split_batch(batch, pieces)[0]
     if examples == 1:
-        text = f"fit: the step runs out of memory, and its batch cannot be cut: {tree.signature(batch)}"
+        text = f"fit: the step runs out of memory, and its batch cannot be split: {tree.signature(batch)}"
     elif pieces < examples:
         text = (
-            f"fit: the step runs out of memory in {pieces} pieces of up to {tree.batch_length(piece)} examples, too, "
+            f"fit: the step runs out of memory also in {pieces} pieces of up to {tree.batch_length(piece)} examples, "
             f"and was tried again {MAX_RETRIES} times; pass smaller batches if fewer examples at a time may fit"
         )
     else:

@@ -1,19 +1,26 @@
-"""The arguments of `fit` that say what is done after which steps."""
+"""The arguments of `fit`, and the checks of them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ftrain.checkpoint import Checkpoints
+from ftrain.errors import ComposeError, OptionError, require_callable, require_positive
+from ftrain.step.evaluate import EvalStep
+from ftrain.step.microbatch import SPLIT, require_on_oom
+from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop
 from ftrain.training.loggers import Logger
 from ftrain.training.metrics import Evaluate
-from ftrain.training.throughput import Count
+from ftrain.training.progress import Count
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `fit` that say what is done after which steps."""
+    """The arguments of `fit` that begin with `steps` in its signature."""
 
     steps: int | None
     epochs: int | None
@@ -21,13 +28,94 @@ class Options:
     evaluate_every: int | None
     stop: Stop | None
     adapt: Adapt | None
+    checkpoints: Checkpoints | None
+    resume: str
     loggers: Sequence[Logger]
     log_every: int
     throughput: Mapping[str, Count]
+    donate: bool
     on_oom: str
+    on_nonfinite: str
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether to evaluate after this step."""
+        """Return whether to evaluate after this step."""
         if self.evaluate is None:
             return False
         return step == self.steps or (self.evaluate_every is not None and step % self.evaluate_every == 0)
+
+    def comparable(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks that train together, by name."""
+        plain = "resume", "on_nonfinite", "donate", "steps", "epochs", "evaluate_every", "log_every", "on_oom"
+        functions = {name: getattr(self, name) for name in ("evaluate", "stop", "adapt")}
+        # Machines may see one directory under different paths: `Checkpoints` compares the directory itself.
+        policy = {name: getattr(self.checkpoints, name, None) for name in ("every", "keep", "best", "mode")}
+        return {
+            "checkpoints": self.checkpoints and policy,
+            **{name: getattr(self, name) for name in plain},
+            **{name: function if function is None else "a function" for name, function in functions.items()},
+            "throughput": [*self.throughput],
+        }
+
+    def require_valid(self, step: Any, state: Any, ranks: int) -> None:
+        """Check the arguments; raises as `fit` documents."""
+        require_callable("fit", step, state, "fit(step, state, data)")
+        self._require_splittable(step, ranks)
+        require_positive("fit", "log_every", self.log_every)
+        if self.evaluate_every is not None:
+            require_positive("fit", "evaluate_every", self.evaluate_every)
+        self._require_functions()
+        if self.checkpoints is not None and not isinstance(self.checkpoints, Checkpoints):
+            raise OptionError(f"fit: checkpoints is {self.checkpoints!r}; needs ft.Checkpoints(directory, every=...)")
+        loggers: Any = self.loggers
+        if not isinstance(loggers, Sequence) or isinstance(loggers, str) or not all(map(callable, loggers)):
+            raise OptionError(
+                f"fit: loggers is {loggers!r}; needs a list of functions of a record, such as [ft.loggers.jsonl(path)]"
+            )
+        throughput: Any = self.throughput
+        if not isinstance(throughput, Mapping) or not all(map(callable, throughput.values())):
+            raise OptionError(
+                f"fit: throughput is {throughput!r}; needs functions of a batch by name, such as "
+                '{"tokens": lambda batch: batch["tokens"].numel()}'
+            )
+
+    def _require_splittable(self, step: Any, ranks: int) -> None:
+        require_on_oom("fit", self.on_oom)
+        if self.on_oom != SPLIT:
+            return
+        if not isinstance(step, Step):
+            raise ComposeError(f"fit: on_oom='split' needs a Step, whose gradient can be split; found {step!r}")
+        if ranks > 1 and (step.updates_in_backward or (step.is_compiled and step.optimizer.offloaded)):
+            excess = "update_in_backward" if step.updates_in_backward else "compiled beside offload('opt_state')"
+            raise ComposeError(
+                f"fit: on_oom='split' on {ranks} ranks needs a step without {excess}: all ranks must know that one has "
+                "run out of memory before they update; use ft.accumulate(n)"
+            )
+
+    def _require_functions(self) -> None:
+        needed = {
+            "evaluate": "state -> {name: number}, such as lambda state: ft.evaluate(eval_step, state, batches)",
+            "stop": "history -> reason, such as ft.patience('eval_loss')",
+            "adapt": "(state, history) -> state, such as ft.plateau('eval_loss', rule)",
+        }
+        for name, form in needed.items():
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise OptionError(f"fit: {name} is {type(value).__name__}; needs a function {form}")
+        if isinstance(self.evaluate, EvalStep):
+            raise OptionError(f"fit: evaluate is an eval_step, of one batch; needs a function {needed['evaluate']}")
+        if self.evaluate_every is not None and self.evaluate is None:
+            raise OptionError(
+                f"fit: evaluate_every={self.evaluate_every} needs evaluate=, a function {needed['evaluate']}"
+            )
+
+    def warn_if_best_is_missed(self) -> None:
+        """Warn when some evaluations are of steps that are not saved."""
+        checkpoints, every = self.checkpoints, self.evaluate_every
+        best = "" if checkpoints is None else checkpoints.best or ""
+        if checkpoints and every and best.startswith("eval_") and every % checkpoints.every:
+            warnings.warn(
+                f"fit: evaluate_every={every} is not a multiple of Checkpoints(every={checkpoints.every}): some "
+                f"evaluations are of steps that are not saved and cannot become the best by {best!r}. Evaluate at "
+                "steps that are saved, or save more often",
+                stacklevel=3,
+            )

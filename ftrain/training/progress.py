@@ -1,15 +1,19 @@
-"""The progress display of `fit`: a bar in a terminal, a line now and then in a log file."""
+"""The progress of `fit`: how fast it trains, and a bar in a terminal or a line now and then in a log file."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 from ftrain.transforms.amp.overflow_counts import is_share
+from ftrain.types import PyTree
+
+Count: TypeAlias = Callable[[PyTree], int]
+"""``batch -> number of items in it``, such as tokens."""
 
 HIDDEN_METRICS = frozenset({"step", "seconds", "lr", "skipped", "grad_norm", "loss_scale"})
 MAX_METRICS = 3
@@ -19,32 +23,59 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Status:
-    """What the display shows.
-
-    Args:
-        step: steps done.
-        total: steps in all; None when it is not known.
-        seconds: since the start.
-        seconds_left: None when it is not known.
-        rates: items per second, by name.
-        memory: peak memory of the device so far, in bytes.
-        metrics: the newest values.
-    """
+    """What the display shows; None for what is not known."""
 
     step: int
     total: int | None
+    """Steps of the whole run."""
     seconds: float
+    """Since the start."""
     seconds_left: float | None
     rates: Mapping[str, float]
+    """Items per second, by name."""
     memory: int
+    """Peak memory of the device, in bytes."""
     metrics: Mapping[str, Any]
+
+
+class Throughput:
+    """Counts steps and items, and turns them into rates; times are those of `time.perf_counter`."""
+
+    def __init__(self, start: float, counts: Mapping[str, Count]) -> None:
+        self._start, self._counts = start, counts
+        self._steps, self._items = 0, dict.fromkeys(counts, 0.0)
+        self._of_rank = dict.fromkeys(counts, 0.0)
+
+    def add(self, batch: PyTree) -> None:
+        """Count one step and the items of its batch, which are part of the rates after the next `total`."""
+        self._steps += 1
+        for name, count in self._counts.items():
+            self._of_rank[name] += count(batch)
+
+    def total(self, sums: Callable[[list[float]], list[float]]) -> None:
+        """Add the counts of this rank to those of the run; `sums` adds numbers up over ranks."""
+        for name, count in zip(self._counts, sums([*self._of_rank.values()]), strict=True):
+            self._items[name] += count
+            self._of_rank[name] = 0.0
+
+    def exclude(self, seconds: float) -> None:
+        """Do not count time that was not spent on training."""
+        self._start += seconds
+
+    def rates(self, now: float) -> tuple[dict[str, float], float]:
+        """Return the items per second by name and the seconds per step, and start counting again."""
+        elapsed = max(now - self._start, 1e-9)
+        per_second = {name: items / elapsed for name, items in self._items.items()}
+        per_step = elapsed / max(self._steps, 1)
+        self._start, self._steps, self._items = now, 0, dict.fromkeys(self._counts, 0.0)
+        return per_second, per_step
 
 
 def show(enabled: bool) -> Display:
     """Return a bar in a terminal if `rich` is installed, otherwise lines; or a display that shows nothing."""
     if not enabled:
         return Display()
-    # A program without a console has no stderr; a stand-in for it may have no more than write and flush.
+    # sys.stderr is None in a program without a console, and may be an object with no more than write and flush.
     is_terminal = getattr(sys.stderr, "isatty", lambda: False)()
     return Bar() if is_terminal and importlib.util.find_spec("rich") is not None else Lines()
 
@@ -59,7 +90,7 @@ class Display:
         pass
 
     def due(self, step: int, total: int | None, seconds: float) -> bool:
-        """Return whether it is time for an update: to compute a status may take longer than a step."""
+        """Return whether to call `update`: to compute a status may take longer than a step."""
         return False
 
     def update(self, status: Status) -> None:

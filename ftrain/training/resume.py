@@ -1,4 +1,4 @@
-"""Checkpoint and resume bookkeeping: what `fit` saves beside the state, and how a run goes on from it."""
+"""Checkpoint and resume bookkeeping: what `fit` saves besides the state, and how a run continues from it."""
 
 from __future__ import annotations
 
@@ -30,56 +30,36 @@ RESUME = "auto", "must", "never"
 
 
 class LastSteps(NamedTuple):
-    """The last step after which each of these was done; -1 for never. Checkpoints hold it under these names.
-
-    Args:
-        checked: what the wrappers of the step report was checked (`Step.check`).
-        last_evaluation: the state was evaluated.
-        settled: everything that is due after reading metrics was done: evaluate, stop, adapt.
-    """
+    """The last step after which each of these was done; -1 for never. Checkpoints hold it under these names."""
 
     checked: int
+    """`Step.check` was called."""
     last_evaluation: int = -1
     settled: int = -1
+    """Everything that is due after reading metrics was done: evaluate, stop, adapt."""
 
 
 class ResumePoint(NamedTuple):
-    """Where a run begins or goes on.
-
-    Args:
-        state: the state to start from.
-        step: steps done.
-        last: what was done after which step.
-        history: the records until then.
-        position: where in the data a run that was loaded goes on; None for a run that begins.
-        logged: ``(step, count)``: of what loggers have, the first `count` records of that step are the last to keep.
-            None to leave the loggers as they are.
-    """
+    """The point at which a run begins or continues."""
 
     state: Any
     step: int
+    """Steps done."""
     last: LastSteps
     history: History
     position: Position | None = None
+    """The position in the data of a run that was loaded; None for a run that begins."""
     logged: tuple[int, int] | None = None
+    """``(step, count)``: loggers keep the records up to the first `count` of that step; None to keep all."""
 
 
 class RunCheckpoints:
-    """The checkpoints of one run: going on from the newest one, and adding to them.
+    """The checkpoints of one run: loads the newest one, and saves more. The first rank warns and writes the history.
 
-    Args:
-        checkpoints: where to save; None to save nothing.
-        data: the source of batches, whose position is saved with the state.
-        resume: ``"auto"``, ``"must"`` or ``"never"``, as for `fit`.
-        is_first: whether this is the first rank of the run, which warns and writes the history for all.
-
-    Raises:
-        OptionError: for another `resume`, or ``"must"`` without checkpoints.
+    Raises an OptionError for a `resume` that `fit` does not know, or ``"must"`` without checkpoints.
     """
 
-    def __init__(
-        self, checkpoints: Checkpoints | None, data: Iterable[PyTree], resume: str, *, is_first: bool = True
-    ) -> None:
+    def __init__(self, checkpoints: Checkpoints | None, data: Iterable[PyTree], resume: str, *, is_first: bool) -> None:
         if resume not in RESUME:
             raise OptionError(f"fit: resume is {resume!r}; choices are {', '.join(RESUME)}")
         if checkpoints is None and resume == "must":
@@ -98,28 +78,22 @@ class RunCheckpoints:
         return None if self._checkpoints is None else self._checkpoints.best
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after this step."""
+        """Return whether to save after this step."""
         return self._checkpoints is not None and step % self._checkpoints.every == 0
 
     def load(self, state: Any, *, donate: bool) -> ResumePoint:
-        """Return where the run begins or goes on.
+        """Return the point at which the run begins or continues; raises as `fit` does.
 
         Args:
-            state: the state to begin with; a checkpoint must be like it.
-            donate: load into the memory of `state`, which is consumed, where nothing else uses that memory.
-
-        Raises:
-            CheckpointError: when `resume` demands something else, no checkpoint can be read, or the state cannot be
-                saved.
-            StructureError: when the checkpoint has another structure.
-            OptionError: when the name of a text leads out of the checkpoint.
+            state: the state to begin with; a checkpoint must have the same structure.
+            donate: load into the memory of `state`, which is consumed, if nothing else uses that memory.
         """
         step = int(getattr(state, "step", 0))
         begin = ResumePoint(state, step, LastSteps(step), History())
         self._began = Position(step, data=sources.position(self._data))._asdict()
         if self._checkpoints is None:
             return begin
-        # What the first save would refuse is refused before a step is made.
+        # Raise the errors of the first save before any step.
         run = {"record": begin.last._asdict(), "position": self._began, "began": self._began}
         require_savable({"state": state, "run": run}, self._checkpoints.texts)
         directory = self._checkpoints.directory
@@ -132,8 +106,8 @@ class RunCheckpoints:
             checkpoint = self._newest(state, on_host=refill)
         except StructureError as error:
             error.add_note(
-                f"fit: {directory} holds a run of another step; give that step, or use another directory (what of the "
-                "run fits into this step: ft.checkpoint.load(path, like={'state': state}, partial=True))"
+                f"fit: {directory} holds a run of another step; pass that step, or use another directory (to load the "
+                "part that fits this step: ft.checkpoint.load(path, like={'state': state}, partial=True))"
             )
             raise
         if checkpoint is not None:
@@ -146,7 +120,7 @@ class RunCheckpoints:
         return begin._replace(logged=(step + 1, 0)) if self._checkpoints.was_used else begin
 
     def _newest(self, state: Any, *, on_host: bool) -> LoadedCheckpoint | None:
-        """Return the newest checkpoint, also of another mesh whose ranks remember what they have not sent."""
+        """Return the newest checkpoint; gradients that the ranks of another mesh had not sent are divided again."""
         checkpoints: Any = self._checkpoints
         if not (isinstance(state, TrainState) and _is_of_other_ranks(checkpoints, state)):
             loaded: LoadedCheckpoint | None = checkpoints.latest(
@@ -162,15 +136,10 @@ class RunCheckpoints:
         return loaded._replace(parts={**loaded.parts, "state": divided(loaded.parts["state"], like=state)})
 
     def reload(self, state: TrainState, step: int) -> ResumePoint:
-        """Return where to go on after a step has failed that had begun to overwrite its state.
+        """Return the newest saved point after step number `step` has failed and begun to overwrite its state.
 
-        Args:
-            state: that state, whose memory is used again; it is consumed.
-            step: the number of the step that failed.
-
-        Raises:
-            DeviceError: when nothing was saved, or the data cannot be iterated again.
-            CheckpointError: when no checkpoint can be read.
+        The memory of `state` is used again. Raises a DeviceError when nothing was saved, or the data cannot be iterated
+        again.
         """
         checkpoint = None
         try:
@@ -183,8 +152,8 @@ class RunCheckpoints:
         if checkpoint is None:
             raise DeviceError(
                 f"fit: step {step} ran out of memory when it had begun to overwrite its state, which is lost. There is "
-                "no checkpoint to go back to, or the data passes but once: pass checkpoints= and data that can be "
-                "iterated again, or keep the old state with donate=False"
+                "no checkpoint to go back to, or the data can be iterated only once: pass checkpoints= and data that "
+                "can be iterated again, or keep the old state with donate=False"
             )
         return self._resume_point(checkpoint, state, refill=True)
 
@@ -218,22 +187,14 @@ class RunCheckpoints:
                 self._checkpoints.wait()
 
     def needs(self, step: int, last: LastSteps) -> bool:
-        """Whether a state is not saved yet: that of another step, or evaluated since."""
+        """Return whether the state of a step is not saved, or was evaluated after it was saved."""
         return self._checkpoints is not None and self._saved != (step, last.last_evaluation)
 
     def save(self, point: ResumePoint, *, wait: bool) -> None:
-        """Save a state with all that is needed to go on from it.
-
-        Args:
-            point: the state, and the run as it is after it.
-            wait: until it is on the disk.
-
-        Raises:
-            CheckpointError: when this save or the one before could not be written.
-        """
+        """Save a point; with `wait`, return when it is on the disk."""
         if self._checkpoints is None or point.position is None:
             return
-        # A save that is still being written adds to the journal, too.
+        # A save that is still being written appends to the journal too.
         self._checkpoints.wait()
         history, append = None, None
         if self._journal is not None:
@@ -252,19 +213,15 @@ class RunCheckpoints:
 
 
 def history_of(checkpoint: LoadedCheckpoint) -> History:
-    """Return the history of a run up to a checkpoint that `fit` has saved.
-
-    Raises:
-        CheckpointError: when something else has saved it, or its records cannot be read.
-    """
+    """Return the history of a run up to a checkpoint that `fit` has saved."""
     mark, packed = _mark(checkpoint), checkpoint.run["record"]["history"]
     return unpack(packed) if mark is None else History(read(checkpoint.path.parent, mark))
 
 
 def _mark(checkpoint: LoadedCheckpoint) -> Mark | None:
-    """How much of the journal belongs to a checkpoint.
+    """Return how much of the journal belongs to a checkpoint.
 
-    None if `fit` did not save it, or saved it in an earlier format, in which a checkpoint holds the records themselves.
+    None if `fit` did not save it, or saved it in an earlier format: the checkpoint itself then has the records.
     """
     run = checkpoint.parts.get("run")
     record = run.get("record") if isinstance(run, dict) else None
@@ -277,21 +234,21 @@ def _require_history(checkpoint: LoadedCheckpoint) -> None:
 
 
 def _is_of_other_ranks(checkpoints: Checkpoints, state: TrainState) -> bool:
-    """Return whether the newest checkpoint has a memory of compressed gradients of another structure than a state."""
+    """Return whether the newest checkpoint has unsent compressed gradients of other shapes than a state."""
     steps = checkpoints.steps()
+    if not steps:
+        return False
     try:
-        manifest = read_manifest(checkpoints.path(steps[-1])) if steps else None
-    except CheckpointError:  # Which `latest` reports.
-        manifest = None
-    saved = {} if manifest is None else items_by_path(manifest.tree, manifest.tensors)
-    wanted = flatten({"state": state}).items_by_path
-    return manifest is not None and _memory(saved) != _memory(wanted)
+        manifest = read_manifest(checkpoints.path(steps[-1]))
+    except CheckpointError:  # `latest` reports it.
+        return False
+    saved, wanted = items_by_path(manifest.tree, manifest.tensors), flatten({"state": state}).items_by_path
+    return _unsent_shapes(saved) != _unsent_shapes(wanted)
 
 
-def _memory(items: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
-    """Return the shapes of what a compression remembers, by path; () where it has none."""
-    of_slot = {path: item for path, item in items.items() if path[1:3] == ("slots", SLOT)}
-    return {path: tuple(getattr(item, "shape", ())) for path, item in of_slot.items()}
+def _unsent_shapes(items: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
+    """Return the shapes of the unsent compressed gradients, by path; () for an item without a shape."""
+    return {path: tuple(getattr(item, "shape", ())) for path, item in items.items() if path[1:3] == ("slots", SLOT)}
 
 
 def _passes_once(data: Iterable[PyTree]) -> bool:
@@ -310,7 +267,7 @@ def _refill(state: TrainState, loaded: TrainState) -> TrainState:
 def _copy_into(leaf: Any, value: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return value
-    # Kernels may be chosen by strides, so that other strides could give other bits.
+    # The choice of a kernel may depend on strides, and so may the bits of its result.
     return leaf.copy_(value) if leaf.stride() == value.stride() else value.to(leaf.device)
 
 
@@ -324,7 +281,7 @@ def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> 
     ]
     if differences:
         warnings.warn(
-            f"fit: goes on from {checkpoint.path}, which was written elsewhere; the run may differ in the last bits "
-            "from one that was not interrupted:\n  " + "\n  ".join(differences),
+            f"fit: continues from {checkpoint.path}, which was written in another environment; the run may differ in "
+            "the last bits from one that was not interrupted:\n  " + "\n  ".join(differences),
             stacklevel=4,
         )

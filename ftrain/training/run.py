@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -17,20 +16,21 @@ from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, column
 from ftrain.training.history import History, record_of
 from ftrain.training.iterate import Position, StepRecord, device_of_state, iterate, position_of
-from ftrain.training.loggers import Logger, rewind
-from ftrain.training.loss_additivity import warn_of_pieces
+from ftrain.training.loggers import Logger, Record, rewind
+from ftrain.training.loss_additivity import warn_if_not_additive
 from ftrain.training.metrics import StepMetrics, read_evaluation, read_steps
 from ftrain.training.nonfinite_loss import NonFiniteLossCheck
 from ftrain.training.oom_retry import OomRetry, StateOverwrittenError, recorded_pieces
 from ftrain.training.options import Options
-from ftrain.training.progress import Display, Status, describe_evaluation
+from ftrain.training.progress import Display, Status, Throughput, describe_evaluation
 from ftrain.training.resume import LastSteps, ResumePoint, RunCheckpoints
 from ftrain.training.signals import Abandoned
-from ftrain.training.throughput import Throughput
+from ftrain.training.step_votes import StepVotes
 from ftrain.transforms.compile.status import is_compiled
 from ftrain.types import PyTree
 
-Steps = Generator[StepRecord, Any, None]
+Records = Generator[StepRecord, Any, None]
+"""Yields after each step; `send` replaces the state."""
 
 S = TypeVar("S")
 
@@ -43,19 +43,9 @@ class FitResult(NamedTuple, Generic[S]):
 
 
 class Run:
-    """A run of `fit`: where it is, what was recorded, and what happens around its steps.
+    """A run of `fit`: its state, its records, and what happens around its steps.
 
-    Args:
-        step: a `Step`, donating or not, or a function in its place.
-        data: the source of batches.
-        options: what is done after which steps.
-        point: where to begin.
-        checkpoints: where the state is saved.
-        check_loss: warns or raises when it is given a record whose loss is not finite.
-        display: shows progress.
-        interrupted: returns the signal that has asked the run to end, or None.
-        agreement: of the ranks of the run. The first one logs; the others record what it does, and what fails on one
-            of them between steps ends all.
+    The first rank logs, and all record the same. An error on one rank between steps ends the run on all.
     """
 
     _newest: StepRecord
@@ -64,6 +54,11 @@ class Run:
     _start_time: float
     history: History
     """The records of the run."""
+    stopped = ""
+    """The reason that `stop` gave to end the run; "" while there is none."""
+    is_ending = False
+    """Whether no step is to follow."""
+    _between_steps = False
 
     def __init__(
         self,
@@ -71,27 +66,22 @@ class Run:
         data: Iterable[PyTree],
         options: Options,
         point: ResumePoint,
-        *,
         checkpoints: RunCheckpoints,
         check_loss: NonFiniteLossCheck,
         display: Display,
-        interrupted: Callable[[], Any],
+        votes: StepVotes,
         agreement: Agreement,
     ) -> None:
-        self._agreement = agreement
-        self._loggers = options.loggers if agreement.is_first else ()
         self._step, self._data, self._options = step, data, options
-        self._checkpoints, self._check_loss = checkpoints, check_loss
-        self._display, self._interrupted = display, interrupted
+        self._checkpoints, self._check_loss, self._display = checkpoints, check_loss, display
+        self._votes, self._agreement = votes, agreement
+        self._loggers = options.loggers if agreement.is_first else ()
         self._throughput = Throughput(time.perf_counter(), options.throughput)
         ranks = step.loss.ranks if isinstance(step, Step) else None
         self._has_rows = ranks is not None and not ranks.whole_batches
         self._best = checkpoints.best
         self._accumulates = isinstance(step, Step) and step.microbatches > 1
         self._tracks_position = checkpoints.enabled and is_compiled(step)
-        self._between_steps = False
-        self.stopped = ""
-        """Why `stop` has ended the run; "" while it has not."""
         self._continue_from(point)
 
     @property
@@ -105,7 +95,7 @@ class Run:
         return FitResult(self._newest.state, self.history)
 
     def start(self) -> None:
-        """Do what the run that has saved the checkpoint still had to do after that step, if an error has ended it."""
+        """Do what was still to be done after the step of the checkpoint, if an error ended the run that saved it."""
         if not self._can_save:
             return
         self._between_steps = True
@@ -116,24 +106,28 @@ class Run:
             self.stopped = self._why_to_stop() if self.history else ""
         self._between_steps = False
 
-    def steps(self) -> Steps:
-        """Make steps, and yield after each.
+    def steps(self) -> Records:
+        """Make steps, and yield after each; none if `start` has stopped the run.
 
         When memory ran out in a step that had begun to overwrite its state, the run goes back to its newest checkpoint.
-        It ends before a step that a signal has abandoned.
-
-        Raises:
-            DeviceError: when there is no checkpoint to go back to, or not even one example at a time fits.
+        It ends before a step that was abandoned because of a signal.
         """
-        options, retry = self._options, None
-        if options.on_oom == SPLIT and isinstance(self._step, Step):
+        if self.stopped:
+            return
+        options, step, retry = self._options, self._step, None
+        if options.on_oom == SPLIT:
             pieces = recorded_pieces(self.history)
-            retry = OomRetry(self._step, pieces, self._display.say, self._interrupted, self._agreement)
-        step = self._step if retry is None else retry
-        loop = functools.partial(iterate, step, data=self._data, steps=options.steps)
+            step = retry = OomRetry(step, pieces, self._display.say, self._votes.agreed_signal, self._agreement)
         while True:
             try:
-                passes = yield from loop(self._newest.state, epochs=options.epochs, position=self._position)
+                passes = yield from iterate(
+                    step,
+                    self._newest.state,
+                    self._data,
+                    steps=options.steps,
+                    epochs=options.epochs,
+                    position=self._position,
+                )
             except StateOverwrittenError as error:
                 self._continue_from(self._checkpoints.reload(error.state, self.step + 1))
                 if retry is not None:
@@ -146,30 +140,32 @@ class Run:
                     self._newest = self._newest._replace(epoch=passes, batches=0)
                 return
 
-    def after_step(self, record: StepRecord, steps: Steps) -> None:
-        """Do all that is to be done after a step: record it, and what is due of the rest.
+    def after_step(self, record: StepRecord, records: Records) -> None:
+        """Record a step, and evaluate, adapt, save and show progress if it is time to.
 
         Args:
-            record: of the step.
-            steps: the loop, to which the state is sent that `adapt` returns.
+            record: the record of the step.
+            records: what `steps` returned; the state that `adapt` returns is sent to it.
         """
         self._newest, self._can_save, self._between_steps = record, True, True
         self._unread.append(StepMetrics(record.step, time.perf_counter() - self._start_time, record.metrics))
         self._throughput.add(record.batch)
         if self._reads_after(record.step):
             self._read_metrics()
-            self._evaluate_and_adapt(steps)
+            self._evaluate_and_adapt(records)
         if self._checkpoints.enabled:
             self._save(only_if_due=True)
         self._between_steps = False
         if record.step % self._options.log_every == 0:
-            self._warn_of_pieces()
+            self._warn_if_not_additive()
         if self._tracks_position:
             # The compilation of a later step may be abandoned, when its batch was already taken from the data.
             self._position = position_of(record, self._data)
+        self.is_ending = self._votes.after_step(record.batch, record.step) or bool(self.stopped)
 
     def finish(self) -> None:
-        """Read the remaining metrics, evaluate and save, as far as that has not been done for the last step."""
+        """Read the remaining metrics, evaluate and save, unless that was done after the last step."""
+        self._votes.at_end(self._newest.batch)
         self._between_steps = True
         self._read_metrics()
         if self._last.last_evaluation != self.step and not self._is_leaving:
@@ -179,10 +175,11 @@ class Run:
                 self._require_best()
         self._save()
         # A run may be shorter than `log_every`.
-        self._warn_of_pieces()
+        self._warn_if_not_additive()
+        self._votes.at_end()
 
     def rescue(self, error: BaseException) -> None:
-        """Attach what was trained to an error, and save it if it is whole."""
+        """Attach the newest state and the history to an error; save the state if no step has begun to overwrite it."""
         attach_result(error, self.result)
         shared = self._agreement.shares(error)
         if shared and not self._agreement.is_alone:
@@ -194,10 +191,10 @@ class Run:
             except RankError as named:
                 attach_result(named, self.result)
                 raise
-        # The other ranks are elsewhere, or do as this one does: there is nothing more to agree on.
+        # Nothing more is agreed on: either the other ranks do the same, or they are at another point of the run.
         self._agreement = Agreement(1)
         if isinstance(error, RankError) and not backends.of(device_of_state(self._newest.state)).immediate:
-            return  # What the device has queued may wait for that rank for ever.
+            return  # Kernels that are queued on the device may wait for that rank forever.
         try:
             self._read_metrics(check=False)
         except ConsumedError:
@@ -207,7 +204,7 @@ class Run:
         # A step that fails may have overwritten a part of its state, and data that fails has lost its position.
         if not isinstance(error, Exception) or not self._between_steps or not shared:
             return
-        # A state that is not finite would replace a finite one; what could not be saved before cannot be saved now.
+        # A state that is not finite would replace a finite one, and after a failed save another one would fail too.
         if isinstance(error, NonFiniteError | CheckpointError):
             return
         try:
@@ -221,16 +218,16 @@ class Run:
         self._newest = StepRecord(point.step, point.state, {}, None, epoch, batches)
         self._last, self.history = point.last, point.history
         self._position = position
-        # Whether there is anything worth saving: a run that makes no step and was not loaded has nothing.
+        # A run that was not loaded and has made no step has nothing to save.
         self._can_save = position is not None
         self._unread: list[StepMetrics] = []
-        # The clock goes on from the last record.
+        # Seconds are counted on from the last record.
         self._start_time = time.perf_counter() - max(self.history["seconds"], default=0.0)
         if point.logged is not None:
             rewind(self._loggers, *point.logged)
 
     def _reads_after(self, step: int) -> bool:
-        """Whether to read the metrics after this step."""
+        """Return whether to read the metrics after this step."""
         options = self._options
         return step % options.log_every == 0 or options.evaluates_after(step) or self._checkpoints.is_due(step)
 
@@ -249,12 +246,9 @@ class Run:
                 self._display.update(self._status(records[-1]))
             if check:
                 self._check_loss(records)
-                self._check_step()
-
-    def _check_step(self) -> None:
-        if isinstance(self._step, Step):
-            self._step.check(self._newest.state, self._last.checked)
-            self._last = self._last._replace(checked=self.step)
+                if isinstance(self._step, Step):
+                    self._step.check(self._newest.state, self._last.checked)
+                    self._last = self._last._replace(checked=self.step)
 
     def _log(self, records: Sequence[dict[str, Any]]) -> None:
         self.history.extend(records)
@@ -267,26 +261,28 @@ class Run:
         memory = backends.of(device_of_state(self._newest.state)).memory().peak
         return Status(self.step, total, now - self._start_time, remaining, rates, memory, metrics)
 
-    def _warn_of_pieces(self) -> None:
-        """Test, once in a run that accumulates, whether its loss may be taken in pieces."""
+    def _warn_if_not_additive(self) -> None:
+        """Check, once in a run that accumulates, whether splitting a batch changes its loss."""
         if self._accumulates and self._newest.batch is not None:
             self._accumulates, newest = False, self._newest
-            warn_of_pieces("accumulate", self._step.loss, newest.state, newest.batch, is_first=self._agreement.is_first)
+            warn_if_not_additive(
+                "accumulate", self._step.loss, newest.state, newest.batch, is_first=self._agreement.is_first
+            )
 
-    def _evaluate_and_adapt(self, steps: Steps | None) -> None:
-        """Evaluate, ask `stop` and `adapt`, where it is time to."""
+    def _evaluate_and_adapt(self, records: Records | None) -> None:
+        """Call `evaluate`, `stop` and `adapt`, if it is time to."""
         options, step = self._options, self.step
         evaluates = options.evaluates_after(step) and not (step == options.steps and self._is_leaving)
         if evaluates and self._last.last_evaluation != step:
             self._evaluate()
         if evaluates or not options.evaluate:
             self.stopped = self._why_to_stop()
-            self._adapt(steps)
+            self._adapt(records)
             self._require_best()
         self._last = self._last._replace(settled=step)
 
     def _evaluate(self) -> None:
-        """Evaluate and record the result; the time of it does not count as training."""
+        """Evaluate and record the result; this time does not count as training."""
         evaluate, state = self._options.evaluate, self._newest.state
         if evaluate is None:
             return
@@ -298,20 +294,20 @@ class Run:
         self._throughput.exclude(time.perf_counter() - start)
 
     def _why_to_stop(self) -> str:
-        """Ask `stop`; return "" to go on."""
+        """Return the reason that `stop` gives, or "" to go on."""
         stop = self._options.stop
         return self._agreement.decide("stop", lambda: _reason(stop(self.history))) if stop else ""
 
-    def _adapt(self, steps: Steps | None) -> None:
+    def _adapt(self, records: Records | None) -> None:
         adapt = self._options.adapt
         if adapt is None:
             return
         state = self._agreement.together("adapt", lambda: _adapted(adapt, self._newest.state, self.history))
         if state is not self._newest.state:
-            self._newest = self._newest._replace(state=state) if steps is None else steps.send(state)
+            self._newest = self._newest._replace(state=state) if records is None else records.send(state)
 
     def _require_best(self) -> None:
-        """Check, once, that the metric by which the best checkpoint is chosen is recorded."""
+        """Check, once, that the metric that chooses the best checkpoint is recorded."""
         best, self._best = self._best, None
         if best is None or type(record_of(self.history, self.step).get(best)) in (bool, int, float):
             return
@@ -326,7 +322,7 @@ class Run:
             return
         if only_if_due and not checkpoints.is_due(step):
             return
-        # The data itself may not be where the run is: after loading, or when the compilation of a step was abandoned.
+        # The data may be at another position: after loading, or when the compilation of a step was abandoned.
         position = self._position
         if position is None or position.step != step:
             position = position_of(self._newest, self._data)
@@ -336,14 +332,14 @@ class Run:
     @property
     def _is_leaving(self) -> bool:
         """Whether the process ends as soon as it has saved."""
-        return self._checkpoints.enabled and self._interrupted() is not None
+        return self._checkpoints.enabled and self._votes.agreed_signal() is not None
 
 
 def _reason(returned: Any) -> Any:
     if callable(returned):
         raise OptionError(
-            'fit: stop returned a function; needs a reason to stop or "" of the history, as what '
-            "ft.patience('eval_loss') returns does: call it with the name of a metric"
+            'fit: stop returned a function; needs a reason to stop, or "" to go on. If stop is ft.patience itself, '
+            "pass what it returns: ft.patience('eval_loss')"
         )
     return returned
 
@@ -351,11 +347,11 @@ def _reason(returned: Any) -> Any:
 def _adapted(adapt: Adapt, state: Any, history: History) -> Any:
     adapted = adapt(state, history)
     if adapted is None:
-        raise ComposeError("fit: adapt returned None; needs the state to go on with, which may be the one it got")
+        raise ComposeError("fit: adapt returned None; needs the state to go on with, which may be its argument")
     return adapted
 
 
-def _call_loggers(loggers: Sequence[Logger], records: Sequence[Mapping[str, Any]]) -> None:
+def _call_loggers(loggers: Sequence[Logger], records: Sequence[Record]) -> None:
     """Pass records to every logger, even if one of them raises."""
     if loggers:
         try:
@@ -366,7 +362,7 @@ def _call_loggers(loggers: Sequence[Logger], records: Sequence[Mapping[str, Any]
 
 
 def attach_result(error: BaseException, result: FitResult[Any]) -> None:
-    """Set the ``result`` of an error, unless it has one of another kind."""
+    """Set the ``result`` of an error, unless it has another one that is not of `fit`."""
     if not isinstance(getattr(error, "result", None), FitResult | None):
         return
     # Not setattr, which frozen dataclasses refuse.

@@ -9,30 +9,23 @@ from types import FrameType
 from typing import Any
 
 EXIT_CODE_BASE = 128
-"""A shell's exit code for a process that a signal has ended is this plus the number of the signal."""
+"""Shells add this to the number of the signal that has ended a process, for its exit code."""
 
 
 class Abandoned(BaseException):
-    """A step was abandoned because of a signal, before it had changed anything: compiling it would take long."""
+    """A step was abandoned because of a signal, before it had changed anything: to compile it may take minutes."""
 
 
 class interruptible:  # noqa: N801
-    """Context that remembers a signal instead of acting on it; a second signal acts as it did outside.
+    """Context that records a signal instead of acting on it; a second signal acts as outside of the context.
 
-    ``with interruptible(signals) as interrupted:`` gives a function that returns the signal that has come, or None.
-    Signals that are ignored stay ignored, as Ctrl-C is in a background job of a shell, and outside the main thread
-    nothing is changed.
-
-    Args:
-        signals: to be remembered.
-        can_abandon: ``interpreter frame -> bool``, whether what runs in it can be abandoned: the signal then raises
-            `Abandoned` there.
+    ``with interruptible(signals, ...) as received:`` gives a function that returns the signal received, or None.
+    Signals that are ignored stay ignored, as Ctrl-C is in a background job of a shell. Does nothing outside the main
+    thread. If ``can_abandon(interpreter frame)`` is true when a signal comes, this raises `Abandoned` in that frame.
     """
 
-    # No generator: contextlib writes to the errors that pass through one, which frozen dataclasses refuse.
-    def __init__(
-        self, signals: Sequence[signal.Signals], can_abandon: Callable[[FrameType | None], bool] = lambda frame: False
-    ) -> None:
+    # Not a generator: contextlib writes to the errors that pass through one, which frozen dataclasses refuse.
+    def __init__(self, signals: Sequence[signal.Signals], can_abandon: Callable[[FrameType | None], bool]) -> None:
         self._can_abandon = can_abandon
         self._signals = signals if threading.current_thread() is threading.main_thread() else ()
         self._handlers: dict[signal.Signals, Any] = {}

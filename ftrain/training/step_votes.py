@@ -1,4 +1,4 @@
-"""What ranks tell each other after every step, without waiting: signals, and what their batches are."""
+"""Send signals and checksums of batches to the other ranks after every step, without waiting."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ SAMPLED = 256
 class StepVotes:
     """The signal after which all ranks end the run, at the same step; and a check that they have the same batches.
 
-    All ranks learn of a step after the next one, so that they rarely wait for each other.
+    The votes after a step are read after the next one, so that ranks rarely wait for each other.
 
     Args:
-        agreement: of the ranks.
+        agreement: the agreement of the ranks.
         received: returns the signal that this rank has received, or None.
-        compares_batches: whether all ranks must have the same batches: the shapes of each are compared.
-        log_every: after how many steps some elements of the batch are compared, too, for which this waits for the
-            device.
+        compares_batches: whether all ranks must have the same batches: the shapes of each batch are compared.
+        log_every: every so many steps some elements of the batch are compared too, which waits for the device.
     """
 
     def __init__(
@@ -47,19 +46,14 @@ class StepVotes:
         self._number = 0
 
     def agreed_signal(self) -> signal.Signals | None:
-        """Return the signal on which the ranks have agreed, or None; of a run of one rank, the one received."""
+        """Return the signal on which the ranks have agreed, or None; on one rank, the signal that it has received."""
         number = (self._received() or 0) if self._agreement.is_alone else self._agreed
         return signal.Signals(number) if number else None
 
     def after_step(self, batch: PyTree, step: int) -> bool:
-        """Tell the other ranks, and return whether the run ends here: of several ranks one step after the signal.
+        """Vote, and return whether the run ends: on several ranks one step after the signal.
 
-        Args:
-            batch: of this step.
-            step: its number.
-
-        Raises:
-            BatchError: on every rank, when their batches of the step before this one were others.
+        Raises a BatchError on every rank when their batches of the previous step differ.
         """
         if self._agreement.is_alone:
             return self._received() is not None
@@ -70,29 +64,22 @@ class StepVotes:
         return self._agreed != 0
 
     def at_end(self, batch: PyTree = None) -> None:
-        """Wait for the other ranks, and agree.
-
-        Args:
-            batch: batch of the last step, some elements of which are compared; None where that is done.
-
-        Raises:
-            BatchError: as `after_step`.
-        """
+        """Wait for the other ranks, and agree; compare some elements of `batch`, the last one, if it is not None."""
         self._agreement.tell_place("at the end of the run")
         if batch is not None and not self._agreement.is_alone and not self._agreed:
             self._vote(self._number, self._digest(batch))
-        self._note(self._agreement.last_vote())
+        self._read(self._agreement.last_vote())
         self._agreed = self._agreed or self._agreement.largest(self._received() or 0)
 
     def _digest(self, batch: PyTree) -> int:
         return digest(tree.map(_sample, batch)) if self._compares else 0
 
     def _vote(self, shapes: int, values: int) -> None:
-        """Tell the other ranks, and note what all of them have told after the step before."""
-        self._note(self._agreement.vote(self._received() or 0, shapes, -shapes, values, -values))
+        """Send a vote, and read the votes after the previous step."""
+        self._read(self._agreement.vote(self._received() or 0, shapes, -shapes, values, -values))
 
-    def _note(self, largest: list[int]) -> None:
-        """Note the largest numbers of all ranks, if there are any."""
+    def _read(self, largest: list[int]) -> None:
+        """Read the largest number of all ranks for each number of a vote; [] if there was no vote."""
         if not largest:
             return
         number, shapes, minus_shapes, values, minus_values = largest
@@ -101,11 +88,11 @@ class StepVotes:
             what = "values" if shapes == -minus_shapes else "shapes"
             raise BatchError(
                 f"fit: {DIFFERENT_BATCHES}, or pass sharded(batches='rows'). The batch of this rank was "
-                f"{self._texts[self._number]}; that of another one has other {what}"
+                f"{self._texts[self._number]}; that of another rank has other {what}"
             )
 
     def _number_of(self, batch: PyTree) -> int:
-        """Return a number that tells the shapes of a batch apart from others, the same on all ranks."""
+        """Return a checksum of the shapes of a batch."""
         shapes = tuple(tuple(leaf.shape) for leaf in tree.leaves(batch) if tree.is_tensor(leaf))
         if shapes not in self._numbers:
             self._numbers[shapes] = number = zlib.crc32(repr(shapes).encode())

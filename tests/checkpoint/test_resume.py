@@ -174,7 +174,7 @@ def test_data_that_keeps_no_position_is_walked_through_with_a_warning(tmp_path):
 
     needed = fit(make(), data())
     killed(make(), data(), 8, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
-    with pytest.warns(UserWarning, match="DataLoader keeps no position, so that 1 batches are read again"):
+    with pytest.warns(UserWarning, match="DataLoader has no position to save, so 1 batches are read again"):
         found = fit(make(), data(), checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     assert_same(found, needed)
 
@@ -182,7 +182,7 @@ def test_data_that_keeps_no_position_is_walked_through_with_a_warning(tmp_path):
 def test_data_that_has_a_position_now_and_had_none_before_is_not_said_to_keep_none(tmp_path):
     killed(make(), DataLoader(batches(), batch_size=None), 8, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
     loader = ft.data.loader(ft.data.arrays({"x": torch.ones(16, 3)}), 4, seed=0, collate=lambda rows: batches()[0])
-    with pytest.warns(UserWarning, match="Loader kept no position in the run that is resumed, so that"):
+    with pytest.warns(UserWarning, match="Loader had no position in the run that is resumed, so"):
         fit(make(), loader, checkpoints=ft.Checkpoints(tmp_path, every=EVERY))
 
 
@@ -193,7 +193,7 @@ def test_a_run_of_another_step_is_refused_and_what_fits_can_be_taken(tmp_path):
     with pytest.raises(StructureError, match=r"slots\.ema: missing") as caught:
         fit(averaging, batches(), checkpoints=checkpoints)
     (note,) = caught.value.__notes__
-    assert note.startswith(f"fit: {tmp_path} holds a run of another step; give that step, or use another directory")
+    assert note.startswith(f"fit: {tmp_path} holds a run of another step; pass that step, or use another directory")
     # As the note says.
     like = {"state": averaging.init()}
     state = ft.checkpoint.load(checkpoints.path(EVERY), like=like, partial=True)["state"]

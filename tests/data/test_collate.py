@@ -105,10 +105,10 @@ def test_samples_of_length_zero():
         ([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 2)}], {}, r"field x has shapes \[\(1, 2\), \(2, 2\)\].*fields="),
         ([{"x": torch.ones(1, 2)}, {"x": torch.ones(2, 3)}], {"fields": ["x"]}, "only the first axis may differ"),
         ([{"x": [1]}, {"x": [1.5]}], {}, "torch.float32.*torch.int64|torch.int64.*torch.float32"),
-        ([{"x": object()}], {}, "field x holds a object that is no tensor"),
+        ([{"x": object()}], {}, "field x holds a object; needs a tensor"),
         ([{"x": None}], {}, "field x holds a NoneType"),
         ([{"x": 1}], {"fields": ["x"]}, "only the first axis may differ"),
-        ([{"x": [1]}], {"mask": "tokens"}, "mask='tokens' names no field; there are x"),
+        ([{"x": [1]}], {"mask": "tokens"}, "mask='tokens' is not a field; there are x"),
     ],
 )
 def test_samples_that_do_not_go_together(samples, options, words):

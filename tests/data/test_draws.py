@@ -291,5 +291,5 @@ def test_a_token_file_that_vanished_names_its_samples(tmp_path):
 
 
 def test_a_data_loader_is_no_dataset():
-    with pytest.raises(DataError, match="a DataLoader, which gives batches; pass its dataset"):
+    with pytest.raises(DataError, match=r"a DataLoader, which gives batches; pass its \.dataset"):
         data.loader(DataLoader([1, 2]), 2, shuffle=False)

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrain import data
+from ftrain.data import epoch_plan
+from ftrain.data.batch_samplers import in_order
 from ftrain.errors import ComposeError, DataError, OptionError
 
 MANY = 10**12
@@ -284,3 +286,13 @@ def test_a_length_that_is_not_known():
         len(loader)
     # list() asks for the length too, and does without.
     assert len(list(loader)) == 3
+
+
+def test_batches_of_many_windows_are_computed_at_once_as_the_order_gives_them(monkeypatch):
+    monkeypatch.setattr(epoch_plan, "BLOCK", 7)
+    for size, batch_size in ((40, 3), (40, 7), (40, 8), (6, 6), (13, 1)):
+        order = data.shuffled(range(size), size, seed=5, epoch=0).tolist()
+        plan = epoch_plan.EpochPlan(size, in_order(batch_size, 0, 1), 5, True, False)
+        for window in range(plan.num_windows + 1):
+            requested = [index for request in plan.requests(0, window, 0) for index in request.indices]
+            assert requested == order[window * batch_size :]

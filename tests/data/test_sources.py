@@ -329,18 +329,3 @@ def test_a_tensor_dataset_is_taken_by_the_batch():
     x, y = torch.arange(24.0).view(12, 2), torch.arange(12)
     for one, other in data.loader(TensorDataset(x, y), 4, seed=1):
         assert torch.equal(one[:, 0], 2.0 * other)
-
-
-def test_the_order_by_blocks_is_the_order(monkeypatch):
-    from ftrain.data import permutation, rng_streams
-
-    permutation._block.cache_clear()
-    monkeypatch.setattr(permutation, "BLOCK", 7)
-    whole = permutation.shuffled(range(40), 40, seed=5, epoch=2)
-    words = rng_streams.stream(5, 2, rng_streams.ORDER)
-    for first in range(40):
-        for count in (1, 6, 7, 8, 40 - first):
-            count = min(count, 40 - first)
-            found = permutation.permuted_range(permutation.permuted, first, count, 40, words)
-            assert found.tolist() == whole[first : first + count].tolist()
-    permutation._block.cache_clear()

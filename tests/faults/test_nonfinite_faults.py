@@ -152,7 +152,7 @@ def test_fit_raises_at_a_loss_that_is_not_finite_and_saves_no_state_from_after_i
     checkpoints = ft.Checkpoints(tmp_path, every=2, keep=1)
     data = batches(1, 1, 1, 1, "nan", 1, 1, 1)
     with failing(
-        NonFiniteError, "the loss of step 5 is nan", "newest checkpoint from before is that of step 4"
+        NonFiniteError, "the loss of step 5 is nan", "newest checkpoint before it is that of step 4"
     ) as caught:
         ft.fit(step, step.init(params()), data, checkpoints=checkpoints, **options)
     assert caught.value.result.history["step"] == [record["step"] for record in told] == [1, 2, 3, 4, 5, 6]
@@ -163,7 +163,7 @@ def test_fit_raises_at_a_loss_that_is_not_finite_and_saves_no_state_from_after_i
 def test_checkpoints_from_before_outlive_those_that_are_not_finite(tmp_path):
     step = make(scaled)
     checkpoints = ft.Checkpoints(tmp_path, every=1, keep=2)
-    with pytest.warns(UserWarning, match="checkpoint of step 2, the newest from before, is pinned"):
+    with pytest.warns(UserWarning, match="checkpoint of step 2, the newest before it, is pinned"):
         ft.fit(step, step.init(params()), batches(1, 1, 1, "nan", 1, 1, 1), checkpoints=checkpoints, progress=False)
     assert checkpoints.steps() == [2, 6, 7]
     kept = checkpoints.latest(before=2).parts["state"].params

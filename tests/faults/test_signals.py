@@ -223,7 +223,7 @@ def test_a_signal_says_where_the_run_was_saved(name, tmp_path, capsys):
     assert caught.value.code == code
     path = ft.Checkpoints(tmp_path, every=EVERY).path(1)
     assert path.is_dir()
-    assert capsys.readouterr().err == f"fit: ended by {name}, saved in {path}; the same call goes on from there\n"
+    assert capsys.readouterr().err == f"fit: ended by {name}, saved in {path}; the same call continues from there\n"
 
 
 def test_a_signal_does_not_change_when_a_run_stops_by_itself(tmp_path):

@@ -118,7 +118,7 @@ def squares(params, batch):
     return ((batch["x"] @ params["w"] - 1) ** 2).mean()
 
 
-@pytest.mark.filterwarnings("ignore:fit. goes on from:UserWarning")
+@pytest.mark.filterwarnings("ignore:fit. continues from:UserWarning")
 def test_a_run_of_version_1_goes_on_with_its_history(tmp_path):
     directory = tmp_path / "run"
     shutil.copytree(RUN, directory)

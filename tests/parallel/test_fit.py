@@ -8,8 +8,7 @@ import torch
 import ftrain as ft
 from ftrain.errors import BatchError, RankError
 from ftrain.parallel.agreement import Agreement
-from ftrain.training.progress import Lines
-from ftrain.training.throughput import Throughput
+from ftrain.training.progress import Lines, Throughput
 from tests.parallel import models
 from tests.parallel.ranks import run
 
@@ -275,4 +274,4 @@ def test_the_first_rank_warns_of_a_loss_that_is_not_finite_and_all_raise(tmp_pat
     messages = run(2, rank)
     assert messages[0] == messages[1]
     assert "the loss of step 5" in messages[0]
-    assert messages[0].endswith("The newest checkpoint from before is that of step 2")
+    assert messages[0].endswith("The newest checkpoint before it is that of step 2")

@@ -41,7 +41,7 @@ def fitting(tell, rank, directory, event):
     torch.save((ft.parallel.whole(state), history["loss"]), directory / f"{rank}.pt")
 
 
-@pytest.mark.filterwarnings("ignore:fit. Data keeps no position:UserWarning")
+@pytest.mark.filterwarnings("ignore:fit. Data has no position:UserWarning")
 def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_the_run_resumes(tmp_path, capfd):
     with started(2, fitting, tmp_path, "SIGTERM") as ranks:
         # The second rank was told while it read batch 4, and said so after it; the first one knows after batch 5.

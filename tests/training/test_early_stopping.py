@@ -197,7 +197,7 @@ def test_a_stop_that_was_not_given_its_metric_does_not_end_the_run():
     # `ft.patience` itself takes the history for a name, and returns what would have been given to `fit`.
     step = build()
     with pytest.raises(
-        OptionError, match=r"stop returned a function; needs .* what ft\.patience\('eval_loss'\) returns"
+        OptionError, match=r"stop returned a function; needs .* pass what it returns: ft\.patience\('eval_loss'\)"
     ):
         ft.fit(step, start(step), DATA, evaluate=score, evaluate_every=2, stop=ft.patience, progress=False)
 
@@ -236,7 +236,7 @@ def test_evaluations_of_steps_that_are_not_saved_are_warned_of_where_the_best_is
     step, checkpoints = build(), ft.Checkpoints(tmp_path, every=every, best=best)
     options = {"evaluate": evaluations(VALUES), "evaluate_every": evaluate_every, "checkpoints": checkpoints}
     expected = pytest.warns(
-        UserWarning, match=rf"every={evaluate_every} is no multiple of Checkpoints\(every={every}\)"
+        UserWarning, match=rf"every={evaluate_every} is not a multiple of Checkpoints\(every={every}\)"
     )
     with expected if warned else nullcontext() as found:
         ft.fit(step, start(step), DATA, progress=False, **options)

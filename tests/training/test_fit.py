@@ -464,7 +464,7 @@ def test_what_fit_refuses_before_a_step(case):
     ("data", "message"),
     [
         ({"x": torch.ones(2, 3)}, r"data is a dict, one batch; needs an iterable of batches: \[batch\]"),
-        (TensorDataset(torch.ones(4, 3)), r"data is TensorDataset; .* goes into a DataLoader"),
+        (TensorDataset(torch.ones(4, 3)), r"data is TensorDataset; .* pass a dataset to a DataLoader"),
     ],
 )
 def test_data_that_is_no_iterable_of_batches(data, message):
@@ -637,7 +637,7 @@ def test_what_an_evaluation_returns_is_recorded_with_eval_before_its_name(log_ev
         (None, "evaluate returned NoneType; needs a dict"),
         (0.5, "evaluate returned float; needs a dict"),
         ({1: 0.5}, r"evaluate returned the keys \[1\]; needs a dict of numbers by name"),
-        ({"loss": 1.0, "eval_loss": 2.0}, "two are recorded under one name: loss, eval_loss"),
+        ({"loss": 1.0, "eval_loss": 2.0}, "two numbers that are recorded under one name: loss, eval_loss"),
     ],
 )
 def test_what_an_evaluation_must_not_return(returned, message):

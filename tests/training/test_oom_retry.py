@@ -418,7 +418,7 @@ def test_no_more_is_tried_than_what_can_be_of_use():
         tried.append(len(batch["x"]))
         raise torch.OutOfMemoryError("out of memory")
 
-    with pytest.raises(DeviceError, match=r"in 256 pieces of up to 4 examples, too, and was tried again 8 times"):
+    with pytest.raises(DeviceError, match=r"also in 256 pieces of up to 4 examples, and was tried again 8 times"):
         fit(make(loss=loss), batches(1, 1024))
     assert tried[:9] == [1024, 512, 256, 128, 64, 32, 16, 8, 4]
 
@@ -604,7 +604,7 @@ def test_data_that_passes_once_is_not_gone_on_with(tmp_path):
     step = make()
     with (
         scarce(1, operations(step, 1) - 1),
-        pytest.raises(DeviceError, match="passes but once"),
+        pytest.raises(DeviceError, match="can be iterated only once"),
     ):
         fit(step, iter(batches()), checkpoints=ft.Checkpoints(tmp_path, every=1))
 
@@ -643,7 +643,7 @@ def test_a_batch_that_cannot_be_cut():
     def uneven(params, batch):
         raise torch.OutOfMemoryError("out of memory")
 
-    with pytest.raises(DeviceError, match="cannot be cut"):
+    with pytest.raises(DeviceError, match="cannot be split"):
         fit(make(loss=uneven), [{"x": torch.zeros(3), "y": torch.zeros(4)}])
 
 
@@ -778,7 +778,7 @@ def test_a_model_that_needs_more_examples_at_once_is_told_why_it_has_fewer():
     step = ft.train_step(ft.from_module(net, criterion), ft.optim.sgd(0.1))
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
         fit(step, [{"x": torch.randn(8, 3)}, {"x": torch.randn(5, 3)}], state=step.init())
-    assert "cut the batch into pieces of 1 and 2 examples, because memory had run out" in caught.value.__notes__[0]
+    assert "split the batch into pieces of 1 and 2 examples, because memory had run out" in caught.value.__notes__[0]
 
 
 def test_who_needs_all_gradients_is_named_as_the_user_wrote_it():
