@@ -6,7 +6,6 @@ if the import of its module takes seconds (Inductor).
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +76,7 @@ with private_names():
     from torch.utils.checkpoint import _recomputation_hook
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-    _ = Tensor._version, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
+    _ = Tensor._version, Tensor._base, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
     _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
     _hooks_of(Tensor)
     _make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
@@ -303,6 +302,21 @@ def recomputes(hook: Any) -> bool:
     return getattr(hook, "__qualname__", "") == _pack_hook
 
 
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor of which another one is a view, for autograd; the tensor itself if it is not a view."""
+    base: Tensor | None = tensor._base
+    return tensor if base is None else base
+
+
+def cast_from(tensor: Tensor) -> tuple[Any, int] | None:
+    """Return the node of autograd, and the number of its output, of which a tensor is a cast; None if it is not."""
+    node: Any = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    source: tuple[Any, int] = node.next_functions[0]
+    return source
+
+
 def in_backward() -> bool:
     """Whether this thread is running a backward pass."""
     return _current_graph_task_id() >= 0
@@ -321,61 +335,6 @@ def stop_workers(iterator: Any) -> None:
     """Stop the worker processes of an iterator of a `DataLoader`, if it has any."""
     if isinstance(iterator, _MultiProcessingDataLoaderIter):
         _stop_workers(iterator)
-
-
-# Random numbers of Inductor
-
-
-def inductor_random(shape: list[int], seed: Tensor, distribution: str, start: Tensor | None = None) -> Tensor:
-    """Draw float32 numbers in one operation, which Inductor fuses with the operations that use them.
-
-    Only for capture and compilation: run eagerly, the operation draws from torch's global generator.
-
-    Args:
-        shape: shape of the result.
-        seed: a 0-d int64 tensor.
-        distribution: ``"rand"`` or ``"randn"``.
-        start: index in the stream of the seed of the first number, a 0-d int64 tensor. Default: 0.
-    """
-    if start is not None:
-        return _inductor_random_from()(shape, seed, distribution, start)
-    with private_names():
-        from torch._inductor.inductor_prims import random
-    numbers: Tensor = random(shape, seed, distribution)
-    return numbers
-
-
-@functools.cache
-def _inductor_random_from() -> Callable[..., Tensor]:
-    """Register an operation with an argument that Inductor's own lacks, and its lowering."""
-    with private_names():
-        from torch._inductor import ir
-        from torch._inductor.inductor_prims import make_prim
-        from torch._inductor.lowering import register_lowering
-        from torch._inductor.virtualized import ops
-
-    operation: Callable[..., Tensor] = make_prim(
-        "ftrain_random(SymInt[] size, Tensor seed, str mode, Tensor offset) -> Tensor",
-        lambda size, seed, mode, offset: getattr(torch, mode)(size, device=seed.device, dtype=torch.float32),
-        doc="the numbers of Inductor's random operation, from index `offset` of its stream on",
-    )
-
-    def lowered(size: Any, seed: Any, mode: str, offset: Any) -> Any:
-        device, size = seed.get_device_or_error(), [*size]
-        strides = ir.FlexibleLayout.contiguous_strides(size)
-        place = ir.FixedLayout(device, torch.float32, size, strides).make_indexer()
-        load_seed, load_offset = seed.make_loader(), offset.make_loader()
-
-        def element(index: Any) -> Any:
-            begins = ops.to_dtype(load_offset([]), torch.int32)
-            return getattr(ops, mode)(load_seed([]), ops.add(ops.index_expr(place(index), torch.int32), begins))
-
-        drawn = ir.Pointwise.create(device=device, dtype=torch.float32, inner_fn=element, ranges=size)
-        drawn.realize()
-        return drawn
-
-    register_lowering(operation, type_promotion_kind=None)(lowered)
-    return operation
 
 
 # Tensors without values

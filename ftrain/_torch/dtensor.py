@@ -58,31 +58,13 @@ def whole(tensor: Tensor) -> Tensor:
     return with_local_part(tensor, local.to(device)).full_tensor().to(local.device)
 
 
-def from_block(block: Tensor, mesh: DeviceMesh, axis: int, shape: Sequence[int], strides: Sequence[int]) -> DTensor:
-    """Return the DTensor that has this block on this rank.
-
-    Args:
-        block: block of this rank, along `axis`.
-        mesh: mesh whose last axis shards the tensor; along the others it is replicated.
-        axis: axis of the tensor that is sharded, as `torch.chunk` does.
-        shape: shape of the whole tensor.
-        strides: strides of the whole tensor.
-    """
-    names = _names()
-    placements = [names.Replicate()] * (mesh.ndim - 1) + [names.Shard(axis)]
-    tensor: DTensor = names.DTensor.from_local(
-        block, mesh, placements, run_check=False, shape=Size(shape), stride=tuple(strides)
-    )
-    return tensor
-
-
 def from_local(local: Tensor, mesh: DeviceMesh, axes: Sequence[int | None], shape: Sequence[int]) -> DTensor:
-    """Return the contiguous DTensor that has this part on this rank.
+    """Return the contiguous DTensor whose shard on this rank is `local`.
 
     Args:
-        local: the part of this rank.
+        local: the shard of this rank.
         mesh: mesh over which it is sharded.
-        axes: the axis of the tensor that each axis of the mesh shards; None if it is replicated.
+        axes: the axis of the tensor that each axis of the mesh shards, as `torch.chunk` does; None if it is replicated.
         shape: shape of the whole tensor.
     """
     names = _names()
@@ -105,8 +87,8 @@ def axis_of(tensor: DTensor) -> int:
     Raises:
         ValueError: when it is not divided along one axis.
     """
-    (axis,) = (each.dim for each in tensor.placements if isinstance(each, _names().Shard))
-    return int(axis)
+    (axis,) = (axis for axis in axes_of(tensor) if axis is not None)
+    return axis
 
 
 def local_part(tensor: Tensor) -> Tensor:

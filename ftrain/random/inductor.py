@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ftrain import _torch, random
+from ftrain import random
+from ftrain._torch.compile import inductor_random
 from ftrain.random.philox import full
 from ftrain.random.torch_ops import Keyed, float_dtype_of, shape_of
 
@@ -22,7 +23,7 @@ class _Source(NamedTuple):
 
     def draw(self, shape: Any, kind: str) -> Tensor:
         shape = list(shape)
-        return _torch.inductor_random(shape, self.seed, kind, self._start(shape))
+        return inductor_random(shape, self.seed, kind, self._start(shape))
 
     def _start(self, shape: list[int]) -> Tensor | None:
         """The start of a draw in the draw for the whole batch, as in `random.for_examples`; None for a whole draw."""
