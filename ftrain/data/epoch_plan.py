@@ -83,7 +83,7 @@ class EpochPlan:
         batches = sampler.divide(self._indices(epoch, first, count))
         if not self.shuffle or len(batches) == 1:
             return batches
-        words = random.fold_in_words(rng_streams.stream(self.seed, epoch, rng_streams.WINDOW), number)
+        words = random.fold_in_key_data(rng_streams.stream(self.seed, epoch, rng_streams.WINDOW), number)
         return [batches[i] for i in ORDERS[self.order_version](np.arange(len(batches)), len(batches), words)]
 
     def _indices(self, epoch: int, first: int, count: int) -> Indices:

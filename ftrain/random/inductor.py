@@ -51,8 +51,8 @@ class Fused(Keyed):  # type: ignore[no-untyped-call]
     def _drawn(self, func: Any, arguments: dict[str, Any], device: torch.device) -> Any:
         if func not in _DRAWS:
             return super()._drawn(func, arguments, device)
-        words = random.to_device(self.key, device)
-        source = _Source((words[1] << 32) + words[0] + self.offset, self.examples)
+        key = random.to_device(self.key, device)
+        source = _Source((key[1] << 32) + key[0] + self.offset, self.examples)
         self.offset += 1
         return _DRAWS[func](source, arguments)
 

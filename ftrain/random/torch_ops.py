@@ -21,11 +21,11 @@ _aten = torch.ops.aten
 
 
 class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within this context, torch's random operations draw from `key`, the n-th from ``fold_in(key, n)``.
+    """Context in which torch's random operations draw from `key`, the n-th from ``fold_in(key, n)``.
 
-    What is traced inside has no random operation left in it, only arithmetic on the key, and computes
-    the same bits as eager mode does. An operation without a keyed form raises `TraceError`, as does one
-    that is given a generator. Results are contiguous, whatever memory format the operation asks for.
+    A graph that is traced in it has no random operation, only arithmetic on the key, and computes the same bits as
+    eager mode. An operation that cannot draw from a key raises `TraceError`, as does one with a generator. Results are
+    contiguous, also where the operation asks for another memory format.
 
     Args:
         key: int64 tensor of shape (2,) from `ftrain.random.key`; moved to the device of each draw.
@@ -72,8 +72,8 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.examples = outer
 
     @contextmanager
-    def replay(self, offset: int, examples: tuple[int | Tensor, int] | None = None) -> Iterator[None]:
-        """Draw again from draw `offset` on, for `examples`; afterwards continue from the current draw."""
+    def rewound(self, offset: int, examples: tuple[int | Tensor, int] | None = None) -> Iterator[None]:
+        """Context that repeats the draws from number `offset` on, for `examples`; the current draw follows after it."""
         resumed = self.offset, self.examples
         self.offset, self.examples = offset, examples
         try:
@@ -83,7 +83,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def drawing_from(self, key: Tensor) -> Iterator[None]:
-        """Draw from another tensor with the same key, which a compiler does not know to be equal."""
+        """Context that draws from another tensor with the same key, which a compiler does not know to be equal."""
         outer, self.key, self._chunks = (self.key, self._chunks), key, {}
         try:
             yield
@@ -116,8 +116,8 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise TraceError(_refusal(func, arguments))
         if is_recomputing():
             raise TraceError(
-                f"Keyed: {func} is run again by torch.utils.checkpoint, which does not know of the key and would draw "
-                "other numbers; let the step do it: ft.remat() in place of the model's own checkpointing"
+                f"Keyed: {func} is recomputed by torch.utils.checkpoint, which does not know the key and would draw "
+                "other numbers; use ft.remat() instead of the checkpointing of the model"
             )
         target: Any = arguments.get("self", arguments.get("input"))
         device = arguments.get("device") or (torch.get_default_device() if target is None else target.device)
@@ -139,7 +139,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_recomputing() -> bool:
-    """Whether this is a recomputation of `torch.utils.checkpoint`, which shows in what watches saved tensors then."""
+    """Whether `torch.utils.checkpoint` is recomputing here: it has then a pack hook for saved tensors."""
     hook = _torch.saved_tensors_pack_hook()
     # Our own hook (`remat`) hides the hooks that were active before it, and records this about them.
     hidden: bool = getattr(getattr(hook, "__self__", None), "is_recomputing", False)
@@ -156,12 +156,12 @@ def rng_snapshot(device: torch.device) -> Callable[[], AbstractContextManager[No
     """Return a function that makes a context in which torch's random operations draw what they would draw now."""
     keyed = current()
     if keyed is not None:
-        return functools.partial(keyed.replay, keyed.offset, keyed.examples)
+        return functools.partial(keyed.rewound, keyed.offset, keyed.examples)
     snapshot = backends.of(device).generators
     restore_then = snapshot()
 
     @contextmanager
-    def replay() -> Iterator[None]:
+    def rewound() -> Iterator[None]:
         restore_now = snapshot()
         restore_then()
         try:
@@ -169,7 +169,7 @@ def rng_snapshot(device: torch.device) -> Callable[[], AbstractContextManager[No
         finally:
             restore_now()
 
-    return replay
+    return rewound
 
 
 def is_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -186,7 +186,7 @@ def _is_random(func: Any) -> bool:
 
 
 def _is_inert(arguments: _Arguments) -> bool:
-    """Return whether an operation that can be random (fused attention, a recurrent net) is not in this call."""
+    """Return whether an operation that can be random (fused attention, a recurrent net) draws nothing in this call."""
     rate = arguments.get("dropout_p", arguments.get("dropout"))
     return rate == 0 or arguments.get("train") is False or arguments.get("training") is False
 
@@ -199,11 +199,11 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Argument
 
 def _refusal(func: Any, arguments: _Arguments) -> str:
     if arguments.get("generator") is not None:
-        return f"Keyed: {func} was given a generator, whose state is no input of the step. Drop the argument."
-    advice = "Draw with ftrain.random from the step's key, or run the step eagerly without Keyed."
+        return f"Keyed: {func} has a generator, whose state is not an input of the step. Remove the argument."
+    advice = "Draw with ftrain.random from the key of the step, or run the step without Keyed."
     if "dropout_p" in arguments:
-        advice += " Attention may also use torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or no dropout."
-    return f"Keyed: {func} draws from a global generator and has no keyed form. {advice}"
+        advice += " For attention, use torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or no dropout."
+    return f"Keyed: {func} draws from a global generator, and cannot draw from a key. {advice}"
 
 
 def _dtype(arguments: _Arguments, default: torch.dtype) -> torch.dtype:
