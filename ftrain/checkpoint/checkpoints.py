@@ -103,20 +103,20 @@ class Checkpoints:
 
         Raises:
             CheckpointError: when another process has locked it; the message names its host and process. On many ranks,
-                also when they have different directories; one directory may have different paths.
+                also when they have different directories.
         """
         self._ranks, self._saving = Ranks("Checkpoints"), Ranks("Checkpoints.save")
         try:
             self.was_used = self._ranks.first(self._open)
             if self._ranks.size > 1:
-                self._require_shared(self._ranks)
+                self._require_shared_directory(self._ranks)
         except BaseException:
             self._close()
             raise
         return self
 
     def _open(self) -> bool:
-        """Lock the directory, and return whether a run has used it; an interrupted save is cleared away."""
+        """Lock the directory, remove what interrupted saves left, and return whether a run has used it before."""
         with system_errors(self.directory):
             files.make_directories(self.directory)
             was_used = files.exists(self.directory / LOCK)
@@ -129,21 +129,18 @@ class Checkpoints:
             self._read_metrics()
         return was_used
 
-    def _require_shared(self, ranks: Ranks) -> None:
+    def _require_shared_directory(self, ranks: Ranks) -> None:
         with system_errors(self.directory):
             expected = ranks.first(lambda: published(self._lock) if self._lock is not None else "")
             ranks.together(lambda: require_locked_by(self.directory, expected))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Wait for the save in the background, and release the lock.
-
-        After an error on many ranks nothing waits for the others, which may have ended: a save that they have not
-        finished is given up.
-        """
+        """Wait for the save in the background, and release the lock."""
         try:
             if kind is None:
                 self.wait()
             elif self._saving is not None:
+                # The other ranks may have ended: a save that they have not finished is abandoned.
                 self._saving.abandon()
         finally:
             if self._pool is not None:
@@ -158,7 +155,7 @@ class Checkpoints:
             files.unlock(held)
 
     def path(self, step: int) -> Path:
-        """Return the directory of the checkpoint of a step, which need not exist."""
+        """Return the directory of the checkpoint of a step, which may not exist."""
         return current_path(self._step_path(step))
 
     def _step_path(self, step: int) -> Path:
@@ -286,7 +283,7 @@ class Checkpoints:
             StructureError: when the checkpoint differs from `like`.
         """
         ranks, errors = self._ranks or Ranks("Checkpoints"), list[str]()
-        for step in ranks.first(lambda: self._candidates(before, best=best)):
+        for step in ranks.first(lambda: self._steps_to_try(before, best=best)):
             try:
                 loaded = load_checkpoint(self.path(step), step, like or {}, ranks, on_host=on_host, accept=accept)
             except CheckpointError as error:
@@ -303,12 +300,11 @@ class Checkpoints:
         if errors:
             raise CheckpointError(
                 f"Checkpoints: {self.directory} holds a run, and no checkpoint of it can be read; restore one, or use "
-                "another directory to start anew:\n  " + "\n  ".join(errors)
+                "another directory for a new run:\n  " + "\n  ".join(errors)
             )
         return None
 
-    def _candidates(self, before: int | None, *, best: bool) -> list[int]:
-        """Return the steps whose checkpoints to try, newest first."""
+    def _steps_to_try(self, before: int | None, *, best: bool) -> list[int]:
         if best:
             return [self._best()]
         return [step for step in reversed(self.steps()) if before is None or step <= before]

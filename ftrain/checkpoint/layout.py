@@ -66,7 +66,7 @@ class Layout(NamedTuple):
 
 
 def layout(infos: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None) -> Layout:
-    """Lay out tensors, widest elements first so that each is aligned; `metadata` goes to the header."""
+    """Lay out tensors in a file, widest elements first so that each is aligned; `metadata` goes to the header."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offsets, end = {}, 0
     for info in sorted(infos, key=lambda info: -info.dtype.itemsize):
@@ -80,11 +80,11 @@ def layout(infos: Sequence[TensorInfo], metadata: Mapping[str, str] | None = Non
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    return Layout(header, {key: len(header) + place for key, place in offsets.items()}, len(header) + end)
+    return Layout(header, {key: len(header) + offset for key, offset in offsets.items()}, len(header) + end)
 
 
 def chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in row-major order, in parts, without copying all of it at once."""
+    """Yield the bytes of a tensor in row-major order in chunks, without copying all of it at once."""
     whole = tensor.detach().resolve_conj().resolve_neg()
     if whole.is_contiguous() or whole.nbytes <= CHUNK or whole.ndim < 2:
         whole = whole.reshape(-1)

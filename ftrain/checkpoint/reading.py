@@ -23,7 +23,7 @@ from ftrain.errors import CheckpointError, DeviceError, StructureError
 from ftrain.types import PyTree
 
 NUM_READERS = 2
-"""Threads that read and hash, both of which release the GIL."""
+"""Number of threads that read and hash; both release the GIL."""
 MAX_NAMES = 20
 """The largest number of file names in an error."""
 
@@ -40,11 +40,7 @@ def load_tree(
 ) -> PyTree:
     """Load a tree; the arguments are those of `ftrain.checkpoint.load`, and `share` is that of `load_parts`.
 
-    Raises:
-        CheckpointError: when the checkpoint is missing or damaged.
-        DeviceError: when memory runs out.
-        StructureError: if the checkpoint differs from `like`; for `partial` or `rename` without `like`.
-        OptionError: if no path begins with a name in `rename`.
+    Raises a StructureError for `partial` or `rename` without `like`, and as `ftrain.checkpoint.load` does.
     """
     with _error_names(path):
         manifest = _read_manifest(path)
@@ -60,14 +56,8 @@ def load_parts(
 ) -> tuple[Manifest, dict[str, PyTree]]:
     """Load a dict of trees: each like the tree of its key in `like`, or as it was saved if `like` has no such key.
 
-    Raises as `load` does.
-
-    Args:
-        path: path of the checkpoint.
-        like: trees by name.
-        on_host: keep tensors on the CPU, and not on the devices of `like`.
-        share: rank and number of ranks. Each rank reads its blocks of the tensors that are divided, and verifies
-            a share of the whole tensors.
+    With `on_host`, tensors stay on the CPU. `share` is the rank and the number of ranks: each rank reads its blocks of
+    the tensors that are divided, and verifies a share of the whole tensors. Raises as `ftrain.checkpoint.load` does.
     """
     with _error_names(path):
         manifest = _read_manifest(path)
@@ -86,13 +76,13 @@ def load_items(path: Path) -> dict[tuple[Any, ...], Any]:
     """Return the `Container`, tensor or other leaf at each path of a checkpoint; raises as `load` does."""
     with _error_names(path):
         manifest = _read_manifest(path)
-        return items_by_path(manifest.tree, read_tensors(path, manifest, manifest.tensors))
+        return items_by_path(manifest.tree, _read_tensors(path, manifest, manifest.tensors))
 
 
 def _load_as_saved(path: Path, manifest: Manifest, treedef: Json) -> PyTree:
     used = {id(item) for item in items_by_path(treedef, manifest.tensors).values()}
     numbers = [number for number, item in enumerate(manifest.tensors) if id(item) in used]
-    tensors = read_tensors(path, manifest, [manifest.tensors[number] for number in numbers])
+    tensors = _read_tensors(path, manifest, [manifest.tensors[number] for number in numbers])
     return unflatten(treedef, dict(zip(numbers, tensors, strict=True)))
 
 
@@ -112,7 +102,7 @@ def _load_like(
     stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, TensorEntry)}
     divided = {tree_path: item for tree_path, item in stored.items() if has_many_ranks(wanted[tree_path])}
     whole = {id(item): item for tree_path, item in stored.items() if tree_path not in divided}
-    tensors = dict(zip(whole, read_tensors(path, manifest, [*whole.values()]), strict=True))
+    tensors = dict(zip(whole, _read_tensors(path, manifest, [*whole.values()]), strict=True))
     blocks = [(item, block_of_this_rank(wanted[tree_path])) for tree_path, item in divided.items()]
     locals_ = dict(zip(divided, _read_blocks(path, manifest, blocks, share), strict=True))
     values = {tree_path: tensors.get(id(item), item) for tree_path, item in items.items()}
@@ -124,18 +114,18 @@ def _read_blocks(
 ) -> list[Tensor]:
     """Read blocks of tensors to the CPU, and verify a share of these tensors."""
     rank, size = share
-    with _open_tensor_files(path, manifest) as places:
-        _concurrently(lambda item: _check(item, places[item.file, item.key]), [item for item, _ in blocks[rank::size]])
-        return _concurrently(lambda pair: _read_block(pair[0], pair[1], places[pair[0].file, pair[0].key]), blocks)
+    with _open_tensor_files(path, manifest) as offsets:
+        _concurrently(lambda item: _check(item, offsets[item.file, item.key]), [item for item, _ in blocks[rank::size]])
+        return _concurrently(lambda pair: _read_block(pair[0], pair[1], offsets[pair[0].file, pair[0].key]), blocks)
 
 
-def _read_block(item: TensorEntry, block: Block, place: FileOffset) -> Tensor:
+def _read_block(item: TensorEntry, block: Block, at: FileOffset) -> Tensor:
     local = torch.empty(block.shape, dtype=item.info.dtype)
     target, position, itemsize = as_bytes(local), 0, item.info.dtype.itemsize
     for start, length in runs(block, item.shape):
-        part = target[position : position + length * itemsize]
-        files.read_into(place.descriptor, part, place.offset + start * itemsize)
-        position += len(part)
+        run = target[position : position + length * itemsize]
+        files.read_into(at.descriptor, run, at.offset + start * itemsize)
+        position += len(run)
     return local
 
 
@@ -149,8 +139,8 @@ def verify(path: str | Path) -> Manifest:
     path = Path(path)
     with _error_names(path):
         manifest = _read_manifest(path)
-        with _open_tensor_files(path, manifest) as places:
-            _concurrently(lambda item: _check(item, places[item.file, item.key]), manifest.tensors)
+        with _open_tensor_files(path, manifest) as offsets:
+            _concurrently(lambda item: _check(item, offsets[item.file, item.key]), manifest.tensors)
     return manifest
 
 
@@ -164,8 +154,8 @@ def _error_names(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError, MemoryError, OverflowError) as error:
         if is_out_of_memory(error):
             raise DeviceError(
-                f"{path}: memory ran out while it was read ({type(error).__name__}: {error}), which says nothing of "
-                "its bytes; free memory, or raise the limit of the process (ulimit -v)"
+                f"{path}: memory ran out while it was read ({type(error).__name__}: {error}); the checkpoint may be "
+                "intact. Free memory, or raise the limit of the process (ulimit -v)"
             ) from error
         raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
@@ -178,7 +168,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def _read_manifest(path: Path) -> Manifest:
     if not files.is_directory(path):
-        raise CheckpointError("is no directory" if files.exists(path) else "there is no such checkpoint")
+        raise CheckpointError("is not a directory" if files.exists(path) else "there is no such checkpoint")
     manifest = parse(files.read(path / NAME, MAX_BYTES))
     listed = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
     present = set(_files_below(path))
@@ -186,7 +176,7 @@ def _read_manifest(path: Path) -> Manifest:
     if missing := sorted(listed - present):
         problems.append(f"files are missing: {_first_names(missing)}")
     if unlisted := sorted(present - listed):
-        problems.append(f"holds what the manifest does not list: {_first_names(unlisted)}")
+        problems.append(f"has files that the manifest does not list: {_first_names(unlisted)}")
     if problems:
         raise CheckpointError("; ".join(problems))
     for name, digest in manifest.files.items():
@@ -215,7 +205,7 @@ def _files_below(path: Path) -> Iterator[str]:
 @contextmanager
 def _open_tensor_files(path: Path, manifest: Manifest) -> Iterator[dict[tuple[str, str], FileOffset]]:
     """Open the files of the tensors, check their headers, and yield the offset of each tensor by file and name."""
-    places = {}
+    offsets = {}
     with ExitStack() as stack:
         for file in sorted({item.file for item in manifest.tensors}):
             plan = layout([item.info for item in manifest.tensors if item.file == file])
@@ -227,18 +217,14 @@ def _open_tensor_files(path: Path, manifest: Manifest) -> Iterator[dict[tuple[st
             files.read_into(descriptor, memoryview(header), 0)
             if header != plan.header:
                 raise CheckpointError(f"{file}: its header is not that of the tensors in the manifest")
-            places.update({(file, key): FileOffset(descriptor, offset) for key, offset in plan.offsets.items()})
-        yield places
+            offsets.update({(file, key): FileOffset(descriptor, offset) for key, offset in plan.offsets.items()})
+        yield offsets
 
 
-def read_tensors(path: Path, manifest: Manifest, items: Sequence[TensorEntry]) -> list[Tensor]:
-    """Read some of the tensors of a checkpoint to the CPU.
-
-    Raises:
-        CheckpointError: when a file was changed: its size, its header, or a digest.
-    """
-    with _open_tensor_files(path, manifest) as places:
-        return _concurrently(lambda item: _read(item, places[item.file, item.key]), items)
+def _read_tensors(path: Path, manifest: Manifest, items: Sequence[TensorEntry]) -> list[Tensor]:
+    """Read and verify some of the tensors of a checkpoint, to the CPU."""
+    with _open_tensor_files(path, manifest) as offsets:
+        return _concurrently(lambda item: _read(item, offsets[item.file, item.key]), items)
 
 
 def _concurrently(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
@@ -246,21 +232,21 @@ def _concurrently(function: Callable[[Any], Any], items: Sequence[Any]) -> list[
         return list(pool.map(function, items))
 
 
-def _read(item: TensorEntry, place: FileOffset) -> Tensor:
+def _read(item: TensorEntry, at: FileOffset) -> Tensor:
     tensor = torch.empty(item.shape, dtype=item.info.dtype)
-    _check(item, place, as_bytes(tensor))
+    _check(item, at, as_bytes(tensor))
     if item.stride is None:
         return tensor
     return torch.empty_strided(item.shape, item.stride, dtype=tensor.dtype).copy_(tensor)
 
 
-def _check(item: TensorEntry, place: FileOffset, target: memoryview | None = None) -> None:
-    """Check the bytes of a tensor, and read them into `target`, if given."""
+def _check(item: TensorEntry, at: FileOffset, target: memoryview | None = None) -> None:
+    """Check the bytes of a tensor; keep them in `target` unless it is None."""
     size, digest = item.info.bytes, hashlib.sha256()
     buffer = memoryview(bytearray(min(size, CHUNK) if target is None else 0))
     for start in range(0, size, CHUNK):
-        part = buffer[: size - start] if target is None else target[start : start + CHUNK]
-        files.read_into(place.descriptor, part, place.offset + start)
-        digest.update(part)
+        chunk = buffer[: size - start] if target is None else target[start : start + CHUNK]
+        files.read_into(at.descriptor, chunk, at.offset + start)
+        digest.update(chunk)
     if digest.hexdigest() != item.sha256:
         raise CheckpointError(f"{item.file}: {printable(item.path)}: the bytes are not those that were saved")

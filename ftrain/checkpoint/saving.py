@@ -26,8 +26,8 @@ MODEL_FIELDS = "params", "frozen", "buffers"
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
 MIN_BYTES_FOR_THREAD = 2**16
 """Number of bytes below which hashing in another thread takes longer than hashing in this one."""
-MANIFEST_ROOM = 4096
-"""Number of bytes reserved in a manifest per tensor."""
+MANIFEST_BYTES = 4096
+"""Number of bytes of a manifest per tensor, at most, to check the free space."""
 
 
 class Placement(NamedTuple):
@@ -54,33 +54,19 @@ class Notes(NamedTuple):
 
 
 def write(path: Path, flat: FlatTree, notes: Notes) -> None:
-    """Write a flattened tree as a new directory, atomically.
-
-    Raises:
-        CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
-        OptionError: if the name of a text is outside the directory or in use.
-    """
+    """Write a flattened tree as a new directory, atomically."""
     placements = place_leaves(flat, notes.texts)
     with new_directory(path, [leaf.value for leaf in flat.leaves]) as temporary:
         _write_files(temporary, flat, placements, notes)
 
 
 def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
-    """Check everything in a save that does not depend on the disk, without reading a tensor.
-
-    Raises:
-        CheckpointError: for leaves, keys and containers that cannot be saved.
-        OptionError: if a name in `texts` is outside the directory or in use.
-    """
+    """Check everything in a save that does not depend on the disk, without reading a tensor."""
     place_leaves(flatten(tree), texts)
 
 
 def place_leaves(flat: FlatTree, texts: Mapping[str, str]) -> list[Placement]:
-    """Choose a file and a name in it for each tensor.
-
-    Raises:
-        OptionError: if a name in `texts` is outside the directory or in use.
-    """
+    """Choose a file and a name in it for each tensor; raises an OptionError if a name in `texts` is not possible."""
     used: set[tuple[str, str]] = set()
     placements = []
     for leaf in flat.leaves:
@@ -94,7 +80,9 @@ def place_leaves(flat: FlatTree, texts: Mapping[str, str]) -> list[Placement]:
         placements.append(Placement(leaf, file, key))
     for name in texts:
         if not FILE_NAME.fullmatch(name) or name == NAME or name in {item.file for item in placements}:
-            raise OptionError(f"save: texts has the name {name!r}; needs a relative one that is free")
+            raise OptionError(
+                f"save: texts has the name {name!r}; needs a relative path of a file that the checkpoint does not have"
+            )
     return placements
 
 
@@ -112,14 +100,11 @@ def _file_and_key(leaf: Leaf) -> tuple[str, str]:
 def new_directory(path: Path, tensors: Iterable[Tensor]) -> Iterator[Path]:
     """Context of a temporary directory, which is renamed to `path` when the context ends without an error.
 
-    Checks first that the disk has room for `tensors`.
-
-    Raises:
-        CheckpointError: when `path` exists, or writing fails.
+    Raises a CheckpointError when `path` exists, the disk has no room for `tensors`, or writing fails.
     """
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
-        _make_room(path, tensors)
+        _require_room(path, tensors)
         files.make_directory(temporary)
         holder = files.hold(temporary)
         try:
@@ -134,21 +119,21 @@ def new_directory(path: Path, tensors: Iterable[Tensor]) -> Iterator[Path]:
                 files.remove(temporary)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"save: {path} could not be written: {error}; what was saved before is as it was"
+                f"save: {path} could not be written: {error}; earlier checkpoints are unchanged"
             ) from error
         raise
 
 
-def _make_room(path: Path, tensors: Iterable[Tensor]) -> None:
+def _require_room(path: Path, tensors: Iterable[Tensor]) -> None:
     files.make_directories(path.parent)
     if files.exists(path):
         raise CheckpointError(f"save: {path} exists already; choose another name, or remove it")
     remove_abandoned(path.parent)
-    needed = sum(tensor.nbytes + MANIFEST_ROOM for tensor in tensors) + MANIFEST_ROOM
+    needed = sum(tensor.nbytes + MANIFEST_BYTES for tensor in tensors) + MANIFEST_BYTES
     room = files.free(path.parent)
     if room < needed:
         raise CheckpointError(
-            f"save: {path} needs {needed:,} bytes and {room:,} are free; free some, or keep fewer checkpoints"
+            f"save: {path} needs {needed:,} bytes and {room:,} are free; remove files, or keep fewer checkpoints"
         )
 
 
@@ -182,20 +167,20 @@ def write_manifest(
 ) -> Manifest:
     """Write everything except the tensors, which are already written, and sync the directory and its folders to disk.
 
-    Raises:
-        CheckpointError: if the manifest is too long to be read again.
+    Raises a CheckpointError if the manifest is too long to be read again.
     """
-    step, run, metrics, surroundings, texts = notes
-    for name, text in texts.items():
+    digests = {}
+    for name, text in notes.texts.items():
+        data = text.encode()
         with files.created(directory / name) as descriptor:
-            files.write(descriptor, text.encode())
-    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-    manifest = Manifest(step, run, metrics, surroundings, flat.treedef, tuple(tensors), hashes)
+            files.write(descriptor, data)
+        digests[name] = hashlib.sha256(data).hexdigest()
+    manifest = Manifest(notes.step, notes.run, notes.metrics, notes.environment, flat.treedef, tuple(tensors), digests)
     data = dump(manifest)
     if len(data) > MAX_BYTES:
         raise CheckpointError(
             f"save: the manifest of {len(tensors):,} tensors takes {len(data):,} bytes, and {MAX_BYTES:,} are read; "
-            "save fewer tensors, or put numbers of a kind into one"
+            "save fewer tensors, for example by stacking tensors of one shape"
         )
     with files.created(directory / NAME) as descriptor:
         files.write(descriptor, data)
@@ -217,10 +202,8 @@ def _commit(temporary: Path, path: Path) -> None:
 
 def tensor_entry(item: Placement, digest: str) -> TensorEntry:
     """Return the entry of a tensor in the manifest."""
-    tensor = item.leaf.value
-    stride = strides(tensor)
-    dtype = dtype_name(tensor.dtype)
-    return TensorEntry(dotted(item.leaf.path), dtype, tuple(tensor.shape), item.file, item.key, digest, stride)
+    path, dtype = dotted(item.leaf.path), dtype_name(item.info.dtype)
+    return TensorEntry(path, dtype, item.info.shape, item.file, item.key, digest, strides(item.leaf.value))
 
 
 def write_tensors(

@@ -1,7 +1,7 @@
 """Write one checkpoint on many ranks: each writes its own blocks into the files that one rank would write.
 
-No tensor is sent between ranks, only digests of blocks, so that what a rank has written is compared with what another
-one reads from the disk.
+Ranks send each other no tensors, only digests of blocks: what a rank has written is compared with what another one
+reads from the disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from ftrain._torch import on_meta
 from ftrain._torch.dtensor import local_part
 from ftrain.checkpoint import files
-from ftrain.checkpoint.blocks import Block, blocks_of_ranks, has_many_ranks, parts, runs, whole_block
+from ftrain.checkpoint.blocks import Block, blocks_of_ranks, contiguous_rows, has_many_ranks, runs, whole_block
 from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
 from ftrain.checkpoint.manifest import Manifest
 from ftrain.checkpoint.ranks import Ranks
@@ -45,7 +45,7 @@ class LocalTree(NamedTuple):
 
     Args:
         flat: the flattened tree, with tensors on the device meta in place of the leaves.
-        blocks: the blocks of each leaf by the ranks that write them.
+        blocks: for each leaf, its blocks by the ranks that write them.
         locals: the blocks that this rank writes, by the number of their leaf.
         divided: the numbers of leaves that are divided. The others are written by the first rank.
     """
@@ -67,7 +67,7 @@ def local_tree(flat: FlatTree, rank: int) -> LocalTree:
 
 
 class _Target(NamedTuple):
-    """A tensor of the first rank's tree: where it is written, its blocks by rank, and this rank's block, if any."""
+    """A tensor of the first rank's tree: where it is written, its blocks by rank, and the block of this rank."""
 
     path: str
     dtype: torch.dtype
@@ -79,13 +79,7 @@ class _Target(NamedTuple):
 
 
 def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
-    """Write and verify a checkpoint as a new directory, on the first rank, while the others call `help_write`.
-
-    Raises:
-        CheckpointError: when `path` exists, ranks differ in what they save, a leaf cannot be saved, or writing fails.
-        OptionError: if the name of a text is outside the directory or in use.
-        RankError: when another rank failed in another way, or did not come.
-    """
+    """Write and verify a checkpoint as a new directory, on the first rank, while the others call `help_write`."""
     placements = place_leaves(tree.flat, notes.texts)
     with new_directory(path, [leaf.value for leaf in tree.flat.leaves]) as temporary:
         folders = make_folders(temporary, [*notes.texts, *(item.file for item in placements)])
@@ -96,12 +90,9 @@ def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manif
 
 
 def help_write(parent: Path, tree: LocalTree, ranks: Ranks) -> None:
-    """Write the blocks of a rank that is not the first, and verify its share of the tensors; raises as `lead_write`.
+    """Write the blocks of a rank that is not the first, and verify its share of the tensors.
 
-    Args:
-        parent: the directory in which the first rank makes the checkpoint; its path may differ between ranks.
-        tree: the tree to save.
-        ranks: all ranks.
+    `parent` is the directory in which the first rank makes the checkpoint; its path may differ between ranks.
     """
     _write_and_verify(parent, "", [], tree, ranks)
 
@@ -179,17 +170,17 @@ def _opened(
             yield {name: stack.enter_context(opening(directory / name)) for name in names}
     except OSError as error:
         raise CheckpointError(
-            f"save: {directory} could not be written on every rank: {error}; all ranks must see one directory, and "
-            "what was saved before is as it was"
+            f"save: {directory} could not be written on every rank: {error}; all ranks must see one directory. Earlier "
+            "checkpoints are unchanged"
         ) from error
 
 
 def _write_block(descriptor: int, target: _Target, rank: int) -> str:
-    """Write the block of this rank, and return the digest of what it should have written; "" without a block."""
+    """Write the block of this rank, and return the digest of its bytes; "" if it has none."""
     if target.local is None:
         return ""
     digest, itemsize = hashlib.sha256(), target.dtype.itemsize
-    for start, part in parts(target.local, target.blocks[rank], target.shape):
+    for start, part in contiguous_rows(target.local, target.blocks[rank], target.shape):
         offset = target.offset + start * itemsize
         for chunk in chunks(part):
             digest.update(chunk)
@@ -199,7 +190,7 @@ def _write_block(descriptor: int, target: _Target, rank: int) -> str:
 
 
 def _verified(descriptor: int, target: _Target, digests: Sequence[str]) -> str:
-    """Return the digest of a tensor on disk, and check that each block has the digest that its rank has sent."""
+    """Return the digest of a tensor on disk; raise a CheckpointError unless each block is what its rank has written."""
     whole, by_rank = hashlib.sha256(), {rank: hashlib.sha256() for rank in target.blocks}
     buffer, itemsize = memoryview(bytearray(CHUNK)), target.dtype.itemsize
     for start, length, rank in heapq.merge(*(_runs_of(rank, target) for rank in target.blocks)):

@@ -43,7 +43,7 @@ def save(
     Raises:
         CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
         OptionError: if a name in `texts` is outside the directory or in use.
-        RankError: when another rank failed in another way, or did not come.
+        RankError: when another rank failed in another way, or did not call this.
     """
     flat = flatten(tree)
     notes = Notes(step, run, {}, environment(device_off_host(leaf.value for leaf in flat.leaves)), dict(texts or {}))
@@ -83,7 +83,7 @@ def load(
         DeviceError: when memory runs out.
         StructureError: when it differs from `like`; the message lists every path.
         OptionError: if no path begins with a name in `rename`.
-        RankError: when another rank failed in another way, or did not come.
+        RankError: when another rank failed in another way, or did not call this.
     """
     path, rename = Path(path), rename or {}
     if not _has_many_ranks(like):

@@ -227,7 +227,7 @@ SYNCS = {
     "temporary_directory": ("run", "write_manifest < _write_files", "temporary"),
     "rename": ("run", "_commit < new_directory", None),
     "directory_of_the_run": ("run", "make_directories < _open", None),
-    "directory_of_a_save": ("save", "make_directories < _make_room", None),
+    "directory_of_a_save": ("save", "make_directories < _require_room", None),
     "renamed_before_a_kill": ("kill", "_open < <lambda>", None),
     "replaced": ("replaced", "finish_replacement < write_or_replace", None),
     "pin": ("run", "touch < pin", None),
