@@ -27,10 +27,10 @@ from ftrain.checkpoint.manifest import Manifest, environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import read_manifest, verify
 from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, write_or_replace
-from ftrain.checkpoint.saving import Notes, remove_abandoned, write
-from ftrain.checkpoint.saving_on_ranks import LocalTree, help_write, lead_write, local_tree
+from ftrain.checkpoint.saving import LocalTree, Notes, local_tree, remove_abandoned, write
+from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
 from ftrain.checkpoint.staging import Staging
-from ftrain.checkpoint.treedef import FlatTree, flatten
+from ftrain.checkpoint.treedef import flatten
 from ftrain.errors import CheckpointError, OptionError, require_positive
 from ftrain.tree.tensors import device_off_host
 from ftrain.types import PyTree
@@ -222,9 +222,10 @@ class Checkpoints:
             numbers = {name: value for name, value in (metrics or {}).items() if type(value) in (bool, int, float)}
             notes = Notes(step, self._run or uuid.uuid4().hex, numbers, environment(device), self.texts)
             self._run = notes.run
-            content = flat if ranks.size == 1 else local_tree(flat, ranks.rank)
+            content = local_tree(flat, ranks.rank)
             if self.async_:
-                content = self._copied(content)
+                copies = self._staging.copies(list(content.locals.values()))
+                content = content._replace(locals=dict(zip(content.locals, copies, strict=True)))
                 backends.of(device).synchronize()
         if not self.async_:
             self._write(step, content, notes, first)
@@ -233,15 +234,6 @@ class Checkpoints:
         self._pending = self._pool.submit(self._write, step, content, notes, first)
         if wait:
             self.wait()
-
-    def _copied(self, content: FlatTree | LocalTree) -> FlatTree | LocalTree:
-        """Return a tree with copies of its tensors on the host; synchronize before reading them."""
-        if isinstance(content, LocalTree):
-            blocks = self._staging.copies(list(content.locals.values()))
-            return content._replace(locals=dict(zip(content.locals, blocks, strict=True)))
-        copies = self._staging.copies([leaf.value for leaf in content.leaves])
-        leaves = [leaf._replace(value=copy) for leaf, copy in zip(content.leaves, copies, strict=True)]
-        return content._replace(leaves=leaves)
 
     def check(self) -> None:
         """Raise the CheckpointError of a save in the background that has failed, without waiting.
@@ -309,15 +301,13 @@ class Checkpoints:
             return [self._best()]
         return [step for step in reversed(self.steps()) if before is None or step <= before]
 
-    def _write(self, step: int, content: FlatTree | LocalTree, notes: Notes, first: Callable[[], None] | None) -> None:
+    def _write(self, step: int, content: LocalTree, notes: Notes, first: Callable[[], None] | None) -> None:
         ranks = self._saving
         if ranks is None:
             raise CheckpointError(f"Checkpoints.save: {self.directory} was closed while it was written to")
         with ranks.all_or_none():
-            if isinstance(content, FlatTree):
-                self._write_and_rotate(step, lambda path: _write_alone(path, content, notes), first)
-            elif ranks.is_first:
-                self._write_and_rotate(step, lambda path: lead_write(path, content, notes, ranks), first)
+            if ranks.is_first:
+                self._write_and_rotate(step, lambda path: _write_verified(path, content, notes, ranks), first)
             else:
                 help_write(self.directory, content, ranks)
 
@@ -379,6 +369,8 @@ class Checkpoints:
         return self.directory / f"{self._step_path(step).name}{PINNED}"
 
 
-def _write_alone(path: Path, flat: FlatTree, notes: Notes) -> Manifest:
-    write(path, flat, notes)
+def _write_verified(path: Path, content: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
+    if ranks.size > 1:
+        return lead_write(path, content, notes, ranks)
+    write(path, content, notes)
     return verify(path)

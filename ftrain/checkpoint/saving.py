@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from ftrain._torch import on_meta
+from ftrain._torch.dtensor import local_part
 from ftrain.checkpoint import files
+from ftrain.checkpoint.blocks import Block, blocks_of_ranks, has_many_ranks
 from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
 from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, TensorEntry, dump
 from ftrain.checkpoint.treedef import FlatTree, Leaf, dotted, flatten
@@ -53,11 +56,53 @@ class Notes(NamedTuple):
     texts: Mapping[str, str]
 
 
-def write(path: Path, flat: FlatTree, notes: Notes) -> None:
-    """Write a flattened tree as a new directory, atomically."""
-    placements = place_leaves(flat, notes.texts)
-    with new_directory(path, [leaf.value for leaf in flat.leaves]) as temporary:
-        _write_files(temporary, flat, placements, notes)
+class LocalTree(NamedTuple):
+    """A flattened tree of which this rank has some blocks; on one rank, all of them.
+
+    Args:
+        flat: the flattened tree, with tensors on the device meta in place of the leaves.
+        blocks: for each leaf, its blocks by the ranks that write them.
+        locals: the blocks that this rank writes, by the number of their leaf.
+        divided: the numbers of leaves that are divided. The others are written by the first rank.
+    """
+
+    flat: FlatTree
+    blocks: Sequence[Mapping[int, Block]]
+    locals: Mapping[int, Tensor]
+    divided: frozenset[int]
+
+
+def local_tree(flat: FlatTree, rank: int = 0) -> LocalTree:
+    """Return what a rank writes of a flattened tree."""
+    values = [leaf.value for leaf in flat.leaves]
+    blocks = [blocks_of_ranks(value) for value in values]
+    locals_ = {number: local_part(value) for number, value in enumerate(values) if rank in blocks[number]}
+    leaves = [leaf._replace(value=on_meta(leaf.value)) for leaf in flat.leaves]
+    divided = frozenset(number for number, value in enumerate(values) if has_many_ranks(value))
+    return LocalTree(flat._replace(leaves=leaves), blocks, locals_, divided)
+
+
+WriteTensors: TypeAlias = Callable[[Path, Sequence[Placement], LocalTree], list[str]]
+"""``(directory, placements, tree) -> digests``: write the tensors, and return the sha256 of each."""
+
+
+def write_files(directory: Path, placements: Sequence[Placement], tree: LocalTree) -> list[str]:
+    """Write the tensors of one rank, and return the sha256 of each."""
+    digests: dict[tuple[str, str], str] = {}
+    for file in sorted({item.file for item in placements}):
+        entries = [(item.info, tree.locals[number]) for number, item in enumerate(placements) if item.file == file]
+        digests.update({(file, key): value for key, value in write_tensors(directory / file, entries).items()})
+    return [digests[item.file, item.key] for item in placements]
+
+
+def write(path: Path, tree: LocalTree, notes: Notes, write_tensors: WriteTensors = write_files) -> Manifest:
+    """Write a tree as a new directory, atomically; on many ranks, `write_tensors` makes them write together."""
+    placements = place_leaves(tree.flat, notes.texts)
+    with new_directory(path, [leaf.value for leaf in tree.flat.leaves]) as temporary:
+        folders = _make_folders(temporary, [*notes.texts, *(item.file for item in placements)])
+        digests = write_tensors(temporary, placements, tree)
+        tensors = [_tensor_entry(item, digest) for item, digest in zip(placements, digests, strict=True)]
+        return _write_manifest(temporary, tree.flat, tensors, notes, folders)
 
 
 def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
@@ -144,17 +189,7 @@ def remove_abandoned(directory: Path) -> None:
             files.remove(directory / name)
 
 
-def _write_files(directory: Path, flat: FlatTree, placements: Sequence[Placement], notes: Notes) -> None:
-    folders = make_folders(directory, [*notes.texts, *(item.file for item in placements)])
-    digests: dict[tuple[str, str], str] = {}
-    for file in sorted({item.file for item in placements}):
-        entries = [(item.info, item.leaf.value) for item in placements if item.file == file]
-        digests.update({(file, key): value for key, value in write_tensors(directory / file, entries).items()})
-    tensors = [tensor_entry(item, digests[item.file, item.key]) for item in placements]
-    write_manifest(directory, flat, tensors, notes, folders)
-
-
-def make_folders(directory: Path, names: Iterable[str]) -> list[Path]:
+def _make_folders(directory: Path, names: Iterable[str]) -> list[Path]:
     """Make the folders of files in a directory, and return them."""
     folders = sorted({parent for name in names for parent in (directory / name).parents if directory in parent.parents})
     for folder in folders:
@@ -162,7 +197,7 @@ def make_folders(directory: Path, names: Iterable[str]) -> list[Path]:
     return folders
 
 
-def write_manifest(
+def _write_manifest(
     directory: Path, flat: FlatTree, tensors: Sequence[TensorEntry], notes: Notes, folders: Sequence[Path]
 ) -> Manifest:
     """Write everything except the tensors, which are already written, and sync the directory and its folders to disk.
@@ -200,7 +235,7 @@ def _commit(temporary: Path, path: Path) -> None:
         raise
 
 
-def tensor_entry(item: Placement, digest: str) -> TensorEntry:
+def _tensor_entry(item: Placement, digest: str) -> TensorEntry:
     """Return the entry of a tensor in the manifest."""
     path, dtype = dotted(item.leaf.path), dtype_name(item.info.dtype)
     return TensorEntry(path, dtype, item.info.shape, item.file, item.key, digest, strides(item.leaf.value))

@@ -16,54 +16,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ftrain._torch import on_meta
-from ftrain._torch.dtensor import local_part
 from ftrain.checkpoint import files
-from ftrain.checkpoint.blocks import Block, blocks_of_ranks, contiguous_rows, has_many_ranks, runs, whole_block
+from ftrain.checkpoint.blocks import Block, contiguous_rows, runs, whole_block
 from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
 from ftrain.checkpoint.manifest import Manifest
 from ftrain.checkpoint.ranks import Ranks
-from ftrain.checkpoint.saving import (
-    Notes,
-    Placement,
-    make_folders,
-    new_directory,
-    place_leaves,
-    tensor_entry,
-    write_manifest,
-)
-from ftrain.checkpoint.treedef import FlatTree, Json, Leaf, dotted
+from ftrain.checkpoint.saving import LocalTree, Notes, Placement, write
+from ftrain.checkpoint.treedef import Json, Leaf, dotted
 from ftrain.errors import CheckpointError
 from ftrain.tree.tensors import dtype_name
 
 DIGEST_LETTERS = 32
 """Number of hexadecimal digits of the sha256 of a block that are sent."""
-
-
-class LocalTree(NamedTuple):
-    """A flattened tree of which this rank has some blocks.
-
-    Args:
-        flat: the flattened tree, with tensors on the device meta in place of the leaves.
-        blocks: for each leaf, its blocks by the ranks that write them.
-        locals: the blocks that this rank writes, by the number of their leaf.
-        divided: the numbers of leaves that are divided. The others are written by the first rank.
-    """
-
-    flat: FlatTree
-    blocks: Sequence[Mapping[int, Block]]
-    locals: Mapping[int, Tensor]
-    divided: frozenset[int]
-
-
-def local_tree(flat: FlatTree, rank: int) -> LocalTree:
-    """Return what a rank writes of a flattened tree."""
-    values = [leaf.value for leaf in flat.leaves]
-    blocks = [blocks_of_ranks(value) for value in values]
-    locals_ = {number: local_part(value) for number, value in enumerate(values) if rank in blocks[number]}
-    leaves = [leaf._replace(value=on_meta(leaf.value)) for leaf in flat.leaves]
-    divided = frozenset(number for number, value in enumerate(values) if has_many_ranks(value))
-    return LocalTree(flat._replace(leaves=leaves), blocks, locals_, divided)
 
 
 class _Target(NamedTuple):
@@ -80,13 +44,12 @@ class _Target(NamedTuple):
 
 def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
     """Write and verify a checkpoint as a new directory, on the first rank, while the others call `help_write`."""
-    placements = place_leaves(tree.flat, notes.texts)
-    with new_directory(path, [leaf.value for leaf in tree.flat.leaves]) as temporary:
-        folders = make_folders(temporary, [*notes.texts, *(item.file for item in placements)])
-        tensors = _make_files(temporary, placements, tree)
-        digests = _write_and_verify(path.parent, temporary.name, tensors, tree, ranks)
-        entries = [tensor_entry(item, digest) for item, digest in zip(placements, digests, strict=True)]
-        return write_manifest(temporary, tree.flat, entries, notes, folders)
+
+    def write_on_ranks(directory: Path, placements: Sequence[Placement], tree: LocalTree) -> list[str]:
+        tensors = _make_files(directory, placements, tree)
+        return _write_and_verify(path.parent, directory.name, tensors, tree, ranks)
+
+    return write(path, tree, notes, write_on_ranks)
 
 
 def help_write(parent: Path, tree: LocalTree, ranks: Ranks) -> None:
@@ -103,12 +66,12 @@ def _write_and_verify(parent: Path, name: str, tensors: Sequence[Json], tree: Lo
     directory = parent / name
     targets: list[_Target] = []
 
-    def write() -> list[str]:
+    def write_blocks() -> list[str]:
         targets.extend(_targets(tensors, tree, ranks))
         with _opened(directory, targets, files.opened_to_write) as opened:
             return [_write_block(opened[target.file], target, ranks.rank) for target in targets]
 
-    digests_of_blocks = ranks.together(write)
+    digests_of_blocks = ranks.together(write_blocks)
 
     def verify() -> list[str]:
         with _opened(directory, targets, files.opened) as opened:

@@ -10,8 +10,8 @@ from ftrain.checkpoint.blocks import has_many_ranks
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import load_tree
-from ftrain.checkpoint.saving import Notes, write
-from ftrain.checkpoint.saving_on_ranks import help_write, lead_write, local_tree
+from ftrain.checkpoint.saving import Notes, local_tree, write
+from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
 from ftrain.checkpoint.treedef import flatten
 from ftrain.tree.tensors import device_off_host
 from ftrain.types import PyTree
@@ -47,16 +47,16 @@ def save(
     """
     flat = flatten(tree)
     notes = Notes(step, run, {}, environment(device_off_host(leaf.value for leaf in flat.leaves)), dict(texts or {}))
-    if _has_many_ranks(tree):
-        ranks = Ranks("save")
-        with ranks.all_or_none():
-            content = local_tree(flat, ranks.rank)
-            if ranks.is_first:
-                lead_write(Path(path), content, notes, ranks)
-            else:
-                help_write(Path(path).parent, content, ranks)
-    else:
-        write(Path(path), flat, notes)
+    if not _has_many_ranks(tree):
+        write(Path(path), local_tree(flat), notes)
+        return
+    ranks = Ranks("save")
+    with ranks.all_or_none():
+        content = local_tree(flat, ranks.rank)
+        if ranks.is_first:
+            lead_write(Path(path), content, notes, ranks)
+        else:
+            help_write(Path(path).parent, content, ranks)
 
 
 def load(
