@@ -51,7 +51,7 @@ def private_names() -> Iterator[None]:
         yield
     except (ImportError, AttributeError, KeyError) as error:
         raise VersionError(
-            f"ftrain: torch {torch.__version__} has changed something private that ftrain relies on ({error}); use "
+            f"ftrain: torch {torch.__version__} has changed something private that ftrain needs ({error}); use "
             "torch " + " to ".join(".".join(map(str, tested)) for tested in TESTED)
         ) from error
 
@@ -117,8 +117,7 @@ def storage_id(tensor: Tensor) -> int:
 
     It may be used again for other memory after this one is freed: hold the tensor as long as you compare the number.
     """
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def is_fake(value: Any) -> TypeGuard[FakeTensor]:
@@ -128,8 +127,7 @@ def is_fake(value: Any) -> TypeGuard[FakeTensor]:
 
 def is_wrapper_subclass(tensor: Tensor) -> bool:
     """Whether a tensor is of a subclass that wraps others, as quantised weights are."""
-    wraps: bool = is_traceable_wrapper_subclass(tensor)
-    return wraps
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def tensor_without_values(kind: type[Any], shape: Sequence[int], like: Tensor, *, requires_grad: bool) -> Any:
@@ -150,8 +148,8 @@ def is_transformed(tensor: Tensor) -> bool:
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return ``(*tensors) -> bool``: whether these have the shapes, strides, dtypes and devices of the first ones.
 
-    Torch compares in C++, in about 40 ns per tensor. It takes as many tensors as it was made from. It also returns
-    False in another context (`torch.inference_mode`, say): the caller must then compare the tensors itself.
+    Torch compares in C++, in about 40 ns per tensor. The function takes as many tensors as it was made from. It also
+    returns False in another context, such as `torch.inference_mode`: the caller must then compare the tensors itself.
     """
     shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
     strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
@@ -160,14 +158,12 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 def flatten_dense(tensors: list[Tensor]) -> Tensor:
     """Return the elements of contiguous tensors of one dtype as one vector."""
-    vector: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-    return vector
+    return _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def unflatten_dense(vector: Tensor, like: list[Tensor]) -> tuple[Tensor, ...]:
     """Return views of a vector in the shapes of other tensors: the inverse of `flatten_dense`."""
-    views: tuple[Tensor, ...] = _unflatten_dense_tensors(vector, like)  # type: ignore[no-untyped-call]
-    return views
+    return _unflatten_dense_tensors(vector, like)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def detach_counting_writes(tensor: Tensor) -> Tensor:
@@ -195,9 +191,8 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` was given, when this is what it returned; any other module itself."""
-    # Nothing can be compiled if Dynamo, whose import takes seconds, was never imported.
-    # Another thread may be importing it just now.
+    """Return the module that `torch.compile` has wrapped in this one; any other module itself."""
+    # Nothing is compiled if Dynamo, whose import takes seconds, was never imported. Another thread may be importing it.
     optimized = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
     return module._orig_mod if optimized and isinstance(module, optimized) else module
 
@@ -217,7 +212,7 @@ def aten_operations(*names: str) -> frozenset[OpOverload]:
 
 
 def is_composite(operation: Any) -> bool:
-    """Whether an operation is made of others, into which its `decompose` splits it."""
+    """Whether an operation consists of others, which its `decompose` calls."""
     if not isinstance(operation, OpOverload):
         return False
     name = operation.name()  # type: ignore[no-untyped-call]
@@ -226,7 +221,7 @@ def is_composite(operation: Any) -> bool:
 
 
 def without_modes() -> Any:
-    """Return the context in which no `TorchDispatchMode` is active: nothing captures or watches what runs in it."""
+    """Return a context in which no `TorchDispatchMode` is active, so that no operation is captured."""
     return _disable_current_modes()
 
 

@@ -1,4 +1,4 @@
-"""Torch's DTensor: a tensor that is sharded over the ranks of a mesh, with the part of this rank.
+"""Torch's DTensor: a tensor that is sharded over the ranks of a mesh, with the shard of this rank.
 
 It is imported at first use, which takes about a second.
 """
@@ -38,7 +38,7 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
 
 
 def is_divided(value: Any) -> bool:
-    """Whether other ranks have parts of a tensor, so that it must be gathered to be whole."""
+    """Whether a tensor is sharded over several ranks, which must gather it."""
     if not is_dtensor(value) or is_fake(value._local_tensor):
         return False
     sizes = value.device_mesh.shape
@@ -46,15 +46,15 @@ def is_divided(value: Any) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor; every rank must call this. Other tensors are returned as they are."""
+    """Return the full tensor of a DTensor; every rank must call this. Other tensors are returned as they are."""
     if not is_dtensor(tensor):
         return tensor
     local, device = tensor._local_tensor, tensor.device_mesh.device_type
-    if is_fake(local):  # Without values there is nothing to gather, nor need the ranks of a planned mesh exist.
+    if is_fake(local):  # It has no values to gather, and the ranks of a planned mesh do not exist.
         return local.new_empty(tensor.shape)
     if local.device.type == device:
         return tensor.full_tensor()
-    # An offloaded part: the ranks of a mesh of GPUs cannot send tensors on the host.
+    # An offloaded shard: the ranks of a mesh of GPUs cannot send tensors on the host.
     return with_local_part(tensor, local.to(device)).full_tensor().to(local.device)
 
 
@@ -92,12 +92,12 @@ def axis_of(tensor: DTensor) -> int:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a DTensor that this rank has, without a graph; another tensor as it is."""
+    """Return the shard of a DTensor on this rank, without a graph; another tensor as it is."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def with_local_part(tensor: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor like another one, with another part on this rank, which may have another dtype."""
+    """Return a DTensor like another one, with another shard on this rank, which may have another dtype."""
     names, spec = _names(), tensor._spec
     if local.dtype != tensor.dtype:
         meta = names.TensorMeta(tensor.shape, tensor.stride(), local.dtype)
@@ -121,7 +121,7 @@ def local_parts(leaves: Sequence[Any]) -> list[Any]:
 
 
 def with_local_parts(likes: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """Return `with_local_part` where `likes` has a DTensor, or that itself if the leaf is its part; else the leaf."""
+    """Return `with_local_part` where `likes` has a DTensor, or that itself if the leaf is its shard; else the leaf."""
     kind, pairs = _names().DTensor, zip(likes, leaves, strict=True)
     return [
         leaf if not isinstance(like, kind) else like if like._local_tensor is leaf else with_local_part(like, leaf)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor
 
-from ftrain._torch.dtensor import is_dtensor, local_part
+from ftrain._torch.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -28,11 +28,6 @@ class Block(NamedTuple):
 def has_many_ranks(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor of several ranks."""
     return is_dtensor(tensor) and tensor.device_mesh.size() > 1
-
-
-def undivided(tensor: Tensor) -> Tensor:
-    """Return the plain tensor for a DTensor of one rank; another tensor as it is."""
-    return tensor if has_many_ranks(tensor) else local_part(tensor)
 
 
 def whole_block(shape: Sequence[int]) -> Block:

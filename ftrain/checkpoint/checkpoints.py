@@ -6,10 +6,12 @@ import os
 import re
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Self
+
+from torch import Tensor
 
 from ftrain import backends
 from ftrain.checkpoint import files
@@ -27,12 +29,11 @@ from ftrain.checkpoint.manifest import Manifest, environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import read_manifest, verify
 from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, write_or_replace
-from ftrain.checkpoint.saving import LocalTree, Notes, local_tree, remove_abandoned, write
+from ftrain.checkpoint.saving import LocalTree, Notes, copied_to_host, local_tree, remove_abandoned, write
 from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
-from ftrain.checkpoint.staging import Staging
 from ftrain.checkpoint.treedef import flatten
 from ftrain.errors import CheckpointError, OptionError, require_positive
-from ftrain.tree.tensors import device_off_host
+from ftrain.tree import device_off_host
 from ftrain.types import PyTree
 
 NAME = re.compile(r"step-(\d{12,})(?:\.new)?")
@@ -92,7 +93,7 @@ class Checkpoints:
         self._run = ""
         self._pool: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
-        self._staging = Staging()
+        self._buffers: Sequence[Tensor] = ()
         self._values: dict[int, float] = {}
 
     def __repr__(self) -> str:
@@ -224,8 +225,8 @@ class Checkpoints:
             self._run = notes.run
             content = local_tree(flat, ranks.rank)
             if self.async_:
-                copies = self._staging.copies(list(content.locals.values()))
-                content = content._replace(locals=dict(zip(content.locals, copies, strict=True)))
+                content = copied_to_host(content, self._buffers)
+                self._buffers = [*content.locals.values()]
                 backends.of(device).synchronize()
         if not self.async_:
             self._write(step, content, notes, first)

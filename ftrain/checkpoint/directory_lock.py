@@ -43,18 +43,18 @@ def require_locked_by(directory: Path, expected: str) -> None:
 
     Raises a CheckpointError if it is another directory.
     """
-    waited, seen = 0.0, ""
-    while seen != expected:
+    waited = 0.0
+    while True:
+        with suppress(FileNotFoundError):
+            if _holder(directory / LOCK) == expected:
+                return
         if waited > PATIENCE:
             raise CheckpointError(
                 f"Checkpoints: {directory} on this rank is not the directory that the first rank has opened. All ranks "
                 "write and read each checkpoint: use a directory on a file system that they share; its path may differ"
             )
-        with suppress(FileNotFoundError):
-            seen = _holder(directory / LOCK)
-        if seen != expected:
-            threading.Event().wait(PAUSE)
-            waited += PAUSE
+        threading.Event().wait(PAUSE)
+        waited += PAUSE
 
 
 def _holder(path: Path) -> str:

@@ -90,7 +90,7 @@ class Ranks:
         """Send a message to all ranks, and return the messages of all."""
         keys = [f"{self._keys}/{self._count}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], json.dumps(message))
-        self._wait_for_all(keys)
+        self._wait_for(keys)
         messages = [json.loads(text) for text in self._store.multi_get(keys)]
         if self._count:
             # All ranks have arrived here, so all have read the earlier messages.
@@ -98,7 +98,7 @@ class Ranks:
         self._count += 1
         return messages
 
-    def _wait_for_all(self, keys: list[str]) -> None:
+    def _wait_for(self, keys: list[str]) -> None:
         """Wait until the store has these keys, one per rank."""
 
         def absent() -> list[int]:

@@ -11,8 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
+from ftrain import backends
 from ftrain._torch import on_meta
 from ftrain._torch.dtensor import local_part
 from ftrain.checkpoint import files
@@ -21,7 +23,7 @@ from ftrain.checkpoint.layout import TensorInfo, chunks, layout, strides
 from ftrain.checkpoint.manifest import FILE_NAME, MAX_BYTES, NAME, Manifest, TensorEntry, dump
 from ftrain.checkpoint.treedef import FlatTree, Leaf, dotted, flatten
 from ftrain.errors import CheckpointError, OptionError
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import HOST, dtype_name
 from ftrain.types import PyTree
 
 STATE = "state.safetensors"
@@ -80,6 +82,25 @@ def local_tree(flat: FlatTree, rank: int = 0) -> LocalTree:
     leaves = [leaf._replace(value=on_meta(leaf.value)) for leaf in flat.leaves]
     divided = frozenset(number for number, value in enumerate(values) if has_many_ranks(value))
     return LocalTree(flat._replace(leaves=leaves), blocks, locals_, divided)
+
+
+def copied_to_host(tree: LocalTree, buffers: Sequence[Tensor]) -> LocalTree:
+    """Return a tree with copies of the blocks in host memory; synchronize with an accelerator before reading them.
+
+    The copies go to `buffers`, those of the last call, where these have the same shapes, strides and dtypes.
+    """
+    if len(buffers) != len(tree.locals):
+        buffers = [torch.empty(0)] * len(tree.locals)
+    pairs = zip(tree.locals.items(), buffers, strict=True)
+    return tree._replace(locals={number: _copy_to_host(tensor, buffer) for (number, tensor), buffer in pairs})
+
+
+def _copy_to_host(tensor: Tensor, buffer: Tensor) -> Tensor:
+    fits = buffer.dtype == tensor.dtype and buffer.shape == tensor.shape and buffer.stride() == tensor.stride()
+    if not fits:
+        # Pinned, so that a copy from an accelerator is asynchronous.
+        buffer = torch.empty_like(tensor, device=HOST, pin_memory=backends.of(tensor.device).pinned_memory)
+    return buffer.copy_(tensor.detach(), non_blocking=True)
 
 
 WriteTensors: TypeAlias = Callable[[Path, Sequence[Placement], LocalTree], list[str]]

@@ -24,7 +24,7 @@ from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.saving import LocalTree, Notes, Placement, write
 from ftrain.checkpoint.treedef import Json, Leaf, dotted
 from ftrain.errors import CheckpointError
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 
 DIGEST_LETTERS = 32
 """Number of hexadecimal digits of the sha256 of a block that are sent."""
@@ -143,9 +143,9 @@ def _write_block(descriptor: int, target: _Target, rank: int) -> str:
     if target.local is None:
         return ""
     digest, itemsize = hashlib.sha256(), target.dtype.itemsize
-    for start, part in contiguous_rows(target.local, target.blocks[rank], target.shape):
+    for start, row in contiguous_rows(target.local, target.blocks[rank], target.shape):
         offset = target.offset + start * itemsize
-        for chunk in chunks(part):
+        for chunk in chunks(row):
             digest.update(chunk)
             files.write_at(descriptor, chunk, offset)
             offset += len(chunk)
@@ -158,10 +158,10 @@ def _verified(descriptor: int, target: _Target, digests: Sequence[str]) -> str:
     buffer, itemsize = memoryview(bytearray(CHUNK)), target.dtype.itemsize
     for start, length, rank in heapq.merge(*(_runs_of(rank, target) for rank in target.blocks)):
         for first in range(0, length * itemsize, CHUNK):
-            part = buffer[: length * itemsize - first]
-            files.read_into(descriptor, part, target.offset + start * itemsize + first)
-            whole.update(part)
-            by_rank[rank].update(part)
+            chunk = buffer[: length * itemsize - first]
+            files.read_into(descriptor, chunk, target.offset + start * itemsize + first)
+            whole.update(chunk)
+            by_rank[rank].update(chunk)
     for rank, digest in by_rank.items():
         if digest.hexdigest()[:DIGEST_LETTERS] != digests[rank]:
             raise CheckpointError(f"save: {target.file}: {target.path}: on the disk is not what rank {rank} wrote")

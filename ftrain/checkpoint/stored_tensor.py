@@ -53,12 +53,12 @@ class StoredTensor:
         return self._converted(self.file.get_tensor(self.name))
 
     def narrow(self, axis: int, start: int, length: int) -> Tensor:
-        """Read a part along one axis, and nothing else of the file."""
+        """Read a slice along one axis, and nothing else of the file."""
         if length == 0:  # safetensors has no empty slices.
             shape = (*self.shape[:axis], 0, *self.shape[axis + 1 :])
             return torch.empty(shape, dtype=self.dtype, device=self.device)
-        part = (*[slice(None)] * axis, slice(start, start + length))
-        return self._converted(self.file.get_slice(self.name)[part])
+        index = (*[slice(None)] * axis, slice(start, start + length))
+        return self._converted(self.file.get_slice(self.name)[index])
 
     def _converted(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype)

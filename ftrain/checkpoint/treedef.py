@@ -10,11 +10,11 @@ import optree
 import torch
 from torch import Tensor
 
-from ftrain._torch.dtensor import is_dtensor
-from ftrain.checkpoint.blocks import has_many_ranks, undivided
+from ftrain._torch.dtensor import is_dtensor, local_part
+from ftrain.checkpoint.blocks import has_many_ranks
 from ftrain.checkpoint.layout import DTYPES
 from ftrain.errors import CheckpointError, StructureError
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 from ftrain.types import NAMESPACE, TREE_CLASSES, PyTree, TrainState, tree_tag
 
 Json: TypeAlias = Any
@@ -88,7 +88,7 @@ class _Flattener:
 
     def number(self, path: Path, tensor: Tensor, state_path: Path | None) -> int:
         """Return the number of a tensor; tied tensors, which share memory, have the same number."""
-        tensor = undivided(tensor)
+        tensor = tensor if has_many_ranks(tensor) else local_part(tensor)
         problem = _why_not_savable(tensor)
         if problem:
             self.problems.append(f"{dotted(path)}: {problem}")

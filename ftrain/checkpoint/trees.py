@@ -13,7 +13,7 @@ from ftrain.checkpoint.reading import load_tree
 from ftrain.checkpoint.saving import Notes, local_tree, write
 from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
 from ftrain.checkpoint.treedef import flatten
-from ftrain.tree.tensors import device_off_host
+from ftrain.tree import device_off_host
 from ftrain.types import PyTree
 
 

@@ -13,7 +13,7 @@ from ftrain._torch.dtensor import is_dtensor, with_local_part
 from ftrain.checkpoint.manifest import TensorEntry
 from ftrain.checkpoint.treedef import NAMED_TUPLE, Container, class_name, dotted, printable
 from ftrain.errors import OptionError, StructureError
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 from ftrain.types import NAMESPACE, PyTree
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import DataError, OptionError, require_positive
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 
 MASK = "attention_mask"
 """The field of a padded batch that holds the mask."""
