@@ -125,9 +125,8 @@ def is_fake(value: Any) -> TypeGuard[FakeTensor]:
     return isinstance(value, FakeTensor)
 
 
-def is_wrapper_subclass(tensor: Tensor) -> bool:
-    """Whether a tensor is of a subclass that wraps others, as quantised weights are."""
-    return bool(is_traceable_wrapper_subclass(tensor))
+is_wrapper_subclass: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
+"""Whether a tensor is of a subclass that wraps others, as quantised weights are."""
 
 
 def tensor_without_values(kind: type[Any], shape: Sequence[int], like: Tensor, *, requires_grad: bool) -> Any:
@@ -135,14 +134,11 @@ def tensor_without_values(kind: type[Any], shape: Sequence[int], like: Tensor, *
     return _make_wrapper_subclass(kind, tuple(shape), dtype=like.dtype, device=like.device, requires_grad=requires_grad)
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor has an axis that `torch.func.vmap` hides."""
-    return is_batchedtensor(tensor)
+is_batched: Callable[[Tensor], bool] = is_batchedtensor
+"""Whether a tensor has an axis that `torch.func.vmap` hides."""
 
-
-def is_transformed(tensor: Tensor) -> bool:
-    """Whether a tensor is one of a `torch.func` transform (`vmap`, `grad`, `jvp`, `functionalize`)."""
-    return is_functorch_wrapped_tensor(tensor)
+is_transformed: Callable[[Tensor], bool] = is_functorch_wrapped_tensor
+"""Whether a tensor is one of a `torch.func` transform (`vmap`, `grad`, `jvp`, `functionalize`)."""
 
 
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -156,14 +152,11 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
-def flatten_dense(tensors: list[Tensor]) -> Tensor:
-    """Return the elements of contiguous tensors of one dtype as one vector."""
-    return _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call,no-any-return]
+flatten_dense: Callable[[list[Tensor]], Tensor] = _flatten_dense_tensors
+"""Return the elements of contiguous tensors of one dtype as one vector."""
 
-
-def unflatten_dense(vector: Tensor, like: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return views of a vector in the shapes of other tensors: the inverse of `flatten_dense`."""
-    return _unflatten_dense_tensors(vector, like)  # type: ignore[no-untyped-call,no-any-return]
+unflatten_dense: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = _unflatten_dense_tensors
+"""Return views of a vector in the shapes of other tensors: the inverse of `flatten_dense`."""
 
 
 def detach_counting_writes(tensor: Tensor) -> Tensor:
@@ -220,14 +213,11 @@ def is_composite(operation: Any) -> bool:
     return _has_kernel(name) and _has_kernel_for(name, DispatchKey.CompositeImplicitAutograd)
 
 
-def without_modes() -> Any:
-    """Return a context in which no `TorchDispatchMode` is active, so that no operation is captured."""
-    return _disable_current_modes()
+without_modes: Callable[[], Any] = _disable_current_modes
+"""Return a context in which no `TorchDispatchMode` is active, so that no operation is captured."""
 
-
-def active_modes() -> list[TorchDispatchMode]:
-    """Return the dispatch modes that are active, the innermost one last; in autograd's threads too."""
-    return _get_current_dispatch_mode_stack()
+active_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
+"""Return the dispatch modes that are active, the innermost one last; in autograd's threads too."""
 
 
 def is_capturing() -> bool:

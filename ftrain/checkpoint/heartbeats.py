@@ -33,7 +33,7 @@ def heartbeat_key(rank: int) -> str:
 
 
 def wait_for_ranks(
-    table: Any,
+    store: Any,
     ranks: tuple[int, int],
     have_come: Callable[[], bool],
     absent: Callable[[], Sequence[int]],
@@ -44,17 +44,17 @@ def wait_for_ranks(
     """Wait until all ranks have arrived; return None, or a `GaveUp` when one cannot arrive or the wait has timed out.
 
     Args:
-        table: the store of the process group, whose timeout limits the wait.
+        store: the store of the process group, whose timeout limits the wait.
         ranks: this rank and the number of ranks.
         have_come: function that returns whether all ranks have arrived, in one request.
         absent: function that returns the ranks that have not.
         in_order: as in `Heartbeats.why_absent`.
         abandoned: event that ends the wait.
     """
-    heartbeats, abandoned = Heartbeats(table, *ranks), abandoned or threading.Event()
+    heartbeats, abandoned = Heartbeats(store, *ranks), abandoned or threading.Event()
     waited, looked, pause = 0.0, 0.0, SHORTEST_WAIT
     while not have_come():
-        is_late = waited > table.timeout.total_seconds() or abandoned.is_set()
+        is_late = waited > store.timeout.total_seconds() or abandoned.is_set()
         if is_late or waited - looked > PATIENCE:
             looked, why = waited, heartbeats.why_absent(absent, waited, in_order=in_order)
             if is_late or why:
@@ -67,9 +67,9 @@ def wait_for_ranks(
 class Heartbeats:
     """Reads the heartbeats of `size` ranks. Ranks without a mesh write none."""
 
-    def __init__(self, table: Any, rank: int, size: int) -> None:
-        self._table, self._rank, self._size = table, rank, size
-        self._silence = min(SILENCE, table.timeout.total_seconds())
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._silence = min(SILENCE, store.timeout.total_seconds())
         self._notes: dict[int, Any] = {}
         self._heard_at: dict[int, float] = {}
 
@@ -107,4 +107,4 @@ class Heartbeats:
 
     def _read(self, rank: int) -> Any:
         key = heartbeat_key(rank)
-        return json.loads(self._table.get(key)) if self._table.check([key]) else None
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None

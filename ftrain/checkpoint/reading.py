@@ -43,12 +43,12 @@ def load_tree(
     Raises a StructureError for `partial` or `rename` without `like`, and as `ftrain.checkpoint.load` does.
     """
     with _error_names(path):
-        manifest = _read_manifest(path)
+        reader = _Reader(path, _read_manifest(path), share)
         if like is not None:
-            return _load_like(path, manifest, manifest.tree, like, partial=partial, rename=rename, share=share)
+            return reader.like(reader.manifest.tree, like, partial=partial, rename=rename)
         if partial or rename:
             raise StructureError("load: partial= and rename= need like=, which is missing")
-        return _load_as_saved(path, manifest, manifest.tree)
+        return reader.as_saved(reader.manifest.tree)
 
 
 def load_parts(
@@ -60,63 +60,67 @@ def load_parts(
     the tensors that are divided, and verifies a share of the whole tensors. Raises as `ftrain.checkpoint.load` does.
     """
     with _error_names(path):
-        manifest = _read_manifest(path)
+        reader = _Reader(path, _read_manifest(path), share)
         parts = {
-            key: _load_like(path, manifest, node, like[key], partial=False, rename={}, on_host=on_host, share=share)
-            if key in like
-            else _load_as_saved(path, manifest, node)
-            for key, node in children(manifest.tree).items()
+            key: reader.like(node, like[key], on_host=on_host) if key in like else reader.as_saved(node)
+            for key, node in children(reader.manifest.tree).items()
         }
     if missing := [key for key in like if key not in parts]:
         raise StructureError(f"load: {path} has no {', '.join(missing)}; it was not saved by a run")
-    return manifest, parts
+    return reader.manifest, parts
 
 
 def load_items(path: Path) -> dict[tuple[Any, ...], Any]:
     """Return the `Container`, tensor or other leaf at each path of a checkpoint; raises as `load` does."""
     with _error_names(path):
-        manifest = _read_manifest(path)
-        return items_by_path(manifest.tree, _read_tensors(path, manifest, manifest.tensors))
+        reader = _Reader(path, _read_manifest(path))
+        return items_by_path(reader.manifest.tree, reader.read(reader.manifest.tensors))
 
 
-def _load_as_saved(path: Path, manifest: Manifest, treedef: Json) -> PyTree:
-    used = {id(item) for item in items_by_path(treedef, manifest.tensors).values()}
-    numbers = [number for number, item in enumerate(manifest.tensors) if id(item) in used]
-    tensors = _read_tensors(path, manifest, [manifest.tensors[number] for number in numbers])
-    return unflatten(treedef, dict(zip(numbers, tensors, strict=True)))
+class _Reader(NamedTuple):
+    """Reads trees of one checkpoint."""
 
+    path: Path
+    manifest: Manifest
+    share: tuple[int, int] = (0, 1)
 
-def _load_like(
-    path: Path,
-    manifest: Manifest,
-    treedef: Json,
-    like: PyTree,
-    *,
-    partial: bool,
-    rename: Mapping[str, str],
-    share: tuple[int, int],
-    on_host: bool = False,
-) -> PyTree:
-    saved, wanted = rename_paths(items_by_path(treedef, manifest.tensors), rename), flatten(like).items_by_path
-    items = match_leaves(saved, wanted, str(path), partial=partial)
-    stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, TensorEntry)}
-    divided = {tree_path: item for tree_path, item in stored.items() if has_many_ranks(wanted[tree_path])}
-    whole = {id(item): item for tree_path, item in stored.items() if tree_path not in divided}
-    tensors = dict(zip(whole, _read_tensors(path, manifest, [*whole.values()]), strict=True))
-    blocks = [(item, block_of_this_rank(wanted[tree_path])) for tree_path, item in divided.items()]
-    locals_ = dict(zip(divided, _read_blocks(path, manifest, blocks, share), strict=True))
-    values = {tree_path: tensors.get(id(item), item) for tree_path, item in items.items()}
-    return fill_like(like, {**values, **locals_}, on_host=on_host)
+    def as_saved(self, treedef: Json) -> PyTree:
+        used = {id(item) for item in items_by_path(treedef, self.manifest.tensors).values()}
+        entries = {number: item for number, item in enumerate(self.manifest.tensors) if id(item) in used}
+        return unflatten(treedef, dict(zip(entries, self.read([*entries.values()]), strict=True)))
 
+    def like(
+        self,
+        treedef: Json,
+        like: PyTree,
+        *,
+        partial: bool = False,
+        rename: Mapping[str, str] | None = None,
+        on_host: bool = False,
+    ) -> PyTree:
+        saved, wanted = items_by_path(treedef, self.manifest.tensors), flatten(like).items_by_path
+        items = match_leaves(rename_paths(saved, rename or {}), wanted, str(self.path), partial=partial)
+        stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, TensorEntry)}
+        divided = {tree_path: item for tree_path, item in stored.items() if has_many_ranks(wanted[tree_path])}
+        whole = {id(item): item for tree_path, item in stored.items() if tree_path not in divided}
+        tensors = dict(zip(whole, self.read([*whole.values()]), strict=True))
+        blocks = [(item, block_of_this_rank(wanted[tree_path])) for tree_path, item in divided.items()]
+        locals_ = dict(zip(divided, self.read_blocks(blocks), strict=True))
+        values = {tree_path: tensors.get(id(item), item) for tree_path, item in items.items()}
+        return fill_like(like, {**values, **locals_}, on_host=on_host)
 
-def _read_blocks(
-    path: Path, manifest: Manifest, blocks: Sequence[tuple[TensorEntry, Block]], share: tuple[int, int]
-) -> list[Tensor]:
-    """Read blocks of tensors to the CPU, and verify a share of these tensors."""
-    rank, size = share
-    with _open_tensor_files(path, manifest) as offsets:
-        _concurrently(lambda item: _check(item, offsets[item.file, item.key]), [item for item, _ in blocks[rank::size]])
-        return _concurrently(lambda pair: _read_block(pair[0], pair[1], offsets[pair[0].file, pair[0].key]), blocks)
+    def read(self, items: Sequence[TensorEntry]) -> list[Tensor]:
+        """Read and verify tensors, to the CPU."""
+        with _open_tensor_files(self.path, self.manifest) as offsets:
+            return _concurrently(lambda item: _read(item, offsets[item.file, item.key]), items)
+
+    def read_blocks(self, blocks: Sequence[tuple[TensorEntry, Block]]) -> list[Tensor]:
+        """Read blocks of tensors to the CPU, and verify a share of these tensors."""
+        rank, size = self.share
+        verified = [item for item, _ in blocks[rank::size]]
+        with _open_tensor_files(self.path, self.manifest) as offsets:
+            _concurrently(lambda item: _check(item, offsets[item.file, item.key]), verified)
+            return _concurrently(lambda pair: _read_block(pair[0], pair[1], offsets[pair[0].file, pair[0].key]), blocks)
 
 
 def _read_block(item: TensorEntry, block: Block, at: FileOffset) -> Tensor:
@@ -219,12 +223,6 @@ def _open_tensor_files(path: Path, manifest: Manifest) -> Iterator[dict[tuple[st
                 raise CheckpointError(f"{file}: its header is not that of the tensors in the manifest")
             offsets.update({(file, key): FileOffset(descriptor, offset) for key, offset in plan.offsets.items()})
         yield offsets
-
-
-def _read_tensors(path: Path, manifest: Manifest, items: Sequence[TensorEntry]) -> list[Tensor]:
-    """Read and verify some of the tensors of a checkpoint, to the CPU."""
-    with _open_tensor_files(path, manifest) as offsets:
-        return _concurrently(lambda item: _read(item, offsets[item.file, item.key]), items)
 
 
 def _concurrently(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:

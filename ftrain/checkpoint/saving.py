@@ -74,6 +74,10 @@ class LocalTree(NamedTuple):
     divided: frozenset[int]
 
 
+WriteLeaves: TypeAlias = Callable[[Path, Sequence[Placement], LocalTree], list[str]]
+"""``(directory, placements, tree) -> digests``: write the tensors of a tree, and return the sha256 of each."""
+
+
 def local_tree(flat: FlatTree, rank: int = 0) -> LocalTree:
     """Return what a rank writes of a flattened tree."""
     values = [leaf.value for leaf in flat.leaves]
@@ -103,12 +107,8 @@ def _copy_to_host(tensor: Tensor, buffer: Tensor) -> Tensor:
     return buffer.copy_(tensor.detach(), non_blocking=True)
 
 
-WriteTensors: TypeAlias = Callable[[Path, Sequence[Placement], LocalTree], list[str]]
-"""``(directory, placements, tree) -> digests``: write the tensors, and return the sha256 of each."""
-
-
-def write_files(directory: Path, placements: Sequence[Placement], tree: LocalTree) -> list[str]:
-    """Write the tensors of one rank, and return the sha256 of each."""
+def _write_alone(directory: Path, placements: Sequence[Placement], tree: LocalTree) -> list[str]:
+    """Write the tensors on one rank, and return the sha256 of each."""
     digests: dict[tuple[str, str], str] = {}
     for file in sorted({item.file for item in placements}):
         entries = [(item.info, tree.locals[number]) for number, item in enumerate(placements) if item.file == file]
@@ -116,12 +116,12 @@ def write_files(directory: Path, placements: Sequence[Placement], tree: LocalTre
     return [digests[item.file, item.key] for item in placements]
 
 
-def write(path: Path, tree: LocalTree, notes: Notes, write_tensors: WriteTensors = write_files) -> Manifest:
-    """Write a tree as a new directory, atomically; on many ranks, `write_tensors` makes them write together."""
+def write(path: Path, tree: LocalTree, notes: Notes, write_leaves: WriteLeaves = _write_alone) -> Manifest:
+    """Write a tree as a new directory, atomically; `write_leaves` may write the tensors on many ranks."""
     placements = place_leaves(tree.flat, notes.texts)
     with new_directory(path, [leaf.value for leaf in tree.flat.leaves]) as temporary:
         folders = _make_folders(temporary, [*notes.texts, *(item.file for item in placements)])
-        digests = write_tensors(temporary, placements, tree)
+        digests = write_leaves(temporary, placements, tree)
         tensors = [_tensor_entry(item, digest) for item, digest in zip(placements, digests, strict=True)]
         return _write_manifest(temporary, tree.flat, tensors, notes, folders)
 

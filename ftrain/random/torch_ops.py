@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ _Arguments: TypeAlias = dict[str, Any]
 _Draw: TypeAlias = Callable[[Tensor, _Arguments], Any]
 
 _CHUNK = 32
-_aten = torch.ops.aten
+"""Number of draws whose keys are folded at once."""
 
 
 class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -270,23 +271,16 @@ def _native_dropout(key: Tensor, a: _Arguments) -> tuple[Tensor, Tensor]:
     return torch.where(keep, a["input"] * random.keep_scale(a["p"]), 0.0), keep
 
 
-_DRAWS: dict[Any, _Draw] = {
-    **dict.fromkeys((_aten.rand.default, _aten.rand.generator), _uniform),
-    **dict.fromkeys((_aten.rand_like.default, _aten.rand_like.generator), _uniform),
-    **dict.fromkeys((_aten.uniform.default, _aten.uniform_.default), _uniform),
-    **dict.fromkeys((_aten.randn.default, _aten.randn.generator), _normal),
-    **dict.fromkeys((_aten.randn_like.default, _aten.randn_like.generator), _normal),
-    **dict.fromkeys((_aten.normal_functional.default, _aten.normal_.default), _normal),
-    _aten.normal.float_float: _normal,
-    **dict.fromkeys((_aten.normal.Tensor_float, _aten.normal.float_Tensor), _normal_of_tensors),
-    _aten.normal.Tensor_Tensor: _normal_of_tensors,
-    **dict.fromkeys((_aten.exponential.default, _aten.exponential_.default), _exponential),
-    **dict.fromkeys((_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli.Tensor), _bernoulli),
-    **dict.fromkeys((_aten.bernoulli_.float, _aten.bernoulli_.Tensor), _bernoulli),
-    **dict.fromkeys((_aten.randint.default, _aten.randint.generator), _randint),
-    **dict.fromkeys((_aten.randint.low, _aten.randint.low_generator), _randint),
-    **dict.fromkeys((_aten.randint_like.default, _aten.randint_like.low_dtype), _randint),
-    **dict.fromkeys((_aten.random_.to, getattr(_aten.random_, "from")), _randint),
-    **dict.fromkeys((_aten.randperm.default, _aten.randperm.generator), _randperm),
-    _aten.native_dropout.default: _native_dropout,
+_OVERLOADS: dict[_Draw, str] = {
+    _uniform: "rand.default rand.generator rand_like.default rand_like.generator uniform.default uniform_.default",
+    _normal: """randn.default randn.generator randn_like.default randn_like.generator normal_functional.default
+        normal_.default normal.float_float""",
+    _normal_of_tensors: "normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor",
+    _exponential: "exponential.default exponential_.default",
+    _bernoulli: "bernoulli.default bernoulli.p bernoulli.Tensor bernoulli_.float bernoulli_.Tensor",
+    _randint: """randint.default randint.generator randint.low randint.low_generator randint_like.default
+        randint_like.low_dtype random_.to random_.from""",
+    _randperm: "randperm.default randperm.generator",
+    _native_dropout: "native_dropout.default",
 }
+_DRAWS = {attrgetter(name)(torch.ops.aten): draw for draw, names in _OVERLOADS.items() for name in names.split()}

@@ -63,5 +63,5 @@ def test_is_another_for_each_label_and_step():
     torch.testing.assert_close(found, run(ft.compiled(lowering="whole", backend="aot_eager")(step)))
 
 
-def test_golden_words():
+def test_golden_key_data():
     assert random.update_key_data((2024, 0)) == (2024 ^ 0x75706461, 0x74655F6B)

@@ -197,7 +197,7 @@ def test_golden(name):
     assert [x.hex() if isinstance(x, float) else x for x in drawn] == expected
 
 
-def test_golden_words_for_stock_operations():
+def test_golden_key_data_of_stock_operations():
     assert random.stock_key_data((2024, 0)) == (1937008779, 1801415545)
     assert random.seed_of((2024, 0)) == 3868510427109012549
 
@@ -517,7 +517,7 @@ def test_round_down_is_tight(dtype, value):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_extreme_words_give_finite_draws(dtype):
+def test_extreme_bits_give_finite_draws(dtype):
     for word in (0, 2**32 - 1):
         with extreme(word):
             assert random.normal(random.key(0), (4,), dtype=dtype).isfinite().all()
