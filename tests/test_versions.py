@@ -17,6 +17,7 @@ from torch.utils import checkpoint
 from torch.utils.data import dataloader
 
 from ftrain import _torch
+from ftrain._torch.compile import inductor_random
 from ftrain.errors import VersionError
 
 ROOT = Path(_torch.__file__).parents[2]
@@ -83,7 +84,7 @@ def test_a_private_name_that_is_gone_is_an_error_at_import(owner, name, monkeypa
 def test_a_private_name_of_inductor_that_is_gone_is_an_error_where_it_is_used(monkeypatch):
     monkeypatch.delattr(inductor_prims, "random")
     with pytest.raises(VersionError, match=r"changed something private.*random"):
-        _torch.inductor_random([2], torch.tensor(0), "rand")
+        inductor_random([2], torch.tensor(0), "rand")
 
 
 def test_the_engine_gives_the_gradients_that_autograd_gives():

@@ -6,7 +6,6 @@ if the import of its module takes seconds (Inductor).
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +51,7 @@ def private_names() -> Iterator[None]:
         yield
     except (ImportError, AttributeError, KeyError) as error:
         raise VersionError(
-            f"ftrain: torch {torch.__version__} has changed something private that ftrain relies on ({error}); use "
+            f"ftrain: torch {torch.__version__} has changed something private that ftrain needs ({error}); use "
             "torch " + " to ".join(".".join(map(str, tested)) for tested in TESTED)
         ) from error
 
@@ -77,7 +76,7 @@ with private_names():
     from torch.utils.checkpoint import _recomputation_hook
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-    _ = Tensor._version, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
+    _ = Tensor._version, Tensor._base, torch.UntypedStorage._cdata, torch.ops.aten.mm.default._schema
     _hooks_of = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
     _hooks_of(Tensor)
     _make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
@@ -118,8 +117,7 @@ def storage_id(tensor: Tensor) -> int:
 
     It may be used again for other memory after this one is freed: hold the tensor as long as you compare the number.
     """
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def is_fake(value: Any) -> TypeGuard[FakeTensor]:
@@ -127,10 +125,8 @@ def is_fake(value: Any) -> TypeGuard[FakeTensor]:
     return isinstance(value, FakeTensor)
 
 
-def is_wrapper_subclass(tensor: Tensor) -> bool:
-    """Whether a tensor is of a subclass that wraps others, as quantised weights are."""
-    wraps: bool = is_traceable_wrapper_subclass(tensor)
-    return wraps
+is_wrapper_subclass: Callable[[Tensor], bool] = is_traceable_wrapper_subclass
+"""Whether a tensor is of a subclass that wraps others, as quantised weights are."""
 
 
 def tensor_without_values(kind: type[Any], shape: Sequence[int], like: Tensor, *, requires_grad: bool) -> Any:
@@ -138,37 +134,29 @@ def tensor_without_values(kind: type[Any], shape: Sequence[int], like: Tensor, *
     return _make_wrapper_subclass(kind, tuple(shape), dtype=like.dtype, device=like.device, requires_grad=requires_grad)
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor has an axis that `torch.func.vmap` hides."""
-    return is_batchedtensor(tensor)
+is_batched: Callable[[Tensor], bool] = is_batchedtensor
+"""Whether a tensor has an axis that `torch.func.vmap` hides."""
 
-
-def is_transformed(tensor: Tensor) -> bool:
-    """Whether a tensor is one of a `torch.func` transform (`vmap`, `grad`, `jvp`, `functionalize`)."""
-    return is_functorch_wrapped_tensor(tensor)
+is_transformed: Callable[[Tensor], bool] = is_functorch_wrapped_tensor
+"""Whether a tensor is one of a `torch.func` transform (`vmap`, `grad`, `jvp`, `functionalize`)."""
 
 
 def tensor_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return ``(*tensors) -> bool``: whether these have the shapes, strides, dtypes and devices of the first ones.
 
-    Torch compares in C++, in about 40 ns per tensor. It takes as many tensors as it was made from. It also returns
-    False in another context (`torch.inference_mode`, say): the caller must then compare the tensors itself.
+    Torch compares in C++, in about 40 ns per tensor. The function takes as many tensors as it was made from. It also
+    returns False in another context, such as `torch.inference_mode`: the caller must then compare the tensors itself.
     """
     shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
     strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
-def flatten_dense(tensors: list[Tensor]) -> Tensor:
-    """Return the elements of contiguous tensors of one dtype as one vector."""
-    vector: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
-    return vector
+flatten_dense: Callable[[list[Tensor]], Tensor] = _flatten_dense_tensors
+"""Return the elements of contiguous tensors of one dtype as one vector."""
 
-
-def unflatten_dense(vector: Tensor, like: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return views of a vector in the shapes of other tensors: the inverse of `flatten_dense`."""
-    views: tuple[Tensor, ...] = _unflatten_dense_tensors(vector, like)  # type: ignore[no-untyped-call]
-    return views
+unflatten_dense: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = _unflatten_dense_tensors
+"""Return views of a vector in the shapes of other tensors: the inverse of `flatten_dense`."""
 
 
 def detach_counting_writes(tensor: Tensor) -> Tensor:
@@ -196,9 +184,8 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` was given, when this is what it returned; any other module itself."""
-    # Nothing can be compiled if Dynamo, whose import takes seconds, was never imported.
-    # Another thread may be importing it just now.
+    """Return the module that `torch.compile` has wrapped in this one; any other module itself."""
+    # Nothing is compiled if Dynamo, whose import takes seconds, was never imported. Another thread may be importing it.
     optimized = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
     return module._orig_mod if optimized and isinstance(module, optimized) else module
 
@@ -218,7 +205,7 @@ def aten_operations(*names: str) -> frozenset[OpOverload]:
 
 
 def is_composite(operation: Any) -> bool:
-    """Whether an operation is made of others, into which its `decompose` splits it."""
+    """Whether an operation consists of others, which its `decompose` calls."""
     if not isinstance(operation, OpOverload):
         return False
     name = operation.name()  # type: ignore[no-untyped-call]
@@ -226,14 +213,11 @@ def is_composite(operation: Any) -> bool:
     return _has_kernel(name) and _has_kernel_for(name, DispatchKey.CompositeImplicitAutograd)
 
 
-def without_modes() -> Any:
-    """Return the context in which no `TorchDispatchMode` is active: nothing captures or watches what runs in it."""
-    return _disable_current_modes()
+without_modes: Callable[[], Any] = _disable_current_modes
+"""Return a context in which no `TorchDispatchMode` is active, so that no operation is captured."""
 
-
-def active_modes() -> list[TorchDispatchMode]:
-    """Return the dispatch modes that are active, the innermost one last; in autograd's threads too."""
-    return _get_current_dispatch_mode_stack()
+active_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
+"""Return the dispatch modes that are active, the innermost one last; in autograd's threads too."""
 
 
 def is_capturing() -> bool:
@@ -303,6 +287,21 @@ def recomputes(hook: Any) -> bool:
     return getattr(hook, "__qualname__", "") == _pack_hook
 
 
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor of which another one is a view, for autograd; the tensor itself if it is not a view."""
+    base: Tensor | None = tensor._base
+    return tensor if base is None else base
+
+
+def cast_from(tensor: Tensor) -> tuple[Any, int] | None:
+    """Return the node of autograd, and the number of its output, of which a tensor is a cast; None if it is not."""
+    node: Any = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    source: tuple[Any, int] = node.next_functions[0]
+    return source
+
+
 def in_backward() -> bool:
     """Whether this thread is running a backward pass."""
     return _current_graph_task_id() >= 0
@@ -321,61 +320,6 @@ def stop_workers(iterator: Any) -> None:
     """Stop the worker processes of an iterator of a `DataLoader`, if it has any."""
     if isinstance(iterator, _MultiProcessingDataLoaderIter):
         _stop_workers(iterator)
-
-
-# Random numbers of Inductor
-
-
-def inductor_random(shape: list[int], seed: Tensor, distribution: str, start: Tensor | None = None) -> Tensor:
-    """Draw float32 numbers in one operation, which Inductor fuses with the operations that use them.
-
-    Only for capture and compilation: run eagerly, the operation draws from torch's global generator.
-
-    Args:
-        shape: shape of the result.
-        seed: a 0-d int64 tensor.
-        distribution: ``"rand"`` or ``"randn"``.
-        start: index in the stream of the seed of the first number, a 0-d int64 tensor. Default: 0.
-    """
-    if start is not None:
-        return _inductor_random_from()(shape, seed, distribution, start)
-    with private_names():
-        from torch._inductor.inductor_prims import random
-    numbers: Tensor = random(shape, seed, distribution)
-    return numbers
-
-
-@functools.cache
-def _inductor_random_from() -> Callable[..., Tensor]:
-    """Register an operation with an argument that Inductor's own lacks, and its lowering."""
-    with private_names():
-        from torch._inductor import ir
-        from torch._inductor.inductor_prims import make_prim
-        from torch._inductor.lowering import register_lowering
-        from torch._inductor.virtualized import ops
-
-    operation: Callable[..., Tensor] = make_prim(
-        "ftrain_random(SymInt[] size, Tensor seed, str mode, Tensor offset) -> Tensor",
-        lambda size, seed, mode, offset: getattr(torch, mode)(size, device=seed.device, dtype=torch.float32),
-        doc="the numbers of Inductor's random operation, from index `offset` of its stream on",
-    )
-
-    def lowered(size: Any, seed: Any, mode: str, offset: Any) -> Any:
-        device, size = seed.get_device_or_error(), [*size]
-        strides = ir.FlexibleLayout.contiguous_strides(size)
-        place = ir.FixedLayout(device, torch.float32, size, strides).make_indexer()
-        load_seed, load_offset = seed.make_loader(), offset.make_loader()
-
-        def element(index: Any) -> Any:
-            begins = ops.to_dtype(load_offset([]), torch.int32)
-            return getattr(ops, mode)(load_seed([]), ops.add(ops.index_expr(place(index), torch.int32), begins))
-
-        drawn = ir.Pointwise.create(device=device, dtype=torch.float32, inner_fn=element, ranges=size)
-        drawn.realize()
-        return drawn
-
-    register_lowering(operation, type_promotion_kind=None)(lowered)
-    return operation
 
 
 # Tensors without values

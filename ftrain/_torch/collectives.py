@@ -71,13 +71,6 @@ def uncounted() -> Iterator[None]:
             COUNTERS[world] = counter
 
 
-def store_of_one_rank() -> Any:
-    """Return the store for a process that is the only rank."""
-    with private_names():
-        from torch._C._distributed_c10d import HashStore
-    return HashStore()
-
-
 def all_reduce_(tensor: Tensor, operation: str, group: str) -> Tensor:
     """Start an all-reduce of a tensor, which is overwritten unless a graph is captured.
 

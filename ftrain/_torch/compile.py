@@ -5,6 +5,7 @@ Importing this file imports neither Dynamo, Inductor nor sympy: the functions do
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,8 +78,60 @@ def inductor_options() -> list[str]:
     return list_options()
 
 
-def explain(function: Callable[..., Any]) -> Callable[..., Any]:
+def explain_graph_breaks(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of the same arguments that reports the graphs into which `torch.compile` splits it, and why."""
     with private_names():
-        from torch._dynamo import explain as explained
-    return explained(function)  # type: ignore[no-any-return]
+        from torch._dynamo import explain
+    return explain(function)  # type: ignore[no-any-return]
+
+
+def inductor_random(shape: list[int], seed: Tensor, distribution: str, start: Tensor | None = None) -> Tensor:
+    """Draw float32 numbers in one operation, which Inductor fuses with the operations that use them.
+
+    Only for capture and compilation: run eagerly, the operation draws from torch's global generator.
+
+    Args:
+        shape: shape of the result.
+        seed: a 0-d int64 tensor.
+        distribution: ``"rand"`` or ``"randn"``.
+        start: index in the stream of the seed of the first number, a 0-d int64 tensor. Default: 0.
+    """
+    if start is not None:
+        return _inductor_random_from()(shape, seed, distribution, start)
+    with private_names():
+        from torch._inductor.inductor_prims import random
+    numbers: Tensor = random(shape, seed, distribution)
+    return numbers
+
+
+@functools.cache
+def _inductor_random_from() -> Callable[..., Tensor]:
+    """Register an operation with an argument that Inductor's own lacks, and its lowering."""
+    with private_names():
+        from torch._inductor import ir
+        from torch._inductor.inductor_prims import make_prim
+        from torch._inductor.lowering import register_lowering
+        from torch._inductor.virtualized import ops
+
+    operation: Callable[..., Tensor] = make_prim(
+        "ftrain_random(SymInt[] size, Tensor seed, str mode, Tensor offset) -> Tensor",
+        lambda size, seed, mode, offset: getattr(torch, mode)(size, device=seed.device, dtype=torch.float32),
+        doc="the numbers of Inductor's random operation, from index `offset` of its stream on",
+    )
+
+    def lowered(size: Any, seed: Any, mode: str, offset: Any) -> Any:
+        device, size = seed.get_device_or_error(), [*size]
+        strides = ir.FlexibleLayout.contiguous_strides(size)
+        place = ir.FixedLayout(device, torch.float32, size, strides).make_indexer()
+        load_seed, load_offset = seed.make_loader(), offset.make_loader()
+
+        def element(index: Any) -> Any:
+            begins = ops.to_dtype(load_offset([]), torch.int32)
+            return getattr(ops, mode)(load_seed([]), ops.add(ops.index_expr(place(index), torch.int32), begins))
+
+        drawn = ir.Pointwise.create(device=device, dtype=torch.float32, inner_fn=element, ranges=size)
+        drawn.realize()
+        return drawn
+
+    register_lowering(operation, type_promotion_kind=None)(lowered)
+    return operation

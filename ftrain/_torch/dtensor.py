@@ -1,4 +1,4 @@
-"""Torch's DTensor: a tensor that is sharded over the ranks of a mesh, with the part of this rank.
+"""Torch's DTensor: a tensor that is sharded over the ranks of a mesh, with the shard of this rank.
 
 It is imported at first use, which takes about a second.
 """
@@ -38,7 +38,7 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
 
 
 def is_divided(value: Any) -> bool:
-    """Whether other ranks have parts of a tensor, so that it must be gathered to be whole."""
+    """Whether a tensor is sharded over several ranks, which must gather it."""
     if not is_dtensor(value) or is_fake(value._local_tensor):
         return False
     sizes = value.device_mesh.shape
@@ -46,43 +46,25 @@ def is_divided(value: Any) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor; every rank must call this. Other tensors are returned as they are."""
+    """Return the full tensor of a DTensor; every rank must call this. Other tensors are returned as they are."""
     if not is_dtensor(tensor):
         return tensor
     local, device = tensor._local_tensor, tensor.device_mesh.device_type
-    if is_fake(local):  # Without values there is nothing to gather, nor need the ranks of a planned mesh exist.
+    if is_fake(local):  # It has no values to gather, and the ranks of a planned mesh do not exist.
         return local.new_empty(tensor.shape)
     if local.device.type == device:
         return tensor.full_tensor()
-    # An offloaded part: the ranks of a mesh of GPUs cannot send tensors on the host.
+    # An offloaded shard: the ranks of a mesh of GPUs cannot send tensors on the host.
     return with_local_part(tensor, local.to(device)).full_tensor().to(local.device)
 
 
-def from_block(block: Tensor, mesh: DeviceMesh, axis: int, shape: Sequence[int], strides: Sequence[int]) -> DTensor:
-    """Return the DTensor that has this block on this rank.
-
-    Args:
-        block: block of this rank, along `axis`.
-        mesh: mesh whose last axis shards the tensor; along the others it is replicated.
-        axis: axis of the tensor that is sharded, as `torch.chunk` does.
-        shape: shape of the whole tensor.
-        strides: strides of the whole tensor.
-    """
-    names = _names()
-    placements = [names.Replicate()] * (mesh.ndim - 1) + [names.Shard(axis)]
-    tensor: DTensor = names.DTensor.from_local(
-        block, mesh, placements, run_check=False, shape=Size(shape), stride=tuple(strides)
-    )
-    return tensor
-
-
 def from_local(local: Tensor, mesh: DeviceMesh, axes: Sequence[int | None], shape: Sequence[int]) -> DTensor:
-    """Return the contiguous DTensor that has this part on this rank.
+    """Return the contiguous DTensor whose shard on this rank is `local`.
 
     Args:
-        local: the part of this rank.
+        local: the shard of this rank.
         mesh: mesh over which it is sharded.
-        axes: the axis of the tensor that each axis of the mesh shards; None if it is replicated.
+        axes: the axis of the tensor that each axis of the mesh shards, as `torch.chunk` does; None if it is replicated.
         shape: shape of the whole tensor.
     """
     names = _names()
@@ -105,17 +87,17 @@ def axis_of(tensor: DTensor) -> int:
     Raises:
         ValueError: when it is not divided along one axis.
     """
-    (axis,) = (each.dim for each in tensor.placements if isinstance(each, _names().Shard))
-    return int(axis)
+    (axis,) = (axis for axis in axes_of(tensor) if axis is not None)
+    return axis
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a DTensor that this rank has, without a graph; another tensor as it is."""
+    """Return the shard of a DTensor on this rank, without a graph; another tensor as it is."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def with_local_part(tensor: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor like another one, with another part on this rank, which may have another dtype."""
+    """Return a DTensor like another one, with another shard on this rank, which may have another dtype."""
     names, spec = _names(), tensor._spec
     if local.dtype != tensor.dtype:
         meta = names.TensorMeta(tensor.shape, tensor.stride(), local.dtype)
@@ -139,7 +121,7 @@ def local_parts(leaves: Sequence[Any]) -> list[Any]:
 
 
 def with_local_parts(likes: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """Return `with_local_part` where `likes` has a DTensor, or that itself if the leaf is its part; else the leaf."""
+    """Return `with_local_part` where `likes` has a DTensor, or that itself if the leaf is its shard; else the leaf."""
     kind, pairs = _names().DTensor, zip(likes, leaves, strict=True)
     return [
         leaf if not isinstance(like, kind) else like if like._local_tensor is leaf else with_local_part(like, leaf)

@@ -24,37 +24,13 @@ def store() -> Any:
     return _default_store().clone()
 
 
-def of_launcher(address: str, port: int, timeout: timedelta) -> Any:
-    """Return the store that torchrun keeps at an address."""
-    with private_names():
-        from torch._C._distributed_c10d import TCPStore
-    return TCPStore(address, port, is_master=False, timeout=timeout)
-
-
-def under(prefix: str, store: Any) -> Any:
-    """Return a store within another store, for the ranks that use the same prefix."""
-    with private_names():
-        from torch._C._distributed_c10d import PrefixStore
-    return PrefixStore(prefix, store)
-
-
-def heartbeat_key(rank: int) -> str:
-    """Return the key under which a rank writes its heartbeats (`ftrain.parallel.deadline`).
-
-    A heartbeat is a JSON object with ``number``, that of its step; ``failure``, the text of the error that has
-    ended the rank, or empty; ``has_ended``, whether its program has; and ``waits``, whether it waits for all others.
-    """
-    return f"ftrain/watch/{rank}"
-
-
 def are_processes() -> bool:
     """Whether the ranks are processes, which share a store; in tests they may be threads, or not exist."""
-    with private_names():
-        from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+    dist: Any = torch.distributed
     below = _default_store()
-    while isinstance(below, PrefixStore):
+    while isinstance(below, dist.PrefixStore):
         below = below.underlying_store
-    return isinstance(below, TCPStore | FileStore)
+    return isinstance(below, dist.TCPStore | dist.FileStore)
 
 
 def set_timeout(groups: Iterable[Any], seconds: float) -> None:

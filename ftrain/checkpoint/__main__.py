@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
             _print(*inspection(checkpoints_at(options.path)[-1]))
             return 0
         if options.command == "verify":
-            return max(_verified(path) for path in checkpoints_at(options.path))
+            return max(_verify(path) for path in checkpoints_at(options.path))
         lines = list(differences(*options.paths))
         _print(*(lines or ["the same, to the bit"]))
         return int(bool(lines))
@@ -42,7 +42,7 @@ def _print(*lines: str) -> None:
     print("\n".join(map(printable, lines)))
 
 
-def _verified(path: Path) -> int:
+def _verify(path: Path) -> int:
     try:
         manifest = verify(path)
         require_history(path, manifest)

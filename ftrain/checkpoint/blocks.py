@@ -1,4 +1,4 @@
-"""The block of a sharded tensor that each rank has, and the place of its bytes in those of the whole tensor.
+"""The block of a sharded tensor that each rank has, and where its elements are in the whole tensor.
 
 A file holds whole tensors in row-major order, so nothing in it depends on how many ranks have written it.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor
 
-from ftrain._torch.dtensor import is_dtensor, local_part
+from ftrain._torch.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -28,18 +28,6 @@ class Block(NamedTuple):
 def has_many_ranks(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor of several ranks."""
     return is_dtensor(tensor) and tensor.device_mesh.size() > 1
-
-
-def undivided(tensor: Tensor) -> Tensor:
-    """Return the plain tensor for a DTensor of one rank; another tensor as it is."""
-    return tensor if has_many_ranks(tensor) else local_part(tensor)
-
-
-def why_not_blocks(tensor: DTensor) -> str:
-    """Return why the blocks of a DTensor are not known; "" when they are."""
-    # Exactly these classes: torch's subclasses order the blocks differently.
-    odd = [each for each in tensor.placements if type(each).__name__ not in ("Shard", "Replicate")]
-    return f"a DTensor of placement {odd[0]}; needs Shard or Replicate" if odd else ""
 
 
 def whole_block(shape: Sequence[int]) -> Block:
@@ -59,7 +47,7 @@ def blocks_of_ranks(tensor: Tensor) -> dict[int, Block]:
         range(1 if placement.is_replicate() else size)
         for size, placement in zip(ranks.shape, tensor.placements, strict=True)
     ]
-    return {int(ranks[place]): _block_at(tensor, place) for place in itertools.product(*axes)}
+    return {int(ranks[index]): _block_at(tensor, index) for index in itertools.product(*axes)}
 
 
 def block_of_this_rank(tensor: DTensor) -> Block:
@@ -67,10 +55,10 @@ def block_of_this_rank(tensor: DTensor) -> Block:
     return _block_at(tensor, [tensor.device_mesh.get_local_rank(axis) for axis in range(tensor.device_mesh.ndim)])
 
 
-def _block_at(tensor: DTensor, place: Sequence[int]) -> Block:
-    """Return the block at a place of the mesh: each axis is cut as `torch.chunk` does it."""
+def _block_at(tensor: DTensor, mesh_index: Sequence[int]) -> Block:
+    """Return the block of the rank at an index of the mesh: each axis is divided as by `torch.chunk`."""
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
-    for size, index, placement in zip(tensor.device_mesh.shape, place, tensor.placements, strict=True):
+    for size, index, placement in zip(tensor.device_mesh.shape, mesh_index, tensor.placements, strict=True):
         if placement.is_shard():
             axis = cast(Any, placement).dim
             length = -(-shape[axis] // size)
@@ -80,23 +68,23 @@ def _block_at(tensor: DTensor, place: Sequence[int]) -> Block:
 
 
 def runs(block: Block, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield start and length, in elements, of the parts of a block that are contiguous in the whole, in order."""
+    """Yield start and length, in elements, of each run of a block that is contiguous in the whole tensor, in order."""
     if 0 in block.shape:
         return
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    cut = _last_cut_axis(block, shape)
+    axis = _last_divided_axis(block, shape)
     first = sum(start * stride for start, stride in zip(block.offset, strides, strict=True))
-    length = math.prod(block.shape[cut:])
-    for index in itertools.product(*map(range, block.shape[:cut])):
-        yield first + sum(place * stride for place, stride in zip(index, strides, strict=False)), length
+    length = math.prod(block.shape[axis:])
+    for index in itertools.product(*map(range, block.shape[:axis])):
+        yield first + sum(position * stride for position, stride in zip(index, strides, strict=False)), length
 
 
-def parts(local: Tensor, block: Block, shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield the start and the elements of each of `runs`; the elements are a part of `local`, this block."""
+def contiguous_rows(local: Tensor, block: Block, shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the start of each of `runs`, and its elements as a view of `local`, the tensor of this block."""
     if local.numel():
-        rows = local.reshape(-1, *block.shape[_last_cut_axis(block, shape) :])
+        rows = local.reshape(-1, *block.shape[_last_divided_axis(block, shape) :])
         yield from ((start, row) for (start, _), row in zip(runs(block, shape), rows, strict=True))
 
 
-def _last_cut_axis(block: Block, shape: Sequence[int]) -> int:
+def _last_divided_axis(block: Block, shape: Sequence[int]) -> int:
     return max((axis for axis, length in enumerate(shape) if block.shape[axis] != length), default=0)

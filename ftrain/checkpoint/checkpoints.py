@@ -6,10 +6,12 @@ import os
 import re
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Self
+
+from torch import Tensor
 
 from ftrain import backends
 from ftrain.checkpoint import files
@@ -27,12 +29,11 @@ from ftrain.checkpoint.manifest import Manifest, environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import read_manifest, verify
 from ftrain.checkpoint.replacing import current_path, discard, finish_replacement, write_or_replace
-from ftrain.checkpoint.saving import Notes, remove_abandoned, write
-from ftrain.checkpoint.saving_on_ranks import LocalTree, help_write, lead_write, local_tree
-from ftrain.checkpoint.staging import Staging
-from ftrain.checkpoint.treedef import FlatTree, flatten
+from ftrain.checkpoint.saving import LocalTree, Notes, copied_to_host, local_tree, remove_abandoned, write
+from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
+from ftrain.checkpoint.treedef import flatten
 from ftrain.errors import CheckpointError, OptionError, require_positive
-from ftrain.tree.tensors import device_off_host
+from ftrain.tree import device_off_host
 from ftrain.types import PyTree
 
 NAME = re.compile(r"step-(\d{12,})(?:\.new)?")
@@ -92,7 +93,7 @@ class Checkpoints:
         self._run = ""
         self._pool: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
-        self._staging = Staging()
+        self._buffers: Sequence[Tensor] = ()
         self._values: dict[int, float] = {}
 
     def __repr__(self) -> str:
@@ -103,20 +104,20 @@ class Checkpoints:
 
         Raises:
             CheckpointError: when another process has locked it; the message names its host and process. On many ranks,
-                also when they have different directories; one directory may have different paths.
+                also when they have different directories.
         """
         self._ranks, self._saving = Ranks("Checkpoints"), Ranks("Checkpoints.save")
         try:
             self.was_used = self._ranks.first(self._open)
             if self._ranks.size > 1:
-                self._require_shared(self._ranks)
+                self._require_shared_directory(self._ranks)
         except BaseException:
             self._close()
             raise
         return self
 
     def _open(self) -> bool:
-        """Lock the directory, and return whether a run has used it; an interrupted save is cleared away."""
+        """Lock the directory, remove what interrupted saves left, and return whether a run has used it before."""
         with system_errors(self.directory):
             files.make_directories(self.directory)
             was_used = files.exists(self.directory / LOCK)
@@ -129,21 +130,18 @@ class Checkpoints:
             self._read_metrics()
         return was_used
 
-    def _require_shared(self, ranks: Ranks) -> None:
+    def _require_shared_directory(self, ranks: Ranks) -> None:
         with system_errors(self.directory):
             expected = ranks.first(lambda: published(self._lock) if self._lock is not None else "")
             ranks.together(lambda: require_locked_by(self.directory, expected))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Wait for the save in the background, and release the lock.
-
-        After an error on many ranks nothing waits for the others, which may have ended: a save that they have not
-        finished is given up.
-        """
+        """Wait for the save in the background, and release the lock."""
         try:
             if kind is None:
                 self.wait()
             elif self._saving is not None:
+                # The other ranks may have ended: a save that they have not finished is abandoned.
                 self._saving.abandon()
         finally:
             if self._pool is not None:
@@ -158,7 +156,7 @@ class Checkpoints:
             files.unlock(held)
 
     def path(self, step: int) -> Path:
-        """Return the directory of the checkpoint of a step, which need not exist."""
+        """Return the directory of the checkpoint of a step, which may not exist."""
         return current_path(self._step_path(step))
 
     def _step_path(self, step: int) -> Path:
@@ -225,9 +223,10 @@ class Checkpoints:
             numbers = {name: value for name, value in (metrics or {}).items() if type(value) in (bool, int, float)}
             notes = Notes(step, self._run or uuid.uuid4().hex, numbers, environment(device), self.texts)
             self._run = notes.run
-            content = flat if ranks.size == 1 else local_tree(flat, ranks.rank)
+            content = local_tree(flat, ranks.rank)
             if self.async_:
-                content = self._copied(content)
+                content = copied_to_host(content, self._buffers)
+                self._buffers = [*content.locals.values()]
                 backends.of(device).synchronize()
         if not self.async_:
             self._write(step, content, notes, first)
@@ -236,15 +235,6 @@ class Checkpoints:
         self._pending = self._pool.submit(self._write, step, content, notes, first)
         if wait:
             self.wait()
-
-    def _copied(self, content: FlatTree | LocalTree) -> FlatTree | LocalTree:
-        """Return a tree with copies of its tensors on the host; synchronize before reading them."""
-        if isinstance(content, LocalTree):
-            blocks = self._staging.copies(list(content.locals.values()))
-            return content._replace(locals=dict(zip(content.locals, blocks, strict=True)))
-        copies = self._staging.copies([leaf.value for leaf in content.leaves])
-        leaves = [leaf._replace(value=copy) for leaf, copy in zip(content.leaves, copies, strict=True)]
-        return content._replace(leaves=leaves)
 
     def check(self) -> None:
         """Raise the CheckpointError of a save in the background that has failed, without waiting.
@@ -286,7 +276,7 @@ class Checkpoints:
             StructureError: when the checkpoint differs from `like`.
         """
         ranks, errors = self._ranks or Ranks("Checkpoints"), list[str]()
-        for step in ranks.first(lambda: self._candidates(before, best=best)):
+        for step in ranks.first(lambda: self._steps_to_try(before, best=best)):
             try:
                 loaded = load_checkpoint(self.path(step), step, like or {}, ranks, on_host=on_host, accept=accept)
             except CheckpointError as error:
@@ -303,25 +293,22 @@ class Checkpoints:
         if errors:
             raise CheckpointError(
                 f"Checkpoints: {self.directory} holds a run, and no checkpoint of it can be read; restore one, or use "
-                "another directory to start anew:\n  " + "\n  ".join(errors)
+                "another directory for a new run:\n  " + "\n  ".join(errors)
             )
         return None
 
-    def _candidates(self, before: int | None, *, best: bool) -> list[int]:
-        """Return the steps whose checkpoints to try, newest first."""
+    def _steps_to_try(self, before: int | None, *, best: bool) -> list[int]:
         if best:
             return [self._best()]
         return [step for step in reversed(self.steps()) if before is None or step <= before]
 
-    def _write(self, step: int, content: FlatTree | LocalTree, notes: Notes, first: Callable[[], None] | None) -> None:
+    def _write(self, step: int, content: LocalTree, notes: Notes, first: Callable[[], None] | None) -> None:
         ranks = self._saving
         if ranks is None:
             raise CheckpointError(f"Checkpoints.save: {self.directory} was closed while it was written to")
         with ranks.all_or_none():
-            if isinstance(content, FlatTree):
-                self._write_and_rotate(step, lambda path: _write_alone(path, content, notes), first)
-            elif ranks.is_first:
-                self._write_and_rotate(step, lambda path: lead_write(path, content, notes, ranks), first)
+            if ranks.is_first:
+                self._write_and_rotate(step, lambda path: _write_verified(path, content, notes, ranks), first)
             else:
                 help_write(self.directory, content, ranks)
 
@@ -383,6 +370,8 @@ class Checkpoints:
         return self.directory / f"{self._step_path(step).name}{PINNED}"
 
 
-def _write_alone(path: Path, flat: FlatTree, notes: Notes) -> Manifest:
-    write(path, flat, notes)
+def _write_verified(path: Path, content: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
+    if ranks.size > 1:
+        return lead_write(path, content, notes, ranks)
+    write(path, content, notes)
     return verify(path)

@@ -14,18 +14,14 @@ from ftrain.checkpoint import files
 from ftrain.errors import CheckpointError
 
 LOCK = ".lock"
-LONGEST_HOLDER = 4096
-"""Largest number of bytes that the holder of a lock writes into it."""
+MAX_HOLDER_BYTES = 4096
+"""The largest number of bytes to read of what the holder of a lock wrote into it."""
 PATIENCE, PAUSE = 60.0, 0.1
 """Seconds until every machine sees a new file, even if it caches a shared directory; and seconds between checks."""
 
 
 def lock_directory(directory: Path) -> files.Lock:
-    """Lock a directory for this process; warn if the file system has no locks.
-
-    Raises:
-        BlockingIOError: when another process has locked it; the message is what that process wrote.
-    """
+    """Lock a directory for this process; warn if the file system has no locks."""
     held = files.lock(directory / LOCK, {"host": socket.gethostname(), "process": os.getpid()})
     if not held.excludes:
         warnings.warn(
@@ -43,68 +39,57 @@ def published(held: files.Lock) -> str:
 
 
 def require_locked_by(directory: Path, expected: str) -> None:
-    """Check that this rank sees the directory that the first one has locked, perhaps under another name.
+    """Check that this rank sees the directory that the first one has locked, and that holds the `published` text.
 
-    Args:
-        directory: path of the directory on this rank.
-        expected: text that the first rank has `published`.
-
-    Raises:
-        CheckpointError: if it is another directory.
+    Raises a CheckpointError if it is another directory.
     """
-    waited, seen = 0.0, ""
-    while seen != expected:
+    waited = 0.0
+    while True:
+        with suppress(FileNotFoundError):
+            if _holder(directory / LOCK) == expected:
+                return
         if waited > PATIENCE:
             raise CheckpointError(
                 f"Checkpoints: {directory} on this rank is not the directory that the first rank has opened. All ranks "
-                "write each checkpoint together, and read it: use a directory on a file system that they share; its "
-                "path may differ"
+                "write and read each checkpoint: use a directory on a file system that they share; its path may differ"
             )
-        with suppress(FileNotFoundError):
-            seen = _holder(directory / LOCK)
-        if seen != expected:
-            threading.Event().wait(PAUSE)
-            waited += PAUSE
+        threading.Event().wait(PAUSE)
+        waited += PAUSE
 
 
 def _holder(path: Path) -> str:
-    return files.read(path, LONGEST_HOLDER).decode(errors="replace")
+    return files.read(path, MAX_HOLDER_BYTES).decode(errors="replace")
 
 
 def require_held(held: files.Lock) -> None:
     """Check that this process still holds the lock of a directory.
 
-    Raises:
-        CheckpointError: when it does not, because this is a copy of the process, or the file was removed.
+    Raises a CheckpointError when this is a fork of the process that locked it, or the file was removed.
     """
     directory = held.path.parent
     with system_errors(directory):
         if files.is_held(held):
             return
     if held.process != os.getpid():
-        why = f"it is open for writing in process {held.process}, of which this one is a copy; open it here anew"
+        why = f"it is open for writing in process {held.process}, of which this one is a fork; open it again here"
     elif not files.exists(directory):
         why = "it was renamed or removed while this process wrote to it, and nothing more can be saved there"
     else:
         why = (
-            f"its {LOCK} was removed or replaced while this process wrote to it, so that another one may write "
-            "there now; leave that file alone, and go on from the newest checkpoint"
+            f"its {LOCK} was removed or replaced while this process wrote to it, so that another process may write "
+            "there now; do not remove that file, and resume from the newest checkpoint"
         )
     raise CheckpointError(f"Checkpoints.save: {directory}: {why}")
 
 
 @contextmanager
 def system_errors(directory: Path) -> Iterator[None]:
-    """Context that adds the name of a directory to errors of the system.
-
-    Raises:
-        CheckpointError: in place of an OSError; for a BlockingIOError it says who writes to the directory.
-    """
+    """Context that raises a CheckpointError with the name of a directory in place of an OSError."""
     try:
         yield
     except BlockingIOError as error:
         raise CheckpointError(
-            f"Checkpoints: {directory} is being written to by {error}; use another directory, or stop that one"
+            f"Checkpoints: {directory} is being written to by {error}; use another directory, or stop that process"
         ) from None
     except OSError as error:
         raise CheckpointError(f"Checkpoints: {directory} cannot be used: {error}") from error

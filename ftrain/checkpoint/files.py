@@ -24,7 +24,7 @@ NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 NONBLOCKING = getattr(os, "O_NONBLOCK", 0)
 
 HOLDER_READS, SECONDS_BETWEEN_READS = 20, 0.01
-"""Number of reads to learn who holds a lock, and the seconds between two reads."""
+"""The largest number of reads to learn who holds a lock, and the seconds between two reads."""
 
 UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
 """Errors of a file system without locks."""
@@ -34,14 +34,7 @@ _held: set[int] = set()
 
 
 class Lock(NamedTuple):
-    """A lock on a file.
-
-    Args:
-        path: path of the file.
-        descriptor: descriptor of the open file.
-        process: id of the process that locked it.
-        excludes: whether it keeps other processes out; False if the system or the file system has no locks.
-    """
+    """A lock of process `process` on an open file; `excludes` is False where the file system has no locks."""
 
     path: Path
     descriptor: int
@@ -65,15 +58,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def _flock(descriptor: int) -> bool:
-    """Lock an open file or directory; False if there are no locks.
-
-    Not `fcntl.lockf`, whose lock ends as soon as the process closes any descriptor of the same file.
-
-    Raises:
-        BlockingIOError: when another process holds the lock.
-    """
+    """Lock an open file or directory; False if there are no locks, a BlockingIOError if another process holds it."""
     if not SYSTEM_HAS_LOCKS:
         return False
+    # Not `fcntl.lockf`, whose lock ends as soon as the process closes any descriptor of the same file.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -90,14 +78,12 @@ def make_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and its missing parents, and sync the parent directory in any case.
-
-    An existing directory may have been made a moment ago, by a process that was killed before it synced.
-    """
+    """Make a directory and its missing parents, and sync the parent directory."""
     if not os.path.isdir(path):
         make_directories(path.parent)
         with suppress(FileExistsError):
             os.mkdir(path)
+    # Also of an existing directory: the process that made it may have been killed before it synced.
     # A directory that this process may traverse but not read cannot be synced, and is not one that it made.
     with suppress(PermissionError):
         sync_directory(path.parent)
@@ -131,23 +117,18 @@ def resize(descriptor: int, length: int) -> None:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at an offset of a file.
-
-    Raises:
-        OSError: if the system writes nothing.
-    """
+    """Write all of `data` at an offset of a file."""
     os.lseek(descriptor, offset, os.SEEK_SET)
     write(descriptor, data)
 
 
 def append(path: Path, data: bytes, offset: int) -> None:
-    """Write `data` after the first `offset` bytes of a file, cut off the rest, and sync the file to disk.
+    """Write `data` after the first `offset` bytes of a file, remove the rest, and sync the file to disk.
 
-    Raises:
-        OSError: if the file has fewer than `offset` bytes, or is not a regular file.
+    Raises an OSError if the file has fewer than `offset` bytes, or is not a regular file.
     """
     if exists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS | NONBLOCKING, 0o644)
     try:
         length = size(descriptor)
@@ -165,11 +146,7 @@ def append(path: Path, data: bytes, offset: int) -> None:
 
 
 def write(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of `data`, in several calls if necessary.
-
-    Raises:
-        OSError: if the system writes nothing.
-    """
+    """Write all of `data`, in several calls if necessary; raises an OSError if the system writes nothing."""
     remaining = memoryview(data).cast("B")
     while remaining:
         count = os.write(descriptor, remaining)
@@ -179,7 +156,7 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Sync what was written to disk; then other machines can read it."""
+    """Sync what was written to disk, so that other machines can read it."""
     os.fsync(descriptor)
 
 
@@ -203,8 +180,7 @@ def rename(old: Path, new: Path) -> None:
 def hold(path: Path) -> int:
     """Lock a directory for as long as this process lives, and return the descriptor of the lock.
 
-    Raises:
-        OSError: when the directory cannot be opened, or another process has locked it.
+    Raises an OSError when the directory cannot be opened, or another process has locked it.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | NO_LINKS)
     try:
@@ -236,17 +212,13 @@ def is_abandoned(path: Path) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Context of a file to read; anything but a regular file is refused before it is opened.
-
-    Raises:
-        OSError: for a link, a directory or a device.
-    """
+    """Context of a file to read; raises an OSError for a link, a directory or a device, before it is opened."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise OSError(errno.EINVAL, "is no regular file (a link, a directory or a device)", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file (a link, a directory or a device)", str(path))
     descriptor = os.open(path, os.O_RDONLY | NO_LINKS | NONBLOCKING)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
         yield descriptor
     finally:
         os.close(descriptor)
@@ -258,11 +230,7 @@ def size(descriptor: int) -> int:
 
 
 def read_into(descriptor: int, target: memoryview, offset: int) -> None:
-    """Fill `target` with the bytes of a file from `offset` on.
-
-    Raises:
-        OSError: when the file ends before `target` is full.
-    """
+    """Fill `target` with the bytes of a file from `offset` on; raises an OSError if the file ends before."""
     while target:
         count = os.preadv(descriptor, [target], offset)
         if not count:
@@ -271,11 +239,7 @@ def read_into(descriptor: int, target: memoryview, offset: int) -> None:
 
 
 def read(path: Path, most: int) -> bytes:
-    """Return the bytes of a regular file.
-
-    Raises:
-        OSError: when the file has more than `most` bytes.
-    """
+    """Return the bytes of a regular file; raises an OSError when it has more than `most` bytes."""
     with opened(path) as descriptor:
         length = size(descriptor)
         if length > most:
@@ -337,10 +301,8 @@ def lock(path: Path, holder: Mapping[str, object]) -> Lock:
     """Lock a file for this process, and write `holder` into it.
 
     The lock ends with the process, also when that is killed. Opening and closing the file elsewhere does not end it,
-    and forked processes do not inherit it.
-
-    Raises:
-        BlockingIOError: when the lock is held, by this process or another; the message is what its holder wrote.
+    and forked processes do not inherit it. Raises a BlockingIOError with what the holder wrote when the lock is held,
+    by this process or another.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)
@@ -362,11 +324,7 @@ def lock(path: Path, holder: Mapping[str, object]) -> Lock:
 
 
 def is_held(held: Lock) -> bool:
-    """Whether this process, and not its parent, holds the lock, and on the file that has the name now.
-
-    Raises:
-        OSError: when the file cannot be examined.
-    """
+    """Whether this process, and not its parent, holds the lock, and on the file that has the name now."""
     if held.process != os.getpid():
         return False
     try:

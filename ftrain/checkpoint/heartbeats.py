@@ -7,26 +7,33 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ftrain._torch.store import heartbeat_key
-
 PATIENCE = 3.0
 """Seconds between two reads of the others' heartbeats."""
 SILENCE = 20.0
-"""Seconds without a heartbeat after which a rank counts as dead, and seconds that a failed rank has to come."""
+"""Seconds without a heartbeat after which a rank counts as dead, and seconds that a failed rank has to arrive."""
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.0005, 0.1
-"""Seconds between two looks for the ranks that have not come: at first, and at last."""
+"""Seconds between two requests whether all ranks have arrived: at first, and at most."""
 
 
 class GaveUp(NamedTuple):
-    """After how many seconds a rank has stopped to wait for others, and why; empty when that is not known."""
+    """The seconds after which a rank stopped waiting for others, and the reason; "" when it is not known."""
 
     waited: float
     why: str
 
 
+def heartbeat_key(rank: int) -> str:
+    """Return the key of the store under which a rank writes its heartbeats.
+
+    A heartbeat is a JSON object with ``number``, that of its step; ``failure``, the text of the error that has
+    ended the rank, or empty; ``has_ended``, whether its program has; and ``waits``, whether it waits for all others.
+    """
+    return f"ftrain/watch/{rank}"
+
+
 def wait_for_ranks(
-    table: Any,
+    store: Any,
     ranks: tuple[int, int],
     have_come: Callable[[], bool],
     absent: Callable[[], Sequence[int]],
@@ -34,23 +41,20 @@ def wait_for_ranks(
     in_order: bool,
     abandoned: threading.Event | None = None,
 ) -> GaveUp | None:
-    """Wait until all ranks have come, or one of them will not, or the timeout of the process group is over.
+    """Wait until all ranks have arrived; return None, or a `GaveUp` when one cannot arrive or the wait has timed out.
 
     Args:
-        table: the store of the process group.
-        ranks: the number of this rank, and how many there are.
-        have_come: returns whether all have.
-        absent: returns those that have not.
+        store: the store of the process group, whose timeout limits the wait.
+        ranks: this rank and the number of ranks.
+        have_come: function that returns whether all ranks have arrived, in one request.
+        absent: function that returns the ranks that have not.
         in_order: as in `Heartbeats.why_absent`.
-        abandoned: stops to wait when it is set.
-
-    Returns:
-        None when all have come.
+        abandoned: event that ends the wait.
     """
-    heartbeats, abandoned = Heartbeats(table, *ranks), abandoned or threading.Event()
+    heartbeats, abandoned = Heartbeats(store, *ranks), abandoned or threading.Event()
     waited, looked, pause = 0.0, 0.0, SHORTEST_WAIT
     while not have_come():
-        is_late = waited > table.timeout.total_seconds() or abandoned.is_set()
+        is_late = waited > store.timeout.total_seconds() or abandoned.is_set()
         if is_late or waited - looked > PATIENCE:
             looked, why = waited, heartbeats.why_absent(absent, waited, in_order=in_order)
             if is_late or why:
@@ -61,31 +65,25 @@ def wait_for_ranks(
 
 
 class Heartbeats:
-    """Tells whether the ranks for which this one waits can still come. Ranks without a mesh write no heartbeats.
+    """Reads the heartbeats of `size` ranks. Ranks without a mesh write none."""
 
-    Args:
-        table: the store of the process group.
-        rank: the number of this rank.
-        size: number of ranks.
-    """
-
-    def __init__(self, table: Any, rank: int, size: int) -> None:
-        self._table, self._rank, self._size = table, rank, size
-        self._silence = min(SILENCE, table.timeout.total_seconds())
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._silence = min(SILENCE, store.timeout.total_seconds())
         self._notes: dict[int, Any] = {}
         self._heard_at: dict[int, float] = {}
 
     def why_absent(self, absent: Callable[[], Sequence[int]], waited: float, *, in_order: bool) -> str:
-        """Return why one of the ranks that have not come will not; empty if all still may.
+        """Return why one of the absent ranks cannot arrive any more; "" if all still may.
 
         Args:
-            absent: function that returns those ranks.
+            absent: function that returns the ranks that have not arrived.
             waited: number of seconds that this rank has waited.
             in_order: whether this rank waits in the thread that makes its steps, so that a rank in a later
-                step does not come.
+                step does not arrive.
         """
-        # Before asking who is absent: what a rank writes after it came does not count.
-        earlier, self._notes = self._notes, {rank: self._told_by(rank) for rank in range(self._size)}
+        # Before asking who is absent: what a rank writes after it has arrived does not count.
+        earlier, self._notes = self._notes, {rank: self._read(rank) for rank in range(self._size)}
         own_note = self._notes[self._rank]
         for rank in absent():
             note = self._notes[rank]
@@ -100,13 +98,13 @@ class Heartbeats:
             # What was written since the last read is not older than this call.
             if in_order and (note["number"] > own_note["number"] or (note["waits"] and is_new)):
                 return f"rank {rank} is {place}"
-            # It may have caught the error, and still come.
+            # It may have caught the error, and still arrive.
             if note["failure"] and waited >= self._silence:
                 return f"rank {rank} failed {place}: {note['failure']}"
             if waited - self._heard_at.get(rank, 0.0) > self._silence:
                 return f"rank {rank} died or hangs, and was {place} when it was last heard of"
         return ""
 
-    def _told_by(self, rank: int) -> Any:
+    def _read(self, rank: int) -> Any:
         key = heartbeat_key(rank)
-        return json.loads(self._table.get(key)) if self._table.check([key]) else None
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None

@@ -35,12 +35,10 @@ class TensorsAndConfig(NamedTuple):
 
 
 def write_safetensors(path: Path, names: tuple[str, str], content: TensorsAndConfig) -> None:
-    """Write a safetensors and a JSON file with these names to a new directory, completely or not at all.
+    """Write a safetensors and a JSON file with these names to a new directory, atomically.
 
-    A third file, `DIGESTS`, has the sha256 of each tensor, of the header and of the JSON file.
-
-    Raises:
-        CheckpointError: when `path` exists, safetensors does not support the dtype of a tensor, or writing fails.
+    A third file, `DIGESTS`, has the sha256 of each tensor, of the header and of the JSON file. Raises a CheckpointError
+    when `path` exists, safetensors does not support the dtype of a tensor, or writing fails.
     """
     for name, tensor in content.tensors.items():
         if tensor.dtype not in CODES:
@@ -49,8 +47,8 @@ def write_safetensors(path: Path, names: tuple[str, str], content: TensorsAndCon
     text = json.dumps(content.config, indent=2).encode()
     header = layout([info for info, _ in entries], content.metadata).header
     with new_directory(path, content.tensors.values()) as temporary:
-        tensors = write_tensors(temporary / names[0], entries, content.metadata)
-        digests = {names[0]: {"header": _sha256(header), "tensors": tensors}, names[1]: _sha256(text)}
+        digests_of_tensors = write_tensors(temporary / names[0], entries, content.metadata)
+        digests = {names[0]: {"header": _sha256(header), "tensors": digests_of_tensors}, names[1]: _sha256(text)}
         for name, data in ((names[1], text), (DIGESTS, signed(json.dumps(digests, indent=1)[:-2].encode()))):
             with files.created(temporary / name) as descriptor:
                 files.write(descriptor, data)
@@ -58,19 +56,16 @@ def write_safetensors(path: Path, names: tuple[str, str], content: TensorsAndCon
 
 
 def read_safetensors(path: Path, names: tuple[str, str]) -> TensorsAndConfig:
-    """Read tensors to the CPU, from files of `write_safetensors` or of another library.
+    """Read tensors to the CPU, from files of `write_safetensors` or of another library, whose bytes are not verified.
 
-    Files of other libraries have no digests, and are not verified.
-
-    Raises:
-        CheckpointError: when a file is missing, malformed or changed.
+    Raises a CheckpointError when a file is missing, malformed or changed.
     """
     if not files.is_directory(path):
-        raise CheckpointError(f"{path}: {'is no directory' if files.exists(path) else 'there is no such directory'}")
+        raise CheckpointError(f"{path}: {'is not a directory' if files.exists(path) else 'there is no such directory'}")
     present = files.names(path)
     for name in names:
         if name not in present:
-            raise CheckpointError(f"{path}: there is no {name}, but {printable(', '.join(present)) or 'nothing'}")
+            raise CheckpointError(f"{path}: has no {name}; it has {printable(', '.join(present)) or 'no files'}")
     try:
         data, text = files.read(path / names[0], MAX_TENSOR_BYTES), files.read(path / names[1], MAX_TEXT_BYTES)
         if DIGESTS in present:
@@ -96,14 +91,13 @@ def _require_digests(path: Path, names: tuple[str, str], data: bytes, text: byte
     if _sha256(data[:start]) != digests[names[0]]["header"]:
         wrong.append(f"{names[0]}: the header")
     else:
-        places = {
-            name: entry["data_offsets"] for name, entry in json.loads(data[8:start]).items() if name != "__metadata__"
-        }
-        if len(data) != start + max((last for _, last in places.values()), default=0):
+        entries = json.loads(data[8:start]).items()
+        offsets = {name: entry["data_offsets"] for name, entry in entries if name != "__metadata__"}
+        if len(data) != start + max((end for _, end in offsets.values()), default=0):
             wrong.append(f"{names[0]}: its length")
         for name, digest in digests[names[0]]["tensors"].items():
-            first, last = places[name]
-            if _sha256(data[start + first : start + last]) != digest:
+            begin, end = offsets[name]
+            if _sha256(data[start + begin : start + end]) != digest:
                 wrong.append(f"{names[0]}: {printable(name)}")
     if wrong:
         raise CheckpointError(

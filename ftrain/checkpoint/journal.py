@@ -26,7 +26,7 @@ EXACT_TYPES = str, int, float, type(None)
 
 
 class Mark(NamedTuple):
-    """The part of the file that belongs to a checkpoint: its number of records and of bytes, and their sha256."""
+    """The records that belong to a checkpoint: their number, their number of bytes, and the sha256 of these."""
 
     records: int
     bytes: int
@@ -34,7 +34,7 @@ class Mark(NamedTuple):
 
 
 def parse_mark(saved: Any) -> Mark | None:
-    """Return the mark in a checkpoint; None when it holds something else, as those of older versions do."""
+    """Return the mark in a checkpoint; None for something else, as checkpoints of older versions have."""
     if not isinstance(saved, dict) or saved.keys() != set(Mark._fields):
         return None
     mark = Mark(**saved)
@@ -50,18 +50,14 @@ class Journal:
         self._mark, self._digest = Mark(0, 0, ""), hashlib.sha256()
 
     def continue_after(self, mark: Mark | None) -> None:
-        """Append after a mark from now on, or start anew with None; the next append removes what follows the mark.
-
-        Raises as `check` does.
-        """
+        """Append after a mark from now on, or from the start for None; the next append removes what follows it."""
         self._digest = hashlib.sha256() if mark is None else check(self._path.parent, mark)
         self._mark = mark or Mark(0, 0, "")
 
     def prepare_append(self, records: Sequence[Mapping[str, Any]]) -> tuple[Mark, Callable[[], None]]:
         """Return the mark after all records of a run, and a function that writes the new ones to the disk.
 
-        Raises:
-            CheckpointError: for a record that cannot be saved exactly.
+        Raises a CheckpointError for a record that cannot be saved exactly, or if writing fails.
         """
         saved_mark, digest = self._mark, self._digest.copy()
         data = b"".join(map(_line, records[saved_mark.records :]))
@@ -81,34 +77,29 @@ class Journal:
 def check(directory: Path, mark: Mark) -> hashlib._Hash:
     """Check every byte of the records up to a mark, and return the hash object that read them.
 
-    Raises:
-        CheckpointError: when they are not those that were saved.
+    Raises a CheckpointError when they are not those that were saved.
     """
     digest = hashlib.sha256()
-    for part in _parts(directory / NAME, mark):
-        digest.update(part)
+    for chunk in _chunks(directory / NAME, mark):
+        digest.update(chunk)
     if digest.hexdigest() != mark.sha256:
         raise CheckpointError(
             f"{directory / NAME}: the first {mark.bytes:,} bytes are not those that were saved; restore them, or "
-            "load the state by itself (ftrain.checkpoint.load) and begin in another directory"
+            "load the state by itself (ftrain.checkpoint.load) and start in another directory"
         )
     return digest
 
 
 def read(directory: Path, mark: Mark) -> Iterator[dict[str, Any]]:
-    """Yield the records up to a mark; call `check` first.
-
-    Raises:
-        CheckpointError: when they cannot be read.
-    """
+    """Yield the records up to a mark; call `check` first."""
     rest = b""
-    for part in _parts(directory / NAME, mark):
-        *lines, rest = (rest + part).split(b"\n")
+    for chunk in _chunks(directory / NAME, mark):
+        *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             yield _record(line)
 
 
-def _parts(path: Path, mark: Mark) -> Iterator[bytes]:
+def _chunks(path: Path, mark: Mark) -> Iterator[bytes]:
     if not mark.bytes:
         return
     try:
@@ -117,13 +108,13 @@ def _parts(path: Path, mark: Mark) -> Iterator[bytes]:
             if length < mark.bytes:
                 raise CheckpointError(f"{path}: has {length:,} bytes, and {mark.bytes:,} were saved: it was cut off")
             for start in range(0, mark.bytes, CHUNK):
-                part = bytearray(min(CHUNK, mark.bytes - start))
-                files.read_into(descriptor, memoryview(part), start)
-                yield bytes(part)
+                chunk = bytearray(min(CHUNK, mark.bytes - start))
+                files.read_into(descriptor, memoryview(chunk), start)
+                yield bytes(chunk)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path}: is missing, and holds the history of the run; copy it with the checkpoints, or load the state by "
-            "itself (ftrain.checkpoint.load) and begin in another directory"
+            f"{path}: is missing; it has the history of the run. Copy it with the checkpoints, or load the state by "
+            "itself (ftrain.checkpoint.load) and start in another directory"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
@@ -153,4 +144,4 @@ def _record(line: bytes) -> dict[str, Any]:
         record = json.loads(line)
         return {name: unflatten(value, {}) if isinstance(value, dict) else value for name, value in record.items()}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{NAME}: holds a line that is no record: {line[:60]!r}") from error
+        raise CheckpointError(f"{NAME}: has a line that is not a record: {line[:60]!r}") from error

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 
 CODES = {
     torch.float64: "F64",
@@ -66,7 +66,7 @@ class Layout(NamedTuple):
 
 
 def layout(infos: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None) -> Layout:
-    """Lay out tensors, widest elements first so that each is aligned; `metadata` goes to the header."""
+    """Lay out tensors in a file, widest elements first so that each is aligned; `metadata` goes to the header."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offsets, end = {}, 0
     for info in sorted(infos, key=lambda info: -info.dtype.itemsize):
@@ -80,21 +80,19 @@ def layout(infos: Sequence[TensorInfo], metadata: Mapping[str, str] | None = Non
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    return Layout(header, {key: len(header) + place for key, place in offsets.items()}, len(header) + end)
+    return Layout(header, {key: len(header) + offset for key, offset in offsets.items()}, len(header) + end)
 
 
 def chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in row-major order, in parts, without copying all of it at once."""
-    whole = tensor.detach().resolve_conj().resolve_neg()
-    if whole.is_contiguous() or whole.nbytes <= CHUNK or whole.ndim < 2:
-        whole = whole.reshape(-1)
-    else:
-        for row in whole:
+    """Yield the bytes of a tensor in row-major order in chunks, without copying all of it at once."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if not tensor.is_contiguous() and tensor.nbytes > CHUNK and tensor.ndim >= 2:
+        for row in tensor:
             yield from chunks(row)
         return
-    step = max(1, CHUNK // whole.element_size())
-    for start in range(0, whole.numel(), step):
-        yield as_bytes(whole[start : start + step].cpu().contiguous())
+    flat, step = tensor.reshape(-1), max(1, CHUNK // tensor.element_size())
+    for start in range(0, flat.numel(), step):
+        yield as_bytes(flat[start : start + step].cpu().contiguous())
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -106,9 +104,8 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 def strides(tensor: Tensor) -> tuple[int, ...] | None:
     """Return the strides of a dense tensor whose memory is not in row-major order; else None."""
-    if tensor.is_contiguous() or not is_dense(tensor.shape, tensor.stride()):
-        return None
-    return tuple(tensor.stride())
+    is_reordered = not tensor.is_contiguous() and is_dense(tensor.shape, tensor.stride())
+    return tuple(tensor.stride()) if is_reordered else None
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""A checkpoint of a run in memory."""
+"""A checkpoint of a run, loaded into memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ftrain.types import PyTree
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint that was loaded: its trees by name, and everything else that was saved."""
+    """A checkpoint that was loaded: its trees by name, and its manifest."""
 
     step: int
     path: Path
@@ -36,7 +36,7 @@ class LoadedCheckpoint(NamedTuple):
         run = self.parts.get("run")
         if not isinstance(run, dict) or run.keys() != {"record", "position", "began"}:
             raise CheckpointError(
-                f"{self.path}: was not saved by fit, which cannot go on from it; use another directory"
+                f"{self.path}: was not saved by ftrain.fit, which cannot resume from it; use another directory"
             )
         return run
 
@@ -50,21 +50,9 @@ def load_checkpoint(
     on_host: bool,
     accept: Callable[[LoadedCheckpoint], None] | None,
 ) -> LoadedCheckpoint:
-    """Load the checkpoint of a step on all ranks.
+    """Load the checkpoint of a step on all ranks; the arguments are those of `Checkpoints.latest`.
 
-    Args:
-        path: path of the checkpoint.
-        step: step that it must have.
-        like: trees by name.
-        ranks: ranks that load it.
-        on_host: keep tensors on the CPU, and not on the devices of `like`.
-        accept: function that is called on the first rank, and raises a CheckpointError to reject it.
-
-    Raises:
-        CheckpointError: on every rank, when it is damaged, of another step, or rejected.
-        StructureError: when it differs from `like`.
-        DeviceError: when memory runs out.
-        RankError: when another rank failed in another way, or did not come.
+    Raises a CheckpointError on every rank when it is damaged, of another step, or rejected by `accept`.
     """
     results = list[LoadedCheckpoint]()
 

@@ -106,11 +106,7 @@ def signed(text: bytes) -> bytes:
 
 
 def parse(data: bytes) -> Manifest:
-    """Read and check a manifest.
-
-    Raises:
-        CheckpointError: for anything that `dump` would not have written; the message says what.
-    """
+    """Read and check a manifest; raises a CheckpointError for anything that `dump` would not have written."""
     # Checked before parsing, which may take a hundred times as long and as much memory.
     if data != signed(data[: -len(signed(b""))]):
         raise CheckpointError(f"{NAME}: its own digest does not match; it was changed after it was written")
@@ -139,22 +135,20 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise CheckpointError(f"{NAME}: holds {name}, which is no JSON")
+    raise CheckpointError(f"{NAME}: has the number {name}, which JSON does not allow")
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
     step, run = body["step"], body["run"]
     _require(step is None or (type(step) is int and step >= 0), "step", step)
     _require(isinstance(run, str), "run", run)
-    _require(isinstance(body["metrics"], dict), "metrics", body["metrics"])
+    for name, kind in (("metrics", dict), ("environment", dict), ("tensors", list), ("files", dict)):
+        _require(isinstance(body[name], kind), name, body[name])
     metrics = {name: decode(value) for name, value in body["metrics"].items()}
-    _require(isinstance(body["environment"], dict), "environment", body["environment"])
-    _require(isinstance(body["tensors"], list), "tensors", body["tensors"])
     tensors = tuple(_parse_tensor(item) for item in body["tensors"])
-    places = [(item.file, item.key) for item in tensors]
-    _require(len(set(places)) == len(places), "tensors", "one place twice")
+    keys = [(item.file, item.key) for item in tensors]
+    _require(len(set(keys)) == len(keys), "tensors", "one name in a file twice")
     files = body["files"]
-    _require(isinstance(files, dict), "files", files)
     for name, digest in files.items():
         _require(_is_file_name(name) and name not in {item.file for item in tensors}, "the name of a file", name)
         _require(_is_digest(digest), f"the sha256 of {name}", digest)

@@ -24,10 +24,8 @@ Json: TypeAlias = Any
 class Ranks:
     """All ranks of the run, or only this process if there is no process group.
 
-    Every rank must make as many of these, and call their methods in the same order.
-
-    Args:
-        name: name of what the ranks agree on, for the keys of messages and for errors.
+    Every rank must make as many of these, and call their methods in the same order. `name` says in messages and errors
+    what the ranks agree on.
     """
 
     def __init__(self, name: str) -> None:
@@ -49,15 +47,12 @@ class Ranks:
         self._abandoned.set()
 
     def together(self, function: Callable[[], T]) -> list[T]:
-        """Call a function on every rank, and return what it returned on each, in the order of ranks.
-
-        Args:
-            function: function that returns what JSON can hold, if there are several ranks.
+        """Call a function on every rank, and return the results in the order of ranks; JSON must be able to hold them.
 
         Raises:
-            FtrainError: on every rank the error of the first rank on which the function failed; on ranks other than
-                that one, a `RankError` in place of an error that is not one of ftrain.
-            RankError: when a rank does not come before the timeout of the process group; names it.
+            FtrainError: on every rank, the error of the first rank on which the function failed; on other ranks a
+                `RankError` in place of an error that is not one of ftrain.
+            RankError: naming a rank that does not call this before the timeout of the process group.
         """
         if self.size == 1:
             return [function()]
@@ -92,19 +87,19 @@ class Ranks:
         self.together(lambda: None)
 
     def _exchange(self, message: Json) -> list[Json]:
-        """Return the messages of all ranks."""
+        """Send a message to all ranks, and return the messages of all."""
         keys = [f"{self._keys}/{self._count}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], json.dumps(message))
-        self._wait_for_all(keys)
+        self._wait_for(keys)
         messages = [json.loads(text) for text in self._store.multi_get(keys)]
         if self._count:
-            # All have come here, so all have read the earlier messages.
+            # All ranks have arrived here, so all have read the earlier messages.
             self._store.delete_key(f"{self._keys}/{self._count - 1}/{self.rank}")
         self._count += 1
         return messages
 
-    def _wait_for_all(self, keys: list[str]) -> None:
-        """Wait until the messages of all ranks are there, by their keys."""
+    def _wait_for(self, keys: list[str]) -> None:
+        """Wait until the store has these keys, one per rank."""
 
         def absent() -> list[int]:
             return [rank for rank, key in enumerate(keys) if not self._store.check([key])]

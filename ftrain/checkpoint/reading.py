@@ -23,7 +23,7 @@ from ftrain.errors import CheckpointError, DeviceError, StructureError
 from ftrain.types import PyTree
 
 NUM_READERS = 2
-"""Threads that read and hash, both of which release the GIL."""
+"""Number of threads that read and hash; both release the GIL."""
 MAX_NAMES = 20
 """The largest number of file names in an error."""
 
@@ -40,19 +40,15 @@ def load_tree(
 ) -> PyTree:
     """Load a tree; the arguments are those of `ftrain.checkpoint.load`, and `share` is that of `load_parts`.
 
-    Raises:
-        CheckpointError: when the checkpoint is missing or damaged.
-        DeviceError: when memory runs out.
-        StructureError: if the checkpoint differs from `like`; for `partial` or `rename` without `like`.
-        OptionError: if no path begins with a name in `rename`.
+    Raises a StructureError for `partial` or `rename` without `like`, and as `ftrain.checkpoint.load` does.
     """
     with _error_names(path):
-        manifest = _read_manifest(path)
+        reader = _Reader(path, _read_manifest(path), share)
         if like is not None:
-            return _load_like(path, manifest, manifest.tree, like, partial=partial, rename=rename, share=share)
+            return reader.like(reader.manifest.tree, like, partial=partial, rename=rename)
         if partial or rename:
             raise StructureError("load: partial= and rename= need like=, which is missing")
-        return _load_as_saved(path, manifest, manifest.tree)
+        return reader.as_saved(reader.manifest.tree)
 
 
 def load_parts(
@@ -60,82 +56,80 @@ def load_parts(
 ) -> tuple[Manifest, dict[str, PyTree]]:
     """Load a dict of trees: each like the tree of its key in `like`, or as it was saved if `like` has no such key.
 
-    Raises as `load` does.
-
-    Args:
-        path: path of the checkpoint.
-        like: trees by name.
-        on_host: keep tensors on the CPU, and not on the devices of `like`.
-        share: rank and number of ranks. Each rank reads its blocks of the tensors that are divided, and verifies
-            a share of the whole tensors.
+    With `on_host`, tensors stay on the CPU. `share` is the rank and the number of ranks: each rank reads its blocks of
+    the tensors that are divided, and verifies a share of the whole tensors. Raises as `ftrain.checkpoint.load` does.
     """
     with _error_names(path):
-        manifest = _read_manifest(path)
+        reader = _Reader(path, _read_manifest(path), share)
         parts = {
-            key: _load_like(path, manifest, node, like[key], partial=False, rename={}, on_host=on_host, share=share)
-            if key in like
-            else _load_as_saved(path, manifest, node)
-            for key, node in children(manifest.tree).items()
+            key: reader.like(node, like[key], on_host=on_host) if key in like else reader.as_saved(node)
+            for key, node in children(reader.manifest.tree).items()
         }
     if missing := [key for key in like if key not in parts]:
         raise StructureError(f"load: {path} has no {', '.join(missing)}; it was not saved by a run")
-    return manifest, parts
+    return reader.manifest, parts
 
 
 def load_items(path: Path) -> dict[tuple[Any, ...], Any]:
     """Return the `Container`, tensor or other leaf at each path of a checkpoint; raises as `load` does."""
     with _error_names(path):
-        manifest = _read_manifest(path)
-        return items_by_path(manifest.tree, read_tensors(path, manifest, manifest.tensors))
+        reader = _Reader(path, _read_manifest(path))
+        return items_by_path(reader.manifest.tree, reader.read(reader.manifest.tensors))
 
 
-def _load_as_saved(path: Path, manifest: Manifest, treedef: Json) -> PyTree:
-    used = {id(item) for item in items_by_path(treedef, manifest.tensors).values()}
-    numbers = [number for number, item in enumerate(manifest.tensors) if id(item) in used]
-    tensors = read_tensors(path, manifest, [manifest.tensors[number] for number in numbers])
-    return unflatten(treedef, dict(zip(numbers, tensors, strict=True)))
+class _Reader(NamedTuple):
+    """Reads trees of one checkpoint."""
+
+    path: Path
+    manifest: Manifest
+    share: tuple[int, int] = (0, 1)
+
+    def as_saved(self, treedef: Json) -> PyTree:
+        used = {id(item) for item in items_by_path(treedef, self.manifest.tensors).values()}
+        entries = {number: item for number, item in enumerate(self.manifest.tensors) if id(item) in used}
+        return unflatten(treedef, dict(zip(entries, self.read([*entries.values()]), strict=True)))
+
+    def like(
+        self,
+        treedef: Json,
+        like: PyTree,
+        *,
+        partial: bool = False,
+        rename: Mapping[str, str] | None = None,
+        on_host: bool = False,
+    ) -> PyTree:
+        saved, wanted = items_by_path(treedef, self.manifest.tensors), flatten(like).items_by_path
+        items = match_leaves(rename_paths(saved, rename or {}), wanted, str(self.path), partial=partial)
+        stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, TensorEntry)}
+        divided = {tree_path: item for tree_path, item in stored.items() if has_many_ranks(wanted[tree_path])}
+        whole = {id(item): item for tree_path, item in stored.items() if tree_path not in divided}
+        tensors = dict(zip(whole, self.read([*whole.values()]), strict=True))
+        blocks = [(item, block_of_this_rank(wanted[tree_path])) for tree_path, item in divided.items()]
+        locals_ = dict(zip(divided, self.read_blocks(blocks), strict=True))
+        values = {tree_path: tensors.get(id(item), item) for tree_path, item in items.items()}
+        return fill_like(like, {**values, **locals_}, on_host=on_host)
+
+    def read(self, items: Sequence[TensorEntry]) -> list[Tensor]:
+        """Read and verify tensors, to the CPU."""
+        with _open_tensor_files(self.path, self.manifest) as offsets:
+            return _concurrently(lambda item: _read(item, offsets[item.file, item.key]), items)
+
+    def read_blocks(self, blocks: Sequence[tuple[TensorEntry, Block]]) -> list[Tensor]:
+        """Read blocks of tensors to the CPU, and verify a share of these tensors."""
+        rank, size = self.share
+        verified = [item for item, _ in blocks[rank::size]]
+        with _open_tensor_files(self.path, self.manifest) as offsets:
+            _concurrently(lambda item: _check(item, offsets[item.file, item.key]), verified)
+            return _concurrently(lambda pair: _read_block(pair[0], pair[1], offsets[pair[0].file, pair[0].key]), blocks)
 
 
-def _load_like(
-    path: Path,
-    manifest: Manifest,
-    treedef: Json,
-    like: PyTree,
-    *,
-    partial: bool,
-    rename: Mapping[str, str],
-    share: tuple[int, int],
-    on_host: bool = False,
-) -> PyTree:
-    saved, wanted = rename_paths(items_by_path(treedef, manifest.tensors), rename), flatten(like).items_by_path
-    items = match_leaves(saved, wanted, str(path), partial=partial)
-    stored = {tree_path: item for tree_path, item in items.items() if isinstance(item, TensorEntry)}
-    divided = {tree_path: item for tree_path, item in stored.items() if has_many_ranks(wanted[tree_path])}
-    whole = {id(item): item for tree_path, item in stored.items() if tree_path not in divided}
-    tensors = dict(zip(whole, read_tensors(path, manifest, [*whole.values()]), strict=True))
-    blocks = [(item, block_of_this_rank(wanted[tree_path])) for tree_path, item in divided.items()]
-    locals_ = dict(zip(divided, _read_blocks(path, manifest, blocks, share), strict=True))
-    values = {tree_path: tensors.get(id(item), item) for tree_path, item in items.items()}
-    return fill_like(like, {**values, **locals_}, on_host=on_host)
-
-
-def _read_blocks(
-    path: Path, manifest: Manifest, blocks: Sequence[tuple[TensorEntry, Block]], share: tuple[int, int]
-) -> list[Tensor]:
-    """Read blocks of tensors to the CPU, and verify a share of these tensors."""
-    rank, size = share
-    with _open_tensor_files(path, manifest) as places:
-        _concurrently(lambda item: _check(item, places[item.file, item.key]), [item for item, _ in blocks[rank::size]])
-        return _concurrently(lambda pair: _read_block(pair[0], pair[1], places[pair[0].file, pair[0].key]), blocks)
-
-
-def _read_block(item: TensorEntry, block: Block, place: FileOffset) -> Tensor:
+def _read_block(item: TensorEntry, block: Block, at: FileOffset) -> Tensor:
     local = torch.empty(block.shape, dtype=item.info.dtype)
     target, position, itemsize = as_bytes(local), 0, item.info.dtype.itemsize
     for start, length in runs(block, item.shape):
-        part = target[position : position + length * itemsize]
-        files.read_into(place.descriptor, part, place.offset + start * itemsize)
-        position += len(part)
+        run = target[position : position + length * itemsize]
+        files.read_into(at.descriptor, run, at.offset + start * itemsize)
+        position += len(run)
     return local
 
 
@@ -149,8 +143,8 @@ def verify(path: str | Path) -> Manifest:
     path = Path(path)
     with _error_names(path):
         manifest = _read_manifest(path)
-        with _open_tensor_files(path, manifest) as places:
-            _concurrently(lambda item: _check(item, places[item.file, item.key]), manifest.tensors)
+        with _open_tensor_files(path, manifest) as offsets:
+            _concurrently(lambda item: _check(item, offsets[item.file, item.key]), manifest.tensors)
     return manifest
 
 
@@ -164,8 +158,8 @@ def _error_names(path: Path) -> Iterator[None]:
     except (OSError, RuntimeError, MemoryError, OverflowError) as error:
         if is_out_of_memory(error):
             raise DeviceError(
-                f"{path}: memory ran out while it was read ({type(error).__name__}: {error}), which says nothing of "
-                "its bytes; free memory, or raise the limit of the process (ulimit -v)"
+                f"{path}: memory ran out while it was read ({type(error).__name__}: {error}); the checkpoint may be "
+                "intact. Free memory, or raise the limit of the process (ulimit -v)"
             ) from error
         raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
@@ -178,7 +172,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def _read_manifest(path: Path) -> Manifest:
     if not files.is_directory(path):
-        raise CheckpointError("is no directory" if files.exists(path) else "there is no such checkpoint")
+        raise CheckpointError("is not a directory" if files.exists(path) else "there is no such checkpoint")
     manifest = parse(files.read(path / NAME, MAX_BYTES))
     listed = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
     present = set(_files_below(path))
@@ -186,7 +180,7 @@ def _read_manifest(path: Path) -> Manifest:
     if missing := sorted(listed - present):
         problems.append(f"files are missing: {_first_names(missing)}")
     if unlisted := sorted(present - listed):
-        problems.append(f"holds what the manifest does not list: {_first_names(unlisted)}")
+        problems.append(f"has files that the manifest does not list: {_first_names(unlisted)}")
     if problems:
         raise CheckpointError("; ".join(problems))
     for name, digest in manifest.files.items():
@@ -215,7 +209,7 @@ def _files_below(path: Path) -> Iterator[str]:
 @contextmanager
 def _open_tensor_files(path: Path, manifest: Manifest) -> Iterator[dict[tuple[str, str], FileOffset]]:
     """Open the files of the tensors, check their headers, and yield the offset of each tensor by file and name."""
-    places = {}
+    offsets = {}
     with ExitStack() as stack:
         for file in sorted({item.file for item in manifest.tensors}):
             plan = layout([item.info for item in manifest.tensors if item.file == file])
@@ -227,18 +221,8 @@ def _open_tensor_files(path: Path, manifest: Manifest) -> Iterator[dict[tuple[st
             files.read_into(descriptor, memoryview(header), 0)
             if header != plan.header:
                 raise CheckpointError(f"{file}: its header is not that of the tensors in the manifest")
-            places.update({(file, key): FileOffset(descriptor, offset) for key, offset in plan.offsets.items()})
-        yield places
-
-
-def read_tensors(path: Path, manifest: Manifest, items: Sequence[TensorEntry]) -> list[Tensor]:
-    """Read some of the tensors of a checkpoint to the CPU.
-
-    Raises:
-        CheckpointError: when a file was changed: its size, its header, or a digest.
-    """
-    with _open_tensor_files(path, manifest) as places:
-        return _concurrently(lambda item: _read(item, places[item.file, item.key]), items)
+            offsets.update({(file, key): FileOffset(descriptor, offset) for key, offset in plan.offsets.items()})
+        yield offsets
 
 
 def _concurrently(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
@@ -246,21 +230,21 @@ def _concurrently(function: Callable[[Any], Any], items: Sequence[Any]) -> list[
         return list(pool.map(function, items))
 
 
-def _read(item: TensorEntry, place: FileOffset) -> Tensor:
+def _read(item: TensorEntry, at: FileOffset) -> Tensor:
     tensor = torch.empty(item.shape, dtype=item.info.dtype)
-    _check(item, place, as_bytes(tensor))
+    _check(item, at, as_bytes(tensor))
     if item.stride is None:
         return tensor
     return torch.empty_strided(item.shape, item.stride, dtype=tensor.dtype).copy_(tensor)
 
 
-def _check(item: TensorEntry, place: FileOffset, target: memoryview | None = None) -> None:
-    """Check the bytes of a tensor, and read them into `target`, if given."""
+def _check(item: TensorEntry, at: FileOffset, target: memoryview | None = None) -> None:
+    """Check the bytes of a tensor; keep them in `target` unless it is None."""
     size, digest = item.info.bytes, hashlib.sha256()
     buffer = memoryview(bytearray(min(size, CHUNK) if target is None else 0))
     for start in range(0, size, CHUNK):
-        part = buffer[: size - start] if target is None else target[start : start + CHUNK]
-        files.read_into(place.descriptor, part, place.offset + start)
-        digest.update(part)
+        chunk = buffer[: size - start] if target is None else target[start : start + CHUNK]
+        files.read_into(at.descriptor, chunk, at.offset + start)
+        digest.update(chunk)
     if digest.hexdigest() != item.sha256:
         raise CheckpointError(f"{item.file}: {printable(item.path)}: the bytes are not those that were saved")

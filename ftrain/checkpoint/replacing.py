@@ -23,19 +23,11 @@ def current_path(path: Path) -> Path:
 
 
 def write_or_replace(path: Path, step: int, write: Callable[[Path], Manifest]) -> None:
-    """Write the checkpoint of a step.
+    """Write the checkpoint of a step with `write`, which also verifies it.
 
     An existing one that is damaged or of another step is renamed. One of the same run is replaced, unless its content
-    is the same; at each moment the old or the new one exists.
-
-    Args:
-        path: path of the checkpoint.
-        step: number of training steps done.
-        write: function that writes and verifies a checkpoint at a new path, and returns its manifest.
-
-    Raises:
-        CheckpointError: when one of another run with different content exists, or writing fails.
-        OSError: when a directory cannot be renamed.
+    is the same; at each moment the old or the new one exists. Raises a CheckpointError when one of another run with
+    different content exists.
     """
     finish_replacement(path, step)
     existing = _intact_manifest(path, step)
@@ -53,7 +45,7 @@ def write_or_replace(path: Path, step: int, write: Callable[[Path], Manifest]) -
     discard(new)
     if _content(written) != _content(existing):
         raise CheckpointError(
-            f"Checkpoints.save: {path} is of another run, {existing.run}, and differs from what was to be saved; go on "
+            f"Checkpoints.save: {path} is of another run, {existing.run}, and differs from what is to be saved; resume "
             "from it (latest() loads it), or use another directory"
         )
 
@@ -63,19 +55,18 @@ def finish_replacement(path: Path, step: int) -> None:
     new = _replacement_path(path)
     if not files.exists(new):
         return
+    trash = None
     if files.exists(path):
         if _intact_manifest(new, step) is None:
             discard(new)
             return
         trash = _trash_path(path)
         files.rename(path, trash)
-        files.rename(new, path)
-        # Otherwise a power failure could leave the old one with its name, but without some of its files.
-        files.sync_directory(path.parent)
+    files.rename(new, path)
+    # Otherwise a power failure could leave the old one with its name, but without some of its files.
+    files.sync_directory(path.parent)
+    if trash is not None:
         files.remove(trash)
-    else:
-        files.rename(new, path)
-        files.sync_directory(path.parent)
 
 
 def discard(path: Path) -> None:

@@ -20,11 +20,7 @@ from ftrain.errors import CheckpointError
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoints at a path, oldest first: those of a run, or the path itself.
-
-    Raises:
-        CheckpointError: when there is none.
-    """
+    """Return the checkpoints of a run, oldest first, or the path of one; raises a CheckpointError if there is none."""
     run = Checkpoints(path, every=1)
     paths = [run.path(step) for step in run.steps()] or [path]
     if not paths[-1].is_dir():
@@ -33,36 +29,27 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def inspection(path: Path) -> Iterator[str]:
-    """Yield the tree of a checkpoint with shapes and bytes; only its manifest is read.
-
-    Raises:
-        CheckpointError: when it is damaged.
-    """
+    """Yield the tree of a checkpoint with shapes and bytes; only its manifest is read."""
     manifest = read_manifest(path)
     yield f"{path}: step {manifest.step}, run {manifest.run or 'none'}"
     yield "  " + ", ".join(f"{name} {value}" for name, value in manifest.environment.items())
     if manifest.metrics:
         yield "  " + ", ".join(f"{name} {value}" for name, value in manifest.metrics.items())
-    items = items_by_path(manifest.tree, manifest.tensors)
-    width = max(
-        (len(dotted(tree_path)) for tree_path, item in items.items() if not isinstance(item, Container)), default=0
-    )
-    for tree_path, item in items.items():
+    items = items_by_path(manifest.tree, manifest.tensors).items()
+    leaves = [(dotted(tree_path), item) for tree_path, item in items if not isinstance(item, Container)]
+    width = max((len(name) for name, _ in leaves), default=0)
+    for name, item in leaves:
         if isinstance(item, TensorEntry):
-            yield f"  {dotted(tree_path):<{width}}  {item.dtype}{list(item.shape)}  {format_bytes(item.info.bytes)}"
-        elif not isinstance(item, Container):
-            yield f"  {dotted(tree_path):<{width}}  {item!r:.60}"
+            yield f"  {name:<{width}}  {item.dtype}{list(item.shape)}  {format_bytes(item.info.bytes)}"
+        else:
+            yield f"  {name:<{width}}  {item!r:.60}"
     total = sum(item.info.bytes for item in manifest.tensors)
     names = ", ".join(sorted({item.file for item in manifest.tensors}))
     yield f"  {len(manifest.tensors)} tensors, {format_bytes(total)}, in {names}"
 
 
 def require_history(path: Path, manifest: Manifest) -> None:
-    """Check the history of a run up to a checkpoint; only those that `ftrain.fit` saved have one.
-
-    Raises:
-        CheckpointError: when the history is missing or not the one that was saved.
-    """
+    """Check the history of a run up to a checkpoint; only checkpoints of `ftrain.fit` have one."""
     items = items_by_path(manifest.tree, manifest.tensors)
     fields = {name: items.get(("run", "record", "history", name)) for name in Mark._fields}
     if (mark := parse_mark(fields)) is not None:
@@ -70,11 +57,7 @@ def require_history(path: Path, manifest: Manifest) -> None:
 
 
 def differences(one: Path, other: Path) -> Iterator[str]:
-    """Yield the differences of two checkpoints, leaf by leaf; none when they are the same to the bit.
-
-    Raises:
-        CheckpointError: when one of them is damaged.
-    """
+    """Yield the differences of two checkpoints, leaf by leaf; none when they are the same to the bit."""
     left, right = load_items(one), load_items(other)
     for tree_path in [*left, *(path for path in right if path not in left)]:
         if tree_path not in right:

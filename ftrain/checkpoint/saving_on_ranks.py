@@ -1,7 +1,7 @@
 """Write one checkpoint on many ranks: each writes its own blocks into the files that one rank would write.
 
-No tensor is sent between ranks, only digests of blocks, so that what a rank has written is compared with what another
-one reads from the disk.
+Ranks send each other no tensors, only digests of blocks: what a rank has written is compared with what another one
+reads from the disk.
 """
 
 from __future__ import annotations
@@ -16,58 +16,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ftrain._torch import on_meta
-from ftrain._torch.dtensor import local_part
 from ftrain.checkpoint import files
-from ftrain.checkpoint.blocks import Block, blocks_of_ranks, has_many_ranks, parts, runs, whole_block
+from ftrain.checkpoint.blocks import Block, contiguous_rows, runs, whole_block
 from ftrain.checkpoint.layout import CHUNK, DTYPES, chunks, layout
 from ftrain.checkpoint.manifest import Manifest
 from ftrain.checkpoint.ranks import Ranks
-from ftrain.checkpoint.saving import (
-    Notes,
-    Placement,
-    make_folders,
-    new_directory,
-    place_leaves,
-    tensor_entry,
-    write_manifest,
-)
-from ftrain.checkpoint.treedef import FlatTree, Json, Leaf, dotted
+from ftrain.checkpoint.saving import LocalTree, Notes, Placement, write
+from ftrain.checkpoint.treedef import Json, Leaf, dotted
 from ftrain.errors import CheckpointError
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 
 DIGEST_LETTERS = 32
 """Number of hexadecimal digits of the sha256 of a block that are sent."""
 
 
-class LocalTree(NamedTuple):
-    """A flattened tree of which this rank has some blocks.
-
-    Args:
-        flat: the flattened tree, with tensors on the device meta in place of the leaves.
-        blocks: the blocks of each leaf by the ranks that write them.
-        locals: the blocks that this rank writes, by the number of their leaf.
-        divided: the numbers of leaves that are divided. The others are written by the first rank.
-    """
-
-    flat: FlatTree
-    blocks: Sequence[Mapping[int, Block]]
-    locals: Mapping[int, Tensor]
-    divided: frozenset[int]
-
-
-def local_tree(flat: FlatTree, rank: int) -> LocalTree:
-    """Return what a rank writes of a flattened tree."""
-    values = [leaf.value for leaf in flat.leaves]
-    blocks = [blocks_of_ranks(value) for value in values]
-    locals_ = {number: local_part(value) for number, value in enumerate(values) if rank in blocks[number]}
-    leaves = [leaf._replace(value=on_meta(leaf.value)) for leaf in flat.leaves]
-    divided = frozenset(number for number, value in enumerate(values) if has_many_ranks(value))
-    return LocalTree(flat._replace(leaves=leaves), blocks, locals_, divided)
-
-
 class _Target(NamedTuple):
-    """A tensor of the first rank's tree: where it is written, its blocks by rank, and this rank's block, if any."""
+    """A tensor of the first rank's tree: where it is written, its blocks by rank, and the block of this rank."""
 
     path: str
     dtype: torch.dtype
@@ -79,29 +43,19 @@ class _Target(NamedTuple):
 
 
 def lead_write(path: Path, tree: LocalTree, notes: Notes, ranks: Ranks) -> Manifest:
-    """Write and verify a checkpoint as a new directory, on the first rank, while the others call `help_write`.
+    """Write and verify a checkpoint as a new directory, on the first rank, while the others call `help_write`."""
 
-    Raises:
-        CheckpointError: when `path` exists, ranks differ in what they save, a leaf cannot be saved, or writing fails.
-        OptionError: if the name of a text is outside the directory or in use.
-        RankError: when another rank failed in another way, or did not come.
-    """
-    placements = place_leaves(tree.flat, notes.texts)
-    with new_directory(path, [leaf.value for leaf in tree.flat.leaves]) as temporary:
-        folders = make_folders(temporary, [*notes.texts, *(item.file for item in placements)])
-        tensors = _make_files(temporary, placements, tree)
-        digests = _write_and_verify(path.parent, temporary.name, tensors, tree, ranks)
-        entries = [tensor_entry(item, digest) for item, digest in zip(placements, digests, strict=True)]
-        return write_manifest(temporary, tree.flat, entries, notes, folders)
+    def write_on_ranks(directory: Path, placements: Sequence[Placement], tree: LocalTree) -> list[str]:
+        tensors = _make_files(directory, placements, tree)
+        return _write_and_verify(path.parent, directory.name, tensors, tree, ranks)
+
+    return write(path, tree, notes, write_on_ranks)
 
 
 def help_write(parent: Path, tree: LocalTree, ranks: Ranks) -> None:
-    """Write the blocks of a rank that is not the first, and verify its share of the tensors; raises as `lead_write`.
+    """Write the blocks of a rank that is not the first, and verify its share of the tensors.
 
-    Args:
-        parent: the directory in which the first rank makes the checkpoint; its path may differ between ranks.
-        tree: the tree to save.
-        ranks: all ranks.
+    `parent` is the directory in which the first rank makes the checkpoint; its path may differ between ranks.
     """
     _write_and_verify(parent, "", [], tree, ranks)
 
@@ -112,12 +66,12 @@ def _write_and_verify(parent: Path, name: str, tensors: Sequence[Json], tree: Lo
     directory = parent / name
     targets: list[_Target] = []
 
-    def write() -> list[str]:
+    def write_blocks() -> list[str]:
         targets.extend(_targets(tensors, tree, ranks))
         with _opened(directory, targets, files.opened_to_write) as opened:
             return [_write_block(opened[target.file], target, ranks.rank) for target in targets]
 
-    digests_of_blocks = ranks.together(write)
+    digests_of_blocks = ranks.together(write_blocks)
 
     def verify() -> list[str]:
         with _opened(directory, targets, files.opened) as opened:
@@ -179,19 +133,19 @@ def _opened(
             yield {name: stack.enter_context(opening(directory / name)) for name in names}
     except OSError as error:
         raise CheckpointError(
-            f"save: {directory} could not be written on every rank: {error}; all ranks must see one directory, and "
-            "what was saved before is as it was"
+            f"save: {directory} could not be written on every rank: {error}; all ranks must see one directory. Earlier "
+            "checkpoints are unchanged"
         ) from error
 
 
 def _write_block(descriptor: int, target: _Target, rank: int) -> str:
-    """Write the block of this rank, and return the digest of what it should have written; "" without a block."""
+    """Write the block of this rank, and return the digest of its bytes; "" if it has none."""
     if target.local is None:
         return ""
     digest, itemsize = hashlib.sha256(), target.dtype.itemsize
-    for start, part in parts(target.local, target.blocks[rank], target.shape):
+    for start, row in contiguous_rows(target.local, target.blocks[rank], target.shape):
         offset = target.offset + start * itemsize
-        for chunk in chunks(part):
+        for chunk in chunks(row):
             digest.update(chunk)
             files.write_at(descriptor, chunk, offset)
             offset += len(chunk)
@@ -199,15 +153,15 @@ def _write_block(descriptor: int, target: _Target, rank: int) -> str:
 
 
 def _verified(descriptor: int, target: _Target, digests: Sequence[str]) -> str:
-    """Return the digest of a tensor on disk, and check that each block has the digest that its rank has sent."""
+    """Return the digest of a tensor on disk; raise a CheckpointError unless each block is what its rank has written."""
     whole, by_rank = hashlib.sha256(), {rank: hashlib.sha256() for rank in target.blocks}
     buffer, itemsize = memoryview(bytearray(CHUNK)), target.dtype.itemsize
     for start, length, rank in heapq.merge(*(_runs_of(rank, target) for rank in target.blocks)):
         for first in range(0, length * itemsize, CHUNK):
-            part = buffer[: length * itemsize - first]
-            files.read_into(descriptor, part, target.offset + start * itemsize + first)
-            whole.update(part)
-            by_rank[rank].update(part)
+            chunk = buffer[: length * itemsize - first]
+            files.read_into(descriptor, chunk, target.offset + start * itemsize + first)
+            whole.update(chunk)
+            by_rank[rank].update(chunk)
     for rank, digest in by_rank.items():
         if digest.hexdigest()[:DIGEST_LETTERS] != digests[rank]:
             raise CheckpointError(f"save: {target.file}: {target.path}: on the disk is not what rank {rank} wrote")

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, whose parts are read when they are needed."""
+"""Tensors in safetensors files, read when they are needed, whole or a slice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StoredTensor:
         return len(self.shape)
 
     def like(self, tensor: Tensor, device: torch.device) -> StoredTensor:
-        """Return the same tensor, to be read in the dtype of another one to a device."""
+        """Return this tensor, to be read to a device in the dtype of another tensor."""
         return dataclasses.replace(self, dtype=tensor.dtype, device=device)
 
     def read(self) -> Tensor:
@@ -53,19 +53,19 @@ class StoredTensor:
         return self._converted(self.file.get_tensor(self.name))
 
     def narrow(self, axis: int, start: int, length: int) -> Tensor:
-        """Read a part along one axis, and nothing else of the file."""
+        """Read a slice along one axis, and nothing else of the file."""
         if length == 0:  # safetensors has no empty slices.
             shape = (*self.shape[:axis], 0, *self.shape[axis + 1 :])
             return torch.empty(shape, dtype=self.dtype, device=self.device)
-        part = (*[slice(None)] * axis, slice(start, start + length))
-        return self._converted(self.file.get_slice(self.name)[part])
+        index = (*[slice(None)] * axis, slice(start, start + length))
+        return self._converted(self.file.get_slice(self.name)[index])
 
     def _converted(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype)
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file, or of a directory with Hugging Face's names; none is read yet.
+    """Return the tensors of a safetensors file, or of a directory with Hugging Face's names, without reading them.
 
     Raises:
         CheckpointError: if there is no such file, or one is malformed.
@@ -75,12 +75,12 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     names = files.names(path)
     if INDEX not in names:
         if SINGLE not in names:
-            raise CheckpointError(f"{path}: there is neither {SINGLE} nor {INDEX}; give the path of the file itself")
+            raise CheckpointError(f"{path}: there is neither {SINGLE} nor {INDEX}; pass the path of the file")
         return _tensors_of(path / SINGLE)
     try:
-        places = json.loads(files.read(path / INDEX, MAX_TEXT_BYTES))["weight_map"]
-        by_file = {name: _tensors_of(path / Path(name).name) for name in sorted(set(places.values()))}
-        return {name: by_file[place][name] for name, place in places.items()}
+        file_of = json.loads(files.read(path / INDEX, MAX_TEXT_BYTES))["weight_map"]
+        tensors = {file: _tensors_of(path / Path(file).name) for file in sorted(set(file_of.values()))}
+        return {name: tensors[file][name] for name, file in file_of.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / INDEX}: cannot be read: {type(error).__name__}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""The structure of a tree as JSON, exact and typed: containers, keys, and leaves that are not tensors."""
+"""The structure of a tree as JSON: containers, keys, and leaves that are not tensors, all exact."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import optree
 import torch
 from torch import Tensor
 
-from ftrain._torch.dtensor import is_dtensor
-from ftrain.checkpoint.blocks import has_many_ranks, undivided, why_not_blocks
+from ftrain._torch.dtensor import is_dtensor, local_part
+from ftrain.checkpoint.blocks import has_many_ranks
 from ftrain.checkpoint.layout import DTYPES
 from ftrain.errors import CheckpointError, StructureError
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 from ftrain.types import NAMESPACE, TREE_CLASSES, PyTree, TrainState, tree_tag
 
 Json: TypeAlias = Any
@@ -53,8 +53,7 @@ class Container(NamedTuple):
 def flatten(tree: PyTree) -> FlatTree:
     """Split a tree into its structure as JSON and its tensors.
 
-    Raises:
-        CheckpointError: for leaves, keys and containers that JSON cannot hold exactly; the message names all of them.
+    Raises a CheckpointError that names all leaves, keys and containers that JSON cannot hold exactly.
     """
     flattener = _Flattener()
     treedef = flattener.node((), tree, None)
@@ -89,8 +88,8 @@ class _Flattener:
 
     def number(self, path: Path, tensor: Tensor, state_path: Path | None) -> int:
         """Return the number of a tensor; tied tensors, which share memory, have the same number."""
-        tensor = undivided(tensor)
-        problem = why_not_savable(tensor)
+        tensor = tensor if has_many_ranks(tensor) else local_part(tensor)
+        problem = _why_not_savable(tensor)
         if problem:
             self.problems.append(f"{dotted(path)}: {problem}")
             return 0
@@ -130,7 +129,7 @@ class _Flattener:
     ) -> Json:
         self.items_by_path[path] = Container(kind)
         bad = [key for key in keys if type(key) not in KEYS]
-        self.problems.extend(f"{dotted(path)}: the key {key!r} is no str, int or bool" for key in bad)
+        self.problems.extend(f"{dotted(path)}: the key {key!r} is not a str, int or bool" for key in bad)
         node = {
             "kind": kind,
             "keys": [key for key in keys if type(key) in KEYS],
@@ -149,11 +148,13 @@ class _Flattener:
             return None
 
 
-def why_not_savable(tensor: Tensor) -> str:
+def _why_not_savable(tensor: Tensor) -> str:
     """Return why a tensor cannot be saved; "" if it can."""
     if is_dtensor(tensor):
-        if problem := why_not_blocks(tensor):
-            return problem
+        # Exactly these classes: torch's subclasses order the blocks differently.
+        other = [each for each in tensor.placements if type(each).__name__ not in ("Shard", "Replicate")]
+        if other:
+            return f"a DTensor of placement {other[0]}; needs Shard or Replicate"
     elif type(tensor) not in (Tensor, torch.nn.Parameter):
         return f"a {class_name(type(tensor))}; needs a plain tensor"
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -173,8 +174,7 @@ def _tensor_identity(tensor: Tensor) -> tuple[Any, ...]:
 def unflatten(treedef: Json, tensors: Mapping[int, Tensor]) -> PyTree:
     """Make a tree from its structure as JSON and its tensors.
 
-    Raises:
-        CheckpointError: for malformed JSON, and for containers that need ``like=``, such as named tuples.
+    Raises a CheckpointError for malformed JSON, and for containers that need ``like=``, such as named tuples.
     """
     if treedef is None:
         return None
@@ -186,11 +186,7 @@ def unflatten(treedef: Json, tensors: Mapping[int, Tensor]) -> PyTree:
 
 
 def items_by_path(treedef: Json, tensors: Sequence[Any]) -> dict[Path, Any]:
-    """Return the item at each path of a saved tree: a `Container`, one of `tensors`, or another leaf.
-
-    Raises:
-        CheckpointError: for malformed JSON.
-    """
+    """Return the item at each path of a saved tree: a `Container`, one of `tensors`, or another leaf."""
     items: dict[Path, Any] = {}
 
     def visit(path: Path, node: Json) -> None:
@@ -219,7 +215,7 @@ def _make_container(kind: str, keys: list[Any], children: list[Any], static: lis
     try:
         return restore(dict(zip(keys, children, strict=True)), static)
     except (StructureError, TypeError) as error:
-        raise CheckpointError(f"load: the manifest holds no {kind}: {error}") from None
+        raise CheckpointError(f"load: the tree in the manifest has a malformed {kind}: {error}") from None
 
 
 def _is_container(node: Json) -> bool:
@@ -241,7 +237,7 @@ def _parse_container(node: dict[str, Any]) -> tuple[str, list[Any], list[Any]]:
 
 def _require_list(value: Json) -> list[Any]:
     if not isinstance(value, list):
-        raise CheckpointError(f"load: the tree in the manifest is malformed: {value!r:.60} is no list")
+        raise CheckpointError(f"load: the tree in the manifest is malformed: {value!r:.60} is not a list")
     return value
 
 
@@ -260,10 +256,7 @@ def _parse_leaf(node: Json, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
 
 
 def encode(value: Any) -> Json:
-    """Encode a bool, int, float, complex, str or bytes exactly.
-
-    Raises:
-        CheckpointError: for a value of another type, also for subclasses of these.
+    """Encode a bool, int, float, complex, str or bytes exactly; raises a CheckpointError for other (sub)classes.
 
     >>> encode(0.1), encode(3), encode("x")
     ({'float': '0x1.999999999999ap-4'}, 3, 'x')
@@ -281,11 +274,7 @@ def encode(value: Any) -> Json:
 
 
 def decode(node: Json) -> Any:
-    """Decode a value of `encode`.
-
-    Raises:
-        CheckpointError: for JSON that `encode` does not write.
-    """
+    """Decode a value of `encode`; raises a CheckpointError for JSON that `encode` does not write."""
     try:
         if type(node) in (bool, int, str):
             return node
@@ -303,13 +292,9 @@ def decode(node: Json) -> Any:
 
 
 def children(treedef: Json) -> dict[Any, Json]:
-    """Return the children of a container by key.
-
-    Raises:
-        CheckpointError: for a leaf.
-    """
+    """Return the children of a container by key; raises a CheckpointError for a leaf."""
     if not _is_container(treedef):
-        raise CheckpointError("load: the manifest holds a leaf where a container is expected")
+        raise CheckpointError("load: the manifest has a leaf where a container is expected")
     _, keys, nodes = _parse_container(treedef)
     return dict(zip(keys, nodes, strict=True))
 

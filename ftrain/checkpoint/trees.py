@@ -10,10 +10,10 @@ from ftrain.checkpoint.blocks import has_many_ranks
 from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.ranks import Ranks
 from ftrain.checkpoint.reading import load_tree
-from ftrain.checkpoint.saving import Notes, write
-from ftrain.checkpoint.saving_on_ranks import help_write, lead_write, local_tree
+from ftrain.checkpoint.saving import Notes, local_tree, write
+from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
 from ftrain.checkpoint.treedef import flatten
-from ftrain.tree.tensors import device_off_host
+from ftrain.tree import device_off_host
 from ftrain.types import PyTree
 
 
@@ -43,20 +43,20 @@ def save(
     Raises:
         CheckpointError: when `path` exists, a leaf cannot be saved, or writing fails.
         OptionError: if a name in `texts` is outside the directory or in use.
-        RankError: when another rank failed in another way, or did not come.
+        RankError: when another rank failed in another way, or did not call this.
     """
     flat = flatten(tree)
     notes = Notes(step, run, {}, environment(device_off_host(leaf.value for leaf in flat.leaves)), dict(texts or {}))
-    if _has_many_ranks(tree):
-        ranks = Ranks("save")
-        with ranks.all_or_none():
-            content = local_tree(flat, ranks.rank)
-            if ranks.is_first:
-                lead_write(Path(path), content, notes, ranks)
-            else:
-                help_write(Path(path).parent, content, ranks)
-    else:
-        write(Path(path), flat, notes)
+    if not _has_many_ranks(tree):
+        write(Path(path), local_tree(flat), notes)
+        return
+    ranks = Ranks("save")
+    with ranks.all_or_none():
+        content = local_tree(flat, ranks.rank)
+        if ranks.is_first:
+            lead_write(Path(path), content, notes, ranks)
+        else:
+            help_write(Path(path).parent, content, ranks)
 
 
 def load(
@@ -83,7 +83,7 @@ def load(
         DeviceError: when memory runs out.
         StructureError: when it differs from `like`; the message lists every path.
         OptionError: if no path begins with a name in `rename`.
-        RankError: when another rank failed in another way, or did not come.
+        RankError: when another rank failed in another way, or did not call this.
     """
     path, rename = Path(path), rename or {}
     if not _has_many_ranks(like):

@@ -13,14 +13,14 @@ from ftrain._torch.dtensor import is_dtensor, with_local_part
 from ftrain.checkpoint.manifest import TensorEntry
 from ftrain.checkpoint.treedef import NAMED_TUPLE, Container, class_name, dotted, printable
 from ftrain.errors import OptionError, StructureError
+from ftrain.tree import dtype_name
 from ftrain.types import NAMESPACE, PyTree
 
 
 def rename_paths(saved: dict[tuple[Any, ...], Any], rename: Mapping[str, str]) -> dict[Any, Any]:
     """Return the items of a checkpoint under their new paths, which are written with dots.
 
-    Raises:
-        OptionError: when no path begins with an old name.
+    Raises an OptionError when no path begins with one of the old names.
     """
     if not rename:
         return saved
@@ -33,7 +33,9 @@ def rename_paths(saved: dict[tuple[Any, ...], Any], rename: Mapping[str, str]) -
         renamed[rename[longest] + name[len(longest) :] if old_names else name] = item
     if unused := [old for old in rename if old not in used]:
         known = ", ".join(map(dotted, saved))
-        raise OptionError(f"load: rename has {', '.join(map(repr, unused))}, and nothing is called so: {known:.300}")
+        raise OptionError(
+            f"load: rename has {', '.join(map(repr, unused))}, and no path begins with it; there are {known:.300}"
+        )
     return renamed
 
 
@@ -42,12 +44,10 @@ def match_leaves(
 ) -> dict[tuple[Any, ...], Any]:
     """Return the saved item for each leaf of `like`.
 
-    Raises:
-        StructureError: listing all differences; with ``partial`` only those in shape and dtype.
+    Raises a StructureError that lists all differences; with ``partial`` only those in shape and dtype.
     """
     by_name = any(isinstance(key, str) for key in saved)
-    # Containers may differ when only some leaves are loaded, or when leaves are matched by name.
-    loose = partial or by_name
+    containers_may_differ = partial or by_name
     chosen, problems, used = {}, [], set()
     for path, need in wanted.items():
         key = dotted(path) if by_name else path
@@ -56,17 +56,17 @@ def match_leaves(
         if key not in saved:
             if not partial:
                 problems.append(f"{dotted(path)}: missing, needs {_description(need)}")
-        elif not _agree(item, need) and not (loose and isinstance(need, Container)):
+        elif not _agree(item, need) and not (containers_may_differ and isinstance(need, Container)):
             problems.append(f"{dotted(path)}: found {_description(item)}, needs {_description(need)}")
         elif not isinstance(need, Container):
             chosen[path] = item
     for key, item in saved.items():
-        if key not in used and not partial and not (loose and isinstance(item, Container)):
+        if key not in used and not partial and not (containers_may_differ and isinstance(item, Container)):
             problems.append(f"{key if by_name else dotted(key)}: unexpected {_description(item)}")
     if problems:
         raise StructureError(
-            f"load: {where} does not have the structure of like ({len(problems)} differences; partial= takes what "
-            "fits, rename= maps names):\n  " + "\n  ".join(map(printable, problems))
+            f"load: {where} does not have the structure of like ({len(problems)} differences; partial=True loads the "
+            "leaves that it has, rename= maps names):\n  " + "\n  ".join(map(printable, problems))
         )
     return chosen
 
@@ -76,11 +76,13 @@ def _agree(item: Any, need: Any) -> bool:
     if isinstance(item, Container) and isinstance(need, Container) and need.kind.startswith(NAMED_TUPLE):
         # A manifest of version 1 has the module of a named tuple before its name.
         return need.kind in (item.kind, f"{NAMED_TUPLE}{item.kind.rpartition('.')[2]}")
-    return _description(item) == _description(need)
+    if isinstance(item, TensorEntry):
+        return isinstance(need, Tensor) and (item.dtype, item.shape) == (dtype_name(need.dtype), tuple(need.shape))
+    return item == need if isinstance(item, Container) else type(item) is type(need)
 
 
 def _description(item: Any) -> str:
-    """The container, dtype and shape, or type of an item: for comparison and for errors."""
+    """Return the container, dtype and shape, or type of an item as text."""
     if isinstance(item, Container):
         return item.kind
     if isinstance(item, TensorEntry):

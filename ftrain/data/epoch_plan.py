@@ -72,7 +72,7 @@ class EpochPlan:
         batches = sampler.divide(self._indices(epoch, first, count))
         if not self.shuffle or len(batches) == 1:
             return batches
-        key_data = random.fold_in_words(rng_streams.stream(self.seed, epoch, rng_streams.WINDOW), number)
+        key_data = random.fold_in_key_data(rng_streams.stream(self.seed, epoch, rng_streams.WINDOW), number)
         return [batches[i] for i in ORDERS[self.order_version](np.arange(len(batches)), len(batches), key_data)]
 
     def _indices(self, epoch: int, first: int, count: int) -> Indices:

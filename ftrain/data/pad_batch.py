@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ftrain.data.packing import IGNORED, NO_DOCUMENT
 from ftrain.errors import BatchError, DataError, OptionError, require_positive
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 from ftrain.types import Mean, PyTree
 
 MASK = "attention_mask"

@@ -113,5 +113,5 @@ def _mix(value: _UInts) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _round_keys(words: tuple[int, int]) -> list[np.uint64]:
-    folded = (random.fold_in_words(words, number) for number in range(ROUNDS))
+    folded = (random.fold_in_key_data(words, number) for number in range(ROUNDS))
     return [np.uint64(high << 32 | low) for low, high in folded]

@@ -23,18 +23,18 @@ _DATA = 0x64617461
 @functools.lru_cache(maxsize=64)
 def stream(seed: int, epoch: int, purpose: int) -> tuple[int, int]:
     """Return the key data for a purpose in an epoch."""
-    base = random.fold_in_words(random.key_data(random.key(seed)), _DATA)
-    return random.fold_in_words(random.fold_in_words(base, epoch), purpose)
+    base = random.fold_in_key_data(random.key_data(random.key(seed)), _DATA)
+    return random.fold_in_key_data(random.fold_in_key_data(base, epoch), purpose)
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed the global generators of torch, Python and numpy for the sample with this index."""
-    _seed(random.fold_in_words(stream(seed, epoch, SAMPLE), index))
+    _seed(random.fold_in_key_data(stream(seed, epoch, SAMPLE), index))
 
 
 def seed_collation(seed: int, epoch: int, index: int) -> None:
     """Seed the generators for the collation of the batch whose first sample has this index."""
-    _seed(random.fold_in_words(stream(seed, epoch, COLLATION), index))
+    _seed(random.fold_in_key_data(stream(seed, epoch, COLLATION), index))
 
 
 def _seed(key_data: tuple[int, int]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import LossError
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 
 
 def loss_dtype(outputs: Tensor) -> torch.dtype:

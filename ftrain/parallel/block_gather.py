@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import _torch
-from ftrain._torch import casts
 from ftrain.parallel.deadline import Watch
 from ftrain.parallel.gather import Parameters
 from ftrain.parallel.gather_ahead import GatherAhead
@@ -255,7 +254,7 @@ class _Again:
 
     def _pack(self, tensor: Tensor) -> Any:
         """Return what is saved for a tensor."""
-        base = casts.base_of(tensor)
+        base = _torch.base_of(tensor)
         place = self._places.get(_torch.storage_id(tensor))
         if place is None:
             place = self._cast_of(base)
@@ -269,7 +268,7 @@ class _Again:
 
     def _cast_of(self, tensor: Tensor) -> int | None:
         """Return the number of the gathered tensor of which a tensor is a cast; autocast makes one for each use."""
-        source = casts.cast_from(tensor)
+        source = _torch.cast_from(tensor)
         place = None if source is None else self._sources.get(source)
         if place is None or tensor.stride() != self._strides[place] or _torch.version_of(tensor):
             return None  # Made contiguous, say, or written to.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ftrain import _torch, backends, tree
 from ftrain._torch import store
+from ftrain.checkpoint.heartbeats import heartbeat_key
 from ftrain.errors import RankError
 
 log = logging.getLogger("ftrain")
@@ -150,7 +151,7 @@ class Watch:
 
     def _told(self) -> dict[int, Any]:
         """Return the last message of every other rank; None for one that never came."""
-        keys = {rank: store.heartbeat_key(rank) for rank in range(self.size) if rank != self.rank}
+        keys = {rank: heartbeat_key(rank) for rank in range(self.size) if rank != self.rank}
         came = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return {rank: json.loads(self._store.get(key)) if rank in came else None for rank, key in keys.items()}
 
@@ -166,7 +167,7 @@ class Watch:
             "waits": self._waits,
             "beats": self._beats,
         }
-        self._store.set(store.heartbeat_key(self.rank), json.dumps(note))
+        self._store.set(heartbeat_key(self.rank), json.dumps(note))
 
     def _keep_telling(self) -> None:
         reached, seconds = (0, "", ""), 0.0

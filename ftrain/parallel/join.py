@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from ftrain import backends, tree
-from ftrain._torch import collectives, store
 from ftrain.errors import RankError
 
 EXCEPTION = "exception_dump"
@@ -67,7 +66,8 @@ def _initialise(timeout: float) -> None:
     importlib.import_module("torch.distributed.nn.functional")
     backend = backends.default()
     if "RANK" not in os.environ:
-        dist.init_process_group(backend.distributed, store=collectives.store_of_one_rank(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend.distributed, store=store, rank=0, world_size=1)
         return
     if backend.device.type != tree.HOST.type:
         _take_device(torch.get_device_module(backend.device))
@@ -78,8 +78,10 @@ def _initialise(timeout: float) -> None:
     # When torchrun restarts ranks it keeps its store, in which they would find the addresses of those that have
     # ended. Its count of restarts does not tell the starts apart: each node counts its own failures only.
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    launcher_store = store.of_launcher(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), limit)
-    prefixed = store.under(name_of_start(launcher_store, rank, size, timeout), launcher_store)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    launcher_store = dist.TCPStore(address, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+    prefix = name_of_start(launcher_store, rank, size, timeout)
+    prefixed = dist.PrefixStore(prefix, launcher_store)  # type: ignore[attr-defined]
     dist.init_process_group(backend.distributed, store=prefixed, rank=rank, world_size=size, timeout=limit)
 
 

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ftrain import _torch, backends, tree
 from ftrain._torch import collectives, store
-from ftrain._torch.mesh_groups import release_groups
-from ftrain._torch.planned_mesh import PlannedMesh
+from ftrain._torch.mesh import PlannedMesh, release_groups
 from ftrain.errors import OptionError, require_positive_number
 from ftrain.parallel.deadline import watch
 from ftrain.parallel.join import at_exit, join

@@ -8,7 +8,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -73,8 +72,8 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
 
 def block_of(whole: Tensor | StoredTensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
     """Return the DTensor of a whole tensor, of which this rank keeps only a copy of its block."""
-    strides = torch.empty(whole.shape, device="meta").stride()
-    return dtensor.from_block(part.take(whole, rank).contiguous().clone(), mesh, part.axis, whole.shape, strides)
+    axes = [None] * (mesh.ndim - 1) + [part.axis]
+    return dtensor.from_local(part.take(whole, rank).contiguous().clone(), mesh, axes, whole.shape)
 
 
 def whole(state: PyTree) -> PyTree:

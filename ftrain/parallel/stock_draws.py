@@ -57,8 +57,8 @@ class StockDraws:
                     int(state.step),
                 )
                 return result, nullcontext()
-        words = random.fold_in_words(random.key_data(state.rng), int(state.step))
-        with torch_ops.Keyed(random.from_words(random.stock_words(words))) as stream:
+        words = random.fold_in_key_data(random.key_data(state.rng), int(state.step))
+        with torch_ops.Keyed(random.wrap_key_data(random.stock_key_data(words))) as stream:
             result = function()
         if self._is_drawing is None:
             draws = torch.tensor(stream.offset, device=device)

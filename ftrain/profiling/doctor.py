@@ -19,7 +19,7 @@ from ftrain.backends import Backend
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.registry import CHOICE
 from ftrain.profiling import rates
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 
 COPY_BYTES = 1 << 26
 PACKAGES = "torch", "optree", "safetensors", "numpy", "rich", "matplotlib"

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ftrain import _torch, random
+from ftrain import random
+from ftrain._torch.compile import inductor_random
 from ftrain.random.philox import full
 from ftrain.random.torch_ops import Keyed, float_dtype_of, shape_of
 
-
-class _Source(NamedTuple):
-    """A seed, a 0-d int64 tensor, and the examples of a batch that it is for: the first one, and their number."""
-
-    seed: Tensor
-    examples: tuple[int | Tensor, int] | None
-
-    def draw(self, shape: Any, kind: str) -> Tensor:
-        shape = list(shape)
-        return _torch.inductor_random(shape, self.seed, kind, self._start(shape))
-
-    def _start(self, shape: list[int]) -> Tensor | None:
-        """The start of a draw in the draw for the whole batch, as in `random.for_examples`; None for a whole draw."""
-        size = math.prod(shape)
-        if self.examples is None or not shape or size % self.examples[1]:
-            return None
-        first, length = self.examples
-        first = first if isinstance(first, Tensor) else full(self.seed, first)
-        return first * (size // length)
-
+_Source: TypeAlias = Callable[[Any, str], Tensor]
+"""``(shape, "rand" or "randn") -> numbers``, a draw from one seed."""
 
 _Draw: TypeAlias = Callable[[_Source, dict[str, Any]], Any]
 
@@ -40,38 +24,48 @@ _aten = torch.ops.aten
 
 
 class Fused(Keyed):  # type: ignore[no-untyped-call]
-    """Draw from Inductor's own counter-based generator, with a seed made from the key and the draw's number.
+    """Draw from Inductor's own counter-based generator, with a seed from the key and the number of the draw.
 
-    The usual draws (dropout's and those of rand and randn) cost one operation each, and Philox written out in
-    integer arithmetic a hundred, which take long to compile. Others are drawn as `Keyed` does. Only for
-    graph capture: run eagerly, the operation would draw from torch's global generator.
+    The usual draws (dropout, rand, randn) are one operation each; Philox in integer arithmetic is a hundred, which take
+    long to compile. Other operations draw as in `Keyed`. Only for graph capture: run eagerly, the operation draws from
+    torch's global generator.
     """
 
     def _drawn(self, func: Any, arguments: dict[str, Any], device: torch.device) -> Any:
         if func not in _DRAWS:
             return super()._drawn(func, arguments, device)
-        words = random.to_device(self.key, device)
-        source = _Source((words[1] << 32) + words[0] + self.offset, self.examples)
+        key = random.to_device(self.key, device)
+        source = functools.partial(_draw_fused, (key[1] << 32) + key[0] + self.offset, self.examples)
         self.offset += 1
         return _DRAWS[func](source, arguments)
 
 
+def _draw_fused(seed: Tensor, examples: tuple[int | Tensor, int] | None, shape: Any, kind: str) -> Tensor:
+    """Draw for the whole batch, or for some of its examples as in `random.for_examples`."""
+    shape, start = list(shape), None
+    size = math.prod(shape)
+    if examples is not None and shape and size % examples[1] == 0:
+        first, length = examples
+        start = (first if isinstance(first, Tensor) else full(seed, first)) * (size // length)
+    return inductor_random(shape, seed, kind, start)
+
+
 def _uniform(source: _Source, a: dict[str, Any]) -> Tensor:
-    return source.draw(shape_of(a), "rand").to(float_dtype_of(a))
+    return source(shape_of(a), "rand").to(float_dtype_of(a))
 
 
 def _normal(source: _Source, a: dict[str, Any]) -> Tensor:
-    return source.draw(shape_of(a), "randn").to(float_dtype_of(a))
+    return source(shape_of(a), "randn").to(float_dtype_of(a))
 
 
 def _bernoulli(source: _Source, a: dict[str, Any]) -> Tensor:
     like: Tensor = a["self"]
     p: Tensor | float = a.get("p", like)
-    return (source.draw(like.shape, "rand") < p).to(like.dtype)
+    return (source(like.shape, "rand") < p).to(like.dtype)
 
 
 def _native_dropout(source: _Source, a: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    keep = source.draw(a["input"].shape, "rand") < 1.0 - a["p"]
+    keep = source(a["input"].shape, "rand") < 1.0 - a["p"]
     return torch.where(keep, a["input"] * random.keep_scale(a["p"]), 0.0), keep
 
 

@@ -1,6 +1,6 @@
 """Counter-based random numbers: every draw is a pure function of a key, the same bits on every device.
 
-A key is an int64 tensor of shape (2,) holding two 32-bit words. Eager, traced, compiled, vmapped and recomputed code
+A key is an int64 tensor of shape (2,) holding two 32-bit integers. Eager, traced, compiled, vmapped and recomputed code
 draw the same bits (`ftrain.random.philox`). A key is used once: `split` it or `fold_in` something before the next draw,
 because the same key gives the same numbers.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 from ftrain import _torch
 from ftrain.backends import widest
 from ftrain.errors import OptionError
+from ftrain.random.host_keys import FOLD, KeyData, halves
 from ftrain.random.philox import MASK, Words, full, philox
-from ftrain.random.words import FOLD, halves
 
 # The third counter word: draws, splits and folds of one key never evaluate the same block.
 _BITS, _SPLIT = 0, 1
@@ -35,7 +35,7 @@ def key(seed: int) -> Tensor:
     >>> key(7)
     tensor([7, 0])
     """
-    return from_words(halves("key", "seed", seed))
+    return wrap_key_data(halves("key", "seed", seed))
 
 
 def split(key: Tensor, num: int = 2) -> Tensor:
@@ -48,7 +48,8 @@ def split(key: Tensor, num: int = 2) -> Tensor:
     key, examples = _split_key("split", key)
     if num < 0:
         raise OptionError(f"split: num = {num}; needed a number of keys that is not negative.")
-    return _join_key(torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1), examples)
+    keys = torch.stack(_blocks(key, torch.arange(num, device=key.device), _SPLIT)[:2], -1)
+    return _join_key(keys, examples)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -86,8 +87,8 @@ def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
 
     A draw of n numbers for each of the `length` examples, in row-major order, then returns the rows of these examples
     in the same draw for the whole batch. This holds for a draw that has an axis and whose size `length` divides; any
-    other draw is the same in every microbatch. Keys made from this one (`split`, `fold_in`) have the same words in
-    every microbatch, and apply to the same examples. Under `vmap` over keys of examples, the numbers of different
+    other draw is the same in every microbatch. Keys made from this one (`split`, `fold_in`) have the same key data
+    in every microbatch, and apply to the same examples. Under `vmap` over keys of examples, the numbers of different
     microbatches are independent, but not those of the whole batch: fold in the number of the example instead.
 
     Args:
@@ -101,26 +102,26 @@ def for_examples(key: Tensor, start: int | Tensor, length: int) -> Tensor:
     >>> torch.equal(bits(for_examples(key(0), 2, 2), (2, 3)), whole[2:4])
     True
     """
-    words, examples = _split_key("for_examples", key)
+    key, examples = _split_key("for_examples", key)
     if (not isinstance(start, Tensor) and start < 0) or length < 1:
         raise OptionError(f"for_examples: start = {start}, length = {length}; needed at least 0 and 1.")
     first = (start if isinstance(start, Tensor) else full(key, start)) if examples is None else examples[0] + start
-    return torch.cat([words, torch.stack([first, full(key, length)])])
+    return torch.cat([key, torch.stack([first, full(key, length)])])
 
 
-def key_data(key: Tensor) -> tuple[int, int]:
-    """Return the two 32-bit words of a key as integers on the host; waits for the device if the key is on one."""
+def key_data(key: Tensor) -> KeyData:
+    """Return the two 32-bit integers of a key on the host; waits for the device if the key is on one."""
     first, second = _split_key("key_data", key)[0].tolist()
     return first, second
 
 
-def from_words(words: tuple[int, int]) -> Tensor:
-    """Make a key, on the CPU, from its two 32-bit words: the inverse of `key_data`."""
-    return torch.tensor(words, dtype=torch.int64, device="cpu")
+def wrap_key_data(key_data: KeyData) -> Tensor:
+    """Make a key, on the CPU, from its two 32-bit integers: the inverse of `key_data`."""
+    return torch.tensor(key_data, dtype=torch.int64, device="cpu")
 
 
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """Draw uniform 32-bit words, as int64 in 0 .. 2**32 - 1.
+    """Draw uniform 32-bit integers, as int64 in 0 .. 2**32 - 1.
 
     Element i (in row-major order) depends on the key and on i only: a smaller draw is the beginning of
     a larger one. This holds for every draw in this module except `permutation`.
@@ -260,7 +261,7 @@ def _draw(
     size = math.prod(shape)
     index = torch.arange((size + num - 1) // num + (0 if examples is None else 1), device=key.device)
     if examples is None:
-        # Interleaved last, so that the smaller results are moved and not the int64 words.
+        # Interleaved last, so that the smaller results are moved and not the int64 numbers.
         drawn = torch.stack(columns(_blocks(key, index, _BITS)), -1)
     else:
         first = _first_of(key, examples, shape)
@@ -294,19 +295,19 @@ def _columns(dtype: torch.dtype) -> int:
 
 
 def _join(block: Words, num: int) -> tuple[Tensor, Tensor]:
-    """Two integers of `num` bits, 32 < num < 64, from the four words."""
+    """Return two integers of `num` bits, 32 < num < 64, from a block."""
     left, right = num - 32, 64 - num
     return (block[0] << left) | (block[1] >> right), (block[2] << left) | (block[3] >> right)
 
 
 def _unit(block: Words, digits: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Multiples of 2**-digits in [0, 1)."""
+    """Return multiples of 2**-digits in [0, 1)."""
     values = _join(block, 53) if digits == 53 else tuple(word >> (32 - digits) for word in block)
     return tuple(value.to(dtype) * 2.0**-digits for value in values)
 
 
 def _open_unit(block: Words, digits: int) -> tuple[Tensor, ...]:
-    """float64 in (0, 1): odd multiples of 2**-33, or of 2**-53 if 53 digits are needed.
+    """Return float64 numbers in (0, 1): odd multiples of 2**-33, or of 2**-53 if 53 digits are needed.
 
     In float32, where a device has no float64, those next to 1 are 1.
     """
@@ -316,7 +317,7 @@ def _open_unit(block: Words, digits: int) -> tuple[Tensor, ...]:
 
 
 def _range(function: str, low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
-    """The smallest and the largest value of `dtype` in [low, high)."""
+    """Return the smallest and the largest value of `dtype` in [low, high)."""
     if not (low < high and math.isfinite(high - low)):
         raise OptionError(f"{function}: low = {low}, high = {high}; needed finite numbers, low < high.")
     smallest = -_round_down(-low, dtype)
@@ -327,7 +328,7 @@ def _range(function: str, low: float, high: float, dtype: torch.dtype) -> tuple[
 
 
 def _round_down(value: float, dtype: torch.dtype) -> float:
-    """The largest value of `dtype` that is not above `value`."""
+    """Return the largest value of `dtype` that is not above `value`."""
     info = torch.finfo(dtype)
     spacing = max(math.ldexp(info.eps, math.frexp(value)[1] - 1), info.smallest_normal * info.eps)
     return min(math.floor(value / spacing) * spacing, info.max)
@@ -340,7 +341,7 @@ def _digits(function: str, dtype: torch.dtype) -> int:
 
 
 def _split_key(function: str, key: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the two words of a key, and the start and length of its examples; None for a key without examples."""
+    """Return the key without its examples, and the start and length of these; None for a key without examples."""
     if key.shape == (2,) and key.dtype == torch.int64:
         return key, None
     if key.shape == (4,) and key.dtype == torch.int64:

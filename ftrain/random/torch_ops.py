@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -17,15 +18,15 @@ _Arguments: TypeAlias = dict[str, Any]
 _Draw: TypeAlias = Callable[[Tensor, _Arguments], Any]
 
 _CHUNK = 32
-_aten = torch.ops.aten
+"""Number of draws whose keys are folded at once."""
 
 
 class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within this context, torch's random operations draw from `key`, the n-th from ``fold_in(key, n)``.
+    """Context in which torch's random operations draw from `key`, the n-th from ``fold_in(key, n)``.
 
-    What is traced inside has no random operation left in it, only arithmetic on the key, and computes
-    the same bits as eager mode does. An operation without a keyed form raises `TraceError`, as does one
-    that is given a generator. Results are contiguous, whatever memory format the operation asks for.
+    A graph that is traced in it has no random operation, only arithmetic on the key, and computes the same bits as
+    eager mode. An operation that cannot draw from a key raises `TraceError`, as does one with a generator. Results are
+    contiguous, also where the operation asks for another memory format.
 
     Args:
         key: int64 tensor of shape (2,) from `ftrain.random.key`; moved to the device of each draw.
@@ -72,8 +73,8 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.examples = outer
 
     @contextmanager
-    def replay(self, offset: int, examples: tuple[int | Tensor, int] | None = None) -> Iterator[None]:
-        """Draw again from draw `offset` on, for `examples`; afterwards continue from the current draw."""
+    def rewound(self, offset: int, examples: tuple[int | Tensor, int] | None = None) -> Iterator[None]:
+        """Context that repeats the draws from number `offset` on, for `examples`; the current draw follows after it."""
         resumed = self.offset, self.examples
         self.offset, self.examples = offset, examples
         try:
@@ -83,7 +84,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def drawing_from(self, key: Tensor) -> Iterator[None]:
-        """Draw from another tensor with the same key, which a compiler does not know to be equal."""
+        """Context that draws from another tensor with the same key, which a compiler does not know to be equal."""
         outer, self.key, self._chunks = (self.key, self._chunks), key, {}
         try:
             yield
@@ -116,8 +117,8 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise TraceError(_refusal(func, arguments))
         if is_recomputing():
             raise TraceError(
-                f"Keyed: {func} is run again by torch.utils.checkpoint, which does not know of the key and would draw "
-                "other numbers; let the step do it: ft.remat() in place of the model's own checkpointing"
+                f"Keyed: {func} is recomputed by torch.utils.checkpoint, which does not know the key and would draw "
+                "other numbers; use ft.remat() instead of the checkpointing of the model"
             )
         target: Any = arguments.get("self", arguments.get("input"))
         device = arguments.get("device") or (torch.get_default_device() if target is None else target.device)
@@ -139,7 +140,7 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_recomputing() -> bool:
-    """Whether this is a recomputation of `torch.utils.checkpoint`, which shows in what watches saved tensors then."""
+    """Whether `torch.utils.checkpoint` is recomputing here: it has then a pack hook for saved tensors."""
     hook = _torch.saved_tensors_pack_hook()
     # Our own hook (`remat`) hides the hooks that were active before it, and records this about them.
     hidden: bool = getattr(getattr(hook, "__self__", None), "is_recomputing", False)
@@ -156,12 +157,12 @@ def rng_snapshot(device: torch.device) -> Callable[[], AbstractContextManager[No
     """Return a function that makes a context in which torch's random operations draw what they would draw now."""
     keyed = current()
     if keyed is not None:
-        return functools.partial(keyed.replay, keyed.offset, keyed.examples)
+        return functools.partial(keyed.rewound, keyed.offset, keyed.examples)
     snapshot = backends.of(device).generators
     restore_then = snapshot()
 
     @contextmanager
-    def replay() -> Iterator[None]:
+    def rewound() -> Iterator[None]:
         restore_now = snapshot()
         restore_then()
         try:
@@ -169,7 +170,7 @@ def rng_snapshot(device: torch.device) -> Callable[[], AbstractContextManager[No
         finally:
             restore_now()
 
-    return replay
+    return rewound
 
 
 def is_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -186,7 +187,7 @@ def _is_random(func: Any) -> bool:
 
 
 def _is_inert(arguments: _Arguments) -> bool:
-    """Return whether an operation that can be random (fused attention, a recurrent net) is not in this call."""
+    """Return whether an operation that can be random (fused attention, a recurrent net) draws nothing in this call."""
     rate = arguments.get("dropout_p", arguments.get("dropout"))
     return rate == 0 or arguments.get("train") is False or arguments.get("training") is False
 
@@ -199,11 +200,11 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Argument
 
 def _refusal(func: Any, arguments: _Arguments) -> str:
     if arguments.get("generator") is not None:
-        return f"Keyed: {func} was given a generator, whose state is no input of the step. Drop the argument."
-    advice = "Draw with ftrain.random from the step's key, or run the step eagerly without Keyed."
+        return f"Keyed: {func} has a generator, whose state is not an input of the step. Remove the argument."
+    advice = "Draw with ftrain.random from the key of the step, or run the step without Keyed."
     if "dropout_p" in arguments:
-        advice += " Attention may also use torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or no dropout."
-    return f"Keyed: {func} draws from a global generator and has no keyed form. {advice}"
+        advice += " For attention, use torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or no dropout."
+    return f"Keyed: {func} draws from a global generator, and cannot draw from a key. {advice}"
 
 
 def _dtype(arguments: _Arguments, default: torch.dtype) -> torch.dtype:
@@ -270,23 +271,16 @@ def _native_dropout(key: Tensor, a: _Arguments) -> tuple[Tensor, Tensor]:
     return torch.where(keep, a["input"] * random.keep_scale(a["p"]), 0.0), keep
 
 
-_DRAWS: dict[Any, _Draw] = {
-    **dict.fromkeys((_aten.rand.default, _aten.rand.generator), _uniform),
-    **dict.fromkeys((_aten.rand_like.default, _aten.rand_like.generator), _uniform),
-    **dict.fromkeys((_aten.uniform.default, _aten.uniform_.default), _uniform),
-    **dict.fromkeys((_aten.randn.default, _aten.randn.generator), _normal),
-    **dict.fromkeys((_aten.randn_like.default, _aten.randn_like.generator), _normal),
-    **dict.fromkeys((_aten.normal_functional.default, _aten.normal_.default), _normal),
-    _aten.normal.float_float: _normal,
-    **dict.fromkeys((_aten.normal.Tensor_float, _aten.normal.float_Tensor), _normal_of_tensors),
-    _aten.normal.Tensor_Tensor: _normal_of_tensors,
-    **dict.fromkeys((_aten.exponential.default, _aten.exponential_.default), _exponential),
-    **dict.fromkeys((_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli.Tensor), _bernoulli),
-    **dict.fromkeys((_aten.bernoulli_.float, _aten.bernoulli_.Tensor), _bernoulli),
-    **dict.fromkeys((_aten.randint.default, _aten.randint.generator), _randint),
-    **dict.fromkeys((_aten.randint.low, _aten.randint.low_generator), _randint),
-    **dict.fromkeys((_aten.randint_like.default, _aten.randint_like.low_dtype), _randint),
-    **dict.fromkeys((_aten.random_.to, getattr(_aten.random_, "from")), _randint),
-    **dict.fromkeys((_aten.randperm.default, _aten.randperm.generator), _randperm),
-    _aten.native_dropout.default: _native_dropout,
+_OVERLOADS: dict[_Draw, str] = {
+    _uniform: "rand.default rand.generator rand_like.default rand_like.generator uniform.default uniform_.default",
+    _normal: """randn.default randn.generator randn_like.default randn_like.generator normal_functional.default
+        normal_.default normal.float_float""",
+    _normal_of_tensors: "normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor",
+    _exponential: "exponential.default exponential_.default",
+    _bernoulli: "bernoulli.default bernoulli.p bernoulli.Tensor bernoulli_.float bernoulli_.Tensor",
+    _randint: """randint.default randint.generator randint.low randint.low_generator randint_like.default
+        randint_like.low_dtype random_.to random_.from""",
+    _randperm: "randperm.default randperm.generator",
+    _native_dropout: "native_dropout.default",
 }
+_DRAWS = {attrgetter(name)(torch.ops.aten): draw for draw, names in _OVERLOADS.items() for name in names.split()}

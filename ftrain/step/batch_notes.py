@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ftrain import tree
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 from ftrain.types import PyTree
 
 

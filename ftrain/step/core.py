@@ -178,9 +178,9 @@ class Eager:
     ) -> tuple[TrainState, Metrics]:
         """Return the next state and the metrics."""
         device = tree.device_of(state.params)
-        rng = random.to_device(random.from_words(words), device) if self._loss_needs_rng else None
+        rng = random.to_device(random.wrap_key_data(words), device) if self._loss_needs_rng else None
         if self._optimizer_needs_rng:
-            hyper = {**hyper, RNG: random.to_device(random.from_words(random.update_words(words)), device)}
+            hyper = {**hyper, RNG: random.to_device(random.wrap_key_data(random.update_key_data(words)), device)}
         backend = self._backends.get(device) or self._backends.setdefault(device, backends.of(device))
         with torch.set_grad_enabled(False), backend.seeded(random.seed_of(words)), backend.deterministic():
             return self._core(state, batch, hyper, rng)

@@ -48,7 +48,7 @@ def initialised(
         created = {name for name, tensor in tensors.items() if tensor.is_meta} - stored.keys()
         if created:
             members = set(unit)
-            drawing = _Drawing(random.seed_of(random.fold_in_words(key, number)))
+            drawing = _Drawing(random.seed_of(random.fold_in_key_data(key, number)))
             around = [part for part in module.modules() if part in members or unit[0] in set(part.modules())]
             with preserve_attributes(module), torch.no_grad(), drawing:
                 for slot in slots:

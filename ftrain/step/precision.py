@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ftrain import backends, tree
 from ftrain.errors import ComposeError, DeviceError
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 from ftrain.types import Loss, LossFn, LossOutput, PyTree
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

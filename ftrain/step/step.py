@@ -291,7 +291,7 @@ class Step:
             value = hyper[name] = float(schedule(count)) * float(factors.get(name, 1.0))
             if not math.isfinite(value):
                 raise OptionError(f"Step: the schedule of {name} is {value} at step {count}; needs a finite number")
-        return hyper, random.words_of_step(random.key_data(state.rng), count)
+        return hyper, random.step_key_data(random.key_data(state.rng), count)
 
     @functools.cached_property
     def _on_step_end(self) -> list[Callable[[backends.Backend, int], None]]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from ftrain import data as sources
 from ftrain import tree
 from ftrain.errors import ComposeError, DataError, OptionError, require_callable, require_positive
+from ftrain.tree import device_off_host
 from ftrain.tree.fast_flatten import Flattener
-from ftrain.tree.tensors import device_off_host
 from ftrain.types import Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -12,7 +12,6 @@ from torch import Tensor
 from ftrain import _torch
 from ftrain.errors import StructureError
 from ftrain.tree import sharding
-from ftrain.tree.tensors import HOST, dtype_name
 from ftrain.types import NAMESPACE, PyTree
 
 __all__ = [
@@ -47,6 +46,8 @@ __all__ = [
     "unflatten",
     "where",
 ]
+
+HOST = torch.device("cpu")
 
 MAX_LISTED = 8
 """The largest number of items that an error message lists."""
@@ -310,3 +311,20 @@ def device_of(tree: PyTree) -> torch.device:
         node = next(iter(node.values()))
     first = node if isinstance(node, Tensor) else next(iter(optree.tree_iter(tree, namespace=NAMESPACE)), None)
     return first.device if isinstance(first, Tensor) else HOST
+
+
+def device_off_host(tensors: Iterable[Tensor]) -> torch.device:
+    """Return the device of the first tensor that is not on the CPU; the CPU when there is none.
+
+    Counters and keys stay on the CPU wherever the parameters are.
+    """
+    return next((tensor.device for tensor in tensors if tensor.device != HOST), HOST)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without that of torch.
+
+    >>> dtype_name(torch.float32)
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.")

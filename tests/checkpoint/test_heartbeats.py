@@ -5,8 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from ftrain._torch.store import heartbeat_key
-from ftrain.checkpoint.heartbeats import PATIENCE, SILENCE, Heartbeats
+from ftrain.checkpoint.heartbeats import PATIENCE, SILENCE, Heartbeats, heartbeat_key
 
 
 class Table(dict):

@@ -93,9 +93,9 @@ def test_every_flipped_bit_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda file: file.unlink(), "is missing, and holds the history of the run; copy it"),
+        (lambda file: file.unlink(), "is missing; it has the history of the run. Copy it"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), "it was cut off"),
-        (lambda file: (file.unlink(), file.mkdir()), "is no regular file"),
+        (lambda file: (file.unlink(), file.mkdir()), "is not a regular file"),
     ],
     ids=["missing", "cut off", "a directory"],
 )

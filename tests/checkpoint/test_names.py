@@ -47,7 +47,7 @@ def test_what_is_very_deep_in_a_checkpoint_is_named_once(tmp_path):
     path = save(tmp_path).path(1)
     dig(path / "more")
     try:
-        with pytest.raises(CheckpointError, match=r"holds what the manifest does not list: more/a/a/(a/)*a?$"):
+        with pytest.raises(CheckpointError, match=r"has files that the manifest does not list: more/a/a/(a/)*a?$"):
             checkpoint.verify(path)
     finally:
         files.remove(path / "more")

@@ -104,7 +104,7 @@ def test_memory_of_copies_is_used_again(tmp_path):
         places = []
         for step in (1, 2):
             checkpoints.save(step, given, wait=True)
-            places.append([buffer.data_ptr() for buffer in checkpoints._staging._buffers])
+            places.append([buffer.data_ptr() for buffer in checkpoints._buffers])
     assert places[0] == places[1]
     assert len(places[0]) == 2
     found = checkpoints.latest().parts["state"]

@@ -66,7 +66,7 @@ def test_the_order_stays_what_it_was_and_so_do_positions_of_old_runs():
 def test_up_to_a_block_it_is_the_permutation_of_a_key(size, low, high):
     found = permutation.sorted_draws(size, (low, high))
     assert found.dtype == np.int64
-    assert found.tolist() == random.permutation(random.from_words((low, high)), size).tolist()
+    assert found.tolist() == random.permutation(random.wrap_key_data((low, high)), size).tolist()
 
 
 def deviations(counts, each):

@@ -261,7 +261,7 @@ def test_a_directory_that_is_a_link_is_not_looked_into(checkpoint, secret, watch
 @pytest.mark.parametrize("sort", [s for s in SORTS if s is not directory], ids=lambda sort: sort.__name__)
 def test_a_checkpoint_that_is_no_directory_is_refused_before_it_is_opened(checkpoint, secret, watched, sort):
     sort(checkpoint.parent / "other", secret)
-    assert "is no directory" in refuses(load, checkpoint.parent / "other")
+    assert "is not a directory" in refuses(load, checkpoint.parent / "other")
     assert watched.opened == []
 
 

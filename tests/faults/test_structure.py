@@ -235,9 +235,9 @@ def test_fit_does_not_go_on_from_what_it_has_not_saved(more, tmp_path):
         checkpoints.save(1, {"state": state(), **more})
     given = ft.tree.clone(state(0))
     options = {"steps": 3, "checkpoints": ft.Checkpoints(tmp_path, every=1), "progress": False}
-    with failing(CheckpointError, "step-000000000001", "not saved by fit"):
+    with failing(CheckpointError, "step-000000000001", "not saved by ftrain.fit"):
         ft.fit(step, given, [batch()], **options)
-    with failing(CheckpointError, "step-000000000001", "not saved by fit"):
+    with failing(CheckpointError, "step-000000000001", "not saved by ftrain.fit"):
         replay(step, given, [batch()], options["checkpoints"], at=3)
 
 

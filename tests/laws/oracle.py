@@ -34,7 +34,7 @@ def run(model, names, batches, *, seed=0):
     losses, spikes = [], []
     for index, batch in enumerate(batches):
         before = copy.deepcopy(model.state_dict())
-        torch.manual_seed(ft.random.seed_of(ft.random.fold_in_words(key, index)))
+        torch.manual_seed(ft.random.seed_of(ft.random.fold_in_key_data(key, index)))
         computed = Oracle(model, names, scale if "fp16" in names else 1.0, norms).gradient(batch)
         losses.append(computed.total / computed.weight)
         spikes.append(computed.spike)

@@ -46,9 +46,9 @@ def test_is_the_same_however_the_step_runs(name):
     step = ft.train_step(loss, keeping(), allow_unused=True)
     found = run(ft.compose(step, *WRAPPERS[name]))
     for index, (state, key) in enumerate(found):
-        words = random.fold_in_words((5, 0), index)
+        words = random.fold_in_key_data((5, 0), index)
         assert random.key_data(key) == words
-        assert random.key_data(state["key"]) == random.update_words(words) != words
+        assert random.key_data(state["key"]) == random.update_key_data(words) != words
 
 
 def test_is_another_for_each_label_and_step():
@@ -63,5 +63,5 @@ def test_is_another_for_each_label_and_step():
     torch.testing.assert_close(found, run(ft.compiled(lowering="whole", backend="aot_eager")(step)))
 
 
-def test_golden_words():
-    assert random.update_words((2024, 0)) == (2024 ^ 0x75706461, 0x74655F6B)
+def test_golden_key_data():
+    assert random.update_key_data((2024, 0)) == (2024 ^ 0x75706461, 0x74655F6B)

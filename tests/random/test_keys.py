@@ -88,8 +88,8 @@ def test_philox_on_tensors_equals_plain_integers(key, counter):
 @given(seed=INT64, data=INT64)
 def test_fold_in_is_the_same_on_the_host(seed, data):
     key = random.key(seed)
-    expected = random.fold_in_words(random.key_data(key), data)
-    assert random.key_data(random.fold_in(key, data)) == random.words_of_step(random.key_data(key), data) == expected
+    expected = random.fold_in_key_data(random.key_data(key), data)
+    assert random.key_data(random.fold_in(key, data)) == random.step_key_data(random.key_data(key), data) == expected
     signed = torch.tensor(data - 2**64 if data >= 2**63 else data)
     assert random.key_data(random.fold_in(key, signed)) == expected
     same(random.fold_in_each(key, signed.expand(2, 1)), torch.tensor(expected).expand(2, 1, 2))
@@ -102,7 +102,7 @@ def test_key_holds_the_seed(seed):
     low, high = random.key_data(key)
     assert key.dtype == torch.int64
     assert (high << 32 | low) == seed % 2**64
-    same(random.from_words((low, high)), key)
+    same(random.wrap_key_data((low, high)), key)
 
 
 def test_counters_beyond_32_bits():
@@ -197,8 +197,8 @@ def test_golden(name):
     assert [x.hex() if isinstance(x, float) else x for x in drawn] == expected
 
 
-def test_golden_words_for_stock_operations():
-    assert random.stock_words((2024, 0)) == (1937008779, 1801415545)
+def test_golden_key_data_of_stock_operations():
+    assert random.stock_key_data((2024, 0)) == (1937008779, 1801415545)
     assert random.seed_of((2024, 0)) == 3868510427109012549
 
 
@@ -367,7 +367,7 @@ def test_stock_operations_for_some_examples():
         with stream.for_examples(3, 5, begins):
             with stream.for_examples(1, 4, stream.offset):
                 same(draw(x[4:]), tuple(each[4:] for each in whole))
-            with stream.replay(begins):
+            with stream.rewound(begins):
                 F.dropout(x[3:], 0.5)
         assert stream.offset == ends
         assert stream.examples is None
@@ -517,7 +517,7 @@ def test_round_down_is_tight(dtype, value):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_extreme_words_give_finite_draws(dtype):
+def test_extreme_bits_give_finite_draws(dtype):
     for word in (0, 2**32 - 1):
         with extreme(word):
             assert random.normal(random.key(0), (4,), dtype=dtype).isfinite().all()
@@ -578,7 +578,7 @@ KEY = random.key(0)
         (lambda: random.key(2**64), f"key: seed = {2**64} does not fit"),
         (lambda: random.key(-(2**63) - 1), "key: seed = -9223372036854775809 does not fit"),
         (lambda: random.fold_in(KEY, 2**64), "fold_in: data = "),
-        (lambda: random.fold_in_words((0, 0), 2**64), "fold_in_words: data = "),
+        (lambda: random.fold_in_key_data((0, 0), 2**64), "fold_in_key_data: data = "),
         (lambda: random.fold_in(KEY, torch.zeros(2, dtype=torch.int64)), r"fold_in: data has shape \(2,\)"),
         (lambda: random.fold_in(KEY, torch.tensor(1.0)), "fold_in: data has dtype torch.float32"),
         (lambda: random.split(KEY, -1), "split: num = -1"),
@@ -663,9 +663,9 @@ def test_modules_draw_by_key_and_replay():
         with Keyed(random.key(seed)) as stream:
             first, offset = net(x), stream.offset
             second = net(x)
-            with stream.replay(0):
+            with stream.rewound(0):
                 again = net(x)
-            with stream.replay(offset):
+            with stream.rewound(offset):
                 same(net(x), second)
             assert stream.offset == 2 * offset == 6
         same(again, first)
@@ -681,7 +681,7 @@ def test_replay_restores_after_an_error():
     stream.offset = 5
 
     def fail():
-        with stream.replay(2):
+        with stream.rewound(2):
             raise ValueError(f"at {stream.offset}")
 
     with pytest.raises(ValueError, match="at 2"):
@@ -705,7 +705,7 @@ def test_recomputation_with_replay_gives_the_same_gradient():
         return F.dropout(x.sin(), 0.5).exp()
 
     def repeatable(offset, x):
-        with torch_ops.current().replay(offset):
+        with torch_ops.current().rewound(offset):
             return block(x)
 
     def grad(remat):
@@ -764,8 +764,8 @@ def test_a_traced_gradient_has_no_random_operation_and_the_same_bits():
         (lambda: F.rrelu(torch.ones(2), training=True), "aten.rrelu_with_noise.default"),
         (lambda: torch.empty(2).random_(), "aten.random_.default"),
         (lambda: torch.empty(2).random_(3, None), "aten.random_.from draws"),
-        (lambda: torch.rand(2, generator=torch.Generator()), "aten.rand.generator was given a generator"),
-        (lambda: torch.empty(2).normal_(generator=torch.Generator()), "was given a generator"),
+        (lambda: torch.rand(2, generator=torch.Generator()), "aten.rand.generator has a generator"),
+        (lambda: torch.empty(2).normal_(generator=torch.Generator()), "has a generator"),
     ],
 )
 def test_operations_without_a_keyed_form_are_refused(draw, message):

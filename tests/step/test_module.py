@@ -127,7 +127,7 @@ def step_of(module, criterion, *wrappers, optimizer=None, **options):
 
 def reseed(index, seed=0):
     """Seed torch as a step does, so that stock dropout draws the same."""
-    words = ft.random.fold_in_words(ft.random.key_data(ft.random.key(seed)), index)
+    words = ft.random.fold_in_key_data(ft.random.key_data(ft.random.key(seed)), index)
     torch.manual_seed(ft.random.seed_of(words))
 
 
@@ -800,7 +800,7 @@ def test_a_whole_graph_is_not_told_what_a_model_drew_before():
     found, needed = (trained(whole, recomputes=flag) for flag in (True, False))
     assert all(torch.equal(found[name], needed[name]) for name in needed)
     for refusing in (whole, ft.compiled(lowering="whole")):
-        with pytest.raises(TraceError, match=r"run again by torch.utils.checkpoint.*ft.remat\(\) in place"):
+        with pytest.raises(TraceError, match=r"recomputed by torch.utils.checkpoint.*ft.remat\(\) instead"):
             trained(refusing, recomputes=True, rate=0.5)
     split = trained(ft.compiled(backend="aot_eager"), recomputes=True, rate=0.5)
     needed = trained(recomputes=False, rate=0.5)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ftrain import tree
 from ftrain._torch import FakeTensorMode, fake_like
-from ftrain._torch.planned_mesh import PlannedMesh
+from ftrain._torch.mesh import PlannedMesh
 from ftrain.errors import OptionError
 from ftrain.parallel.mesh import planned_mesh
 from ftrain.parallel.sharded import NAME as SHARDED

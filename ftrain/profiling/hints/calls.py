@@ -54,7 +54,7 @@ def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Pro
     )
     key = None
     if step.base.needs_rng:
-        key = random.to_device(random.from_words((0, 0)), tree.device_of(state.params))
+        key = random.to_device(random.wrap_key_data((0, 0)), tree.device_of(state.params))
         key = _fake_on_device(mode, key)
     recorder = _Recorder(step.base.module)
 

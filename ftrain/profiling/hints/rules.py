@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ftrain.profiling.hints.facts import Facts, Product, Remedy
-from ftrain.tree.tensors import dtype_name
+from ftrain.tree import dtype_name
 
 WORTHWHILE_SHARE = 0.01
 """The smallest share of the work of all products for which there is a hint."""

@@ -83,7 +83,7 @@ def _collectives(captured: fx.GraphModule, axes: Mapping[str, str]) -> Iterator[
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[fx.GraphModule], tuple[str, ...]]:
     """Return the graphs into which `torch.compile` cuts a function, and why; runs it once."""
-    explanation = torch_compile.explain(function)(*args, **kwargs)
+    explanation = torch_compile.explain_graph_breaks(function)(*args, **kwargs)
     return list(explanation.graphs), tuple(_reason(each) for each in explanation.break_reasons)
 
 

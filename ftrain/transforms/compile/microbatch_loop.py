@@ -73,7 +73,7 @@ class CompiledGradient:
         words: Any = rng[0], rng[1]
         length, of_piece = tree.batch_length(batch) or 1, len(rng) > 2
         with (
-            self._draw(torch.stack(random.stock_words(words))) as stream,  # type: ignore[arg-type]
+            self._draw(torch.stack(random.stock_key_data(words))) as stream,  # type: ignore[arg-type]
             stream.for_examples(rng[2], length, 0) if of_piece else nullcontext(),
         ):
             piece = self._grad(state, batch, rng if self._needs_rng else None)

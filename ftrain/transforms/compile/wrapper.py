@@ -206,7 +206,7 @@ class _Compiled:
 
     def _pack(self, words: tuple[int, int], hyper: Mapping[str, float], device: torch.device) -> Tensor:
         """Bring all that the host knows of a step to the device as one int64 tensor."""
-        keys = *words, *random.stock_words(words), *random.update_words(words)
+        keys = *words, *random.stock_key_data(words), *random.update_key_data(words)
         # Without float64, numbers lie in pairs; "0q" fills up the last one.
         kind = "d" if backends.widest(device) == torch.float64 else "f"
         packed = bytearray(struct.pack(f"{len(keys)}q{len(hyper)}{kind}0q", *keys, *hyper.values()))
@@ -352,7 +352,7 @@ class _CompiledLoss:
 
     def lower(self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> Lowered:
         """Say what of the loss is compiled for a state and a batch like these."""
-        rng = random.to_device(random.from_words(words), tree.device_of(state.params))
+        rng = random.to_device(random.wrap_key_data(words), tree.device_of(state.params))
         with self._compiler.cache():
             graphs, breaks = _explained(self._step, state, batch, rng)
         return Lowered("split", len(graphs), count_nodes(*graphs), None, breaks)

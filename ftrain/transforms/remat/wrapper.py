@@ -24,7 +24,7 @@ from ftrain.transforms.remat import use_cache
 from ftrain.transforms.remat.budget import Budget
 from ftrain.transforms.remat.checkpoint import recomputed
 from ftrain.transforms.remat.policies import FULL, NONE, Policy, SavedResults, keeps_of, name_of, require_policy
-from ftrain.tree.tensors import device_off_host
+from ftrain.tree import device_off_host
 from ftrain.types import Loss, LossOutput, PyTree
 
 NAME = "remat"

@@ -230,7 +230,7 @@ def test_files_that_are_missing_or_damaged(saved, tmp_path):
     (path / CONFIG).write_text("[]")
     refused(r"adapter_config\.json holds a list")
     (path / CONFIG).unlink()
-    refused(r"there is no adapter_config\.json, but adapter_model\.safetensors")
+    refused(r"has no adapter_config\.json; it has adapter_model\.safetensors")
     with pytest.raises(CheckpointError, match="there is no such directory"):
         ft.adapters.like(tmp_path / "nowhere")
 

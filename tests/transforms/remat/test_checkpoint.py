@@ -391,7 +391,7 @@ def test_within_and_around_what_torch_runs_again(blocks, each, every):
 @pytest.mark.parametrize("blocks", [[Own], [nn.Linear]], ids=["outer", "inner"])
 def test_draws_that_torch_would_repeat_with_other_numbers_in_a_whole_graph_are_refused(blocks):
     whole = ft.compiled(lowering="whole", backend="eager")
-    with pytest.raises(TraceError, match=r"run again by torch\.utils\.checkpoint"):
+    with pytest.raises(TraceError, match=r"recomputed by torch\.utils\.checkpoint"):
         trained(True, True, ft.remat(blocks=blocks), whole)
 
 
@@ -412,5 +412,5 @@ def test_blocks_within_what_torch_runs_again_do_not_hide_it():
         ft.remat(blocks=[Drawing]),
         ft.compiled(lowering="whole", backend="eager"),
     )
-    with pytest.raises(TraceError, match=r"run again by torch\.utils\.checkpoint"):
+    with pytest.raises(TraceError, match=r"recomputed by torch\.utils\.checkpoint"):
         step(step.init(), torch.ones(3, SIZE, dtype=torch.float64))

@@ -1,6 +1,8 @@
-"""A DeviceMesh without process groups, for ranks that do not exist."""
+"""DeviceMesh of torch: one without process groups, and how to release the groups of one."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,5 +25,14 @@ class PlannedMesh(DeviceMesh):
             super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Return the place of the first rank along any axis."""
+        """Return the index of the first rank along any axis."""
         return 0
+
+
+def release_groups(mesh: Callable[[], DeviceMesh | None]) -> None:
+    """Make a mesh forget its groups, if it still exists, so that nothing keeps those that are destroyed.
+
+    Their threads end with them. A thread of gloo that still holds a tensor when Python has ended aborts the process.
+    """
+    # In some versions of torch a mesh has only the names of its groups.
+    getattr(mesh(), "_pg_registry", {}).clear()
