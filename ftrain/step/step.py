@@ -397,4 +397,7 @@ class Step:
                 [self._ran.runner.text, *(w.text for w in self.wrappers if w.step and w.step.on_step_end)]
             ),
         }
+        sent = [w.sends(self) for w in self.wrappers if w.sends]
+        for arrow in ARROWS:
+            lines[arrow] = " ".join([lines[arrow], *(f"[{texts[arrow]}]" for texts in sent if texts.get(arrow))])
         return "\n".join(f"{arrow:<7} {line}" for arrow, line in lines.items())

@@ -53,6 +53,7 @@ class OnGrad:
         across_ranks: whether it combines the gradients of ranks. It then goes around those that take a batch in pieces
             and inside of all others, wherever it stands: ranks communicate once a step.
         evaluations: how many gradients of the whole batch it takes in a step.
+        reads_norm: whether it computes the norm of all gradients, which ranks that have parts of them must add up.
     """
 
     wrap: Callable[[GradFn], GradFn]
@@ -63,6 +64,7 @@ class OnGrad:
     may_refuse_updates: bool = False
     across_ranks: bool = False
     evaluations: int = 1
+    reads_norm: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +148,10 @@ class Wrapper:
         validate: ``Step -> None``, called whenever the step gets another wrapper: raises a ComposeError when the step
             has something that this one cannot be combined with, in either order.
         require: ``(Backend, params) -> None``, raises when the device or the trained parameters cannot do this.
-        choice: ``() -> str``, what it has chosen for the devices that it has met, or what it sends to others, for
-            `print`; empty where there is nothing to say.
+        choice: ``() -> str``, what it has chosen for the devices that it has met, for `print`; empty where there is
+            nothing to say.
+        sends: ``Step -> {arrow: text}``, what ranks send to each other in a step because of it, and with which kind of
+            collective, for `print`: on which lines.
         innermost: whether tools that add it to a step put it inside of the other wrappers.
         options: the arguments that make it what it is, by name: two wrappers of one name with equal options do the
             same. Default: the arguments of the factory, when `wrapper` decorates it, and else None: not known.
@@ -167,6 +171,7 @@ class Wrapper:
     validate: Callable[[Any], None] | None = None
     require: Callable[[Backend, PyTree], None] | None = None
     choice: Callable[[], str] | None = None
+    sends: Callable[[Any], Mapping[str, str]] | None = None
     innermost: bool = False
     options: Mapping[str, Any] | None = None
 
