@@ -80,6 +80,51 @@ def test_what_is_sent_is_printed():
     assert "sends     756 B in 1 all-gather (shard)\n" in f"{lowered}\n"
 
 
+class GPTBlock(nn.Module):
+    """Attention and a perceptron."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm2, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+def of_tokens(model, tokens):
+    return ft.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize(
+    ("level", "gathers", "scatters"),
+    [(0, 0, 0), (1, 1, 1), (3, lambda layers: 2 * layers + 1, lambda layers: layers + 1)],
+    ids=["level-0", "level-1", "level-3"],
+)
+def test_the_compiled_step_of_a_gpt_has_so_many_collectives_for_its_layers(layers, level, gathers, scatters):
+    """Three sums: of the weights, of the losses, and of the gradients at level 0, of the norms at the others.
+
+    At level 3 each block is gathered for both passes, and what is outside of the blocks once.
+    """
+    model = nn.Sequential(
+        nn.Embedding(16, WIDTH), *(GPTBlock() for _ in range(layers)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16)
+    )
+    step = ft.compose(
+        ft.train_step(ft.from_module(model, of_tokens), ft.optim.adamw(1e-3)),
+        ft.clip(1.0),
+        ft.sharded(ft.parallel.mesh(), level),
+        ft.compiled(lowering="whole", backend="eager"),
+    )
+    lowered = step.lower(step.init(), torch.randint(16, (16, 9)))
+    calls = {row.kind: row.calls for row in lowered.traffic}
+    gathers, scatters = (each(layers) if callable(each) else each for each in (gathers, scatters))
+    assert calls == {"all-reduce": 3} | ({"all-gather": gathers, "reduce-scatter": scatters} if level else {})
+
+
 LOSS, SUMS = "all-reduce of the loss", "all-reduce of gradients"
 GATHERS, SCATTERS = "all-gather of parameters", "reduce-scatter of gradients"
 FACTORS = "all-reduce of factors; reduce-scatter of other gradients"
