@@ -14,11 +14,12 @@ from tests.parallel import models
 torch.set_num_threads(1)
 
 STEPS = {
-    "level 0": (0, False),
-    "level 3": (3, False),
-    "level 3, compiled": (3, True),
+    "level 0": (0, 1, False),
+    "level 3": (3, 1, False),
+    "level 3, two copies": (3, 2, False),
+    "level 3, compiled": (3, 1, True),
 }
-"""Name -> level, and whether the step is compiled."""
+"""Name -> level, number of copies of the state, and whether the step is compiled."""
 
 
 def optimizer():
@@ -43,8 +44,9 @@ def optimizer():
 
 def train(name):
     """Return the whole state after the steps, and their metrics."""
-    level, is_compiled = STEPS[name]
-    sharded = ft.sharded(ft.parallel.mesh(), level)
+    level, copies, is_compiled = STEPS[name]
+    copies = min(copies, dist.get_world_size()) if dist.is_initialized() else 1
+    sharded = ft.sharded(ft.parallel.mesh(replicate=copies), level)
     # Made after the mesh: what it imports of torch must not keep the process group.
     compiled = [ft.compiled(lowering="whole", backend="aot_eager")] if is_compiled else []
     wrappers = ft.remat(), ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), sharded, *compiled
