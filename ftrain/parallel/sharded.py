@@ -224,7 +224,9 @@ class _RankStep:
             raise ComposeError(f"{NAME}: gather='amp' is the dtype of with_amp, which the step has not; add it")
         self._watch.begin(state.step)
         with self._watch:
-            rows = replace(self._rows_of(batch, self._all.rank, self._all.size, step.microbatches), ranks=self._all)
+            device = tree.device_of(state.params)
+            rows = self._rows_of(batch, self._all.rank, self._all.size, step.microbatches, device)
+            rows = replace(rows, ranks=self._all)
             self._same_inputs.require(step, state, batch)
             local, layout = self._local_states.take(state)
         shards = self._shards_of(layout) if self._level else None

@@ -74,7 +74,12 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
 def block_of(whole: Tensor | StoredTensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
     """Return the DTensor of a whole tensor, of which this rank keeps only a copy of its block."""
     strides = torch.empty(whole.shape, device="meta").stride()
-    return dtensor.from_block(part.take(whole, rank).contiguous().clone(), mesh, part.axis, whole.shape, strides)
+    return dtensor.from_block(_copied(part.take(whole, rank)), mesh, part.axis, whole.shape, strides)
+
+
+def _copied(block: Tensor) -> Tensor:
+    # With the strides that operations give to an empty block, too: others would be compiled for, on one rank alone.
+    return block.clone(memory_format=torch.contiguous_format)
 
 
 def whole(state: PyTree) -> PyTree:
@@ -112,7 +117,7 @@ def divided(state: PyTree, like: PyTree) -> PyTree:
             if axis is not None:
                 part = Part(tuple(local.shape), axis, mesh.size(index))
                 local = part.take(local, mesh.get_local_rank(index))
-        return dtensor.with_local_part(other, local.contiguous().clone())
+        return dtensor.with_local_part(other, _copied(local))
 
     return tree.map(leaf_like, state, like)
 

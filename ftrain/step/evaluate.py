@@ -195,10 +195,10 @@ def evaluate(
 def _next_share(sums: _Sums, step: EvalStep, batches: Iterator[PyTree], device: torch.device) -> Share | None:
     """Return what this rank evaluates of the next batch; None after the last one."""
     for drawn in batches:
-        batch = tree.to(as_tree(drawn), device)
         if step.loss.ranks is not None and step.loss.ranks.whole_batches and not sums.totals:
             sums.digest = step.loss.ranks.digest(drawn)
-        return step.share(batch)
+        share = step.share(as_tree(drawn))
+        return share._replace(batch=tree.to(share.batch, device))
     if not sums.totals:
         raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
     return None

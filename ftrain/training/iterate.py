@@ -16,7 +16,7 @@ from ftrain.errors import ComposeError, DataError, OptionError, require_callable
 from ftrain.step.purity import as_tree
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.tree.tensors import device_off_host
-from ftrain.types import Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
+from ftrain.types import LossRanks, Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
 
 
 class Position(NamedTuple):
@@ -42,7 +42,7 @@ class StepRecord(NamedTuple):
         step: steps done, as the state counts them.
         state: the state after the step; consumed by the next one when the step donates.
         metrics: of the step, as it returned them: tensors on the device, which nothing has waited for.
-        batch: the batch, on the device.
+        batch: the batch, on the device; as it came, if each rank copies its rows of it to its device.
         epoch: passes over the data that were completed.
         batches: batches of this pass so far, this one included.
     """
@@ -95,10 +95,14 @@ def iterate(
     epoch, index = (position.epoch, position.batch) if position else (0, 0)
     batches: Iterable[PyTree] = _rest_of_pass(data, position) if position else data
     resumed, empty_passes, flatten = position is not None, 0, Flattener()
+    ranks = getattr(getattr(step, "loss", None), "ranks", None)
+    takes_rows = isinstance(ranks, LossRanks) and ranks.whole_batches  # And copies only these to the device.
     while (steps is None or count < steps) and (last_epoch is None or epoch < last_epoch):
         count_before_pass = count
         for host_batch in batches:
-            batch = _to_device(as_tree(host_batch), device, flatten)
+            batch = as_tree(host_batch)
+            if not takes_rows:
+                batch = _to_device(batch, device, flatten)
             result = step(state, batch)
             try:
                 state, metrics = result

@@ -26,7 +26,7 @@ def warn_of_pieces(function: str, loss: Loss, state: TrainState, batch: PyTree, 
 
     def mean_of(examples: slice) -> Mean:
         part = tree.map(lambda leaf: leaf[examples] if tree.is_tensor(leaf) and leaf.ndim else leaf, batch)
-        mean: Mean = step(state, part)["loss"]
+        mean: Mean = step(state, tree.to(part, tree.device_of(state.params)))["loss"]
         return mean
 
     try:

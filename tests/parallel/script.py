@@ -16,7 +16,6 @@ torch.set_num_threads(1)
 STEPS = {
     "level 0": (0, 1, False),
     "level 3": (3, 1, False),
-    "level 3, two copies": (3, 2, False),
     "level 3, compiled": (3, 1, True),
 }
 """Name -> level, number of copies of the state, and whether the step is compiled."""

@@ -1,5 +1,6 @@
 """Evaluation on ranks: each computes on its examples, and all have the result of one rank."""
 
+import importlib
 import weakref
 
 import pytest
@@ -8,9 +9,12 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import BatchError, DataError, RankError
+from ftrain.parallel import rows
 from ftrain.parallel.not_gathered import NotGathered
 from tests.parallel import models
 from tests.parallel.ranks import run
+
+iterate = importlib.import_module("ftrain.training.iterate")
 
 
 def sharded_step(level, **options):
@@ -111,6 +115,29 @@ def test_each_rank_computes_on_its_examples():
 
     run(4, rank)
     assert lengths == [3] * 4
+
+
+def test_only_the_examples_of_a_rank_are_copied_to_its_device(monkeypatch):
+    """In an evaluation, and in a step of `fit`."""
+    copied, to = [], ft.tree.to
+
+    def recording(value, device):
+        copied.extend([len(value["x"])] if isinstance(value, dict) else [])
+        return to(value, device)
+
+    monkeypatch.setattr(ft.tree, "to", recording)
+    monkeypatch.setattr(iterate, "_to_device", None)
+
+    def rank(_):
+        step = sharded_step(1)
+        ft.evaluate(ft.eval_step(step.loss), step.init(), models.batches(1))
+        ft.fit(step, step.init(), models.batches(2), progress=False)
+
+    run(4, rank)
+    assert copied == [3] * 4
+    batch = next(models.batches())
+    of_rank = rows.rows_of(batch, 1, 5, 2, torch.device("meta")).batch
+    assert {(leaf.device.type, len(leaf)) for leaf in of_rank.values()} == {("meta", 2)}
 
 
 def test_a_batch_that_cannot_be_cut_counts_once():
