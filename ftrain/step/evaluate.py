@@ -20,10 +20,10 @@ from ftrain.step import purity
 from ftrain.step.across_ranks import (
     DIFFERENT_BATCHES,
     Share,
-    count,
     place_model,
     require_same_outcome,
     share_of,
+    start_count,
     sum_means,
 )
 from ftrain.step.all_ranks import require_all_ranks
@@ -195,11 +195,12 @@ def evaluate(
 def _next_share(sums: _Sums, step: EvalStep, batches: Iterator[PyTree], device: torch.device) -> Share | None:
     """Return what this rank evaluates of the next batch; None after the last one."""
     for drawn in batches:
-        if step.loss.ranks is not None and step.loss.ranks.whole_batches and not sums.totals:
+        if step.loss.ranks is not None and step.loss.ranks.whole_batches and not sums.has_batch:
             sums.digest = step.loss.ranks.digest(drawn)
+        sums.has_batch = True
         share = step.share(as_tree(drawn))
         return share._replace(batch=tree.to(share.batch, device))
-    if not sums.totals:
+    if not sums.has_batch:
         raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
     return None
 
@@ -209,8 +210,9 @@ def _add_batches_together(
 ) -> Exception | None:
     """Add what this rank evaluates of all batches, by a loss that all ranks must call equally often.
 
-    Before each batch they tell each other whether they have one. A rank that has none evaluates its last one again,
-    which does not count.
+    Before each batch they tell each other whether they have the next one, so that the device computes while the host
+    waits for the answer. A rank that has none evaluates its last one again, which does not count. A rank whose loss has
+    failed takes part in one more batch, before the others know.
 
     Returns:
         the error of this rank; None if there is none, or if only others have one.
@@ -220,24 +222,32 @@ def _add_batches_together(
     """
     batches, device = iter(data), tree.device_of(state.params)
     share: Share | None = None
+    following: Share | None = None
     error: Exception | None = None
-    while True:
+
+    def start_next() -> Callable[[], list[int]]:
+        nonlocal following, error
         following = None
         try:
             following = None if error else _next_share(sums, step, batches, device)
         except Exception as raised:
             error = raised
-        having, failing = count(ranks, [following is not None, error is not None], device)
+        return start_count(ranks, [following is not None, error is not None], device)
+
+    counts = start_next()
+    while True:
+        having, failing = counts()
         if failing or not having:
             return error
         if ranks.whole_batches and having < ranks.size:
             raise BatchError(f"evaluate: {having} of {ranks.size} ranks have one more batch: {DIFFERENT_BATCHES}")
         # A rank has had a batch before it has none.
         share = following or cast(Share, share)._replace(counts=False)
+        counts = start_next()
         try:
             sums.add(step.of_rank(state, share))
         except Exception as raised:
-            error = raised
+            error = error or raised
 
 
 def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[PyTree], on_oom: str) -> None:
@@ -285,6 +295,7 @@ class _Sums:
         self.totals: dict[str, Mean] = {}
         self.digest = 0
         """Tells the first batches of ranks apart."""
+        self.has_batch = False
         self._rest: dict[str, Mean] = {}
 
     def add(self, means: dict[str, Mean]) -> None:

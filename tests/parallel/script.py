@@ -1,4 +1,7 @@
-"""What each rank of `test_torchrun` runs: `python -m torch.distributed.run --nproc-per-node=N script.py OUTPUT`."""
+"""What each rank of `test_torchrun` runs.
+
+python -m torch.distributed.run --nproc-per-node=N script.py OUTPUT [NAME ...]
+"""
 
 import atexit
 import os
@@ -14,11 +17,11 @@ from tests.parallel import models
 torch.set_num_threads(1)
 
 STEPS = {
-    "level 0": (0, 1, False),
-    "level 3": (3, 1, False),
-    "level 3, compiled": (3, 1, True),
+    "level 0": (0, False),
+    "level 3": (3, False),
+    "level 3, compiled": (3, True),
 }
-"""Name -> level, number of copies of the state, and whether the step is compiled."""
+"""Name -> level, and whether the step is compiled."""
 
 
 def optimizer():
@@ -43,18 +46,17 @@ def optimizer():
 
 def train(name):
     """Return the whole state after the steps, and their metrics."""
-    level, copies, is_compiled = STEPS[name]
-    copies = min(copies, dist.get_world_size()) if dist.is_initialized() else 1
-    sharded = ft.sharded(ft.parallel.mesh(replicate=copies), level)
+    level, is_compiled = STEPS[name]
+    sharded = ft.sharded(ft.parallel.mesh(), level)
     # Made after the mesh: what it imports of torch must not keep the process group.
     compiled = [ft.compiled(lowering="whole", backend="aot_eager")] if is_compiled else []
     wrappers = ft.remat(), ft.accumulate(2), ft.clip(0.05), ft.ema(0.8), sharded, *compiled
     return models.train(models.step_of(*wrappers, optimizer=optimizer()))
 
 
-def main(output):
+def main(output, names):
     results = {}
-    for name in STEPS:
+    for name in names:
         state, history = train(name)
         results[name] = state.params, history
     if dist.get_rank() == 0:
@@ -71,4 +73,4 @@ def tell_threads(output):
 if __name__ == "__main__":
     # What is registered first is called last.
     atexit.register(tell_threads, Path(f"{sys.argv[1]}.end-of-{os.environ['RANK']}"))
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:] or STEPS)
