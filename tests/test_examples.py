@@ -73,14 +73,22 @@ def test_train_lm_learns_and_writes_plain_files(tmp_path: Path, options: list[st
     assert re.search(r"<- with_amp\(auto\) \[auto: (bf16|float32) on \w+\]\n", printed)
 
 
-@pytest.mark.exhaustive
-def test_train_lm_prints_the_same_losses_on_four_ranks(tmp_path: Path) -> None:
-    options = [*TINY.split(), "--layers", "2", "--accumulate", "2", "--no-compile", "--out"]
+@pytest.mark.parametrize(
+    ("steps", "ranks"),
+    [
+        (4, ["--replicate", "2", "--shard", "2"]),
+        pytest.param(30, ["--shard", "4"], marks=pytest.mark.exhaustive),
+        pytest.param(30, ["--replicate", "4", "--level", "0"], marks=pytest.mark.exhaustive),
+    ],
+    ids=["copies", "shards", "level-0"],
+)
+def test_train_lm_prints_the_same_losses_on_four_ranks(tmp_path: Path, steps: int, ranks: list[str]) -> None:
+    options = [*TINY.split(), "--steps", str(steps), "--layers", "2", "--accumulate", "2", "--no-compile", "--out"]
     run("train_lm.py", *options, str(tmp_path / "alone"))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    run("train_lm.py", *options, str(tmp_path / "four"), "--shard", "4", launcher=launcher)
+    run("train_lm.py", *options, str(tmp_path / "four"), *ranks, launcher=launcher)
     records = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("four", "alone")]
-    assert len(records[0]) == len(records[1]) == 31
+    assert len(records[0]) == len(records[1]) == steps + 1
     for ours, theirs in zip(*(map(json.loads, lines) for lines in records), strict=True):
         assert ours.keys() == theirs.keys()
         assert ours.get("bpb", ours.get("eval_bpb")) == pytest.approx(

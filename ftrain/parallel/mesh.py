@@ -96,6 +96,16 @@ class Group:
     rank: int
     has_reduce_scatter: bool = True
 
+    @property
+    def gather_kind(self) -> str:
+        """The kind of collective that gathers."""
+        return "all-gather" if self.has_reduce_scatter else "all-to-all"
+
+    @property
+    def scatter_kind(self) -> str:
+        """The kind of collective that sums and divides."""
+        return "reduce-scatter" if self.has_reduce_scatter else "all-to-all"
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks."""
         return self.start_sum_(tensor.clone())() if self.size > 1 else tensor

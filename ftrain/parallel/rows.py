@@ -97,10 +97,11 @@ def computing_on(rows: Rows) -> Iterator[None]:
         _current.reset(token)
 
 
-def rows_of(batch: PyTree, rank: int, size: int, microbatches: int) -> Rows:
+def rows_of(batch: PyTree, rank: int, size: int, microbatches: int, device: torch.device) -> Rows:
     """Return the rows of one rank: parts in the order of ranks whose lengths differ by at most one.
 
-    0-d tensors and other leaves go to every rank. Tensors are views of those of the batch, if there is one microbatch.
+    0-d tensors and other leaves go to every rank. Only these rows are copied to `device`; if they are there
+    and there is one microbatch, they are views of the batch.
 
     Raises:
         BatchError: for tensors whose first axes differ in length or are not divided by the microbatches, or a batch
@@ -115,15 +116,17 @@ def rows_of(batch: PyTree, rank: int, size: int, microbatches: int) -> Rows:
 
     def rows(*leaves: Any) -> Any:
         first = leaves[0]
-        if not (tree.is_tensor(first) and first.ndim):
+        if not tree.is_tensor(first):
             return first
-        return first[rows_taken] if microbatches == 1 else torch.cat([leaf[rows_taken] for leaf in leaves])
+        if first.ndim:
+            first = first[rows_taken] if microbatches == 1 else torch.cat([leaf[rows_taken] for leaf in leaves])
+        return first.to(device, non_blocking=True)
 
     return Rows(tree.map(rows, *pieces), start, length, total, length, microbatches)
 
 
-def own_rows(batch: PyTree, rank: int, size: int, microbatches: int) -> Rows:
-    """Return the rows of one rank, given its own examples; those of all ranks are one batch, in the order of ranks.
+def own_rows(batch: PyTree, rank: int, size: int, microbatches: int, device: torch.device) -> Rows:
+    """Return the rows of one rank, given its own examples on `device`; those of all ranks are one batch.
 
     Raises:
         BatchError: for tensors whose first axes differ in length or are not divided by the microbatches, or a batch

@@ -120,16 +120,8 @@ def sharded(
         validate=of_rank.validate,
         step=OnStep(place=of_rank.place, on_ranks=of_rank.on_ranks, ranks=mesh.size()),
         slot=reduction.slot,
-        choice=partial(_communication, mesh.size(0), mesh.size(1), level),
+        sends=of_rank.sends,
     )
-
-
-def _communication(replicate: int, shard: int, level: int) -> str:
-    """Return the text that says what ranks send in a step; empty on one rank."""
-    if level == 0 or shard == 1:
-        return "sums gradients" if replicate * shard > 1 else ""
-    gathered = "blocks, twice" if level == 3 else "parameters"
-    return f"gathers {gathered}; scatters gradients" + ("; sums shards of copies" if replicate > 1 else "")
 
 
 class _RankStep:
@@ -169,9 +161,27 @@ class _RankStep:
                     "place on a rank; leave out lowering='split' and dynamic=True"
                 )
 
+    def sends(self, step: Any) -> dict[str, str]:
+        """Return what the ranks of a step send, with the kind of collective, by the part of the step that needs it."""
+        if self._all.size == 1:
+            return {}
+        loss, grad, update = ["all-reduce of the loss"], [self._reduction.sends], ""
+        if self._level and self._shard.size > 1:
+            gathered = "blocks, twice" if step.loss.ranks.by_block else "parameters"
+            loss.insert(0, f"{self._shard.gather_kind} of {gathered}")
+            if any(other.grad is not None and other.grad.reads_norm for other in step.wrappers):
+                grad.append("all-reduce of norms")
+            if self._needs_wholes(step.optimizer):
+                update = "all-to-all of leaves"
+        return {"loss": "; ".join(loss), "grad": "; ".join(grad), "update": update}
+
+    def _needs_wholes(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer gets leaves whole that are divided over ranks."""
+        return self._level > 0 and not optimizer.by_element and optimizer.split is not None
+
     def on_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Give whole leaves to an optimizer that needs them."""
-        if self._level == 0 or optimizer.by_element or optimizer.split is None:
+        if not self._needs_wholes(optimizer):
             return optimizer
         if optimizer.offloaded is not None:
             return optimizer.offloaded(partial(whole_update, ranks=self._shard))
@@ -214,7 +224,9 @@ class _RankStep:
             raise ComposeError(f"{NAME}: gather='amp' is the dtype of with_amp, which the step has not; add it")
         self._watch.begin(state.step)
         with self._watch:
-            rows = replace(self._rows_of(batch, self._all.rank, self._all.size, step.microbatches), ranks=self._all)
+            device = tree.device_of(state.params)
+            rows = self._rows_of(batch, self._all.rank, self._all.size, step.microbatches, device)
+            rows = replace(rows, ranks=self._all)
             self._same_inputs.require(step, state, batch)
             local, layout = self._local_states.take(state)
         shards = self._shards_of(layout) if self._level else None

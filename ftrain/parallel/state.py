@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -73,7 +74,12 @@ def divide(params: PyTree, mesh: DeviceMesh, rank: int) -> PyTree:
 def block_of(whole: Tensor | StoredTensor, part: Part, mesh: DeviceMesh, rank: int) -> Tensor:
     """Return the DTensor of a whole tensor, of which this rank keeps only a copy of its block."""
     axes = [None] * (mesh.ndim - 1) + [part.axis]
-    return dtensor.from_local(part.take(whole, rank).contiguous().clone(), mesh, axes, whole.shape)
+    return dtensor.from_local(_copied(part.take(whole, rank)), mesh, axes, whole.shape)
+
+
+def _copied(block: Tensor) -> Tensor:
+    # An empty block, too, needs the strides of a contiguous one: else its rank alone would compile the step again.
+    return block.clone(memory_format=torch.contiguous_format)
 
 
 def whole(state: PyTree) -> PyTree:
@@ -111,7 +117,7 @@ def divided(state: PyTree, like: PyTree) -> PyTree:
             if axis is not None:
                 part = Part(tuple(local.shape), axis, mesh.size(index))
                 local = part.take(local, mesh.get_local_rank(index))
-        return dtensor.with_local_part(other, local.contiguous().clone())
+        return dtensor.with_local_part(other, _copied(local))
 
     return tree.map(leaf_like, state, like)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 
 from ftrain import tree
 from ftrain._torch import dtensor, store
+from ftrain.backends.transfers import copier_of
 from ftrain.checkpoint.heartbeats import wait_for_ranks
 from ftrain.errors import BatchError, RankError
 from ftrain.step.microbatch import split_batch
@@ -93,10 +94,20 @@ def require_to_gather(function: str, tensors: PyTree) -> None:
         require_all_ranks(function)
 
 
-def count(ranks: LossRanks, flags: Sequence[bool], device: torch.device) -> list[int]:
-    """Return for each flag on how many ranks it is set. Waits for all ranks."""
-    counts = ranks.sum(torch.tensor(flags, dtype=torch.int64, device=device)).to(tree.HOST)
-    return [int(each) for each in counts]
+def start_count(ranks: LossRanks, flags: Sequence[bool], device: torch.device) -> Callable[[], list[int]]:
+    """Start to count for each flag on how many ranks it is set; return a function that waits for the counts.
+
+    It does not wait for what the device is given to do after this call.
+    """
+    counts = ranks.sum(torch.tensor(flags, dtype=torch.int64, device=device))
+    copier, on_host = copier_of(device), torch.empty_like(counts, device=tree.HOST, pin_memory=device != tree.HOST)
+    copier.out(counts, on_host)
+
+    def read() -> list[int]:
+        copier.wait()
+        return [int(each) for each in on_host]
+
+    return read
 
 
 class Share(NamedTuple):

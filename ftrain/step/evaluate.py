@@ -19,11 +19,11 @@ from ftrain.errors import BatchError, ComposeError, DataError, DeviceError, Loss
 from ftrain.step.across_ranks import (
     DIFFERENT_BATCHES,
     Share,
-    count,
     evaluation_state,
     require_all_ranks,
     require_same_outcome,
     share_of,
+    start_count,
     sum_means,
 )
 from ftrain.step.forward import detach, run_loss
@@ -190,11 +190,12 @@ def evaluate(
 def _next_share(sums: _Sums, step: EvalStep, batches: Iterator[PyTree], device: torch.device) -> Share | None:
     """Return the share of this rank in the next batch; None after the last one."""
     for drawn in batches:
-        batch = tree.to(tree.as_tree(drawn), device)
-        if step.loss.ranks is not None and step.loss.ranks.whole_batches and not sums.totals:
+        if step.loss.ranks is not None and step.loss.ranks.whole_batches and not sums.has_batch:
             sums.digest = step.loss.ranks.digest(drawn)
-        return step.share(batch)
-    if not sums.totals:
+        sums.has_batch = True
+        share = step.share(tree.as_tree(drawn))
+        return share._replace(batch=tree.to(share.batch, device))
+    if not sums.has_batch:
         raise DataError("evaluate: the data has no batch; needs an iterable of at least one")
     return None
 
@@ -204,8 +205,9 @@ def _add_batches_together(
 ) -> Exception | None:
     """Add this rank's shares of all batches to the sums, with a loss that all ranks must call equally often.
 
-    Before each batch the ranks exchange whether they have one. A rank without one evaluates its last batch again, which
-    does not count.
+    Before each batch the ranks exchange whether they have the next one, so that the device computes while the host
+    waits for the answer. A rank without one evaluates its last batch again, which does not count. A rank whose loss has
+    failed takes part in one more batch, before the others know.
 
     Returns:
         The error of this rank, or None.
@@ -215,24 +217,32 @@ def _add_batches_together(
     """
     batches, device = iter(data), tree.device_of(state.params)
     share: Share | None = None
+    following: Share | None = None
     error: Exception | None = None
-    while True:
+
+    def start_next() -> Callable[[], list[int]]:
+        nonlocal following, error
         following = None
         try:
             following = None if error else _next_share(sums, step, batches, device)
         except Exception as raised:
             error = raised
-        having, failing = count(ranks, [following is not None, error is not None], device)
+        return start_count(ranks, [following is not None, error is not None], device)
+
+    counts = start_next()
+    while True:
+        having, failing = counts()
         if failing or not having:
             return error
         if ranks.whole_batches and having < ranks.size:
             raise BatchError(f"evaluate: {having} of {ranks.size} ranks have one more batch: {DIFFERENT_BATCHES}")
         # Data without any batch is an error, so `share` is set if nothing follows.
         share = following or cast(Share, share)._replace(counts=False)
+        counts = start_next()
         try:
             sums.add(step.of_rank(state, share))
         except Exception as raised:
-            error = raised
+            error = error or raised
 
 
 def _add_batches(sums: _Sums, step: EvalStep, state: TrainState, data: Iterable[PyTree], on_oom: str) -> None:
@@ -277,6 +287,7 @@ class _Sums:
         self.totals: dict[str, Mean] = {}
         self.digest = 0
         """The digest of the first batch."""
+        self.has_batch = False
         self._rest: dict[str, Mean] = {}
 
     def add(self, means: dict[str, Mean]) -> None:

@@ -349,14 +349,17 @@ class Step:
 
     def __repr__(self) -> str:
         texts = {arrow: [w.text for w in self.wrappers if w.arrow == arrow] for arrow in ARROWS}
-        choices = [f"[{w.choice()}]" for w in self.wrappers if w.choice and w.choice()]
         # `fit` runs the donating step, whose runner then knows how the step was compiled.
         ran: Step = vars(self).get("donating", self) if self.is_compiled else self
         at_end = [w.text for w in self.wrappers if w.step and w.step.on_step_end]
         lines = {
-            "loss": " ".join([self.loss.text, *choices]),
-            "grad": " <- ".join(["value_and_grad", *texts["grad"]]),
-            "update": " <- ".join([self.optimizer.text, *texts["update"]]),
-            "step": " <- ".join([ran.runner.text, *at_end]),
+            "loss": [self.loss.text],
+            "grad": [" <- ".join(["value_and_grad", *texts["grad"]])],
+            "update": [" <- ".join([self.optimizer.text, *texts["update"]])],
+            "step": [" <- ".join([ran.runner.text, *at_end])],
         }
-        return "\n".join(f"{arrow:<7} {line}" for arrow, line in lines.items())
+        lines["loss"] += [f"[{w.choice()}]" for w in self.wrappers if w.choice and w.choice()]
+        for sent in (w.sends(self) for w in self.wrappers if w.sends):
+            for arrow, text in sent.items():
+                lines[arrow] += [f"[{text}]"] if text else []
+        return "\n".join(f"{arrow:<7} {' '.join(line)}" for arrow, line in lines.items())

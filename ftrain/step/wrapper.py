@@ -52,6 +52,7 @@ class OnGrad:
         across_ranks: whether it combines the gradients of ranks. It is then applied outside the wrappers that split the
             batch and inside all others, wherever it is listed: ranks communicate once per step.
         evaluations: the number of gradients of the whole batch that it computes in a step.
+        reads_norm: whether it computes the norm of all gradients, which ranks that hold parts of them must add up.
     """
 
     wrap: Callable[[GradFn], GradFn]
@@ -62,6 +63,7 @@ class OnGrad:
     may_refuse_updates: bool = False
     across_ranks: bool = False
     evaluations: int = 1
+    reads_norm: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +147,9 @@ class Wrapper:
             has something that this wrapper cannot be combined with, in either order.
         require: ``(Backend, params) -> None``, raises an error if the device or the trained parameters do not support
             this wrapper.
-        choice: ``() -> str``, for `print`: what it chose for the devices so far, or what it sends to other ranks; may
-            be empty.
+        choice: ``() -> str``, for `print`: what it chose for the devices so far; may be empty.
+        sends: ``Step -> {line of print: text}``: what ranks send to each other because of it, and with which kind of
+            collective.
         innermost: whether tools that add it to a step put it inside the other wrappers.
         options: its arguments by name: two wrappers of one name with equal options do the same. Default: the arguments
             of the factory that `wrapper` decorates; else None, which means unknown.
@@ -166,6 +169,7 @@ class Wrapper:
     validate: Callable[[Any], None] | None = None
     require: Callable[[Backend, PyTree], None] | None = None
     choice: Callable[[], str] | None = None
+    sends: Callable[[Any], Mapping[str, str]] | None = None
     innermost: bool = False
     options: Mapping[str, Any] | None = None
 

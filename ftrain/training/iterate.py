@@ -15,7 +15,7 @@ from ftrain import tree
 from ftrain.errors import ComposeError, DataError, OptionError, require_callable, require_positive
 from ftrain.tree import device_off_host
 from ftrain.tree.fast_flatten import Flattener
-from ftrain.types import Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
+from ftrain.types import LossRanks, Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
 
 
 class Position(NamedTuple):
@@ -41,7 +41,7 @@ class StepRecord(NamedTuple):
     metrics: Metrics
     """The metrics that the step returned: tensors on the device, which nothing has waited for."""
     batch: PyTree
-    """The batch, on the device."""
+    """The batch, on the device; as it came, if each rank copies its rows of it to its device."""
     epoch: int = 0
     """Passes over the data that were completed."""
     batches: int = 0
@@ -89,10 +89,14 @@ def iterate(
     epoch, index = (position.epoch, position.batch) if position else (0, 0)
     batches: Iterable[PyTree] = _rest_of_pass(data, position) if position else data
     resumed, empty_passes, flatten = position is not None, 0, Flattener()
+    ranks = getattr(getattr(step, "loss", None), "ranks", None)
+    takes_rows = isinstance(ranks, LossRanks) and ranks.whole_batches  # And copies only these to the device.
     while (steps is None or count < steps) and (last_epoch is None or epoch < last_epoch):
         count_before_pass = count
         for host_batch in batches:
-            batch = _to_device(tree.as_tree(host_batch), device, flatten)
+            batch = tree.as_tree(host_batch)
+            if not takes_rows:
+                batch = _to_device(batch, device, flatten)
             result = step(state, batch)
             try:
                 state, metrics = result

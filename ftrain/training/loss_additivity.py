@@ -24,7 +24,7 @@ def warn_if_not_additive(function: str, loss: Loss, state: TrainState, batch: Py
 
     def mean_of(examples: slice) -> Mean:
         part = tree.map(lambda leaf: leaf[examples] if tree.is_tensor(leaf) and leaf.ndim else leaf, batch)
-        mean: Mean = step(state, part)["loss"]
+        mean: Mean = step(state, tree.to(part, tree.device_of(state.params)))["loss"]
         return mean
 
     try:

@@ -71,6 +71,7 @@ class OomRetry:
         agreement: Agreement,
     ) -> None:
         self._original, self._say, self._interrupted = step, say, interrupted
+        self.loss = step.loss
         self._compiled, self._agreement = step.is_compiled, agreement
         self._stand_in, self._graphs = GradientStandIn(), GraphStandIn(agreement)
         self._writes = _StateWrites(not self._compiled and step.may_refuse_updates)

@@ -48,7 +48,7 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
         return clipping
 
     kind = "value" if value is not None else "norm"
-    return Wrapper("clip", f"clip({kind}<={limit:g})", grad=OnGrad(wrap))
+    return Wrapper("clip", f"clip({kind}<={limit:g})", grad=OnGrad(wrap, reads_norm=True))
 
 
 def _by_norm(leaves: list[Tensor], norm: Tensor, limit: float) -> list[Tensor]:

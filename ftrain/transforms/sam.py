@@ -58,7 +58,7 @@ def sam(rho: float = 0.05) -> Wrapper:
 
         return sharpness_aware
 
-    return Wrapper(NAME, f"sam({rho:g})", grad=OnGrad(wrap, evaluations=2))
+    return Wrapper(NAME, f"sam({rho:g})", grad=OnGrad(wrap, evaluations=2, reads_norm=True))
 
 
 def _ascended(params: list[Tensor], grads: list[Tensor], rho: float) -> list[Tensor]:

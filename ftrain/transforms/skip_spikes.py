@@ -80,7 +80,7 @@ def skip_spikes(
         return watching
 
     text = f"skip_spikes({factor:g}, quantile={quantile:g}, window={window}, {action})"
-    on_grad = OnGrad(wrap, may_refuse_updates=action == "skip")
+    on_grad = OnGrad(wrap, may_refuse_updates=action == "skip", reads_norm=True)
     return Wrapper(
         NAME, text, grad=on_grad, slot=SlotSpec(partial(_initial_slot, window)), validate=_require_whole_batches
     )

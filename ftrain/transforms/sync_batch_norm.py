@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ftrain.errors import ComposeError
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.rows import current
+from ftrain.step.across_ranks import ranks_of
 from ftrain.step.blocks import forwarding
 from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
 from ftrain.types import Loss
@@ -50,7 +51,10 @@ def sync_batch_norm() -> Wrapper:
 
         return dataclasses.replace(loss, scope=scope, wrapper_texts=(*loss.wrapper_texts, NAME))
 
-    return Wrapper(NAME, NAME, loss=OnLoss(wrap))
+    def sends(step: Any) -> dict[str, str]:
+        return {"loss": "all-reduce of statistics"} if ranks_of(step.wrappers) > 1 else {}
+
+    return Wrapper(NAME, NAME, loss=OnLoss(wrap), sends=sends)
 
 
 def _batch_norms(loss: Loss) -> list[nn.Module]:

@@ -1,4 +1,7 @@
-"""What each rank of `test_torchrun` runs: `python -m torch.distributed.run --nproc-per-node=N script.py OUTPUT`."""
+"""What each rank of `test_torchrun` runs.
+
+python -m torch.distributed.run --nproc-per-node=N script.py OUTPUT [NAME ...]
+"""
 
 import atexit
 import os
@@ -51,9 +54,9 @@ def train(name):
     return models.train(models.step_of(*wrappers, optimizer=optimizer()))
 
 
-def main(output):
+def main(output, names):
     results = {}
-    for name in STEPS:
+    for name in names:
         state, history = train(name)
         results[name] = state.params, history
     if dist.get_rank() == 0:
@@ -70,4 +73,4 @@ def tell_threads(output):
 if __name__ == "__main__":
     # What is registered first is called last.
     atexit.register(tell_threads, Path(f"{sys.argv[1]}.end-of-{os.environ['RANK']}"))
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:] or STEPS)

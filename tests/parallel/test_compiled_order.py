@@ -17,9 +17,9 @@ WIDTH, BLOCKS = 8, 4
 
 
 @contextmanager
-def one_of_two(rank=0):
-    """Context of a rank; the other does not exist."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+def one_of(size, rank=0):
+    """Context of a rank; the others do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
     finally:
@@ -66,7 +66,7 @@ def overlaps(backend):
 
 
 def test_inductor_waits_for_collectives_where_the_graph_does():
-    with one_of_two():
+    with one_of(2):
         captured, compiled = overlaps("eager"), overlaps("inductor")
     assert captured["scatters"] == BLOCKS
     assert captured["overlapping scatters"] >= BLOCKS - 2
@@ -78,8 +78,24 @@ def test_ranks_with_as_many_rows_compile_the_same_graph(level):
     """So that the code that one has compiled serves the other."""
     texts = []
     for rank in range(2):
-        with one_of_two(rank):
+        with one_of(2, rank):
             step = step_of("eager", level)
             step.lower(step.init(seed=0), {"x": torch.ones(4, WIDTH)})
             texts.append(step.runner._cache.graphs[0].captured.code)
     assert texts[0] == texts[1]
+
+
+def test_a_rank_whose_blocks_are_empty_compiles_once():
+    """If it compiled again alone, the others would wait for it in the second step."""
+    with one_of(4, 3):
+        model = nn.Linear(6, 3)  # Its bias has no row for the last rank.
+        loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
+        compiled = ft.compiled(lowering="whole", backend="eager")
+        sharded = ft.sharded(ft.parallel.mesh(), 1)
+        step = ft.compose(ft.train_step(loss, ft.optim.adamw(0.1)), ft.ema(0.8), sharded, compiled)
+        state = step.init(seed=0)
+        assert any(leaf.to_local().numel() == 0 for leaf in ft.tree.leaves(state.params))
+        state = ft.parallel.divided(ft.parallel.whole(state), like=state)
+        for _ in range(2):
+            state, _ = step(state, {"x": torch.ones(4, 6)})
+        assert len(step.runner._cache.graphs) == 1

@@ -1,5 +1,6 @@
 """Evaluation on ranks: each computes on its examples, and all have the result of one rank."""
 
+import importlib
 import weakref
 
 import pytest
@@ -8,9 +9,13 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import BatchError, DataError, RankError
+from ftrain.parallel import rows
 from ftrain.parallel.not_gathered import NotGathered
 from tests.parallel import models
 from tests.parallel.ranks import run
+
+evaluate = importlib.import_module("ftrain.step.evaluate")
+iterate = importlib.import_module("ftrain.training.iterate")
 
 
 def sharded_step(level, **options):
@@ -76,6 +81,30 @@ def test_level_3_has_the_parameters_of_a_block_only_while_it_runs():
     assert run(2, rank) == [(9, [0, 0, 0])] * 2
 
 
+def test_level_3_asks_for_the_next_batch_before_it_evaluates_one(monkeypatch):
+    """So that the device has work while the host waits for the answer of the other ranks."""
+    events, start_count = [], evaluate.start_count
+
+    def recording(ranks, *args):
+        note = events.append if ranks.rank == 0 else len
+        note("asks")
+        read = start_count(ranks, *args)
+        return lambda: (note("reads"), read())[1]
+
+    def rank(number):
+        def criterion(model, batch):
+            if number == 0:
+                events.append("evaluates")
+            return models.loss(model, batch)
+
+        step = sharded_step(3, criterion=criterion)
+        ft.evaluate(ft.eval_step(step.loss), step.init(), models.batches(2))
+
+    monkeypatch.setattr(evaluate, "start_count", recording)
+    run(2, rank)
+    assert events == ["asks", "reads", *["asks", "evaluates", "reads"] * 2]
+
+
 def test_ranks_with_other_numbers_of_batches_are_told_so_at_level_3():
     def rank(number):
         step = sharded_step(3)
@@ -111,6 +140,29 @@ def test_each_rank_computes_on_its_examples():
 
     run(4, rank)
     assert lengths == [3] * 4
+
+
+def test_only_the_examples_of_a_rank_are_copied_to_its_device(monkeypatch):
+    """In an evaluation, and in a step of `fit`."""
+    copied, to = [], ft.tree.to
+
+    def recording(value, device):
+        copied.extend([len(value["x"])] if isinstance(value, dict) else [])
+        return to(value, device)
+
+    monkeypatch.setattr(ft.tree, "to", recording)
+    monkeypatch.setattr(iterate, "_to_device", None)
+
+    def rank(_):
+        step = sharded_step(1)
+        ft.evaluate(ft.eval_step(step.loss), step.init(), models.batches(1))
+        ft.fit(step, step.init(), models.batches(2), progress=False)
+
+    run(4, rank)
+    assert copied == [3] * 4
+    batch = next(models.batches())
+    of_rank = rows.rows_of(batch, 1, 5, 2, torch.device("meta")).batch
+    assert {(leaf.device.type, len(leaf)) for leaf in of_rank.values()} == {("meta", 2)}
 
 
 def test_a_batch_that_cannot_be_cut_counts_once():
@@ -210,7 +262,8 @@ def test_a_loss_that_fails_on_one_rank_fails_on_all(place):
 
     reference, *others = run(3, rank)
     assert others[0] == (ArithmeticError, *reference[1:])
-    assert others[1] == reference == (RankError, 2, pytest.approx(reference[2]))
+    # The third batch is evaluated before the others know that the second one has failed.
+    assert others[1] == reference == (RankError, 3, pytest.approx(reference[2]))
 
 
 def test_ranks_with_data_of_their_own_are_told_so():

@@ -49,7 +49,7 @@ def batch_of(params, seed):
     }
 
 
-def trained(size, level, name, *wrappers, after=None, steps=2, dtype=torch.float32):
+def trained(size, level, name, *wrappers, after=None, steps=2, dtype=torch.float32, start=None):
     """Return the whole states of all ranks after some steps, as pairs of parameters and optimizer state.
 
     Args:
@@ -60,10 +60,11 @@ def trained(size, level, name, *wrappers, after=None, steps=2, dtype=torch.float
         after: one of a wrapper that goes around `sharded`.
         steps: how many.
         dtype: of the parameters.
+        start: the parameters. Default: `params_of`.
     """
 
     def rank(_):
-        params = params_of(name, dtype)
+        params = params_of(name, dtype) if start is None else start
         step = ft.compose(
             ft.train_step(linear, EVERY[name]()),
             *(make() for make in wrappers),
@@ -105,6 +106,18 @@ def test_each_optimizer_on_ranks_equals_one(name):
     (reference,) = trained(1, 0, name, dtype=dtype)
     for size, level in ((2, 1), (3, 2)) if name in SOME else ((3, 3),):
         assert_equal(trained(size, level, name, dtype=dtype), reference, tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name, make in EVERY.items() if make().by_element])
+def test_each_elementwise_optimizer_on_ranks_has_the_bits_of_one(name):
+    """Where the part of each rank is a whole number of vectors of a CPU, on which all kernels round in the same way."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"w": (64, 32), "long": (192,), "m": (96, 64), "scalar": ()}
+    start = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    (reference,) = trained(1, 0, name, start=start)
+    for size, level in ((2, 1), (3, 3)):
+        for found in trained(size, level, name, start=start):
+            assert all(map(torch.equal, ft.tree.leaves(found), ft.tree.leaves(reference)))
 
 
 @pytest.mark.parametrize("name", [*SOME, *REST])

@@ -187,23 +187,6 @@ def test_the_order_among_wrappers_of_the_gradient_is_kept():
         assert_same(trained(3, 2, wrappers), reference)
 
 
-def test_elementwise_updates_have_the_bits_of_one_rank():
-    """From equal gradients: those of a loss that is linear in the parameters with examples of a power of two."""
-
-    def step(level):
-        start = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
-        loss = lambda params, batch: (params["w"] * batch.sum(0)).sum()  # noqa: E731
-        wrapped = ft.compose(ft.train_step(loss, ft.optim.adamw(0.1)), ft.sharded(ft.parallel.mesh(), level))
-        state = wrapped.init({"w": start})
-        for _ in range(3):
-            state, _ = wrapped(state, torch.full((4, 7, 3), 0.25))
-        return ft.parallel.whole(state.params)["w"]
-
-    (one,) = run(1, lambda rank: step(0))
-    for level in (0, 1, 2, 3):
-        assert all(torch.equal(found, one) for found in run(2, lambda rank, level=level: step(level)))
-
-
 def test_a_plain_loss_is_weighted_by_the_examples_of_each_rank():
     (reference,) = trained(1, 0, criterion=models.plain_loss)
     assert_same(trained(5, 3, criterion=models.plain_loss), reference)

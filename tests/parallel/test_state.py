@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import ftrain as ft
 from ftrain.errors import StructureError
@@ -113,3 +114,29 @@ def test_what_the_host_has_goes_to_the_device_of_the_mesh():
     rows = SimpleNamespace(share_of=lambda metric: metric)
     addends = _addends(total, metrics, {}, {}, rows)["metrics"]
     assert {leaf.device.type for leaf in ft.tree.leaves(addends)} == {"meta"}
+
+
+def test_torch_saves_a_divided_state_and_reads_it_on_any_number_of_ranks(tmp_path):
+    """By torch.distributed.checkpoint, which takes the leaves as the DTensors that they are."""
+
+    def parts_of(state):
+        return {"params": state.params, "opt_state": state.opt_state, "slots": state.slots}
+
+    def saved(_):
+        step = sharded_step()
+        state, _ = step(step.init(seed=5), next(models.batches()))
+        dcp.save(parts_of(state), checkpoint_id=tmp_path / "saved")
+        return parts_of(ft.parallel.whole(state))
+
+    def loaded(level, **mesh):
+        def rank(_):
+            parts = parts_of(sharded_step(level, **mesh).init(seed=6))
+            dcp.load(parts, checkpoint_id=tmp_path / "saved")
+            return ft.parallel.whole(parts)
+
+        return rank
+
+    expected, *_ = run(3, saved)
+    for size, level, mesh in ((3, 3, {}), (4, 1, {"replicate": 2}), (1, 0, {})):
+        for parts in run(size, loaded(level, **mesh)):
+            assert all(map(torch.equal, ft.tree.leaves(parts), ft.tree.leaves(expected)))

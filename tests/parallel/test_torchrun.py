@@ -1,6 +1,7 @@
 """Ranks that are processes, which gloo connects: started by torchrun, and one rank that is not."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,21 +13,55 @@ from tests.parallel import script
 from tests.parallel.ranks import run
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_a_script_computes_under_torchrun_what_one_rank_does(size, tmp_path):
+def started(output, *options, names=()):
+    """Start torchrun; the ranks write to `output` what they train with the steps of these names. Default: all."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["", *filter(None, sys.path)])}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    command, output = [sys.executable, *launcher, script.__file__], tmp_path / "together.pt"
-    done = subprocess.run(
-        [*command, str(output)], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, script.__file__, str(output), *names]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def results(output, size, *agents):
+    """Wait for torchrun, and return what its ranks have trained."""
+    try:
+        for agent in agents:
+            printed, _ = agent.communicate(timeout=600)
+            assert agent.returncode == 0, printed[-4000:]
+    finally:
+        for agent in agents:
+            agent.kill()
     ends = [Path(f"{output}.end-of-{rank}").read_text() for rank in range(size)]
     assert ends == ["left, with threads []"] * size
-    together = torch.load(output)
-    assert together.keys() == set(script.STEPS)
+    return torch.load(output)
+
+
+# In every run without the compiled step, which takes half a minute; `test_processes` compiles smaller ones.
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (4, ["level 0", "level 3"]),
+        *(pytest.param(size, [*script.STEPS], marks=pytest.mark.exhaustive) for size in (2, 4)),
+    ],
+)
+def test_a_script_computes_under_torchrun_what_one_rank_does(size, names, tmp_path):
+    output = tmp_path / "together.pt"
+    together = results(output, size, started(output, "--standalone", f"--nproc-per-node={size}", names=names))
+    assert [*together] == names
     ((reference, history),) = run(1, lambda rank: script.train("level 0"))
     for params, metrics in together.values():
         torch.testing.assert_close(params, reference.params, rtol=1e-12, atol=1e-12)
         for step, expected in zip(metrics, history, strict=True):
             assert step == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.exhaustive  # It starts torch six times.
+def test_two_agents_with_a_rank_each_train_the_bits_of_one_with_two_ranks(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    nodes = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=test"]
+    one, two = tmp_path / "one.pt", tmp_path / "two.pt"
+    expected = results(one, 2, started(one, "--standalone", "--nproc-per-node=2"))
+    found = results(two, 2, *(started(two, *nodes, "--local-addr=127.0.0.1") for _ in range(2)))
+    for name, (params, metrics) in expected.items():
+        assert found[name][1] == metrics
+        assert all(torch.equal(found[name][0][key], param) for key, param in params.items())

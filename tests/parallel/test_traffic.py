@@ -7,6 +7,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ftrain as ft
+from ftrain.parallel.mesh import groups
+from ftrain.step.traffic import NAMES
+from tests.parallel.collectives import Recorder
 
 WIDTH, BLOCKS = 8, 3
 BLOCK = 4 * BLOCKS * (WIDTH + 1) * WIDTH
@@ -77,16 +80,103 @@ def test_what_is_sent_is_printed():
     assert "sends     756 B in 1 all-gather (shard)\n" in f"{lowered}\n"
 
 
+class GPTBlock(nn.Module):
+    """Attention and a perceptron."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm2, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+def of_tokens(model, tokens):
+    return ft.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+@pytest.mark.parametrize("layers", [2, 3])
 @pytest.mark.parametrize(
-    ("mesh", "level", "text"),
+    ("level", "gathers", "scatters"),
+    [(0, 0, 0), (1, 1, 1), (3, lambda layers: 2 * layers + 1, lambda layers: layers + 1)],
+    ids=["level-0", "level-1", "level-3"],
+)
+def test_the_compiled_step_of_a_gpt_has_so_many_collectives_for_its_layers(layers, level, gathers, scatters):
+    """Three sums: of the weights, of the losses, and of the gradients at level 0, of the norms at the others.
+
+    At level 3 each block is gathered for both passes, and what is outside of the blocks once.
+    """
+    model = nn.Sequential(
+        nn.Embedding(16, WIDTH), *(GPTBlock() for _ in range(layers)), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16)
+    )
+    step = ft.compose(
+        ft.train_step(ft.from_module(model, of_tokens), ft.optim.adamw(1e-3)),
+        ft.clip(1.0),
+        ft.sharded(ft.parallel.mesh(), level),
+        ft.compiled(lowering="whole", backend="eager"),
+    )
+    lowered = step.lower(step.init(), torch.randint(16, (16, 9)))
+    calls = {row.kind: row.calls for row in lowered.traffic}
+    gathers, scatters = (each(layers) if callable(each) else each for each in (gathers, scatters))
+    assert calls == {"all-reduce": 3} | ({"all-gather": gathers, "reduce-scatter": scatters} if level else {})
+
+
+LOSS, SUMS = "all-reduce of the loss", "all-reduce of gradients"
+GATHERS, SCATTERS = "all-gather of parameters", "reduce-scatter of gradients"
+FACTORS = "all-reduce of factors; reduce-scatter of other gradients"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "level", "options", "wrappers", "sent"),
     [
-        ({}, 0, "sharded(1x8, level=0) [sums gradients]"),
-        ({"shard": 1}, 3, "sharded(8x1, level=3) [sums gradients]"),
-        ({}, 2, "sharded(1x8, level=2) [gathers parameters; scatters gradients]"),
-        ({"shard": 2}, 3, "sharded(4x2, level=3) [gathers blocks, twice; scatters gradients; sums shards of copies]"),
+        ({}, 0, {}, [ft.clip()], (LOSS, SUMS, "")),
+        ({"shard": 1}, 3, {}, [ft.clip()], (LOSS, SUMS, "")),
+        ({}, 1, {}, [], (f"{GATHERS}; {LOSS}", SCATTERS, "all-to-all of leaves")),
+        ({}, 2, {}, [ft.clip()], (f"{GATHERS}; {LOSS}", f"{SCATTERS}; all-reduce of norms", "all-to-all of leaves")),
+        (
+            {"shard": 2},
+            3,
+            {},
+            [ft.skip_spikes()],
+            (
+                f"all-gather of blocks, twice; {LOSS}",
+                f"{SCATTERS}; all-reduce of their parts; all-reduce of norms",
+                "all-to-all of leaves",
+            ),
+        ),
+        ({}, 0, {"reduce": "bf16"}, [], (LOSS, f"{SUMS} in bf16", "")),
+        (
+            {},
+            1,
+            {"reduce": "fp16"},
+            [],
+            (f"{GATHERS}; {LOSS}", f"all-reduce of scales; {SCATTERS} in fp16", "all-to-all of leaves"),
+        ),
+        ({}, 2, {"reduce": ft.parallel.powersgd(1)}, [], (f"{GATHERS}; {LOSS}", FACTORS, "all-to-all of leaves")),
+        (
+            {"shard": 2},
+            1,
+            {"reduce": ft.parallel.sign()},
+            [],
+            (f"{GATHERS}; {LOSS}", f"{SCATTERS}; all-gather of signs", "all-to-all of leaves"),
+        ),
     ],
 )
-def test_the_pipeline_shows_the_mesh_and_what_is_sent(mesh, level, text):
-    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1))
-    loss, *_ = repr(ft.sharded(ft.parallel.mesh(**mesh), level)(step)).splitlines()
-    assert loss.endswith(text)
+def test_every_line_of_the_pipeline_shows_what_it_sends(mesh, level, options, wrappers, sent):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
+    loss = ft.from_module(model, lambda model, batch: model(batch["x"]).square().mean())
+    ranks = ft.parallel.mesh(**mesh)
+    step = ft.compose(ft.train_step(loss, ft.optim.lamb(0.1)), *wrappers, ft.sharded(ranks, level, **options))
+    *lines, last = repr(step).splitlines()
+    assert tuple(line.partition(" [")[2].removesuffix("]") for line in lines) == sent
+    assert last == "step    eager"
+    # What is shown is what is sent: the kinds of collectives of a later step.
+    state, _ = step(step.init(), batch := {"x": torch.randn(16, WIDTH)})
+    with Recorder(groups(ranks)) as recorder:
+        step(state, batch)
+    issued = {NAMES[each.operation.removesuffix("_")] for each in recorder.collectives}
+    assert {kind for kind in NAMES.values() if f"{kind} of" in "; ".join(sent)} == issued

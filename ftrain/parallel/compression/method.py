@@ -54,6 +54,8 @@ class Compression:
         text: text that prints for it.
         combine: ``(grads, memories, exchange) -> (sums, memories)``. `grads` are the gradients of this rank, `sums`
             what the exchange says that it needs of their sums, in the same dtypes. It must not change its arguments.
+        sends: what ranks send, with the kind of collective; ``{sum}`` and ``{gather}`` stand for the kinds with which
+            `Exchange.needed_sums` and `Group.start_gather` send.
         init: ``(index, leaf, axis) -> Memory``, the first memory of a leaf, given its number, a tensor with the shape,
             dtype and device of a rank's gradient, and the axis along which ranks outside of the group have
             other blocks (the last may be shorter), or None. Default None: the method has no memory.
@@ -61,6 +63,7 @@ class Compression:
 
     text: str
     combine: Callable[[list[Tensor], list[Memory], Exchange], tuple[list[Tensor], list[Memory]]]
+    sends: str
     init: Callable[[int, Tensor, int | None], Memory] | None = None
 
 

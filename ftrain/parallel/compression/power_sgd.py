@@ -74,7 +74,7 @@ def powersgd(rank: int = 4) -> Compression:
             memories[index] = {RESIDUAL: torch.addmm(matrix, left, right.mT, alpha=-1).view(shape), BASIS: total}
         return [sums[index] for index in range(len(grads))], memories
 
-    return Compression(f"powersgd({rank})", combine, init)
+    return Compression(f"powersgd({rank})", combine, "all-reduce of factors; {sum} of other gradients", init)
 
 
 def _is_compressed(leaf: Tensor, rank: int) -> bool:

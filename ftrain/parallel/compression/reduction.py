@@ -56,6 +56,21 @@ class Reduction:
         """The part of the state for the memory of the method, if it has one."""
         return SlotSpec(self._stored.init) if self._stored else None
 
+    @property
+    def sends(self) -> str:
+        """What ranks send for the gradients, and with which kind of collective; empty on one rank."""
+        is_divided = self._level > 0 and self._shard.size > 1
+        within = self._shard.scatter_kind if is_divided else "all-reduce"
+        texts = []
+        if is_divided and self._of_blocks:
+            texts.append(f"{within} of gradients")
+            within = "all-reduce"
+        if self._method is not None:
+            texts.append(self._method.sends.format(sum=within, gather=self._ranks.gather_kind))
+        elif self._ranks.size > 1:
+            texts.append(f"{within} of {'their parts' if texts else 'gradients'}")
+        return "; ".join(texts)
+
     def require_once(self, wrappers: Sequence[Wrapper]) -> None:
         """Check that the gradient is taken once per step if what has not been sent is added to the next one.
 

@@ -43,7 +43,7 @@ def sign() -> Compression:
         sums = [exchange.needed(index, total).to(grads[index].dtype) for index, total in enumerate(totals)]
         return sums, [{RESIDUAL: residual} for residual in left]
 
-    return Compression("sign", combine, lambda index, leaf, axis: {RESIDUAL: no_residual(leaf)})
+    return Compression("sign", combine, "{gather} of signs", lambda index, leaf, axis: {RESIDUAL: no_residual(leaf)})
 
 
 def packed(bits: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def bf16() -> Compression:
         sums = exchange.needed_sums([grad.to(torch.bfloat16) for grad in grads])
         return [total.to(grad.dtype) for total, grad in zip(sums, grads, strict=True)], memories
 
-    return Compression("bf16", combine)
+    return Compression("bf16", combine, "{sum} of gradients in bf16")
 
 
 def fp16() -> Compression:
@@ -39,7 +39,7 @@ def fp16() -> Compression:
         triples = zip(sums, grads, _powers_of_two(-exponents), strict=True)
         return [total.to(grad.dtype) * inverse for total, grad, inverse in triples], memories
 
-    return Compression("fp16", combine)
+    return Compression("fp16", combine, "all-reduce of scales; {sum} of gradients in fp16")
 
 
 def _exponents(grads: list[Tensor], exchange: Exchange) -> Tensor:
