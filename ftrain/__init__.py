@@ -47,11 +47,12 @@ from ftrain.training.run import FitResult as FitResult
 from ftrain.transforms import lora as adapters
 from ftrain.transforms.accumulate import accumulate as accumulate
 from ftrain.transforms.amp.wrapper import with_amp as with_amp
-from ftrain.transforms.averaged import averaged as averaged
+from ftrain.transforms.averages import averaged as averaged
+from ftrain.transforms.averages import ema as ema
+from ftrain.transforms.averages import swa as swa
 from ftrain.transforms.clip import clip as clip
 from ftrain.transforms.compile.wrapper import compiled as compiled
 from ftrain.transforms.donated import donated as donated
-from ftrain.transforms.ema import ema as ema
 from ftrain.transforms.empty_cache import empty_cache as empty_cache
 from ftrain.transforms.lora import lora as lora
 from ftrain.transforms.matmul_precision import matmul_precision as matmul_precision
@@ -60,7 +61,6 @@ from ftrain.transforms.remat.wrapper import remat as remat
 from ftrain.transforms.sam import sam as sam
 from ftrain.transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
 from ftrain.transforms.skip_spikes import skip_spikes as skip_spikes
-from ftrain.transforms.swa import swa as swa
 from ftrain.transforms.sync_batch_norm import sync_batch_norm as sync_batch_norm
 from ftrain.transforms.update_in_backward import update_in_backward as update_in_backward
 from ftrain.types import Gradients as Gradients

@@ -14,11 +14,11 @@ from ftrain import backends, tree
 from ftrain.errors import DeviceError, OptionError, StructureError
 from ftrain.step.autocast import DTYPES, NAMES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.loss_forms import report
-from ftrain.step.matmul_precision import set_matmul_precision
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnLoss, SlotSpec, Wrapper, wrapper
 from ftrain.transforms.amp.float8 import in_float8, require_torchao
 from ftrain.transforms.amp.overflow_counts import watched, watched_gradients
+from ftrain.transforms.matmul_precision import set_matmul_precision
 from ftrain.types import GradFn, Loss, LossOutput, PyTree, TrainState, replace
 
 NAME = "with_amp"
