@@ -27,7 +27,7 @@ from ftrain.training.progress import Display, Status, describe_evaluation
 from ftrain.training.resume import LastSteps, ResumePoint, RunCheckpoints
 from ftrain.training.signals import Abandoned
 from ftrain.training.throughput import Throughput
-from ftrain.transforms.compile.status import is_compiled
+from ftrain.transforms.compile.wrapper import is_compiled
 from ftrain.types import PyTree
 
 Steps = Generator[StepRecord, Any, None]

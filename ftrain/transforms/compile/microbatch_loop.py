@@ -17,7 +17,7 @@ from ftrain.random.torch_ops import Keyed
 from ftrain.step.swap_params import preserve_attributes
 from ftrain.step.value_and_grad import Around, around_forward
 from ftrain.transforms.compile import capture
-from ftrain.transforms.compile.announce import described
+from ftrain.transforms.compile.announce import name_of
 from ftrain.transforms.compile.cache import Carrying, CompiledCache
 from ftrain.transforms.compile.settings import Compiler
 from ftrain.types import Core, GradFn, Gradients, Loss, Metrics, PyTree, TrainState, replace
@@ -91,7 +91,7 @@ def stock_draws(module: nn.Module | None, compiler: Compiler, key: Tensor) -> It
 def looped(base: Loss, compiler: Compiler, grad: GradFn) -> CompiledGradient:
     """Return the innermost gradient of a step as one graph for each length of pieces, of which a batch has two."""
     compiler = dataclasses.replace(compiler, max_graphs=2 * compiler.max_graphs)
-    traced = functools.partial(compiler.traced, what=described(base), donate=True)
+    traced = functools.partial(compiler.traced, what=name_of(base), donate=True)
     draw = functools.partial(stock_draws, base.module, compiler)
     return CompiledGradient(grad, traced, draw, needs_rng=base.needs_rng)
 
