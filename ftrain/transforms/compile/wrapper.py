@@ -216,7 +216,7 @@ class _Compiled:
         def carried(state: TrainState, gradients: Gradients, hyper: Hyper) -> tuple[TrainState, None]:
             return update(state, gradients, hyper, donate=False), None
 
-        cache = self._cache = self._compiler.traced(carried, None, donate=self._step.donate)
+        cache = self._cache = self._compiler.traced(carried, donate=self._step.donate)
 
         def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
             new: TrainState
