@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ftrain.types import Loss
-
 SLOW = 5.0
 """Seconds after which a compilation is logged."""
 
@@ -17,8 +15,8 @@ log = logging.getLogger("ftrain.compiling")
 
 
 @contextmanager
-def log_if_slow(what: str) -> Iterator[None]:
-    """Log what is being compiled, and since when, if it takes longer than `SLOW`; log its end too.
+def log_if_slow(name: str) -> Iterator[None]:
+    """Log that the graph of a function is being compiled, if it takes longer than `SLOW`; log the end too.
 
     It is a warning of the logger ``ftrain.compiling``: warnings are shown without any settings.
     """
@@ -26,7 +24,7 @@ def log_if_slow(what: str) -> Iterator[None]:
 
     def log_start() -> None:
         is_logged.set()
-        log.warning("compiled: compiling %s, since %s", what, since)
+        log.warning("compiled: compiling the graph of %s, since %s", name, since)
 
     timer = threading.Timer(SLOW, log_start)
     timer.daemon = True
@@ -37,9 +35,4 @@ def log_if_slow(what: str) -> Iterator[None]:
     finally:
         timer.cancel()
     if is_logged.is_set():
-        log.warning("compiled: %s took %.0f s to compile", what, time.monotonic() - start)
-
-
-def name_of(loss: Loss) -> str:
-    """Return how the log names the step of a loss."""
-    return f"the step of {loss.name}"
+        log.warning("compiled: the graph of %s took %.0f s to compile", name, time.monotonic() - start)

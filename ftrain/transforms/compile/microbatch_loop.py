@@ -17,7 +17,6 @@ from ftrain.random.torch_ops import Keyed
 from ftrain.step.swap_params import preserve_attributes
 from ftrain.step.value_and_grad import Around, around_forward
 from ftrain.transforms.compile import capture
-from ftrain.transforms.compile.announce import name_of
 from ftrain.transforms.compile.cache import Carrying, CompiledCache
 from ftrain.transforms.compile.settings import Compiler
 from ftrain.types import Core, GradFn, Gradients, Loss, Metrics, PyTree, TrainState, replace
@@ -94,7 +93,7 @@ def in_a_loop(step: Any, compiler: Compiler, around_update: Any, unpack: Callabl
     base: Loss = step.base
     # The microbatches of a batch have at most two lengths.
     gradient_compiler = dataclasses.replace(compiler, max_graphs=2 * compiler.max_graphs)
-    traced = functools.partial(gradient_compiler.traced, what=name_of(base), donate=True)
+    traced = functools.partial(gradient_compiler.traced, name=base.name, donate=True)
     draw = functools.partial(stock_draws, base.module, compiler)
 
     def around_grad(grad: GradFn) -> GradFn:

@@ -108,18 +108,18 @@ class Compiler:
         return {**capture.options_of_cpu(), **self.options} if backend == capture.INDUCTOR else self.options
 
     def traced(
-        self, function: Carrying, what: str | None = None, *, donate: bool, replay: bool = False
+        self, function: Carrying, name: str | None = None, *, donate: bool, replay: bool = False
     ) -> CompiledCache:
         """Return a function of trees that is compiled with these settings.
 
         Args:
             function: the function.
-            what: its name in the log when compiling takes long. Default: it is not logged.
+            name: its name in the log if compiling takes long. Default: it is not logged.
             donate: write the new carry into the tensors of the old one.
             replay: record and replay on the device, if the settings allow it.
         """
         compiler = self.replaying() if replay else self.compile
-        around = nullcontext if what is None else functools.partial(log_if_slow, what)
+        around = nullcontext if name is None else functools.partial(log_if_slow, name)
         return CompiledCache(function, compiler, self.max_graphs, donate=donate, around=around)
 
     @contextmanager

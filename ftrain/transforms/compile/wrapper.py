@@ -26,7 +26,7 @@ from ftrain.step.shared_memory import overlaps
 from ftrain.step.step import Step
 from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
-from ftrain.transforms.compile.announce import log_if_slow, name_of
+from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.cache import CompiledCache, ShapeRegistry
 from ftrain.transforms.compile.fallback import CompilerError, UntilUpdate
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes, traffic
@@ -176,7 +176,7 @@ class _Compiled:
                 return core(state, batch, hyper, keys[0] if step.base.needs_rng else None)
 
         # Only a donated state stays at its addresses, which a replayed graph needs.
-        self._cache = self._compiler.traced(whole, name_of(step.base), donate=step.donate, replay=step.donate)
+        self._cache = self._compiler.traced(whole, step.base.name, donate=step.donate, replay=step.donate)
         return self._cache
 
     def _split(self) -> Callable[..., Any]:
@@ -194,7 +194,7 @@ class _Compiled:
             )
 
         def split(state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> tuple[TrainState, Metrics]:
-            logging_slow = log_if_slow(name_of(step.base)) if self._shapes.admit(batch=batch) else nullcontext()
+            logging_slow = log_if_slow(step.base.name) if self._shapes.admit(batch=batch) else nullcontext()
             with logging_slow, self._compiler.cache(), until_update.attempted():
                 return run(state, batch, hyper, words)  # type: ignore[no-any-return]
 
