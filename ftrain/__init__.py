@@ -27,11 +27,10 @@ from ftrain.training.run import FitResult
 from ftrain.transforms import lora as adapters
 from ftrain.transforms.accumulate import accumulate
 from ftrain.transforms.amp.wrapper import with_amp
-from ftrain.transforms.averaged import averaged
+from ftrain.transforms.averages import averaged, ema, swa
 from ftrain.transforms.clip import clip
 from ftrain.transforms.compile.wrapper import compiled
 from ftrain.transforms.donated import donated
-from ftrain.transforms.ema import ema
 from ftrain.transforms.empty_cache import empty_cache
 from ftrain.transforms.lora import lora
 from ftrain.transforms.matmul_precision import matmul_precision
@@ -40,7 +39,6 @@ from ftrain.transforms.remat.wrapper import remat
 from ftrain.transforms.sam import sam
 from ftrain.transforms.skip_nonfinite import skip_nonfinite
 from ftrain.transforms.skip_spikes import skip_spikes
-from ftrain.transforms.swa import swa
 from ftrain.transforms.sync_batch_norm import sync_batch_norm
 from ftrain.transforms.update_in_backward import update_in_backward
 from ftrain.types import Gradients, Mean, TrainState

@@ -26,10 +26,10 @@ from ftrain.step.across_ranks import (
     start_count,
     sum_means,
 )
+from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.forward import detach, run_loss
 from ftrain.step.loss_forms import adapt
 from ftrain.step.microbatch import RAISE, most_pieces, require_on_oom, split_batch
-from ftrain.step.precision import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.state_checks import require_state
 from ftrain.step.wrapper import Wrapper
 from ftrain.types import Loss, LossRanks, Mean, PyTree, TrainState, replace, zero_if_empty

@@ -23,7 +23,7 @@ from ftrain.training.resume import RunCheckpoints
 from ftrain.training.run import FitResult, Run, S
 from ftrain.training.signals import EXIT_CODE_BASE, interruptible
 from ftrain.training.step_votes import StepVotes
-from ftrain.transforms.compile.status import is_compiling
+from ftrain.transforms.compile.wrapper import is_compiling
 from ftrain.types import PyTree
 
 

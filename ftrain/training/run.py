@@ -26,7 +26,7 @@ from ftrain.training.progress import Display, Status, Throughput, describe_evalu
 from ftrain.training.resume import LastSteps, ResumePoint, RunCheckpoints
 from ftrain.training.signals import Abandoned
 from ftrain.training.step_votes import StepVotes
-from ftrain.transforms.compile.status import is_compiled
+from ftrain.transforms.compile.wrapper import is_compiled
 from ftrain.types import PyTree
 
 Records = Generator[StepRecord, Any, None]

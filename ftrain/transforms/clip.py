@@ -19,15 +19,14 @@ EPSILON = 1e-6
 def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrapper:
     """Limit the gradient to a global norm (Pascanu et al. 2013, arXiv:1211.5063) or each element to a range.
 
-    Reports the norm before clipping as the metric `grad_norm`. Equals
-    `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`.
+    The metric `grad_norm` is the norm before clipping. Equals `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`.
 
     Args:
-        max_norm: largest Euclidean norm of all gradients together; 1.0 when nothing is given.
-        value: largest magnitude of an element; excludes `max_norm`.
+        max_norm: largest Euclidean norm of all gradients together. Default: 1.0.
+        value: largest magnitude of an element. Only one of the two can be given.
 
     Raises:
-        OptionError: for both at once, or a limit that is not positive.
+        OptionError: when both are given, or the limit is not positive.
     """
     if max_norm is not None and value is not None:
         raise OptionError(f"clip: found max_norm={max_norm!r} and value={value!r}; needs one of them")
@@ -41,7 +40,12 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
             gradients = grad(state, batch, rng)
             leaves, spec = flatten(gradients.grads)
             norm = tree.norm_of(leaves)
-            clipped = _by_value(leaves, limit) if value is not None else _by_norm(leaves, norm, limit)
+            if value is not None:
+                clipped = [leaf.clamp(-limit, limit) for leaf in leaves]
+            else:
+                factor = (norm + EPSILON).reciprocal_()
+                factor = (factor if limit == 1 else factor.mul_(limit)).clamp_(max=1.0)
+                clipped = tree.scale_leaves(leaves, factor)
             metrics = report(gradients.metrics, "clip", grad_norm=norm)
             return replace(gradients, grads=spec.unflatten(clipped), metrics=metrics)
 
@@ -49,12 +53,3 @@ def clip(max_norm: float | None = None, *, value: float | None = None) -> Wrappe
 
     kind = "value" if value is not None else "norm"
     return Wrapper("clip", f"clip({kind}<={limit:g})", grad=OnGrad(wrap, reads_norm=True))
-
-
-def _by_norm(leaves: list[Tensor], norm: Tensor, limit: float) -> list[Tensor]:
-    factor = (norm + EPSILON).reciprocal_()
-    return tree.scale_leaves(leaves, (factor if limit == 1 else factor.mul_(limit)).clamp_(max=1.0))
-
-
-def _by_value(leaves: list[Tensor], limit: float) -> list[Tensor]:
-    return [leaf.clamp(-limit, limit) for leaf in leaves]

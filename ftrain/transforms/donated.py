@@ -1,4 +1,4 @@
-"""Donation: the step overwrites the old state, which saves the memory of a second one."""
+"""Donation: the step overwrites the memory of the old state with the new one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 def donated() -> Wrapper:
     """Reuse the memory of the old state for the new one.
 
-    The result is the same to the bit. The old state is consumed: using it afterwards raises
-    `ConsumedError`. `fit` donates by default. Where an update may be refused (fp16, `skip_nonfinite`), both
-    states are needed until that is known, and nothing is saved.
+    The result is the same to the bit. The old state is consumed: using it afterwards raises `ConsumedError`. `fit`
+    donates by default. Where an update may be refused (fp16, `skip_nonfinite`), both states are needed until that is
+    known, and no memory is saved.
     """
     return Wrapper("donated", step=OnStep(donate=True))

@@ -1,4 +1,4 @@
-"""Give cached memory back to the device after every n-th step."""
+"""Return the memory that the allocator has cached to the device, after every n-th step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ log = logging.getLogger("ftrain")
 
 @wrapper
 def empty_cache(every: int) -> Wrapper:
-    """Give the memory that the device's allocator caches back to it after every n-th step.
+    """Return the memory that the device's allocator has cached to the device after every n-th step.
 
-    Use it for other processes on the device, and against fragmentation where the lengths of batches change. Torch then
-    has to allocate the memory again, which takes time (often a tenth of a step for ``every=1``). It happens on the host
-    after the step has been queued, outside of any graph; ftrain does not wait for the device, but its driver may. The
-    results are the same to the bit. The steps are those whose number, the state's `step`, is a multiple of `every`, so
-    that a resumed run continues with the same ones. On a device without such a cache the log says once that this does
-    nothing.
+    Use it for other processes on the device, and against fragmentation where the lengths of batches change. Torch must
+    then allocate the memory again, which takes time (often a tenth of a step for ``every=1``). The host does this after
+    it has queued the step, outside of any graph; ftrain does not wait for the device, but the driver may. The results
+    are the same to the bit. On a device without such a cache a warning in the log says once that this does nothing.
 
     Args:
-        every: number of steps from one time to the next.
+        every: the cache is emptied after each step whose number, the state's `step`, is a multiple of this. So a
+            resumed run empties it after the same steps.
 
     Raises:
         OptionError: when `every` is not a positive whole number.

@@ -1,12 +1,14 @@
-"""The precision of float32 matrix products, for one step and not for the process."""
+"""The precision of float32 matrix multiplications during one step; torch has one setting for the whole process."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 from ftrain.backends.device_module import float32_products
-from ftrain.errors import OptionError
-from ftrain.step.precision import set_matmul_precision
+from ftrain.errors import ComposeError, OptionError
 from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
 from ftrain.types import Loss
 
@@ -15,12 +17,12 @@ CHOICES = ("highest", "high", "medium")
 
 @wrapper
 def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper:
-    """Compute float32 matrix products of the whole step in this precision.
+    """Set the precision of float32 matrix multiplications for the whole step.
 
     As `torch.set_float32_matmul_precision`: ``"highest"`` is float32, ``"high"`` may use TF32 (10 bits of mantissa) or
-    three products in bfloat16, ``"medium"`` one in bfloat16. Where a device has none of these, all three are float32.
+    three bfloat16 matmuls, ``"medium"`` one bfloat16 matmul. Where a device has none of these, all three are float32.
     The setting of the process is changed while the step runs or is compiled, and then restored: steps of different
-    precision keep theirs, unless they run in several threads at once. With `with_amp("bf16")` the only float32 products
+    precision keep theirs, unless they run in several threads at once. With `with_amp("bf16")` the only float32 matmuls
     are those outside of autocast, such as the optimizer's.
 
     Args:
@@ -28,13 +30,30 @@ def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper
 
     Raises:
         OptionError: for another precision.
-        ComposeError: beside ``with_amp("tf32")``, which sets the same.
+        ComposeError: beside ``with_amp("tf32")``, which changes the same setting.
     """
     if precision not in CHOICES:
         raise OptionError(f"matmul_precision: precision is {precision!r}; choices are {', '.join(CHOICES)}")
     text = f"matmul_precision({precision})"
+    on_loss = OnLoss(lambda loss: set_matmul_precision(loss, text, lambda: float32_products(precision)))
+    return Wrapper("matmul_precision", text, loss=on_loss)
 
-    def wrap(loss: Loss) -> Loss:
-        return set_matmul_precision(loss, text, lambda: float32_products(precision))
 
-    return Wrapper("matmul_precision", text, loss=OnLoss(wrap))
+def set_matmul_precision(loss: Loss, text: str, precision: Callable[[], AbstractContextManager[None]]) -> Loss:
+    """Return a loss whose step runs in the context ``precision()``; `text` is how the wrapper prints.
+
+    Raises:
+        ComposeError: when another wrapper of the loss sets the precision already.
+    """
+    if loss.matmul_precision:
+        raise ComposeError(
+            f"{text}: {loss.matmul_precision} sets the precision of float32 matmuls already; leave out one of the "
+            f"two:\n{loss.text}"
+        )
+
+    @contextmanager
+    def scope(training: bool) -> Iterator[None]:
+        with loss.scope(training), precision():
+            yield
+
+    return dataclasses.replace(loss, scope=scope, wrapper_texts=(*loss.wrapper_texts, text), matmul_precision=text)

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: the gradient at the worst parameters nearby."""
+"""Sharpness-aware minimisation: the gradient at the parameters where the loss is highest nearby."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def sam(rho: float = 0.05) -> Wrapper:
     BatchNorm) are those of the first pass, at the parameters themselves; the second pass starts with the old buffers,
     and its new ones are dropped. Where the gradient is zero, the parameters are not moved.
 
-    Around `accumulate` it moves the parameters along the gradient of the whole batch; inside of it along that of each
-    microbatch, which the paper calls m-sharpness.
+    Written after `accumulate`, it moves the parameters along the gradient of the whole batch; written before it, along
+    that of each microbatch, which the paper calls m-sharpness.
 
     Args:
         rho: distance :math:`\rho` by which the parameters are moved.
@@ -45,11 +45,11 @@ def sam(rho: float = 0.05) -> Wrapper:
 
         def sharpness_aware(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             params, spec = flatten(state.params)
-            # Tensors without values stand for a device that need not be there, and draw nothing.
+            # Tensors without values draw nothing, and their device may not exist on this machine.
             abstract = is_abstract(params[0]) and torch_ops.current() is None
             same_draws = nullcontext if abstract else torch_ops.rng_snapshot(params[0].device)
             first = grad(state, batch, rng)
-            moved = tree.unflatten(spec, _ascended(params, tree.leaves(first.grads), rho))
+            moved = tree.unflatten(spec, _moved(params, tree.leaves(first.grads), rho))
             first = replace(first, grads=None)
             with same_draws():
                 second = grad(replace(state, params=moved), batch, rng)
@@ -61,8 +61,8 @@ def sam(rho: float = 0.05) -> Wrapper:
     return Wrapper(NAME, f"sam({rho:g})", grad=OnGrad(wrap, evaluations=2, reads_norm=True))
 
 
-def _ascended(params: list[Tensor], grads: list[Tensor], rho: float) -> list[Tensor]:
-    """Return the parameters, moved by `rho` along the gradient."""
+def _moved(params: list[Tensor], grads: list[Tensor], rho: float) -> list[Tensor]:
+    """Return the parameters moved by the distance `rho` along the gradient."""
     norm = tree.norm_of(grads)
     moved = tree.scale_leaves(grads, torch.where(norm > 0, rho / norm, 0.0))
     torch._foreach_add_(moved, params)

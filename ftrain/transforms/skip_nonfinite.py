@@ -1,4 +1,4 @@
-"""Skip steps whose loss or gradient is not finite, and stop when that goes on."""
+"""Skip steps whose loss or gradient is not finite; too many in a row are an error."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ COUNTERS = "skipped", "in_a_row", "steps", "reached"
 def skip_nonfinite(limit: int = 10) -> Wrapper:
     """Leave the state unchanged when the loss or a gradient is infinite or NaN.
 
-    A bad step changes only the step count and this wrapper's counters: `skipped` (bad steps in all), `in_a_row` (now),
-    `steps`, and `reached` (the step at which `in_a_row` last equalled the limit). Its place among the wrappers makes no
-    difference; float16 overflows count as bad steps. The metric `skipped` says which steps were bad. The counters are
-    on the device, and nothing waits for it.
+    A bad step changes only the step count and this wrapper's counters, which are on the device: `skipped` (all bad
+    steps), `in_a_row` (bad steps since the last good one), `steps`, and `reached` (the step at which `in_a_row` last
+    equalled the limit). The position among the wrappers makes no difference; float16 overflows count as bad steps. The
+    metric `skipped` says which steps were bad. Nothing waits for the device.
 
     Args:
-        limit: the number of bad steps in a row that is an error, even if good steps have followed; `fit` raises it when
-            it next reads metrics, within `log_every` steps, and in your own loop `step.check(state)` does.
+        limit: the number of bad steps in a row that is an error, even if good steps have followed. `fit` raises it when
+            it next reads metrics, within `log_every` steps; in your own loop call `step.check(state)`.
 
     Raises:
         OptionError: when `limit` is not a positive whole number.
@@ -48,7 +48,7 @@ def skip_nonfinite(limit: int = 10) -> Wrapper:
         if not reached:
             return
         skipped, in_a_row, steps = (int(counters[name]) for name in COUNTERS[:3])
-        # A state may have made steps before it had these counters.
+        # The state may have made steps before this wrapper was added, which `steps` does not count.
         last_bad = reached + step - steps
         if last_bad > since:
             raise NonFiniteError(

@@ -1,4 +1,4 @@
-"""Skip, or clip, steps whose gradient norm is far above the recent ones."""
+"""Skip or clip steps whose gradient norm is far above recent norms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def skip_spikes(
     warmup: int = 32,
     action: Action = "skip",
 ) -> Wrapper:
-    """Skip steps whose gradient norm is far above those of the last steps, or clip their gradient.
+    """Skip steps whose gradient norm is far above the norms of recent steps, or clip their gradient.
 
     The limit is `factor` times a quantile of the last `window` finite norms, those of spikes included, so that a run
     whose gradients stay large continues. Unlike a mean, a quantile is hardly changed by single spikes.
@@ -36,11 +36,11 @@ def skip_spikes(
     window, which is the percentile clipping of bitsandbytes; ZClip (Kumar et al. 2025, arXiv:2504.02507) uses the mean
     and the standard deviation.
 
-    The metric `spike` says in which steps it acted, and ``state.slots["skip_spikes"]`` holds the norms and the number
-    of spikes. A skipped step changes only these and the step count. Norms that are infinite or NaN are neither stored
-    nor acted upon: `skip_nonfinite` does that. Nothing waits for the device. The norm is that of the gradient that
-    reaches this wrapper: before `clip`, when it stands inside of it. With ``"skip"``, both states are needed until the
-    norm is known, so that donation saves no memory.
+    The metric `spike` says in which steps it acted, and ``state.slots["skip_spikes"]`` has the norms and the number of
+    spikes. A skipped step changes only these and the step count. Norms that are infinite or NaN are not stored, and
+    such steps are not skipped: `skip_nonfinite` does that. Nothing waits for the device. The norm is that of the
+    gradient that this wrapper gets: write it before `clip`. With ``"skip"``, both states are needed until the norm is
+    known, so that donation saves no memory.
 
     Args:
         factor: what the quantile is multiplied by.
@@ -51,7 +51,7 @@ def skip_spikes(
 
     Raises:
         OptionError: for an argument out of its range.
-        ComposeError: with `accumulate` around it: microbatches cannot be left out one by one.
+        ComposeError: when it is written before `accumulate`: it cannot skip single microbatches.
     """
     require_positive_number(NAME, "factor", factor)
     require_range(NAME, "quantile", quantile, 0.0, 1.0, closed=True)
@@ -61,7 +61,7 @@ def skip_spikes(
         raise OptionError(f"skip_spikes: action is {action!r}; choices are {', '.join(ACTIONS)}")
 
     def wrap(grad: GradFn) -> GradFn:
-        def watching(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
+        def checking(state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
             gradients = grad(state, batch, rng)
             leaves, spec = tree.flatten(gradients.grads)
             norm, slot = tree.norm_of(leaves), state.slots[NAME]
@@ -77,7 +77,7 @@ def skip_spikes(
                 return replace(gradients, grads=tree.unflatten(spec, clipped))
             return replace(gradients, accept=~spike if gradients.accept is None else gradients.accept & ~spike)
 
-        return watching
+        return checking
 
     text = f"skip_spikes({factor:g}, quantile={quantile:g}, window={window}, {action})"
     on_grad = OnGrad(wrap, may_refuse_updates=action == "skip", reads_norm=True)
@@ -91,15 +91,15 @@ def _require_whole_batches(step: Any) -> None:
     for other in step.wrappers[names.index(NAME) + 1 :]:
         if other.grad and (other.grad.microbatches or 1) > 1:
             raise ComposeError(
-                f"skip_spikes: {other.text} stands around it, and microbatches cannot be left out one by one; put "
+                f"skip_spikes: {other.text} is written after it, and single microbatches cannot be skipped; write "
                 "skip_spikes after it"
             )
 
 
 def _initial_slot(window: int, params: PyTree) -> PyTree:
-    device, wide = tree.device_of(params), any(leaf.dtype == torch.float64 for leaf in tree.leaves(params))
+    device, is_wide = tree.device_of(params), any(leaf.dtype == torch.float64 for leaf in tree.leaves(params))
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    norms = torch.zeros(window, dtype=torch.float64 if wide else torch.float32, device=device)
+    norms = torch.zeros(window, dtype=torch.float64 if is_wide else torch.float32, device=device)
     return {"norms": norms, "count": zero, "spikes": zero.clone()}
 
 
@@ -114,11 +114,10 @@ def _quantile(norms: Tensor, count: Tensor, quantile: float) -> Tensor:
 
 def _next_slot(slot: PyTree, norm: Tensor, spike: Tensor) -> PyTree:
     """Return the slot after a step; a norm that is not finite is not stored."""
-    norms, count = slot["norms"], slot["count"]
+    norms, count, is_finite = slot["norms"], slot["count"], torch.isfinite(norm)
     position = torch.arange(norms.numel(), device=norms.device)
-    is_next = (position == count % norms.numel()) & torch.isfinite(norm)
     return {
-        "norms": torch.where(is_next, norm.to(norms.dtype), norms),
-        "count": count + torch.isfinite(norm),
+        "norms": torch.where((position == count % norms.numel()) & is_finite, norm.to(norms.dtype), norms),
+        "count": count + is_finite,
         "spikes": slot["spikes"] + spike,
     }

@@ -28,24 +28,25 @@ FORWARDS = _BatchNorm.forward, nn.SyncBatchNorm.forward
 def sync_batch_norm() -> Wrapper:
     """Let BatchNorm normalise by the mean and variance over the examples of all ranks of `sharded`.
 
-    In a training step, every `torch.nn` BatchNorm of the module in training mode has the statistics of the whole batch,
-    with `accumulate` of the whole microbatch, forward and backward, and in its running statistics: N ranks compute what
-    one does. A rank without examples adds nothing. Three times the channels travel, and wait, for each layer and pass.
-    On one rank, and without `sharded`, BatchNorm runs as it is. ``F.batch_norm`` in a forward of your own is not seen.
+    In a training step, every `torch.nn` BatchNorm of the module that is in training mode uses the statistics of the
+    whole batch (with `accumulate`, of the whole microbatch), in both passes and in its running statistics: N ranks
+    compute what one rank does. A rank without examples adds nothing. Each layer waits for two all-reduces in the
+    forward pass and one in the backward pass, of a few numbers per channel. On one rank, and without `sharded`,
+    BatchNorm is not changed. Calls of ``F.batch_norm`` are not changed either.
 
     Raises:
-        ComposeError: from the step, for a loss without a module or without BatchNorm, or a BatchNorm with a forward of
-            its own.
+        ComposeError: from the step, for a loss without a module or without BatchNorm, or for a subclass of BatchNorm
+            with its own forward.
     """
 
     def wrap(loss: Loss) -> Loss:
-        parts = _batch_norms(loss)
+        layers = _batch_norms(loss)
 
         @contextmanager
         def scope(training: bool) -> Iterator[None]:
-            # Inside of the loss's own scope, in which others may have replaced forwards too.
+            # Within the scope of the loss, in which other wrappers may have replaced forwards too.
             with loss.scope(training):
-                forwards = [(part, partial(_forward, part, part.forward)) for part in parts]
+                forwards = [(layer, partial(_forward, layer, layer.forward)) for layer in layers]
                 with forwarding(forwards) if training else nullcontext():
                     yield
 
@@ -58,51 +59,45 @@ def sync_batch_norm() -> Wrapper:
 
 
 def _batch_norms(loss: Loss) -> list[nn.Module]:
-    """Return the layers of a loss that normalise over a batch.
-
-    Raises:
-        ComposeError: when there are none, or one whose forward is not that of torch.
-    """
-    parts = {
-        name: part for name, part in (loss.module or nn.Identity()).named_modules() if isinstance(part, _BatchNorm)
-    }
-    if not parts:
+    modules = loss.module.named_modules() if loss.module is not None else ()
+    layers = {name: module for name, module in modules if isinstance(module, _BatchNorm)}
+    if not layers:
         raise ComposeError(
             f"{NAME}: {loss.text} has no torch.nn.BatchNorm; leave it out, or make the loss of the module that has one "
             "with ft.from_module"
         )
-    for name, part in parts.items():
-        if type(part).forward not in FORWARDS:
+    for name, layer in layers.items():
+        if type(layer).forward not in FORWARDS:
             raise ComposeError(
-                f"{NAME}: {name} is a {type(part).__name__} with a forward of its own, which may compute more than "
+                f"{NAME}: {name} is a {type(layer).__name__} with a forward of its own, which may compute more than "
                 "torch's; put a torch.nn.BatchNorm and the rest into a module"
             )
-    return list(parts.values())
+    return list(layers.values())
 
 
-def _forward(part: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _forward(layer: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     rows = current()
-    if rows is None or rows.ranks is None or rows.ranks.size == 1 or not part.training:
+    if rows is None or rows.ranks is None or rows.ranks.size == 1 or not layer.training:
         return forward(x)
     y, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-        rows.ranks, rows.length > 0, part.eps, x, part.weight, part.bias
+        rows.ranks, rows.length > 0, layer.eps, x, layer.weight, layer.bias
     )
-    if part.track_running_stats and part.running_mean is not None:
-        _track(part, mean, variance * (count / (count - 1)))
+    if layer.track_running_stats and layer.running_mean is not None:
+        _track(layer, mean, variance * (count / (count - 1)))
     return y  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def _track(part: Any, mean: Tensor, variance: Tensor) -> None:
-    """Move the running statistics towards those of a batch, as `torch.nn.BatchNorm1d` does."""
-    part.num_batches_tracked.add_(1)
-    factor = part.momentum if part.momentum is not None else 1.0 / part.num_batches_tracked.to(mean.dtype)
-    for running, new in ((part.running_mean, mean), (part.running_var, variance)):
+def _track(layer: Any, mean: Tensor, variance: Tensor) -> None:
+    """Update the running statistics as `torch.nn.BatchNorm1d` does."""
+    layer.num_batches_tracked.add_(1)
+    factor = layer.momentum if layer.momentum is not None else 1.0 / layer.num_batches_tracked.to(mean.dtype)
+    for running, new in ((layer.running_mean, mean), (layer.running_var, variance)):
         running.copy_(running * (1 - factor) + new.to(running.dtype) * factor)
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalises by mean and variance over the examples of all ranks, and returns these too."""
+    """Normalise by mean and variance over the examples of all ranks; returns ``(y, mean, variance, count)``."""
 
     @staticmethod
     def forward(
@@ -114,7 +109,7 @@ class _Normalise(torch.autograd.Function):
         count = counted.new_full((1,), counted.numel() // x.shape[1])
         sums = ranks.sum(torch.cat([counted.sum(others), count]))
         count, mean = sums[-1], sums[:-1] / sums[-1]
-        # Not the mean of squares less the square of the mean, which cancels.
+        # The mean of squares minus the square of the mean would lose precision.
         variance = ranks.sum((counted - _by_channel(mean, x)).square().sum(others)) / count
         inverse = (variance + eps).rsqrt()
         y = (wide - _by_channel(mean, x)) * _by_channel(inverse if weight is None else inverse * weight, x)
@@ -131,10 +126,10 @@ class _Normalise(torch.autograd.Function):
         grad_wide = grad.to(mean.dtype)
         normalised = (x.to(mean.dtype) - _by_channel(mean, x)) * _by_channel(inverse, x)
         sums = torch.cat([grad_wide.sum(axes), (grad_wide * normalised).sum(axes)])
-        total, products = (ctx.ranks.sum(sums) / count).chunk(2)
+        mean_grad, mean_product = (ctx.ranks.sum(sums) / count).chunk(2)
         centred = grad_wide
-        if ctx.has_examples:  # Others have no part in mean and variance.
-            centred = grad_wide - _by_channel(total, x) - normalised * _by_channel(products, x)
+        if ctx.has_examples:  # The rows of other ranks do not enter mean and variance.
+            centred = grad_wide - _by_channel(mean_grad, x) - normalised * _by_channel(mean_product, x)
         grad_x = centred * _by_channel(inverse if weight is None else inverse * weight, x)
         grad_bias, grad_weight = sums.chunk(2)
         return (
@@ -148,5 +143,5 @@ class _Normalise(torch.autograd.Function):
 
 
 def _by_channel(values: Tensor, x: Tensor) -> Tensor:
-    """Return one value for each channel, to broadcast with a tensor of shape (examples, channels, ...)."""
+    """Return a value per channel in a shape that broadcasts with x, of shape (examples, channels, ...)."""
     return values.view(1, -1, *[1] * (x.ndim - 2))

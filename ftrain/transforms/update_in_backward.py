@@ -1,8 +1,7 @@
-"""The update of each parameter as soon as its gradient is complete, so that gradients never all exist at once."""
+"""Update each parameter as soon as its gradient is complete, so that not all gradients exist at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,26 +14,26 @@ from ftrain.step.wrapper import OnUpdate, Wrapper, wrapper
 from ftrain.types import Gradients, Hyper, Optimizer, TrainState, UpdateFn, consume, replace
 
 NAME = "update_in_backward"
-TOGETHER = 1 << 19
-"""Bytes of gradients that are updated together, so that the many small ones do not cost an update each."""
+GROUP_BYTES = 1 << 19
+"""Gradients are updated in groups of this many bytes: an update for each small one would take longer."""
 
 
 @wrapper
 def update_in_backward() -> Wrapper:
     """Update each parameter within the backward pass, when its gradient is complete (Lv et al. 2023, arXiv:2306.09782).
 
-    The gradient is then freed before the next one is computed: the peak is that of the largest gradient, and not of all
-    of them. The result is the same to the bit. It cannot be combined, in either order, with what needs all gradients at
-    once: `clip`, `accumulate`, `skip_nonfinite`, fp16, and `fit(on_oom="split")`. `ema` and `swa` can.
+    The gradient is then freed before the next one is computed: at most the largest gradient exists, not all of them.
+    The result is the same to the bit. What needs all gradients at once is refused, in either order: `clip`,
+    `accumulate`, `skip_nonfinite`, fp16, and `fit(on_oom="split")`. `ema` and `swa` work.
 
-    Without donation the old state stays unchanged, beside a second one. With donation, a step that fails in its
-    backward pass has consumed its state, parts of which are updated. In a step that is compiled whole, the compiler
-    decides when a gradient is freed. A step cannot be split-compiled: there the backward pass of the loss is one
-    operation, which returns all gradients.
+    Without donation the old and the new state exist at once. With donation, a step that fails in its backward pass has
+    consumed its state, some of which is updated. In a step that is compiled whole, the compiler decides when a gradient
+    is freed. A split-compiled step is refused: there the backward pass of the loss is one operation, which returns all
+    gradients.
 
     Raises:
-        ComposeError: beside what needs all gradients, or for an optimizer that cannot update parameters one by one
-            (its `split` is None).
+        ComposeError: beside a wrapper that needs all gradients, or for an optimizer that cannot update parameters one
+            by one (its `split` is None).
     """
     return Wrapper(NAME, f"{NAME}()", update=OnUpdate(make_update=_make_update), validate=_require_alone)
 
@@ -46,30 +45,30 @@ def _require_alone(step: Any) -> None:
         if other.reads_gradients or other.may_refuse_updates or scaled:
             raise ComposeError(
                 f"{NAME}: {other.text} needs all gradients at once, and each is freed before the next one is computed; "
-                f"leave out one of the two{', or take bf16, which needs no scale' if scaled else ''}"
+                f"leave out one of the two{', or use bf16, which needs no loss scale' if scaled else ''}"
             )
 
 
 def _make_update(optimizer: Optimizer) -> UpdateFn:
-    splitter = UpdateSplitter(NAME, optimizer, _together)
+    splitter = UpdateSplitter(NAME, optimizer, lambda leaves: by_size(leaves, GROUP_BYTES))
 
     def update(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
         if gradients.stream_grads is None:
             raise ComposeError(f"{NAME}: a grad wrapper dropped Gradients.stream_grads; use dataclasses.replace")
         grouped = splitter.begin(state.params, state.opt_state, hyper, donate=donate)
-        owners = {place: group for group in grouped.groups for place in group.places}
+        group_of = {place: group for group in grouped.groups for place in group.places}
         leaves = tree.leaves(state.params)
         waiting: dict[int, dict[int, Tensor]] = {}
 
         def take(index: int, grad: Tensor) -> None:
-            group = owners[index]
+            group = group_of[index]
             grads = waiting.setdefault(id(group), {})
             grads[index] = grad
             if len(grads) == len(group.places):
                 del waiting[id(group)]
                 grouped.make(group, [grads[place] for place in group.places])
                 if donate:
-                    # Fused kernels do not count what they write, and a parameter may be read again, detached.
+                    # Fused kernels do not count their writes, which the checks of later reads rely on.
                     increment_version([leaves[place] for place in group.places])
 
         try:
@@ -82,7 +81,3 @@ def _make_update(optimizer: Optimizer) -> UpdateFn:
         return replace(state, params=params, opt_state=opt_state, buffers=gradients.buffers)
 
     return update
-
-
-def _together(leaves: Sequence[Tensor]) -> list[list[int]]:
-    return by_size(leaves, TOGETHER)

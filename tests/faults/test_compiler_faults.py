@@ -224,5 +224,5 @@ def test_a_line_says_what_is_compiled_when_that_takes_long(lowering, slow, monke
         assert lines == []
         return
     first, last = lines
-    assert first.startswith("compiled: compiling the step (Sequential, 2 blocks), since ")
-    assert last.startswith("compiled: the step (Sequential, 2 blocks) took ")
+    assert first.startswith("compiled: compiling the graph of loss(Sequential), since ")
+    assert last.startswith("compiled: the graph of loss(Sequential) took ")

@@ -66,8 +66,10 @@ def test_a_change_of_a_buffer_that_another_would_not_see(write, names, wrappers)
         step(step.init(), torch.ones(2, 3))
 
 
-def test_a_split_step_says_what_it_does_not_see(caplog):
-    step = step_of(Views(not_at_all), ft.compiled(lowering="split", backend="eager"))
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_split_step_says_what_it_does_not_see(offloaded, caplog, tmp_path):
+    in_files = [ft.offload("opt_state", directory=tmp_path)] if offloaded else []
+    step = step_of(Views(not_at_all), *in_files, ft.compiled(lowering="split", backend="eager"))
     step(step.init(), torch.ones(2, 3))
     assert [record for record in caplog.records if "table and rest have memory in common" in record.getMessage()]
 

@@ -243,8 +243,8 @@ def test_a_disk_that_is_full(how, tmp_path, monkeypatch):
 @pytest.mark.parametrize("first", [True, False])
 def test_what_does_not_go_with_it(first, tmp_path):
     for other, message in (
-        (ft.skip_nonfinite(), r"skip_nonfinite\(10\) may take an update back"),
-        (ft.with_amp("fp16"), r"with_amp\(fp16\) may take an update back"),
+        (ft.skip_nonfinite(), r"skip_nonfinite\(10\) may refuse an update"),
+        (ft.with_amp("fp16"), r"with_amp\(fp16\) may refuse an update"),
     ):
         wrappers = (offloaded(tmp_path), other)
         with pytest.raises(ComposeError, match=rf"offload\(opt_state, .*\): {message}.*leave out one of the two"):

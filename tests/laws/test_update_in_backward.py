@@ -30,7 +30,7 @@ STACK = ("remat", "bf16", "ema", "swa")
 def leaf_by_leaf(monkeypatch, request):
     """The models are so small that all of their leaves would wait for each other."""
     if "together" not in request.fixturenames:
-        monkeypatch.setattr(module, "_together", lambda leaves: [[index] for index in range(len(leaves))])
+        monkeypatch.setattr(module, "by_size", lambda leaves, most: [[index] for index in range(len(leaves))])
 
 
 @pytest.fixture
@@ -246,8 +246,8 @@ def test_gradients_never_all_exist(wrappers, share):
 
 
 def test_small_leaves_wait_for_each_other():
-    leaves = [torch.empty(size) for size in (10, 10, module.TOGETHER, 5)]
-    assert by_size(leaves, module.TOGETHER) == [[0, 1], [2], [3]]
+    leaves = [torch.empty(size) for size in (10, 10, module.GROUP_BYTES, 5)]
+    assert by_size(leaves, module.GROUP_BYTES) == [[0, 1], [2], [3]]
 
 
 # What does not go with it
@@ -267,7 +267,7 @@ def test_what_needs_all_gradients_is_refused(name, first):
     message = rf"update_in_backward: {NEED_ALL[name].text.split('(')[0]}.* needs all gradients at once.*leave out one"
     with pytest.raises(ComposeError, match=message):
         ft.compose(build(())[1], *wrappers[:: 1 if first else -1])
-    with pytest.raises(ComposeError, match="take bf16"):
+    with pytest.raises(ComposeError, match="use bf16"):
         ft.compose(build(())[1], ft.with_amp("fp16"), ft.update_in_backward())
 
 

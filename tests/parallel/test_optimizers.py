@@ -97,7 +97,7 @@ def small(monkeypatch):
     """Few bytes in each group, for there to be several groups and rounds of small leaves."""
     for module, constant in ((ownership, "ROUND_BYTES"), (offloaded, "GROUP_BYTES"), (bucket_order, "STREAM_BYTES")):
         monkeypatch.setattr(module, constant, 100)
-    monkeypatch.setattr(update_in_backward, "TOGETHER", 150)
+    monkeypatch.setattr(update_in_backward, "GROUP_BYTES", 150)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -18,7 +18,7 @@ from ftrain.profiling.ladder.record import ALONE, FASTER, SMALLER, Ladder, Row
 from ftrain.profiling.ladder.techniques import TECHNIQUES, Case, Technique, replaced_wrappers
 from ftrain.profiling.step_variants import require_one_rank, require_step
 from ftrain.profiling.timing import Loading, interval, loading, race
-from ftrain.step.precision import DTYPES
+from ftrain.step.autocast import DTYPES
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 

@@ -1,4 +1,4 @@
-"""Matrix products in float8, by torchao, in the linear layers of a module as they are bound to a state."""
+"""Matrix multiplications in float8, by torchao, in the linear layers of a module."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ftrain.types import Loss
 
 NAME = "with_amp(fp8)"
 MULTIPLE = 16
-"""The sizes of a float8 product are multiples of this."""
+"""The sizes of a float8 matmul must be multiples of this."""
 
 
 def require_torchao() -> None:
-    """Check for torchao, without importing it.
+    """Check that torchao is installed, without importing it.
 
     Raises:
-        FtrainError: when it is not installed.
+        FtrainError: when it is not.
     """
     if importlib.util.find_spec("torchao") is None:
         raise FtrainError(f"{NAME}: needs torchao, which is not installed: pip install 'ftrain[float8]'")
 
 
 def in_float8(loss: Loss) -> Loss:
-    """Return a loss whose linear layers multiply in float8: those of `float8_layers`.
+    """Return a loss whose `float8_layers` multiply in float8.
 
     Raises:
         OptionError: for a loss without a module, or a module without such a layer.
@@ -44,14 +44,14 @@ def in_float8(loss: Loss) -> Loss:
     if loss.module is None:
         raise OptionError(f"{NAME}: {loss.text} has no module in which to find layers; use ft.from_module, or bf16")
     if loss.adapters is not None:
-        raise ComposeError(f"{NAME}: {loss.text} has adapters, which compute beside the layers; use bf16")
+        raise ComposeError(f"{NAME}: {loss.text} has adapters, which change the forward of its layers; use bf16")
     layers = float8_layers(loss.module)
     if not layers:
         raise OptionError(
             f"{NAME}: {type(loss.module).__name__} has no nn.Linear that can multiply in float8: its sizes must be "
             f"multiples of {MULTIPLE}, and the last one, the head, is left out; use bf16"
         )
-    forwards = [(layer, functools.partial(_linear, layer, _Products(layer))) for layer in layers.values()]
+    forwards = [(layer, functools.partial(_linear, layer, _Float8Matmul(layer))) for layer in layers.values()]
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
@@ -78,15 +78,15 @@ def float8_layers(module: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-class _Products:
-    """The matrix products of a layer: those of a layer that torchao has converted, with the weight that is bound."""
+class _Float8Matmul:
+    """The matmuls of a layer that torchao has converted, with the weight of a state."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self._plain, self._padded = (_converted(layer, padded=padded) for padded in (False, True))
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return ``x @ weight.T``."""
-        # The gradient of the weight sums over the rows.
+        # The matmul for the gradient of the weight sums over the rows.
         converted = self._padded if (x.numel() // x.shape[-1]) % MULTIPLE else self._plain
         with bound([Slot(_torch.parameters_of(converted), "weight", "", False)], [weight]):
             product: Tensor = converted.forward(x)
@@ -106,11 +106,11 @@ def _torchao() -> Any:
     return importlib.import_module("torchao.float8")
 
 
-def _linear(layer: nn.Linear, products: _Products, x: Tensor) -> Tensor:
+def _linear(layer: nn.Linear, matmul: _Float8Matmul, x: Tensor) -> Tensor:
     device = x.device.type
     if not x.numel():
         return nn.functional.linear(x, layer.weight, layer.bias)
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    product = products(x, layer.weight)
+    product = matmul(x, layer.weight)
     return product if layer.bias is None else product + layer.bias.to(product.dtype)

@@ -1,4 +1,4 @@
-"""Count, on the device, the elements that overflow and underflow in each part of a model under a narrow dtype."""
+"""Count on the device how many elements overflow and underflow in each part of a model under a narrow dtype."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_share(name: str) -> bool:
 
 
 HARMLESS = Tensor, int, float, complex, bool, str, bytes, torch.dtype, torch.device, type(None)
-"""Arguments with which a part can run twice. It may write to others, such as caches."""
+"""Types of arguments with which a part can run twice; it may write to others, such as caches."""
 
 _forward: ContextVar[_Shares | None] = ContextVar("ftrain_watch_forward", default=None)
 _backward: ContextVar[_Shares | None] = ContextVar("ftrain_watch_backward", default=None)
@@ -67,10 +67,10 @@ class _Shares:
 
 
 def watched(loss: Loss, dtype: torch.dtype) -> Loss:
-    """Return a loss, which runs under autocast, that also reports what each part of its model lost to the dtype.
+    """Return a loss that also reports what each part of its model loses to the dtype of its autocast.
 
     Raises:
-        ComposeError: from the loss, when it has met no part that could be watched.
+        ComposeError: from the loss, when it ran no part that can be watched.
         LossError: from the loss, when a part does not run in float32.
     """
     named = () if loss.module is None else loss.module.named_modules()
@@ -79,7 +79,7 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
         with loss.scope(training):
-            # The forward may be one that another wrapper has set: an adapter, or a rematerialised block.
+            # Another wrapper may have replaced the forward: an adapter, or a rematerialised block.
             forwards = [
                 (part.module, functools.partial(_run, dtype, part, part.module.forward))
                 for part in parts
@@ -94,12 +94,12 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
             mean, metrics, new = loss.fn(params, batch, rng=rng, buffers=buffers)
         if not shares.counts:
             raise ComposeError(
-                f"with_amp: watch=True: {loss.text} ran no part that could be watched; mark the functions it is made "
-                "of with ft.block(function)"
+                f"with_amp: watch=True: {loss.text} ran no part that can be watched; mark the functions that it "
+                "calls with ft.block(function)"
             )
         return mean, report(metrics, NAME, **shares.metrics()), new
 
-    # Dynamo would compile the counting too, once for each part.
+    # Otherwise Dynamo would compile the counting, once for each part.
     uncompiled: Any = torch.compiler.disable(counting)  # type: ignore[no-untyped-call]
 
     def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
@@ -109,7 +109,7 @@ def watched(loss: Loss, dtype: torch.dtype) -> Loss:
 
 
 def watched_gradients(grad: GradFn) -> GradFn:
-    """Return a gradient that also reports the gradients which arrived at the parts of a watched loss."""
+    """Return a gradient function that also reports the gradients of the outputs of the parts of a watched loss."""
     return around_forward(grad, _watching)
 
 
@@ -139,7 +139,7 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def _run_marked(dtype: torch.dtype, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function that is marked as a block; calls of functions of the same name are numbered."""
+    """Run a function marked as a block; the calls of functions of one name are numbered."""
     shares = _forward.get()
     if shares is None:
         return run(*args, **kwargs)
@@ -148,7 +148,7 @@ def _run_marked(dtype: torch.dtype, name: str, run: Callable[..., Any], *args: A
 
 
 class _Part(NamedTuple):
-    """A part that is watched: its name, and unless it is a function, the module and the slots of its tensors."""
+    """A part of a model: its name, and if it is a module, that and the slots of its tensors."""
 
     name: str
     module: nn.Module | None = None
@@ -156,9 +156,9 @@ class _Part(NamedTuple):
 
 
 def _run(dtype: torch.dtype, part: _Part, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a part, and count what it loses to the dtype."""
+    """Run a part, and count its overflows and underflows in the dtype."""
     shares, arguments = _forward.get(), (args, kwargs)
-    # A part that is recomputed in the backward pass was counted in the forward pass.
+    # Without `_forward` it is a recomputation in the backward pass, which the forward pass has counted.
     if shares is None or not all(isinstance(leaf, HARMLESS) for leaf in tree.leaves(arguments)):
         return run(*args, **kwargs)
     with unrecorded():
@@ -191,7 +191,7 @@ def _count_gradient(shares: _Shares, name: str, gradient: Tensor) -> None:
     shares.add(GRAD_OVERFLOW, name, (~gradient.isfinite()).sum(), size)
     is_nonzero = gradient != 0
     nonzeros = is_nonzero.sum()
-    # Zeros may be intended, as those of ReLU and dropout. A gradient of nothing but zeros has vanished.
+    # Some zeros are intended, as those of ReLU and dropout. A gradient in which all are zero has vanished.
     tiny = torch.where(nonzeros == 0, size, (_is_tiny(gradient) & is_nonzero).sum())
     shares.add(GRAD_UNDERFLOW, name, tiny, torch.where(nonzeros == 0, size, nonzeros))
 
@@ -205,19 +205,19 @@ def _full(like: Tensor, value: int) -> Tensor:
 
 
 def _in_float32(part: _Part, run: Callable[..., Any], arguments: Any) -> list[Tensor]:
-    """Return what a part computes in float32 from the same inputs, parameters and random numbers, without effects."""
+    """Return the outputs of a part in float32 for the same inputs, parameters and random numbers; change no state."""
     tensors = [leaf for leaf in tree.leaves(arguments) if isinstance(leaf, Tensor)]
     tensors += [slot.place[slot.key] for slot in part.slots]
     device = tensors[0].device if tensors else tree.HOST
-    # Copies of all, for a part may write to its arguments.
+    # Copies: a part may write to its arguments.
     args, kwargs = tree.map(lambda leaf: _widened(leaf, copy=True) if isinstance(leaf, Tensor) else leaf, arguments)
     values = [_widened(slot.place[slot.key], copy=slot.is_buffer) for slot in part.slots]
     with (
-        # The part may keep an attribute, such as a mask, which would be of float32.
+        # The part may cache an attribute, such as a mask, which would then be float32.
         preserve_attributes(part.module),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
-        # The narrow run then draws the same random numbers.
+        # So the narrow run draws the same random numbers.
         torch_ops.rng_snapshot(device)(),
         bound(part.slots, values),
         _set(_forward, None),
@@ -237,7 +237,7 @@ def _widened(tensor: Tensor, *, copy: bool) -> Tensor:
 
 
 def _tensors(returned: Any) -> list[Tensor]:
-    """Return the floating-point tensors in what a part returns, which may be a mapping class of a model."""
+    """Return the floating-point tensors in the output of a part, which may be a mapping of another class than dict."""
     if isinstance(returned, Tensor):
         return [returned] if returned.is_floating_point() else []
     if isinstance(returned, Mapping):

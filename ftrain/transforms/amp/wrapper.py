@@ -1,4 +1,4 @@
-"""Mixed precision: compute in a narrow dtype, keep parameters, gradients and optimizer state wide."""
+"""Mixed precision: compute in a narrow dtype; parameters, gradients and optimizer state stay wide."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ftrain import backends, tree
 from ftrain.errors import DeviceError, OptionError, StructureError
+from ftrain.step.autocast import DTYPES, NAMES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.loss_forms import report
-from ftrain.step.precision import DTYPES, NAMES, auto_dtype, autocast, name_of, require_dtype, set_matmul_precision
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnLoss, SlotSpec, Wrapper, wrapper
 from ftrain.transforms.amp.float8 import in_float8, require_torchao
 from ftrain.transforms.amp.overflow_counts import watched, watched_gradients
+from ftrain.transforms.matmul_precision import set_matmul_precision
 from ftrain.types import GradFn, Loss, LossOutput, PyTree, TrainState, replace
 
 NAME = "with_amp"
@@ -27,7 +28,7 @@ CHOICES = ("auto", "bf16", "fp16", "tf32", "fp8")
 UNWATCHED = {
     "auto": "which may compute in float32",
     "tf32": "which has the range of float32, so that nothing overflows",
-    "fp8": "whose products are scaled one by one, and whose results are bf16",
+    "fp8": "whose matmuls are scaled one by one, and whose results are bf16",
 }
 
 INITIAL_SCALE = 2.0**16
@@ -45,47 +46,48 @@ def with_amp(dtype: Dtype = "auto", *, watch: bool = False) -> Wrapper:
 
     Parameters, gradients and optimizer state keep their dtype. With ``"bf16"`` and ``"fp16"`` the loss runs under
     `torch.autocast`, even where the device emulates the dtype; the log then says once that it is slow. With ``"fp16"``
-    the loss is scaled as by `torch.amp.GradScaler`: a step that overflows changes nothing but this wrapper's slot
-    (`scale`, and `good`, the steps since its last change) and the step count. The metric `loss_scale` is the scale that
-    the step used, which never falls below 2**-24.
+    the loss is scaled as by `torch.amp.GradScaler`: a step that overflows changes only the step count and this
+    wrapper's slot (`scale`, and `good`, the steps since its last change). The metric `loss_scale` is the scale of the
+    step, which is never below 2**-24.
 
-    ``"auto"`` is ``"bf16"`` on a device that multiplies in it natively (`Backend.native_dtypes`), and float32 on
-    others: a CPU without AVX512_BF16, say, which emulates bfloat16 many times slower. It never chooses ``"fp16"``; ask
-    for that by name, for GPUs older than Ampere. `print` shows what it chose as soon as the step has a state.
+    ``"auto"`` is ``"bf16"`` on a device that multiplies in bfloat16 natively (`Backend.native_dtypes`), and float32 on
+    others, such as a CPU without AVX512_BF16, which emulates bfloat16 many times slower. It never chooses ``"fp16"``:
+    ask for that by name, for GPUs older than Ampere. `print` shows what it chose as soon as the step has a state.
 
-    ``"tf32"`` lets float32 products run in TF32, on devices that have it. ``"fp8"`` is ``"bf16"`` in which the linear
-    layers of a module, except the last one, multiply in float8, forward and backward, by torchao: each tensor is scaled
-    by its largest magnitude (Micikevicius et al. 2022, arXiv:2209.05433). Compared with torchao on emulated products;
-    not run on hardware.
+    ``"tf32"`` lets float32 matmuls run in TF32, on devices that have it. ``"fp8"`` is ``"bf16"`` in which the linear
+    layers of a module, except the last one, multiply in float8 in both passes, by torchao: each tensor is scaled by its
+    largest magnitude (Micikevicius et al. 2022, arXiv:2209.05433). Compared with torchao on emulated matmuls; not run
+    on hardware.
 
-    With `watch` the metrics say what each part of the model loses to the dtype: each of its modules, and in a pure
-    function each `ft.block`. `ftrain.precision_report` makes a table of them. They are shares of elements, in [0, 1];
-    tiny is what is below the smallest normal number, 2**-14 in float16 and 2**-126 in bfloat16:
+    With `watch` the metrics show what each part of the model loses to the dtype; parts are its modules, and in a pure
+    function its `ft.block` functions. `ftrain.precision_report` prints them as a table. They are shares of elements,
+    in [0, 1]; a tiny number is below the smallest normal one, 2**-14 in float16 and 2**-126 in bfloat16:
 
-    * ``overflow/<part>``: outputs that are infinite or NaN, and finite when the part runs in float32 with the same
-      inputs, parameters and random numbers. So it shows where an overflow begins, and not the parts after it.
-    * ``underflow/<part>``: outputs that are zero or tiny, and not zero in float32.
+    * ``overflow/<part>``: outputs that are infinite or NaN, but finite when the part runs in float32 with the same
+      inputs, parameters and random numbers. So it shows where an overflow starts, and not the parts after it.
+    * ``underflow/<part>``: outputs that are zero or tiny, but not zero in float32.
     * ``grad_overflow/<part>``: gradients of the outputs, with the loss scale, that are infinite or NaN.
-    * ``grad_underflow/<part>``: of these gradients that are not zero, those that are tiny; 1 where all are zero.
+    * ``grad_underflow/<part>``: the share of tiny ones among these gradients that are not zero; 1 if all are zero.
 
     The results stay the same to the bit. Each part runs once more, so that a step takes several times as long. A
-    split-compiled step runs a watched loss uncompiled. A part with other arguments than tensors and numbers (the caches
-    of transformers) is not watched, but the parts inside it are.
+    split-compiled step runs a watched loss uncompiled. A part with arguments other than tensors and numbers (such as
+    the caches of transformers) is not watched, but the parts inside it are.
 
     Args:
         dtype: ``"auto"``, ``"bf16"``, ``"fp16"``, ``"tf32"`` or ``"fp8"``, or `torch.bfloat16` or `torch.float16`.
-        watch: report what overflows and underflows, part by part.
+        watch: report the overflows and underflows of each part.
 
     Raises:
-        OptionError: for another dtype; for `watch` with ``"tf32"``, ``"fp8"`` or ``"auto"``; for ``"fp8"`` where there
-            is no module with such layers.
+        OptionError: for another dtype; for `watch` with ``"tf32"``, ``"fp8"`` or ``"auto"``; for ``"fp8"`` when the
+            loss has no module with such layers.
         FtrainError: for ``"fp8"`` without torchao.
         ComposeError: for ``"fp8"`` with adapters; for ``"tf32"`` beside `ftrain.matmul_precision`; from the step, when
             it is watched and a pure loss calls no function marked by `ft.block`.
         LossError: from the step, when it is watched and a part does not run in float32.
         DeviceError: from `Step.init`, when the device cannot compute in the dtype.
         StructureError: from `Step.init`, for trainable parameters in float16, and under ``"fp16"`` in bfloat16: their
-            gradients would be as narrow, and vanish when they are divided by the scale. Frozen ones may be.
+            gradients would be as narrow, and vanish when they are divided by the scale. Frozen parameters may be
+            narrow.
     """
     name = name_of(dtype)
     if name not in CHOICES:
@@ -132,7 +134,7 @@ def _require_wide(name: str, params: PyTree) -> None:
             raise StructureError(
                 f"with_amp({name}): {tree.path('params', path)} is {tree.describe(leaf)}, and so would its gradient "
                 "be; mixed precision trains float32 parameters: convert them (module.float()), or freeze them with "
-                "trainable=. To train in bfloat16 as a whole, take bfloat16 parameters and leave with_amp out"
+                "trainable=. To train in pure bfloat16, use bfloat16 parameters and leave out with_amp"
             )
 
 
@@ -141,13 +143,13 @@ def _with_auto(options: Mapping[str, Any]) -> Wrapper:
     chosen: dict[str, str] = {}
 
     def require(backend: backends.Backend, params: PyTree) -> None:
-        # Noted here, since a compiler that traces the loss cannot trace how a record looks at its device.
+        # Chosen here, since a compiler that traces the loss cannot trace the functions of a backend.
         chosen[backend.name] = auto_dtype(backend)
         if chosen[backend.name] == "bf16":
             _require_wide("bf16", params)
 
     def dtype_on(device: torch.device) -> str:
-        # If there was one device, that one: in an anatomy, tensors of the host stand for those of the device.
+        # With only one device so far, its choice: an anatomy runs on tensors of the host instead of the device.
         if len(chosen) == 1:
             return next(iter(chosen.values()))
         return chosen[device.type] if device.type in chosen else auto_dtype(backends.of(device))
@@ -175,7 +177,7 @@ def _with_fp8(loss: Loss) -> Loss:
 def _require_fp8(backend: backends.Backend, params: PyTree) -> None:
     if not backend.float8():
         supported = ", ".join([*(NAMES[dtype] for dtype in backend.autocast_dtypes()), "float32"])
-        raise DeviceError(f"with_amp: {backend.describe()} has no products in fp8; it has {supported}")
+        raise DeviceError(f"with_amp: {backend.describe()} has no matmuls in fp8; it has {supported}")
     require_dtype(NAME, "bf16", backend)
     _require_wide("bf16", params)
 
@@ -186,7 +188,7 @@ def _with_tf32(loss: Loss) -> Loss:
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    # The device of the state is not known here. On the others, the setting changes nothing in this step.
+    # The device of the state is not known here; on others the setting has no effect on this step.
     with ExitStack() as stack:
         for name in backends.names():
             backend = backends.of(name)
@@ -203,7 +205,7 @@ def _require_tf32(backend: backends.Backend, params: PyTree) -> None:
 def _reporting_scale(run: Callable[..., Any]) -> Callable[..., Any]:
     def reporting(state: TrainState, *args: Any) -> Any:
         result = run(state, *args)
-        # A copy, for the slot may be donated.
+        # A copy: the slot may be donated.
         return replace(result, metrics=report(result.metrics, NAME, loss_scale=_scale(state).clone()))
 
     return reporting

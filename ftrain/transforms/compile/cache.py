@@ -1,4 +1,4 @@
-"""Functions of trees as compiled graphs, one for each kind of arguments, found again at little cost."""
+"""Functions of trees as compiled graphs: one graph for each structure, shapes and dtypes of the arguments."""
 
 from __future__ import annotations
 
@@ -19,52 +19,51 @@ from ftrain.tree.fast_flatten import reader
 from ftrain.types import PyTree
 
 Carrying: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
-"""``(carry, *rest) -> (carry, extra)`` on trees; the carry keeps its structure."""
+"""``(carry, *rest) -> (carry, extra)`` on trees; the new carry has the structure of the old one."""
 
 Compile: TypeAlias = Callable[[torch.fx.GraphModule, Sequence[Tensor], int], capture.Flat]
-"""Compiles a captured graph for inputs like those given, of which so many are the carry."""
+"""``(graph, inputs, number of inputs that are the carry) -> function``: compile a captured graph for such inputs."""
 
 
 class ShapeRegistry:
-    """Counts the kinds of batches that came, each of which needs a graph of its own."""
+    """The different inputs that a step had, each of which needs its own graph: at most `max_graphs`."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_graphs: int) -> None:
+        self._max_graphs = max_graphs
         self._known: dict[Hashable, dict[str, str]] = {}
 
     def admit(self, **inputs: PyTree) -> bool:
-        """Take note of the inputs of a graph; return whether they are the first of their kind.
+        """Add the inputs of a graph; return whether they are new.
 
         Raises:
-            BatchError: when they are of one kind too many; names the leaf that differs most often.
+            BatchError: when they would need one graph too many; it names the leaf with the most different values.
         """
-        kind = cache_key(inputs)
-        if kind in self._known:
+        key = cache_key(inputs)
+        if key in self._known:
             return False
         leaves = tree.leaves(inputs)
-        shown = {name: _shown(leaf) for name, leaf in zip(tree.leaf_names(inputs), leaves, strict=True)}
-        if len(self._known) >= self._most:
-            raise BatchError(self._too_many(shown))
-        self._known[kind] = shown
+        described = {
+            name: tree.describe(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+            for name, leaf in zip(tree.leaf_names(inputs), leaves, strict=True)
+        }
+        if len(self._known) >= self._max_graphs:
+            raise BatchError(self._too_many(described))
+        self._known[key] = described
         return True
 
-    def _too_many(self, shown: dict[str, str]) -> str:
-        seen = [*self._known.values(), shown]
-        values = {name: {kind.get(name, "nothing") for kind in seen} for name in shown}
+    def _too_many(self, described: dict[str, str]) -> str:
+        seen = [*self._known.values(), described]
+        values = {name: {each.get(name, "nothing") for each in seen} for name in described}
         name = max(values, key=lambda name: len(values[name]), default="batch")
         return (
-            f"compiled: {len(seen)} kinds of batches need as many graphs, and max_graphs is {self._most}; {name} "
+            f"compiled: {len(seen)} kinds of batches need as many graphs, and max_graphs is {self._max_graphs}; {name} "
             f"came as {', '.join(sorted(values.get(name, ())))}. Pad to a few lengths, drop the last short batch, make "
             "a tensor of a number that changes, or raise max_graphs"
         )
 
 
-def _shown(leaf: Any) -> str:
-    return tree.describe(leaf) if isinstance(leaf, Tensor) else repr(leaf)
-
-
 def cache_key(trees: PyTree) -> Hashable:
-    """Return what a graph depends on: the structure, of each tensor its metadata, of another leaf its value; threads.
+    """Return what a graph depends on: the structure, the metadata of tensors, the values of other leaves, the threads.
 
     Inductor's code for a CPU has as many partial sums as there are threads when it is compiled.
 
@@ -89,14 +88,14 @@ def _static(leaf: Any) -> Hashable:
 
 
 class CompiledCache:
-    """A function of trees as compiled graphs, one for each kind of its arguments.
+    """A function of trees that runs as compiled graphs; a graph is compiled when arguments first need it.
 
     Args:
-        function: ``(carry, *rest) -> (carry, extra)`` on trees; the carry keeps its structure.
-        compiler: compiles what was captured.
-        max_graphs: how many graphs there may be.
+        function: the function.
+        compiler: compiles a captured graph.
+        max_graphs: the largest number of graphs.
         donate: write the new carry into the tensors of the old one.
-        around: makes a context for the time in which a graph is captured and compiled.
+        around: makes a context in which a graph is captured and compiled.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class CompiledCache:
         self.graphs: list[Graph] = []
 
     def __call__(self, carry: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
-        """Run the graph for trees like these, which is compiled when they are the first."""
+        """Run the function."""
         arguments = (carry, *rest)
         with torch.no_grad():
             for graph in self.graphs:
@@ -123,37 +122,29 @@ class CompiledCache:
             return self.graph_for(*arguments)(tree.leaves(arguments))
 
     def graph_for(self, *arguments: PyTree) -> Graph:
-        """Return the graph for trees like these, compiled now if need be."""
-        kind = cache_key(arguments)
-        # The quick look may fail on what is the same, in another context.
-        known = next((graph for graph in self.graphs if graph.kind == kind), None)
+        """Return the graph for arguments like these, which is compiled if there is none."""
+        key = cache_key(arguments)
+        # `Graph.read` is faster, but misses a graph that was compiled in another context.
+        known = next((graph for graph in self.graphs if graph.key == key), None)
         if known is None:
             self._shapes.admit(state=arguments[0], batch=arguments[1])
             with self._around():
-                known = Graph(self._function, arguments, kind, self._compiler, donate=self._donate)
+                known = Graph(self._function, arguments, key, self._compiler, donate=self._donate)
             self.graphs.append(known)
         return known
 
 
 class Graph:
-    """One compiled graph and how its inputs and outputs fit into trees.
-
-    Args:
-        function: what to capture.
-        arguments: those of its first call.
-        kind: what `cache_key` says of them.
-        compiler: compiles what was captured.
-        donate: write the new carry into the tensors of the old one.
-    """
+    """One compiled graph of a `CompiledCache`, with the structures of its inputs and outputs."""
 
     def __init__(
-        self, function: Carrying, arguments: tuple[PyTree, ...], kind: Hashable, compiler: Compile, *, donate: bool
+        self, function: Carrying, arguments: tuple[PyTree, ...], key: Hashable, compiler: Compile, *, donate: bool
     ) -> None:
-        self.kind, self._donate, self._threads = kind, donate, torch.get_num_threads()
+        self.key, self._donate, self._threads = key, donate, torch.get_num_threads()
         leaves, spec = tree.flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._others = [(index, leaf) for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
-        self._places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._read, self._is_like = reader(spec), _torch.tensor_guard(tensors)
         flat = self._flat(function, leaves, spec)
         self.captured = capture.capture(flat, tensors, lambda: function(*tree.clone(arguments)))
@@ -163,7 +154,7 @@ class Graph:
         self._run = self._compiled if donate else self._first_run
 
     def _first_run(self, *tensors: Tensor) -> Sequence[Tensor]:
-        # Nothing has been written when it fails, for its inputs are left alone.
+        # It does not donate, so a failure has written nothing.
         with attempted():
             outputs = self._compiled(*tensors)
         self._run = self._compiled
@@ -171,7 +162,7 @@ class Graph:
 
     @property
     def text(self) -> str:
-        """What the compiled graph says of itself."""
+        """How the compiled graph prints: whether it is replayed."""
         return getattr(self._compiled, "text", "")
 
     def _flat(self, function: Carrying, leaves: list[Any], spec: optree.PyTreeSpec) -> capture.Flat:
@@ -186,14 +177,14 @@ class Graph:
             self._size = len(old_leaves)
             extras, self._extra_spec = tree.flatten(extra)
             self._extras = [None if isinstance(leaf, Tensor) else leaf for leaf in extras]
-            # A metric may be the very tensor that donation overwrites.
+            # A metric may be the same tensor as a leaf that donation overwrites.
             outputs = [leaf.clone() for leaf in extras if isinstance(leaf, Tensor)]
             if not self._donate:
                 return outputs + [new_leaves[i] for i in self._changed]
-            # What a new leaf shares with an old one is read before it is written.
-            held = {_torch.storage_id(leaf) for leaf in old_leaves}
+            # A new leaf that shares memory with an old one is copied before that memory is overwritten.
+            old_storages = {_torch.storage_id(leaf) for leaf in old_leaves}
             values = [new_leaves[i] for i in self._changed]
-            values = [value.clone() if _torch.storage_id(value) in held else value for value in values]
+            values = [value.clone() if _torch.storage_id(value) in old_storages else value for value in values]
             for i, value in zip(self._changed, values, strict=True):
                 old_leaves[i].copy_(value)
             return outputs
@@ -201,22 +192,17 @@ class Graph:
         return flat
 
     def read(self, arguments: tuple[PyTree, ...]) -> list[Any] | None:
-        """Return the leaves of trees for which this graph was made, of others None."""
+        """Return the leaves of arguments that this graph was compiled for; None for others."""
         leaves = self._read(arguments)
-        if leaves is None or not self._fits(leaves):
+        if leaves is None or torch.get_num_threads() != self._threads:
             return None
-        return leaves
-
-    def _fits(self, leaves: list[Any]) -> bool:
-        if torch.get_num_threads() != self._threads:
-            return False
         for index, value in self._others:
             if type(leaves[index]) is not type(value) or leaves[index] != value:
-                return False
-        return self._is_like(*self._tensors(leaves))
+                return None
+        return leaves if self._is_like(*self._tensors(leaves)) else None
 
     def _tensors(self, leaves: list[Any]) -> list[Tensor]:
-        return [leaves[index] for index in self._places] if self._others else leaves
+        return [leaves[index] for index in self._tensor_indices] if self._others else leaves
 
     def __call__(self, leaves: list[Any]) -> tuple[PyTree, PyTree]:
         """Run the graph on the leaves of its arguments."""

@@ -1,4 +1,4 @@
-"""Record on the device what a compiled graph does, and replay it: one launch instead of hundreds."""
+"""Record the work of a compiled graph on the device, and replay it: one launch instead of hundreds."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ log = logging.getLogger("ftrain")
 
 
 class ReplayedGraph:
-    """A compiled graph whose state stays where it is, recorded by the device when it is used again.
+    """A compiled graph that writes its state in place, recorded and replayed by the device.
 
-    The first call with a state runs as it is, which also warms up. When the next one finds the state at
-    the same addresses, which a donated state is, its work is recorded with slots for all other inputs;
-    from then on the inputs are copied into the slots and the recording is replayed. Outputs are copies,
-    so that they are safe to read later. A state at other addresses runs as it is, and is recorded in
-    turn if it stays.
+    The first call with a state runs normally, which also warms up. If the next call has the state at the same
+    addresses, as a donated state is, it is recorded with slots for all other inputs. From then on the inputs are copied
+    into the slots and the recording is replayed. Outputs are copies, so that they are safe to read later. A call with a
+    state at other addresses runs normally, and is recorded if the state stays there.
 
     Args:
-        run: the compiled graph, which writes its state in place.
-        size: how many of its first inputs are the state.
-        on_device: the numbers of the inputs among these whose memory the graph reads and writes.
-        recorder: of the backend.
+        run: the compiled graph.
+        size: the number of its first inputs that are the state.
+        on_device: indices of those of them that are on the device.
+        recorder: the recorder of the backend.
     """
 
     def __init__(self, run: capture.Flat, size: int, on_device: Sequence[int], recorder: Recorder) -> None:
@@ -45,11 +44,11 @@ class ReplayedGraph:
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Run the graph, or replay it."""
         state, rest = tensors[: self._size], tensors[self._size :]
-        # A tensor may be freed and another one take its place; a recording only knows addresses, too.
+        # By address and not by identity: that is what a recording uses.
         addresses = [state[index].data_ptr() for index in self._on_device]
         if self._recorded is None or addresses != self._recorded.addresses:
             stays, self._seen = addresses == self._seen, addresses
-            # What was recorded before is given up first, for its memory serves the next recording.
+            # Freed first: the next recording can then use its memory.
             self._recorded = None
             if stays:
                 self._recorded = self._record(addresses, state, rest)
@@ -58,13 +57,13 @@ class ReplayedGraph:
     def _record(self, addresses: list[int], state: Sequence[Tensor], rest: Sequence[Tensor]) -> _Recording | None:
         if self._recorder is None:
             return None
-        # Compiled code takes the strides of its inputs for granted.
+        # Compiled code relies on the strides of its inputs.
         slots = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in rest]
         try:
             replay, outputs = self._recorder(lambda: self._run(*state, *slots))
         except RuntimeError as error:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            log.warning("compiled: runs without replay, for the device cannot record it: %s", why)
+            log.warning("compiled: runs without replay, since the device cannot record it: %s", why)
             self._recorder = None
             return None
         return _Recording(addresses, slots, replay, outputs)
@@ -72,7 +71,7 @@ class ReplayedGraph:
 
 @dataclass(frozen=True)
 class _Recording:
-    """Work that the device has recorded, and where it reads and writes."""
+    """Work that the device has recorded, and the addresses, slots and outputs that it reads and writes."""
 
     addresses: list[int]
     slots: list[Tensor]
@@ -81,13 +80,13 @@ class _Recording:
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         for slot, tensor in zip(self.slots, inputs, strict=True):
-            _once(slot).copy_(_once(tensor), non_blocking=True)
+            _unexpanded(slot).copy_(_unexpanded(tensor), non_blocking=True)
         self.replay()
         return [output.clone() for output in self.outputs]
 
 
-def _once(tensor: Tensor) -> Tensor:
-    """Return a view with each element of an expanded tensor once: torch refuses to copy to one that repeats them."""
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """Return a view without repeated elements of an expanded tensor, into which torch refuses to copy."""
     for axis, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and length > 1:
             tensor = tensor.narrow(axis, 0, 1)

@@ -1,4 +1,4 @@
-"""Tell failures of a compiler from failures of the step itself."""
+"""Distinguish failures of a compiler from failures of the step itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftrain.types import UpdateFn
 
 
 class CompilerError(Exception):
-    """A compiler failed, or what it made did when it first ran; nothing was written. Its cause says how."""
+    """A compiler failed, or its code did in its first run; nothing was written. The cause is the error itself."""
 
     def __str__(self) -> str:
         error = _inner(self.__cause__)
@@ -22,7 +22,7 @@ class CompilerError(Exception):
 
 @contextmanager
 def attempted() -> Iterator[None]:
-    """Mark whatever fails inside as a failure of the compiler, but for what is known to be something else.
+    """Raise errors inside as a CompilerError, except those of ftrain and those for lack of memory.
 
     Raises:
         CompilerError: from the error itself.
@@ -40,17 +40,17 @@ def _is_other(error: Exception) -> bool:
 
 
 def _inner(error: Any) -> BaseException:
-    """What went wrong in a compiler, which torch wraps."""
+    """Return the error of a compiler, which torch wraps in its own."""
     return getattr(error, "inner_exception", error)  # type: ignore[no-any-return]
 
 
 class UntilUpdate:
-    """Marks what fails in a step before its update, which is the first to write anything."""
+    """`attempted` for a split step, until its update begins, which is the first to write anything."""
 
     _updating = False
 
     def around_update(self, update: UpdateFn) -> UpdateFn:
-        """Take note of where an update begins."""
+        """Return the update, which notes that it has begun."""
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             self._updating = True
@@ -60,7 +60,7 @@ class UntilUpdate:
 
     @contextmanager
     def attempted(self) -> Iterator[None]:
-        """Mark what fails inside, as `attempted` does, unless the update of the step had begun.
+        """As `attempted`, unless the update had begun: then errors are raised as they are.
 
         Raises:
             CompilerError: from the error itself.

@@ -1,9 +1,9 @@
-"""Describe a compiled step: its graphs, operations, memory, what ranks send, and where a graph breaks."""
+"""What `Step.lower` reports of a compiled step: operations, memory, traffic between ranks, graph breaks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -28,10 +28,9 @@ def _operation(target: Any) -> str:
 
 
 def peak_bytes(captured: fx.GraphModule) -> int:
-    """Return how many bytes of intermediate results a captured graph holds at once, at most.
+    """Return the peak of the bytes of intermediate results in a captured graph, without its inputs.
 
-    A result lives from the operation that makes it to the last one that reads it or a view of it. Inputs
-    do not count.
+    A result exists from the operation that computes it to the last one that reads it or a view of it.
     """
     nodes = list(captured.graph.nodes)
     last_uses = {node: index for index, node in enumerate(nodes)}
@@ -39,55 +38,46 @@ def peak_bytes(captured: fx.GraphModule) -> int:
         last_uses.update(dict.fromkeys(node.all_input_nodes, index))
     inputs = {key for node in nodes if node.op == "placeholder" for key, _ in storages(node)}
     sizes: dict[int, int] = {}
-    begins: dict[int, int] = {}
+    first_uses: dict[int, int] = {}
     ends: dict[int, int] = {}
     for index, node in enumerate(nodes):
         for key, size in storages(node):
             if key not in inputs:
                 sizes[key] = size
-                begins.setdefault(key, index)
+                first_uses.setdefault(key, index)
                 ends[key] = max(ends.get(key, 0), last_uses[node])
     changes = [0] * (len(nodes) + 1)
     for key, size in sizes.items():
-        changes[begins[key]] += size
+        changes[first_uses[key]] += size
         changes[ends[key] + 1] -= size
     return max(accumulate(changes))
 
 
 def storages(node: fx.Node) -> list[tuple[int, int]]:
-    """Return the storages of what a node of a captured graph returns: of each an identity and its bytes."""
+    """Return the identity and the bytes of each storage of the result of a node of a captured graph."""
     values = [leaf for leaf in tree.leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return [(_torch.storage_id(value), value.untyped_storage().nbytes()) for value in values]
 
 
 def traffic(captured: fx.GraphModule, groups: Mapping[str, Group]) -> tuple[Traffic, ...]:
-    """Return what each rank sends in a captured graph.
-
-    Args:
-        captured: the graph of a step.
-        groups: of ranks, by the axis of the mesh along which they communicate.
-    """
+    """Return what each rank sends in a captured graph, with the groups of ranks by the axis of the mesh."""
     axes = {group.name: axis for axis, group in groups.items()}
-    # A group that has all ranks is known by the axis along which it has them.
-    sizes = {axis: group.size for axis, group in groups.items()}
-    return tuple(traffic_of(_collectives(captured, axes), sizes))
-
-
-def _collectives(captured: fx.GraphModule, axes: Mapping[str, str]) -> Iterator[Collective]:
-    """The collectives of a graph, by the names of groups; their operations take the name of the group at last."""
+    collectives = []
     for node in collectives_of(captured):
         target: Any = node.target
         nbytes = sum(value.meta["val"].nbytes for value in node.all_input_nodes)
-        yield Collective(target.overloadpacket.__name__, axes[str(node.args[-1])], nbytes)
+        # The last argument of a collective is the name of its group.
+        collectives.append(Collective(target.overloadpacket.__name__, axes[str(node.args[-1])], nbytes))
+    return tuple(traffic_of(collectives, {axis: group.size for axis, group in groups.items()}))
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[fx.GraphModule], tuple[str, ...]]:
-    """Return the graphs into which `torch.compile` cuts a function, and why; runs it once."""
+    """Return the graphs into which `torch.compile` splits a function, and why; it runs the function once."""
     explanation = torch_compile.explain_graph_breaks(function)(*args, **kwargs)
     return list(explanation.graphs), tuple(_reason(each) for each in explanation.break_reasons)
 
 
 def _reason(graph_break: Any) -> str:
     why = str(graph_break.reason).strip().splitlines()[0]
-    place = graph_break.user_stack[-1] if graph_break.user_stack else None
-    return f"{why} ({place.filename}:{place.lineno}: {place.line})" if place else why
+    frame = graph_break.user_stack[-1] if graph_break.user_stack else None
+    return f"{why} ({frame.filename}:{frame.lineno}: {frame.line})" if frame else why

@@ -1,4 +1,4 @@
-"""The gradient of a piece of a batch as one graph, which is run for one piece after the other."""
+"""The gradient of a microbatch as one graph, which runs for one microbatch after the other."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from ftrain.step.core import assemble
 from ftrain.step.swap_params import preserve_attributes
 from ftrain.step.value_and_grad import Around, around_forward
 from ftrain.transforms.compile import capture
-from ftrain.transforms.compile.announce import described
 from ftrain.transforms.compile.cache import Carrying, CompiledCache
 from ftrain.transforms.compile.settings import Compiler
 from ftrain.types import GradFn, Gradients, Loss, Metrics, PyTree, TrainState, replace
 
 Draw: TypeAlias = Callable[[Tensor], AbstractContextManager[Keyed]]
-"""Context in which stock random operations draw from a key."""
+"""``key -> context`` in which torch's own random operations draw from the key."""
 
 
 class CompiledGradient:
-    """A `GradFn` as one compiled graph, which can add each gradient to sums; a graph for each length of pieces.
+    """A `GradFn` as a compiled graph for each length of microbatches; it can add gradients to sums in place.
 
-    Stock random operations draw from the key it is given, as in a step that is compiled whole.
+    Torch's own random operations draw from the key of the step, as in a step that is compiled whole.
 
     Args:
-        grad: what to compile.
-        compile_: returns a function of trees as compiled graphs that write into their first argument.
-        draw: in which stock random operations draw from a key.
+        grad: the gradient function.
+        compile_: compiles a function of trees; its graphs write to their first argument.
+        draw: context in which torch's own random operations draw from a key.
         needs_rng: whether `grad` takes a key.
     """
 
@@ -47,7 +46,7 @@ class CompiledGradient:
         self._wrapped = dict[Around, CompiledGradient]()
 
     def around_forward(self, transform: Around) -> CompiledGradient:
-        """Return it with its forward pass wrapped: the same each time, for it has graphs of its own."""
+        """Return this with a wrapped forward pass; it is cached, since it has its own graphs."""
         if transform not in self._wrapped:
             grad = around_forward(self._grad, transform)
             self._wrapped[transform] = CompiledGradient(grad, self._compile, self._draw, needs_rng=self._needs_rng)
@@ -56,54 +55,55 @@ class CompiledGradient:
     def __call__(self, state: TrainState, batch: PyTree, rng: Tensor | None) -> Gradients:
         """Return the gradient for a batch."""
         spec = tree.flatten(state.params)[1]
-        sums, piece = self.add(None, state, batch, rng)
-        weight = piece.loss.weight
+        sums, gradients = self.add(None, state, batch, rng)
+        weight = gradients.loss.weight
         grads = tree.scale_leaves_(sums, torch.where(weight == 0, 0.0, 1.0 / weight))
-        return replace(piece, grads=tree.unflatten(spec, grads))
+        return replace(gradients, grads=tree.unflatten(spec, grads))
 
     def add(
         self, sums: list[Tensor] | None, state: TrainState, batch: PyTree, rng: Tensor | None
     ) -> tuple[list[Tensor], Gradients]:
-        """Add the gradient for a batch, times the weight of its loss, to sums; without them, to zeros."""
+        """Add the gradient for a batch, times the weight of its loss, to `sums`, or to zeros if they are None."""
         if sums is None:
             sums = [torch.zeros_like(leaf) for leaf in tree.leaves(state.params)]
         return self._cache(sums, batch, replace(state, step=None, opt_state=None, rng=None), rng)
 
     def _added(self, sums: list[Tensor], batch: PyTree, state: TrainState, rng: Tensor) -> tuple[list[Tensor], Any]:
         words: Any = rng[0], rng[1]
-        length, of_piece = tree.batch_length(batch) or 1, len(rng) > 2
+        length, has_offset = tree.batch_length(batch) or 1, len(rng) > 2
         with (
             self._draw(torch.stack(random.stock_key_data(words))) as stream,  # type: ignore[arg-type]
-            stream.for_examples(rng[2], length, 0) if of_piece else nullcontext(),
+            stream.for_examples(rng[2], length, 0) if has_offset else nullcontext(),
         ):
-            piece = self._grad(state, batch, rng if self._needs_rng else None)
-        grads = tree.scale_leaves(tree.leaves(piece.grads), 1.0 if piece.loss.plain else piece.loss.weight)
-        return list(torch._foreach_add(sums, grads)), replace(piece, grads=None)
+            gradients = self._grad(state, batch, rng if self._needs_rng else None)
+        weight = 1.0 if gradients.loss.plain else gradients.loss.weight
+        grads = tree.scale_leaves(tree.leaves(gradients.grads), weight)
+        return list(torch._foreach_add(sums, grads)), replace(gradients, grads=None)
 
 
 @contextmanager
 def stock_draws(module: nn.Module | None, compiler: Compiler, key: Tensor) -> Iterator[Keyed]:
-    """Within a step that is captured, let stock modules draw from a key, and leave the module as it is."""
+    """Context for a capture, in which torch's own modules draw from a key; it restores the attributes of the module."""
     draw = Fused if compiler.backend_for(key.device) == capture.INDUCTOR else Keyed
     with draw(key) as stream, preserve_attributes(module):
         yield stream
 
 
-def looped(base: Loss, compiler: Compiler, grad: GradFn) -> CompiledGradient:
-    """Return the innermost gradient of a step as one graph for each length of pieces, of which a batch has two."""
-    compiler = dataclasses.replace(compiler, max_graphs=2 * compiler.max_graphs)
-    traced = functools.partial(compiler.traced, what=described(base), donate=True)
-    draw = functools.partial(stock_draws, base.module, compiler)
-    return CompiledGradient(grad, traced, draw, needs_rng=base.needs_rng)
-
-
 def in_a_loop(step: Any, compiler: Compiler, around_update: Any, unpack: Callable[[Tensor], Any]) -> Callable[..., Any]:
-    """Return a step whose innermost gradient and whose update are graphs; what is between them runs as it is."""
-    around_grad = functools.partial(looped, step.base, compiler)
+    """Return a step whose innermost gradient and whose update are graphs; what is between them runs eagerly."""
+    base: Loss = step.base
+    # The microbatches of a batch have at most two lengths.
+    gradient_compiler = dataclasses.replace(compiler, max_graphs=2 * compiler.max_graphs)
+    traced = functools.partial(gradient_compiler.traced, name=base.name, donate=True)
+    draw = functools.partial(stock_draws, base.module, compiler)
+
+    def around_grad(grad: GradFn) -> GradFn:
+        return CompiledGradient(grad, traced, draw, needs_rng=base.needs_rng)
+
     core = assemble(step, around_grad=around_grad, around_update=around_update)
 
-    def run(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
-        keys, hyper = unpack(words)
+    def run(state: TrainState, batch: PyTree, packed: Tensor) -> tuple[TrainState, Metrics]:
+        keys, hyper = unpack(packed)
         with torch.no_grad():
             return core(state, batch, hyper, keys[0])
 

@@ -32,17 +32,7 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """The settings of a compilation.
-
-    Args:
-        backend: of `torch.compile`; the one that suits the device, when it is None.
-        options: of Inductor, by name.
-        fullgraph: refuse to break the graph of a loss.
-        dynamic: compile a loss for changing shapes.
-        replay: record and replay on the device; where that is possible, when it is None.
-        cache_dir: where Inductor keeps its code.
-        max_graphs: as many for one step.
-    """
+    """The settings of a compilation, as `compiled` describes them, and functions that compile with them."""
 
     backend: str | None
     options: Mapping[str, Any]
@@ -53,12 +43,12 @@ class Compiler:
     max_graphs: int
 
     def compile(self, captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int) -> capture.Flat:
-        """Compile a captured graph for the device of its inputs, so that it gives the same bits each time."""
+        """Compile a captured graph for the device of its inputs, with deterministic kernels."""
         backend, name = backends.of(inputs[0].device), self.backend_for(inputs[0].device)
         with self.cache(), backend.seeded(0), backend.deterministic():
             run = capture.compile_graph(captured, inputs, name, self.options_for(name))
 
-        # Some kernels read the setting when they run.
+        # Some kernels read this setting when they run.
         def run_deterministic(*tensors: Tensor) -> Sequence[Tensor]:
             with backend.deterministic():
                 return run(*tensors)
@@ -69,7 +59,7 @@ class Compiler:
         """Return `compile` for the graphs of one step, which the device records and replays if it can.
 
         Raises:
-            OptionError: from what it returns, when the device cannot and ``replay=True``.
+            OptionError: from the returned function, when ``replay=True`` and the device cannot replay.
         """
         recorders: dict[str, Recorder] = {}
 
@@ -93,9 +83,9 @@ class Compiler:
         return compile
 
     def compile_loss(self, loss: LossFn) -> LossFn:
-        """Hand a loss to `torch.compile`, with the backend of the device that it is first called on."""
+        """Compile a loss with `torch.compile`, when it is called, with the backend of the device of its parameters."""
         settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph}
-        # Else as many steps with the loss of one function share the graphs that torch compiles for it, eight in all.
+        # Otherwise all steps of one loss function share the eight graphs that torch compiles for it at most.
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             settings["isolate_recompiles"] = True
         compiled_losses: dict[str, LossFn] = {}
@@ -110,29 +100,31 @@ class Compiler:
         return compiled
 
     def backend_for(self, device: torch.device) -> str:
-        """The backend that was asked for, or the one that suits the device."""
+        """Return the backend of the settings, or the default one of the device."""
         return self.backend or backends.of(device).compile_backend
 
     def options_for(self, backend: str) -> Mapping[str, Any]:
-        """The options that were asked for, and those that Inductor needs on this CPU."""
+        """Return the options of the settings, and those that Inductor needs on this CPU."""
         return {**capture.options_of_cpu(), **self.options} if backend == capture.INDUCTOR else self.options
 
-    def traced(self, function: Carrying, what: str | None, *, donate: bool, replay: bool = False) -> CompiledCache:
+    def traced(
+        self, function: Carrying, name: str | None = None, *, donate: bool, replay: bool = False
+    ) -> CompiledCache:
         """Return a function of trees that is compiled with these settings.
 
         Args:
-            function: of trees.
-            what: how a line calls it when compiling takes long; None for no line.
+            function: the function.
+            name: its name in the log if compiling takes long. Default: it is not logged.
             donate: write the new carry into the tensors of the old one.
-            replay: record and replay on the device, where the settings allow it.
+            replay: record and replay on the device, if the settings allow it.
         """
         compiler = self.replaying() if replay else self.compile
-        around = nullcontext if what is None else functools.partial(log_if_slow, what)
+        around = nullcontext if name is None else functools.partial(log_if_slow, name)
         return CompiledCache(function, compiler, self.max_graphs, donate=donate, around=around)
 
     @contextmanager
     def cache(self) -> Iterator[None]:
-        """Let Inductor keep its code in `cache_dir`."""
+        """Context in which Inductor keeps its code in `cache_dir`."""
         if self.cache_dir is None:
             yield
             return
@@ -148,19 +140,17 @@ class Compiler:
 
 
 def _why_not_recorded(captured: torch.fx.GraphModule, inputs: Sequence[Tensor], backend: backends.Backend) -> str:
-    """Return why a graph must not be recorded on the device of its first input, if that is so."""
+    """Return why a graph cannot be recorded on the device of its first input; empty if it can."""
     if backend.recorder is None:
-        return f"{backend.name} has nothing to record and replay with"
-    # Each rank sees by itself whether its state has moved; but all must record and launch a collective together
-    # (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/cudagraph.html), and a process group does not
-    # end while there is a recording that uses it.
+        return f"{backend.name} cannot record and replay graphs"
+    # Each rank decides by itself when to record, but all ranks must record and launch a collective together
+    # (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/cudagraph.html), and a process group cannot be
+    # destroyed while a recording uses it.
     if collectives_of(captured):
         return "the ranks of a step cannot agree on when to record what they send"
     device = inputs[0].device
-    reads = [node for node in captured.graph.nodes if node.op == "placeholder"]
-    for node, tensor in zip(reads, inputs, strict=True):
+    placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    for node, tensor in zip(placeholders, inputs, strict=True):
         if node.users and tensor.device != device:
-            return (
-                f"it reads a tensor on {tensor.device}, of which {device} would record the value; move it to {device}"
-            )
+            return f"it reads a tensor on {tensor.device}, whose value the recording would keep; move it to {device}"
     return ""

@@ -1,4 +1,4 @@
-"""Compilation: the whole step as one graph, or its loss and its update as two."""
+"""Compilation of a step: as one graph, or split into loss and update."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import struct
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
 from ftrain import backends, random, tree
+from ftrain._torch import compile as torch_compile
 from ftrain.errors import ComposeError, OptionError, TraceError, require_positive
 from ftrain.parallel.mesh import Group, groups
 from ftrain.parallel.sharded import NAME as SHARDED
@@ -23,8 +25,8 @@ from ftrain.step.shared_memory import overlaps
 from ftrain.step.step import Step
 from ftrain.step.wrapper import OnStep, Wrapper, wrapper
 from ftrain.transforms.compile import capture
-from ftrain.transforms.compile.announce import described, log_if_slow
-from ftrain.transforms.compile.cache import ShapeRegistry
+from ftrain.transforms.compile.announce import log_if_slow
+from ftrain.transforms.compile.cache import CompiledCache, ShapeRegistry
 from ftrain.transforms.compile.fallback import CompilerError, UntilUpdate
 from ftrain.transforms.compile.lowered import count_nodes, explain, peak_bytes, traffic
 from ftrain.transforms.compile.microbatch_loop import in_a_loop, stock_draws
@@ -33,8 +35,9 @@ from ftrain.types import RNG, Core, Gradients, Hyper, Metrics, PyTree, Runner, T
 
 LOWERINGS = ("auto", "whole", "split")
 SPLIT_IN_BACKWARD = (
-    "a split step cannot be updated within its backward pass, which is one operation there and makes all gradients"
+    "a split step cannot be updated within its backward pass, which is one operation there and returns all gradients"
 )
+OFFLOADED = "the loss alone: the optimizer's state is copied to the device in parts"
 FAILED = TraceError, CompilerError
 log = logging.getLogger("ftrain")
 
@@ -53,41 +56,41 @@ def compiled(
     max_graphs: int = 8,
     **options: Any,
 ) -> Wrapper:
-    """Compile the step. The result agrees with the eager one within rounding.
+    """Compile the step. The result agrees with that of the eager step within rounding.
 
-    ``"whole"`` captures forward, backward, clipping, optimizer and the rest as one graph. ``"split"``
-    hands the loss to `torch.compile`, which may break its graph, and captures only the update.
-    ``"auto"`` takes the whole step, splits it when that cannot be captured or compiled, and runs it eagerly
-    when the compiler fails on its parts, too; one log line says which and why, and so does `print`. What fails
-    when a compiled graph first runs counts as well, but not where it donates: it may have written to the state.
-    When compiling takes long, a log line says so. A changing learning rate is an input of the graph; another
-    shape of the batch is another graph. Modules that draw from torch's global generators draw from the state's
-    key instead in a whole graph, so their random numbers differ from those of the eager step. As under
-    `jax.jit`, what is not an argument is read once, when the graph is captured: numbers in closures and
-    attributes, and metrics that are Python numbers.
+    ``"whole"`` captures forward, backward, clipping, optimizer and all other wrappers as one graph. ``"split"`` passes
+    the loss to `torch.compile`, which may break its graph, and captures only the update. ``"auto"`` captures the whole
+    step, splits it if that cannot be captured or compiled, and runs it eagerly if the compiler fails on the parts too;
+    a warning in the log says which and why, and so does `print`. A failure in the first run of a compiled graph counts
+    too, unless the graph donates: it may have written to the state. If compiling takes long, the log says so.
 
-    Where the device can (CUDA graphs), a whole step that donates is recorded when it finds its state in place
-    for the second time, and replayed from then on.
+    A changing learning rate is an input of the graph; another shape of the batch is another graph. Modules that draw
+    from torch's global generators draw from the key of the state in a whole graph, so their random numbers differ from
+    those of the eager step. As under `jax.jit`, what is not an argument is read once, when the graph is captured:
+    numbers in closures and attributes, and metrics that are Python numbers.
 
-    A plain function ``(state, batch) -> (state, metrics)`` is captured as it is; one that calls Steps
-    runs uncompiled, since these work on the host as well: compile the Steps.
+    On a device with CUDA graphs, a whole step that donates is recorded when its state is in the same memory for the
+    second time, and replayed from then on.
+
+    A plain function ``(state, batch) -> (state, metrics)`` is captured too. One that calls Steps runs uncompiled, since
+    Steps also compute on the host: compile the Steps.
 
     Args:
         lowering: ``"auto"``, ``"whole"`` or ``"split"``.
-        donate: let the new state take the memory of the old one, which is then consumed.
-        backend: of `torch.compile`. Default: `Backend.compile_backend` of the device.
-        mode: of Inductor, such as ``"max-autotune"``; the CUDA graphs that some modes add are left to `replay`.
-        fullgraph: refuse to break the graph of the loss when the step is split.
-        dynamic: compile the loss for changing shapes; needs the split lowering, which ``"auto"`` then is.
+        donate: reuse the memory of the old state for the new one; the old state is then consumed.
+        backend: backend of `torch.compile`. Default: `Backend.compile_backend` of the device.
+        mode: mode of Inductor, such as ``"max-autotune"``. CUDA graphs that a mode adds are ignored: see `replay`.
+        fullgraph: raise an error if the graph of the loss breaks when the step is split.
+        dynamic: compile the loss for changing shapes; the lowering is then ``"split"``.
         replay: record and replay on the device. Default: where that is possible.
-        cache_dir: where Inductor keeps its code for the next start; else in ``TORCHINDUCTOR_CACHE_DIR``, or in
-            a temporary directory of the user's.
-        max_graphs: as many graphs and no more are compiled for one step.
-        options: of Inductor, by name, such as ``max_autotune=True``.
+        cache_dir: directory in which Inductor keeps its code for the next process. Default: the environment variable
+            ``TORCHINDUCTOR_CACHE_DIR``, else a temporary directory of the user.
+        max_graphs: the largest number of graphs to compile for one step.
+        options: options of Inductor, by name, such as ``max_autotune=True``.
 
     Raises:
-        OptionError: for an unknown lowering, backend, mode or option, or those that exclude each other.
-        TraceError: from the step, when ``lowering="whole"`` cannot be captured.
+        OptionError: for an unknown lowering, backend, mode or option, or for options that exclude each other.
+        TraceError: from the step, when ``lowering="whole"`` and it cannot be captured.
         Exception: from the step, whatever the compiler raises, unless the lowering is ``"auto"``.
         BatchError: from the step, when batches need more than `max_graphs` graphs.
     """
@@ -97,96 +100,114 @@ def compiled(
         raise OptionError("compiled: dynamic=True needs lowering='split'; a whole step is one graph for each shape")
     require_positive("compiled", "max_graphs", max_graphs)
     settings = capture.require_backend("compiled", backend or capture.INDUCTOR, mode, options)
-    may_fall_back = lowering == "auto"
     compiler = Compiler(backend, settings, fullgraph, dynamic, replay, cache_dir, max_graphs)
 
-    def run(step: Step) -> Runner:
-        if step.optimizer.offloaded:
-            return _CompiledLoss(step, compiler, may_fall_back=may_fall_back)
-        return _Compiled(step, "split" if dynamic else lowering, compiler, may_fall_back=may_fall_back)
+    def make_runner(step: Step) -> Runner:
+        is_split = dynamic or step.optimizer.offloaded
+        return _Compiled(step, "split" if is_split else lowering, compiler, may_fall_back=lowering == "auto")
 
-    def function(plain: Callable[..., Any]) -> Callable[..., Any]:
-        return CompiledFunction(plain, compiler, donate=donate)
+    def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
+        return CompiledFunction(function, compiler, donate=donate)
 
     def validate(step: Step) -> None:
         if step.updates_in_backward and (dynamic or lowering == "split"):
             raise ComposeError(f"compiled: {SPLIT_IN_BACKWARD}; leave out lowering='split' and dynamic=True")
         if step.optimizer.offloaded and (step.updates_in_backward or lowering == "whole"):
             raise ComposeError(
-                f"compiled: no graph can hold the state of {step.optimizer.text}, which visits the device in parts; "
-                "leave out " + ("update_in_backward" if step.updates_in_backward else "lowering='whole'")
+                f"compiled: no graph can hold the state of {step.optimizer.text}, which is copied to the device in "
+                "parts; leave out " + ("update_in_backward" if step.updates_in_backward else "lowering='whole'")
             )
 
-    return Wrapper("compiled", step=OnStep(run, function, donate), validate=validate)
+    return Wrapper("compiled", step=OnStep(make_runner, wrap_function, donate), validate=validate)
 
 
 class _Compiled:
-    """Runs a step compiled: whole, split, or whole if that works, else split, and else eagerly."""
+    """Run a step compiled: as one graph, or split into loss and update; eagerly when the compiler fails."""
 
     def __init__(self, step: Step, lowering: str, compiler: Compiler, *, may_fall_back: bool) -> None:
         self._step, self._lowering, self._compiler = step, lowering, compiler
         self._names = list(step.optimizer.schedules)
         self._shapes = ShapeRegistry(compiler.max_graphs)
-        self._may_fall_back, self._why, self._eager = may_fall_back, "", Eager(step)
-        self._core: Callable[..., Any] = self._whole() if lowering != "split" else self._split()
+        self._may_fall_back, self._eager = may_fall_back, Eager(step)
+        # Why the step has its lowering, for print.
+        self._why = OFFLOADED if step.optimizer.offloaded else ""
+        self._cache: CompiledCache | None = None
+        self._run: Callable[..., Any] = self._split() if lowering == "split" else self._whole()
 
     @property
     def text(self) -> str:
-        """How it prints: with the lowering that was chosen, once it was."""
-        graphs = {each.text: None for each in self._cache.graphs if each.text}
-        return _text(self._lowering, self._step, self._why, *graphs)
+        """How the step prints: with the lowering that was chosen, and the reason if there is one."""
+        graphs = {each.text: None for each in self._cache.graphs if each.text} if self._cache else {}
+        donate = ["donate"] if self._step.donate else []
+        text = f"compiled({', '.join([self._lowering, *donate, *graphs])})"
+        return f"{text}  # {self._why}" if self._why else text
 
     def lower(self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]) -> Lowered:
-        """Compile for a state and a batch like these, and say what was compiled."""
-        device = tree.device_of(state.params)
-        inputs = replace(state, step=None, rng=None), batch, self._pack(words, hyper, device)
+        """Compile for a state and a batch like these, and describe what was compiled."""
         if self._lowering in ("auto", "whole"):
             try:
-                captured = self._cache.graph_for(*inputs).captured
+                captured = self._cache.graph_for(*self._inputs(state, batch, hyper, words)).captured  # type: ignore[union-attr]
                 self._settle()
-                travels = traffic(captured, _groups(self._step))
-                return Lowered("whole", 1, count_nodes(captured), peak_bytes(captured), traffic=travels)
+                sends = traffic(captured, _groups(self._step))
+                return Lowered("whole", 1, count_nodes(captured), peak_bytes(captured), traffic=sends)
             except FAILED as error:
                 self._fall_back(error)
-        copies = tree.clone(inputs)
-        self._run(tree.clone(state), batch, hyper, words, copies)
-        if self._lowering == "eager":
-            return Lowered("eager", 0, {}, None)
-        graphs, breaks = _explained(self._step, state, batch, self._unpack(copies[2])[0][0])
-        update = self._cache.graphs[-1].captured
-        return Lowered("split", len(graphs) + 1, count_nodes(*graphs, update), None, breaks)
+        updates = []
+        if not self._step.optimizer.offloaded:
+            # The update is compiled when it gets gradients.
+            self._run_split(tree.clone(state), tree.clone(batch), hyper, words)
+            if self._lowering == "eager":
+                return Lowered("eager", 0, {}, None)
+            updates = [self._cache.graphs[-1].captured]  # type: ignore[union-attr]
+        graphs, breaks = _explained(self._step, state, batch, words)
+        return Lowered("split", len(graphs) + len(updates), count_nodes(*graphs, *updates), None, breaks)
 
     def _whole(self) -> Callable[..., Any]:
-        if any(wrapper.grad and wrapper.grad.compile_inner for wrapper in self._step.wrappers):
-            return in_a_loop(self._step, self._compiler, self._cached_update, self._unpack)
-        # Only a donated state stays where it is.
-        donate = self._step.donate
-        drawing, what = self._drawing(assemble(self._step)), described(self._step.base)
-        self._cache = self._compiler.traced(drawing, what, donate=donate, replay=donate)
+        """Return ``(state, batch, packed) -> (state, metrics)`` as one graph."""
+        step = self._step
+        if any(wrapper.grad and wrapper.grad.compile_inner for wrapper in step.wrappers):
+            return in_a_loop(step, self._compiler, self._cached_update, self._unpack)
+        core = assemble(step)
+
+        def whole(state: TrainState, batch: PyTree, packed: Tensor) -> tuple[TrainState, Metrics]:
+            keys, hyper = self._unpack(packed)
+            with stock_draws(step.base.module, self._compiler, keys[1]):
+                return core(state, batch, hyper, keys[0] if step.base.needs_rng else None)
+
+        # Only a donated state stays at its addresses, which a replayed graph needs.
+        self._cache = self._compiler.traced(whole, step.base.name, donate=step.donate, replay=step.donate)
         return self._cache
 
-    def _drawing(self, core: Core) -> Callable[..., Any]:
-        def drawing(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
-            keys, hyper = self._unpack(words)
-            with stock_draws(self._step.base.module, self._compiler, keys[1]):
-                return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
-
-        return drawing
-
     def _split(self) -> Callable[..., Any]:
-        until_update = UntilUpdate()
-        core = assemble(
-            self._step,
-            around_loss=self._compiler.compile_loss,
-            around_update=lambda update: until_update.around_update(self._cached_update(update)),
-        )
-        what = described(self._step.base)
-        _warn_of_shared_buffers(self._step.base.module)
+        """Return ``(state, batch, hyper, words) -> (state, metrics)`` with loss and update compiled by themselves."""
+        step, until_update = self._step, UntilUpdate()
+        _warn_of_shared_buffers(step.base.module)
+        if step.optimizer.offloaded:
+            run: Callable[..., Any] = Eager(step, self._compiler.compile_loss, until_update.around_update)
+        else:
+            run = self._packed(
+                assemble(
+                    step,
+                    around_loss=self._compiler.compile_loss,
+                    around_update=lambda update: until_update.around_update(self._cached_update(update)),
+                )
+            )
 
-        def run(state: TrainState, batch: PyTree, words: Tensor) -> tuple[TrainState, Metrics]:
-            new = self._shapes.admit(batch=batch)
-            keys, hyper = self._unpack(words)
-            with log_if_slow(what) if new else nullcontext(), self._compiler.cache(), until_update.attempted():
+        def split(state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> tuple[TrainState, Metrics]:
+            logging_slow = log_if_slow(step.base.name) if self._shapes.admit(batch=batch) else nullcontext()
+            with logging_slow, self._compiler.cache(), until_update.attempted():
+                return run(state, batch, hyper, words)  # type: ignore[no-any-return]
+
+        return split
+
+    def _packed(self, core: Core) -> Callable[..., Any]:
+        """Run a core with the scheduled values as tensors, which do not recompile it when they change."""
+
+        def run(state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> tuple[TrainState, Metrics]:
+            state, batch, packed = self._inputs(state, batch, hyper, words)
+            keys, hyper = self._unpack(packed)
+            backend = backends.of(packed.device)
+            with torch.no_grad(), backend.seeded(random.seed_of(words)), backend.deterministic():
                 return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
 
         return run
@@ -195,25 +216,29 @@ class _Compiled:
         def carried(state: TrainState, gradients: Gradients, hyper: Hyper) -> tuple[TrainState, None]:
             return update(state, gradients, hyper, donate=False), None
 
-        self._cache = self._compiler.traced(carried, None, donate=self._step.donate)
+        cache = self._cache = self._compiler.traced(carried, donate=self._step.donate)
 
         def updating(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
             new: TrainState
-            new, _ = self._cache(state, gradients, hyper)
+            new, _ = cache(state, gradients, hyper)
             return new
 
         return updating
 
-    def _pack(self, words: tuple[int, int], hyper: Mapping[str, float], device: torch.device) -> Tensor:
-        """Bring all that the host knows of a step to the device as one int64 tensor."""
+    def _inputs(
+        self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
+    ) -> tuple[TrainState, PyTree, Tensor]:
+        """Return the inputs of a graph; keys and scheduled values are packed into one int64 tensor on the device."""
+        device = tree.device_of(state.params)
         keys = *words, *random.stock_key_data(words), *random.update_key_data(words)
-        # Without float64, numbers lie in pairs; "0q" fills up the last one.
+        # Without float64, two numbers share an int64; "0q" pads the last one.
         kind = "d" if backends.widest(device) == torch.float64 else "f"
         packed = bytearray(struct.pack(f"{len(keys)}q{len(hyper)}{kind}0q", *keys, *hyper.values()))
-        return random.to_device(torch.frombuffer(packed, dtype=torch.int64), device)
+        on_device = random.to_device(torch.frombuffer(packed, dtype=torch.int64), device)
+        return replace(state, step=None, rng=None), batch, on_device
 
     def _unpack(self, packed: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the keys of the loss and of stock modules, shape (2, 2), and what the optimizer gets."""
+        """Return the keys of the loss and of stock modules, shape (2, 2), and the `Hyper` of the optimizer."""
         values = packed[6:].view(backends.widest(packed.device)).unbind()
         hyper = dict(zip(self._names, values, strict=False))
         if self._step.optimizer.needs_rng:
@@ -223,35 +248,34 @@ class _Compiled:
     def __call__(
         self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
-        device = tree.device_of(state.params)
-        inputs = replace(state, step=None, rng=None), batch, self._pack(words, hyper, device)
         if self._lowering in ("auto", "whole"):
             try:
-                output: tuple[TrainState, Metrics] = self._core(*inputs)
+                output: tuple[TrainState, Metrics] = self._run(*self._inputs(state, batch, hyper, words))
             except FAILED as error:
                 self._fall_back(error)
             else:
                 self._settle()
                 return output
-        return self._run(state, batch, hyper, words, inputs)
+        return self._run_split(state, batch, hyper, words)
 
-    def _run(
-        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int], inputs: Any
+    def _run_split(
+        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
-        """Run the step split, or eagerly."""
+        """Run the step split, or eagerly when that has failed."""
         if self._lowering == "eager":
             return self._eager(state, batch, hyper, words)
-        backend = backends.of(tree.device_of(state.params))
         try:
-            with torch.no_grad(), backend.seeded(random.seed_of(words)), backend.deterministic():
-                return self._core(*inputs)  # type: ignore[no-any-return]
+            return self._run(state, batch, hyper, words)  # type: ignore[no-any-return]
         except FAILED as error:
             why = self._reason(error)
-        # Not in the handler, where the error would hold its tensors. What fails here as well is the loss itself.
+        # Outside of the handler, which keeps the tensors of the error alive. An error of the loss is raised here again.
         output = self._eager(state, batch, hyper, words)
+        self._run_eagerly(why)
+        return output
+
+    def _run_eagerly(self, why: str) -> None:
         log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
         self._lowering, self._why = "eager", why
-        return output
 
     def _settle(self) -> None:
         if self._lowering == "auto":
@@ -259,41 +283,32 @@ class _Compiled:
             self._lowering = "whole"
 
     def _fall_back(self, error: TraceError | CompilerError) -> None:
-        """Let a step be split, or made eagerly, that failed as a whole."""
+        """Split a step that failed as one graph, or run it eagerly where it cannot be split."""
         updates_in_backward = self._step.updates_in_backward
         if isinstance(error, TraceError) and (updates_in_backward or not self._may_fall_back):
             more = f"; {SPLIT_IN_BACKWARD}: leave out update_in_backward or compiled" if updates_in_backward else ""
             raise TraceError(f"compiled: the step cannot be captured as one graph: {error}{more}") from error
         why = self._reason(error)
         if updates_in_backward or combines_ranks(self._step.wrappers):
-            log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
-            self._lowering, self._why = "eager", why
+            self._run_eagerly(why)
             return
-        what = "cannot be captured" if isinstance(error, TraceError) else "cannot be compiled"
-        log.warning("compiled: split into loss and update, since the whole step %s: %s", what, why)
-        self._lowering, self._core, self._why = "split", self._split(), why
+        what = "captured" if isinstance(error, TraceError) else "compiled"
+        log.warning("compiled: split into loss and update, since the whole step cannot be %s: %s", what, why)
+        self._lowering, self._run, self._why = "split", self._split(), why
 
     def _reason(self, error: TraceError | CompilerError) -> str:
-        return _why(error, self._may_fall_back, "whole" if self._lowering == "auto" else self._lowering)
-
-
-def _text(lowering: str, step: Step, why: str, *more: str) -> str:
-    """Return how a compiled step prints, with the reason for its lowering if there is one."""
-    donate = ["donate"] if step.donate else []
-    text = f"compiled({', '.join([lowering, *donate, *more])})"
-    return f"{text}  # {why}" if why else text
-
-
-def _why(error: TraceError | CompilerError, may_fall_back: bool, lowering: str) -> str:
-    """Say why a step runs in another way; where it may not, or the error says nothing of compiling, raise it."""
-    cause = error.__cause__ if isinstance(error, CompilerError) and error.__cause__ else error
-    if not may_fall_back:
-        raise cause
-    return str(error) if isinstance(error, TraceError) else f"{error} (lowering={lowering!r} raises the whole error)"
+        """Return why the step falls back to another lowering; raise the error itself if it may not."""
+        if not self._may_fall_back:
+            cause = error.__cause__ if isinstance(error, CompilerError) and error.__cause__ else error
+            raise cause
+        if isinstance(error, TraceError):
+            return str(error)
+        lowering = "whole" if self._lowering == "auto" else self._lowering
+        return f"{error} (lowering={lowering!r} raises the whole error)"
 
 
 def _warn_of_shared_buffers(module: nn.Module | None) -> None:
-    """Log which buffers a split step may not change in place; what it changes is only known while it is compiled."""
+    """Log which buffers a split step must not change in place; it does not see whether the model does."""
     for first, second in overlaps(dict(module.named_buffers())) if module is not None else ():
         log.warning(
             "compiled: the buffers %s and %s have memory in common. A split step does not see whether the model "
@@ -310,59 +325,19 @@ def _groups(step: Step) -> Mapping[str, Group]:
 
 
 def _explained(
-    step: Step, state: TrainState, batch: PyTree, rng: Tensor
+    step: Step, state: TrainState, batch: PyTree, words: tuple[int, int]
 ) -> tuple[list[fx.GraphModule], tuple[str, ...]]:
-    """The graphs of a loss, and where they break; `rng` is the key of the step, if it draws."""
-    parts = tree.overlay(state.params, state.frozen), batch
-    return explain(step.loss.fn, *parts, rng=rng if step.base.needs_rng else None, buffers=tree.clone(state.buffers))
-
-
-class _CompiledLoss:
-    """Runs a step with its loss compiled, and the rest operation by operation."""
-
-    def __init__(self, step: Step, compiler: Compiler, *, may_fall_back: bool) -> None:
-        self._step, self._compiler, self._shapes, self._may_fall_back = (
-            step,
-            compiler,
-            ShapeRegistry(compiler.max_graphs),
-            may_fall_back,
-        )
-        self._until_update, self._described = UntilUpdate(), described(step.base)
-        self._run = Eager(step, compiler.compile_loss, self._until_update.around_update)
-        self.text = _text("split", step, "the loss alone: the optimizer's state visits the device in parts")
-
-    def __call__(
-        self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
-    ) -> tuple[TrainState, Metrics]:
-        new = self._shapes.admit(batch=batch)
-        try:
-            with (
-                log_if_slow(self._described) if new else nullcontext(),
-                self._compiler.cache(),
-                self._until_update.attempted(),
-            ):
-                return self._run(state, batch, hyper, words)
-        except CompilerError as error:
-            why = _why(error, self._may_fall_back, "split")
-        eager = Eager(self._step)
-        output = eager(state, batch, hyper, words)
-        log.warning("compiled: the step runs eagerly, since the compiler failed: %s", why)
-        self._run, self.text = eager, _text("eager", self._step, why)
-        return output
-
-    def lower(self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> Lowered:
-        """Say what of the loss is compiled for a state and a batch like these."""
-        rng = random.to_device(random.wrap_key_data(words), tree.device_of(state.params))
-        with self._compiler.cache():
-            graphs, breaks = _explained(self._step, state, batch, rng)
-        return Lowered("split", len(graphs), count_nodes(*graphs), None, breaks)
+    """Return the graphs of a loss, and where they break."""
+    key = random.to_device(random.wrap_key_data(words), tree.device_of(state.params)) if step.base.needs_rng else None
+    params = tree.overlay(state.params, state.frozen)
+    return explain(step.loss.fn, params, batch, rng=key, buffers=tree.clone(state.buffers))
 
 
 class CompiledFunction:
     """A plain function ``(state, batch) -> (state, metrics)``, compiled."""
 
     def __init__(self, function: Callable[..., Any], compiler: Compiler, *, donate: bool) -> None:
-        self._function: Callable[..., Any] = function
+        self._function = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self._cache: Callable[..., Any] = compiler.traced(function, self.__name__, donate=donate)
 
@@ -378,3 +353,23 @@ class CompiledFunction:
 
     def __repr__(self) -> str:
         return f"compiled({self.__name__})"
+
+
+_RUN = {kind.__call__.__code__ for kind in (_Compiled, CompiledFunction)}
+_COMPILE = {capture.capture.__code__, Compiler.compile.__code__}
+
+
+def is_compiled(step: Any) -> bool:
+    """Whether a step, or a function in its place, is compiled in its first calls."""
+    return isinstance(step, CompiledFunction) or getattr(step, "is_compiled", False)
+
+
+def is_compiling(frame: FrameType | None) -> bool:
+    """Whether a frame is within a compiled step that is still being compiled, and has written nothing."""
+    codes = set()
+    while frame is not None:
+        codes.add(frame.f_code)
+        frame = frame.f_back
+    # Torch compiles a loss, and later its backward pass, within a context of its own.
+    compiles = not codes.isdisjoint(_COMPILE) or torch_compile.is_compiling()
+    return compiles and not codes.isdisjoint(_RUN)

@@ -1,4 +1,4 @@
-"""The options of low-rank adapters, and what modules and trees have in common."""
+"""The options of low-rank adapters, and functions for those of modules and of trees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Config:
     """The options of `ftrain.lora`, which describes them.
 
     Raises:
-        OptionError: for one out of its range.
+        OptionError: when one is not in its range.
     """
 
     rank: int
@@ -59,10 +59,10 @@ class Config:
 
 def keys_of(key: Tensor, count: int) -> list[Tensor]:
     """Return a key for each of `count` adapters."""
-    # No step has the number -1, so that no step draws the same numbers.
+    # A step has a number of at least 0, so no step draws the same random numbers.
     return list(random.split(random.fold_in(key, -1), count))
 
 
 def missing(text: str, name: str) -> str:
-    """Return the message for parameters that were made without adapters."""
-    return f"{text}: params has no {name}, for they were made without this ft.lora; make the state with step.init()"
+    """Return the message for parameters without adapters."""
+    return f"{text}: params has no {name}: they are of a step without this ft.lora; make the state with step.init()"

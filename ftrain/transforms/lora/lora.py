@@ -1,4 +1,4 @@
-"""Low-rank adapters: small matrices that train beside a base that does not."""
+"""The wrapper `lora`: train low-rank adapters of a frozen base."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ def lora(
     .. math:: y = W x + \frac{\alpha}{r}\, B A\, \mathrm{dropout}(x), \quad A\ (r, in), \quad B\ (out, r)
 
     `Step.init` adds A and B of every target to the parameters, drawn from the seed of the state; the first loss is that
-    of the base, to the bit. Only they train, and what ``train_step(..., trainable=)`` names: ``state.params`` and the
-    optimizer hold nothing else, and ``state.frozen`` holds the base in its dtype. Adapters are float32, or float64 for
-    a float64 base.
+    of the base, to the bit. Only adapters are trained, and the parameters that ``train_step(..., trainable=)`` names:
+    ``state.params`` and the optimizer state have nothing else, and ``state.frozen`` has the base in its dtype. Adapters
+    are float32, or float64 for a float64 base.
 
     In a module, targets are its `nn.Linear`, `nn.Embedding` and the Conv1D of transformers, and ``W + BA`` is never
     computed (except for the norms of its rows in DoRA). Names in the state are those of peft:
-    ``layers.0.q_proj.lora_A.weight``. In a loss of a tree, targets are matrices, and the loss gets ``W + BA`` in
-    their place; the state then has the tree under ``base`` and A and B under ``adapters``. To evaluate, use
-    ``ft.eval_step(step.loss)``. The place of this wrapper among others makes no difference.
+    ``layers.0.q_proj.lora_A.weight``. In a loss of a tree, targets are matrices, and the loss gets ``W + BA`` instead
+    of W; the state then has the tree under ``base`` and A and B under ``adapters``. To evaluate, use
+    ``ft.eval_step(step.loss)``. The position of this wrapper among others makes no difference.
 
     Args:
-        rank: r, columns of B and rows of A.
-        alpha: the scale of BA, times the rank; default: the rank, which is a scale of one.
-        targets: patterns of the names of modules, or of the leaves of a tree: ``["*.q_proj", "*.v_proj"]``.
+        rank: r, the number of rows of A and of columns of B.
+        alpha: the scale of BA times the rank. Default: the rank, so that the scale is 1.
+        targets: patterns of names of modules, or of leaves of a tree: ``["*.q_proj", "*.v_proj"]``.
         dropout: rate in [0, 1) of the dropout of the adapters' inputs in training; embeddings have none.
-        dora: train a magnitude for each output as well (Liu et al. 2024, arXiv:2402.09353).
-        rslora: scale by alpha over the root of the rank (Kalajdzievski 2023, arXiv:2312.03732).
+        dora: also train a magnitude for each output (Liu et al. 2024, arXiv:2402.09353).
+        rslora: scale BA by alpha over the square root of the rank (Kalajdzievski 2023, arXiv:2312.03732).
 
     Raises:
-        OptionError: for an option out of its range, or a pattern that matches nothing; of a tree, from `Step.init`.
+        OptionError: for an option that is not in its range, or a pattern that matches nothing; for a tree, from
+            `Step.init`.
     """
     options = Config(rank, rank if alpha is None else alpha, targets, dropout, dora, rslora)
 

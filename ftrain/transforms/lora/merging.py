@@ -1,4 +1,4 @@
-"""Add adapters to the weights that they belong to, and subtract them again."""
+"""Add adapters to their weights (`merge`), and subtract them again (`unmerge`)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ SLOT = "lora"
 
 
 def merge(step: Step, state: TrainState) -> TrainState:
-    """Fold the adapters of a state into its weights, which then compute the same without them.
+    """Add the adapters of a state to its weights, which then compute the same without adapters.
 
     The result has all parameters of the base under ``params``, as a loss without `lora` needs them: evaluate it with
-    ``ft.eval_step(loss_fn)``, or load it with ``ft.to_module(module, merged)``. Sums are in the dtype of the adapters,
-    rounded once, to that of the weight. For `unmerge`, ``slots`` keeps the adapters, and the norms of DoRA.
+    ``ft.eval_step(loss_fn)``, or load it with ``ft.to_module(module, merged)``. Sums are computed in the dtype of the
+    adapters and rounded once to that of the weight. ``slots`` keeps the adapters, and the norms of DoRA, for `unmerge`.
 
     Args:
         step: a step with `lora`.
-        state: of that step, or what `ftrain.averaged` makes of it.
+        state: a state of that step, also one of `ftrain.averaged`.
 
     Raises:
         ComposeError: when the step has no `lora`.
@@ -35,16 +35,16 @@ def merge(step: Step, state: TrainState) -> TrainState:
     """
     adapters = adapters_of("merge", step)
     if SLOT in state.slots:
-        raise StructureError("merge: the adapters of this state are in its weights already")
-    whole = tree.overlay(state.params, state.frozen)
+        raise StructureError("merge: the adapters of this state are already merged into its weights")
+    base = tree.overlay(state.params, state.frozen)
     slot: dict[str, Any] = {"params": state.params}
     if isinstance(adapters, TreeAdapters):
-        params = adapters.added_up(whole)
+        params = adapters.added_up(base)
     else:
-        params = {name: leaf for name, leaf in whole.items() if name not in adapters.names}
+        params = {name: leaf for name, leaf in base.items() if name not in adapters.names}
         slot["norms"] = {}
         for target in adapters.targets:
-            params[target.weight], norm = _merged(target, whole, adapters)
+            params[target.weight], norm = _merged(target, base, adapters)
             if norm is not None:
                 slot["norms"][target.name] = norm
     return replace(state, params=params, frozen=None, slots={**state.slots, SLOT: slot})
@@ -62,15 +62,16 @@ def adapters_of(function: str, step: Step) -> ModuleAdapters | TreeAdapters:
     return adapters
 
 
-def _merged(target: Target, whole: dict[str, Tensor], adapters: ModuleAdapters) -> tuple[Tensor, Tensor | None]:
-    weight = whole[target.weight]
+def _merged(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters) -> tuple[Tensor, Tensor | None]:
+    """Return the weight with its adapter, and with DoRA the norms of its rows."""
+    weight, (a, b, *magnitude) = named[target.weight], _tensors(target, named, adapters)
     if target.tied:
         raise StructureError(
             f"merge: {target.weight}, the weight of {target.name}, is tied to another module's, which does not "
             "have this adapter; give the module a weight of its own first"
         )
-    matrix, (a, b, *magnitude) = target.matrix(weight), _tensors(target, whole, adapters)
-    summed, norm = adapted(matrix, a, b, adapters.config.scale), None
+    matrix, norm = target.matrix(weight), None
+    summed = adapted(matrix, a, b, adapters.config.scale)
     if magnitude:
         norm = norms(matrix, a, b, adapters.config.scale)
         summed = (magnitude[0] / norm)[:, None] * summed
@@ -82,11 +83,11 @@ def _tensors(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters)
 
 
 def unmerge(step: Step, merged: TrainState) -> TrainState:
-    """Subtract the adapters from the weights of a state of `merge`: its inverse, within rounding.
+    """Subtract the adapters from the weights of a merged state: the inverse of `merge`, within rounding.
 
     Args:
         step: a step with `lora`.
-        merged: from `merge`.
+        merged: a state of `merge`.
 
     Raises:
         ComposeError: when the step has no `lora`.
@@ -94,12 +95,12 @@ def unmerge(step: Step, merged: TrainState) -> TrainState:
     """
     adapters = adapters_of("unmerge", step)
     if SLOT not in merged.slots:
-        raise StructureError("unmerge: the state is not one of ft.adapters.merge(step, state)")
+        raise StructureError("unmerge: the state is not merged; needs one of ft.adapters.merge(step, state)")
     slot = merged.slots[SLOT]
     params = slot["params"]
     if isinstance(adapters, TreeAdapters):
-        whole = {BASE: merged.params, ADAPTERS: params[ADAPTERS]}
-        whole = {**whole, BASE: adapters.added_up(whole, sign=-1)}
+        with_adapters = {BASE: merged.params, ADAPTERS: params[ADAPTERS]}
+        whole = {**with_adapters, BASE: adapters.added_up(with_adapters, sign=-1)}
     else:
         whole = {**merged.params, **{name: params[name] for name in adapters.names}}
         for target in adapters.targets:
@@ -112,8 +113,8 @@ def unmerge(step: Step, merged: TrainState) -> TrainState:
 
 
 def _unmerged(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters, norm: Tensor | None) -> Tensor:
-    weight = named[target.weight]
-    matrix, (a, b, *magnitude) = target.matrix(weight), _tensors(target, named, adapters)
+    weight, (a, b, *magnitude) = named[target.weight], _tensors(target, named, adapters)
+    matrix = target.matrix(weight)
     if norm is not None:
         matrix = matrix.to(a.dtype) / (magnitude[0] / norm)[:, None]
     return target.matrix(adapted(matrix, a, b, -adapters.config.scale)).to(weight.dtype).contiguous()

@@ -1,29 +1,27 @@
-"""The adapters of a module, which run in the forward of its submodules."""
+"""The adapters of a module, which run in the forward of its linear layers and embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ftrain import tree
 from ftrain.errors import LossError, StructureError
 from ftrain.step.blocks import forwarding
 from ftrain.step.swap_params import Slot, bound
-from ftrain.transforms.lora import layers
 from ftrain.transforms.lora.config import Config, keys_of, missing
-from ftrain.transforms.lora.targets import find_targets
+from ftrain.transforms.lora.targets import Target, find_targets
+from ftrain.transforms.lora.weights import norms
 from ftrain.types import Loss, LossFn, LossOutput, PyTree
 
 
 class ModuleAdapters:
     """The adapters of a module.
-
-    Args:
-        config: their options.
-        module: the base.
 
     Raises:
         OptionError: for a pattern of targets that matches nothing.
@@ -31,23 +29,26 @@ class ModuleAdapters:
 
     def __init__(self, config: Config, module: nn.Module) -> None:
         self.config, self.module, self.targets = config, module, find_targets(module, config.targets)
-        self._forwards = {id(target.part): layers.forward(target, config) for target in self.targets}
+        self._forwards = [
+            (target.part, _embedding(target, config) if target.is_embedding else _linear(target, config))
+            for target in self.targets
+        ]
         self._slots = {id(target.part): target.slots(dora=config.dora) for target in self.targets}
-        self._places = [slot for slots in self._slots.values() for slot in slots]
-        self.names = {slot.name for slot in self._places}
-        # In evaluation, fused layers of torch read the weights of their submodules, and do not call these.
+        self._all_slots = [slot for slots in self._slots.values() for slot in slots]
+        self.names = {slot.name for slot in self._all_slots}
+        # In evaluation, torch's fused layers read the weights of their submodules without calling them.
         fused = nn.TransformerEncoder, nn.TransformerEncoderLayer
         self._may_fuse = any(isinstance(part, fused) for part in module.modules())
 
     def slots(self, part: nn.Module) -> list[Slot]:
-        """Return the places of the adapters in a part of the module."""
+        """Return the slots of the adapters in a submodule."""
         return [slot for inner in part.modules() for slot in self._slots.get(id(inner), ())]
 
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
         """Return some parameters with their new adapters, which are trainable, drawn from a key.
 
         Raises:
-            StructureError: when a parameter has the name of one of them.
+            StructureError: when a parameter has the name of an adapter.
         """
         base = tree.overlay(params, frozen)
         if existing := sorted(self.names & base.keys()):
@@ -59,24 +60,24 @@ class ModuleAdapters:
         return {**params, **adapters}, {**frozen, **dict.fromkeys(adapters)}
 
     def around(self, loss: Loss) -> LossFn:
-        """Return the loss of the base with its adapters; it raises a LossError for parameters without adapters."""
+        """Return the loss of the base with its adapters; it raises a LossError when these are not in the parameters."""
 
         def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             try:
-                values = [params[slot.name] for slot in self._places]
+                values = [params[slot.name] for slot in self._all_slots]
             except KeyError as error:
                 raise LossError(missing(loss.text, error.args[0])) from None
             base = {name: leaf for name, leaf in params.items() if name not in self.names}
-            with bound(self._places, values):
+            with bound(self._all_slots, values):
                 return loss.fn(base, batch, rng=rng, buffers=buffers)
 
         return fn
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Context in which the modules that have adapters run with them."""
+        """Context in which the target modules run with their adapters."""
         fuses = self._may_fuse and torch.backends.mha.get_fastpath_enabled()
-        with forwarding((target.part, self._forwards[id(target.part)]) for target in self.targets):
+        with forwarding(self._forwards):
             try:
                 if fuses:
                     torch.backends.mha.set_fastpath_enabled(False)
@@ -84,3 +85,45 @@ class ModuleAdapters:
             finally:
                 if fuses:
                     torch.backends.mha.set_fastpath_enabled(True)
+
+
+def _linear(target: Target, config: Config) -> Callable[..., Tensor]:
+    """Return the forward of a linear layer with its adapter, whose tensors are in ``target.tensors`` while it runs."""
+    part: Any = target.part
+    tensors, base, scale, rate = target.tensors, part.forward, config.scale, config.dropout
+
+    def linear(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = base(x, *args, **kwargs)
+        a, b = tensors["a"], tensors["b"]
+        drops = bool(rate) and part.training
+        inputs = x.to(a.dtype)
+        inputs = F.dropout(inputs, rate) if drops else inputs
+        # Scaled where it has the fewest elements: the rank per example.
+        product = F.linear(F.linear(inputs, a) * scale, b)
+        if not config.dora:
+            return (result + product).to(result.dtype)
+        ratio: Tensor = tensors["magnitude"] / norms(target.matrix(part.weight), a, b, scale)
+        # The ratio also scales the product with the weight, for the same inputs after dropout, but not the bias.
+        by_weight = base(inputs.to(x.dtype), *args, **kwargs) if drops else result
+        by_weight = by_weight if part.bias is None else by_weight - part.bias
+        return (result + (ratio - 1) * by_weight + ratio * product).to(result.dtype)
+
+    return linear
+
+
+def _embedding(target: Target, config: Config) -> Callable[..., Tensor]:
+    """As `_linear`, for an embedding."""
+    part: Any = target.part
+    tensors, base, scale = target.tensors, part.forward, config.scale
+
+    def embedding(indices: Tensor) -> Tensor:
+        result: Tensor = base(indices)
+        a, b = tensors["a"], tensors["b"]
+        rows = F.embedding(indices, a.T, part.padding_idx, scale_grad_by_freq=part.scale_grad_by_freq)
+        product: Tensor = (rows * scale) @ b.T
+        if not config.dora:
+            return (result + product).to(result.dtype)
+        ratio: Tensor = tensors["magnitude"] / norms(target.matrix(part.weight), a, b, scale)
+        return (ratio * (result + product)).to(result.dtype)
+
+    return embedding

@@ -29,9 +29,9 @@ from ftrain.types import TrainState, replace
 FILES = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 FINGERPRINTS = "ftrain.base"
-"""The entry of the metadata with a fingerprint of each tensor of the base."""
+"""The key in the metadata of a fingerprint of each tensor of the base."""
 
-# Options of peft that follow from the names and shapes of the tensors, or do not change what is computed.
+# Options of peft that the names and shapes of the tensors determine, or that do not change the result.
 IGNORED = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -63,22 +63,22 @@ def save(
 ) -> None:
     """Save the adapters of a state, and other trained parameters, in files that peft loads.
 
-    ``PeftModel.from_pretrained(base, directory)`` then computes the same as the state. Other parameters, which
-    `trainable` has named, become peft's `modules_to_save`, and must be those of whole modules. For `load`, the metadata
-    has fingerprints of the base, and ``ftrain_digests.json``, which peft does not read, the sha256 of every tensor. The
+    ``PeftModel.from_pretrained(base, directory)`` then computes the same as the state. Other trained parameters, named
+    by `trainable`, become peft's `modules_to_save`, and must be those of whole modules. For `load`, the metadata has
+    fingerprints of the base, and ``ftrain_digests.json``, which peft does not read, has the sha256 of every tensor. The
     directory appears by one rename, when everything is on the disk.
 
     Args:
-        directory: must not exist.
-        step: the step with `lora`, of a module.
-        state: of that step, or what `ftrain.averaged` returns for it.
-        base_model: for ``base_model_name_or_path``. Default: the name that a model of transformers has.
-        task_type: of peft, such as ``"CAUSAL_LM"``.
+        directory: new directory; it must not exist.
+        step: a step with `lora`, of a module.
+        state: a state of that step, also one of `ftrain.averaged`.
+        base_model: peft's ``base_model_name_or_path``. Default: the name of a model of transformers.
+        task_type: peft's ``task_type``, such as ``"CAUSAL_LM"``.
 
     Raises:
         ComposeError: when the step has no `lora`.
-        StructureError: when peft cannot represent it: adapters of a tree, single trained parameters, modules or weights
-            that are used in two places.
+        StructureError: when peft has no form for the state: adapters of a tree, trained parameters of a module that is
+            not trained as a whole, modules or weights that are used twice.
         CheckpointError: when `directory` exists, or cannot be written.
     """
     adapters = _of_module("adapters.save", step, state)
@@ -93,23 +93,23 @@ def save(
 
 
 def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool = False) -> TrainState:
-    """Return a state with the adapters that `save` or peft has written, and a new state of the optimizer.
+    """Return a state with the adapters that `save` or peft has written, and a new optimizer state.
 
     Every byte of files of `save` is verified; files of peft have no digests.
 
     Args:
-        directory: with ``adapter_model.safetensors`` and ``adapter_config.json``.
+        directory: directory with ``adapter_model.safetensors`` and ``adapter_config.json``.
         step: a step with `lora` of the same rank, alpha and targets; `like` makes the wrapper.
-        state: of that step.
-        any_base: also load adapters of another base, such as one that was trained further. Files of peft do not say to
-            which base they belong, unless they contain its embedding.
+        state: a state of that step.
+        any_base: also load adapters of another base, such as one that was trained further. Files of peft do not name
+            their base by content, unless they contain its embedding.
 
     Raises:
         ComposeError: when the step has no `lora`.
         StructureError: when the adapters differ from those of the step, or were trained on another base; the message
             lists the differences.
         CheckpointError: when a file is missing, malformed or changed, or uses options of peft that ftrain does not
-            have.
+            support.
     """
     adapters, directory = _of_module("adapters.load", step, state), Path(directory)
     content = read_safetensors(directory, FILES)
@@ -137,7 +137,7 @@ def like(directory: str | Path) -> Wrapper:
     """Return the `lora` wrapper that the files of an adapter describe, so that a step with it can `load` them.
 
     Raises:
-        CheckpointError: when a file is missing or malformed, or uses options of peft that ftrain does not have.
+        CheckpointError: when a file is missing or malformed, or uses options of peft that ftrain does not support.
     """
     directory = Path(directory)
     content = read_safetensors(directory, FILES)
@@ -159,11 +159,11 @@ def _of_module(function: str, step: Step, state: TrainState) -> ModuleAdapters:
     adapters = adapters_of(function, step)
     if not isinstance(adapters, ModuleAdapters):
         raise StructureError(
-            f"{function}: {step.base.text} is a loss of a tree, and peft's files are about modules; use "
+            f"{function}: {step.base.text} is a loss of a tree, but peft's files are for modules; use "
             "ft.checkpoint.save(path, state.params)"
         )
     if SLOT in state.slots:
-        raise StructureError(f"{function}: the adapters of this state are in its weights; ft.adapters.unmerge it first")
+        raise StructureError(f"{function}: the adapters of this state are merged; use ft.adapters.unmerge first")
     return adapters
 
 
@@ -171,11 +171,11 @@ def _peft_config(adapters: ModuleAdapters, whole_modules: list[str]) -> dict[str
     config, names = adapters.config, [target.name for target in adapters.targets]
     for target in adapters.targets:
         if not target.name:
-            raise StructureError("adapters.save: the adapter is of the model itself, and peft adapts its parts only")
+            raise StructureError("adapters.save: the target is the model itself, but peft adapts only its submodules")
         if target.aliases:
             raise StructureError(
-                f"adapters.save: the module {target.name} is also {', '.join(target.aliases)}, and peft would adapt it "
-                "in the first place only"
+                f"adapters.save: the module {target.name} is also {', '.join(target.aliases)}, but peft would adapt it "
+                "under the first name only"
             )
     return {
         "peft_type": "LORA",
@@ -194,7 +194,7 @@ def _peft_config(adapters: ModuleAdapters, whole_modules: list[str]) -> dict[str
 
 
 def _shortest(names: list[str], every: list[str]) -> list[str] | str:
-    """Write targets as peft does, by the ends of names; where those would match more, as a regular expression."""
+    """Return targets in peft's form, as the ends of names, or as a regular expression where those match too much."""
     for ends in (sorted({name.rpartition(".")[2] for name in names}), sorted(names)):
         if {name for name in every if any(name == end or name.endswith(f".{end}") for end in ends)} == set(names):
             return ends
@@ -202,7 +202,7 @@ def _shortest(names: list[str], every: list[str]) -> list[str] | str:
 
 
 def _whole_modules(adapters: ModuleAdapters, others: Iterable[str], every: set[str]) -> list[str]:
-    """Return the modules that train as a whole, whose parameters are `others`; raise if there is one in part."""
+    """Return the modules whose parameters are `others`; raise a StructureError if one is not trained as a whole."""
     others, module = set(others), adapters.module
     uses = Counter(slot.name for slot in slots_of(module))
     owners = sorted({name.rpartition(".")[0] for name in others})
@@ -210,7 +210,7 @@ def _whole_modules(adapters: ModuleAdapters, others: Iterable[str], every: set[s
         inside = {name for name in every - adapters.names if name.startswith(f"{owner}.")} if owner else set(others)
         problem = ""
         if not owner:
-            problem = "of no module below the model itself"
+            problem = "which are of no submodule"
         elif inside - others:
             problem = f"and {min(inside - others)} is frozen"
         elif any(target.name == owner or target.name.startswith(f"{owner}.") for target in adapters.targets):
@@ -258,13 +258,13 @@ def _require_options(directory: Path, config: Mapping[str, Any]) -> None:
     ]
     if unsupported:
         raise CheckpointError(
-            f"{directory}: {FILES[1]} has {', '.join(unsupported)}, which ftrain has not; merge the adapter with peft, "
-            "or train it without"
+            f"{directory}: {FILES[1]} has {', '.join(unsupported)}, which ftrain does not support; merge the adapter "
+            "with peft, or train it without"
         )
 
 
 def _named(directory: Path, content: TensorsAndConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors of a file by the names of ftrain, and the weights of the base in it."""
+    """Return the trained tensors of a file by their names in ftrain, and the weights of the base that it has."""
     modules = [re.escape(name) for name in content.config.get("modules_to_save") or ()]
     trained = re.compile(rf"(^|.*\.)(lora_|({'|'.join(modules) or '$'})\.)")
     named, bases = {}, {}
@@ -275,7 +275,7 @@ def _named(directory: Path, content: TensorsAndConfig) -> tuple[dict[str, Tensor
         if trained.match(name):
             named[name.removesuffix(".weight") if "lora_magnitude" in name else name] = tensor
         else:
-            # Embeddings that are adapted, or tied to one.
+            # Peft saves embeddings that have adapters, or are tied to one.
             bases[name.replace(".base_layer.", ".")] = tensor
     return named, bases
 
@@ -298,7 +298,7 @@ def _differences(named: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> l
 def _other_base(
     metadata: Mapping[str, str], bases: Mapping[str, Tensor], adapters: ModuleAdapters, state: TrainState
 ) -> list[str]:
-    """Return a message if the base of a file is known to differ from that of a state."""
+    """Return a message if the base of a file differs from that of a state, as far as the file tells."""
     first_names = {id(tensor): name for name, tensor in adapters.module.named_parameters()}
     weights = {
         name: (state.frozen or {}).get(first_names[id(tensor)])
@@ -311,13 +311,13 @@ def _other_base(
         theirs = {}
     for name, ours in _fingerprints(state).items():
         dtype, _, _ = str(theirs.get(name)).partition(":")
-        # In another dtype, it may be the same base.
+        # A base in another dtype may be the same; its fingerprints cannot be compared.
         if dtype == ours.partition(":")[0] and theirs.get(name) != ours:
             different.append(name)
     if not different:
         return []
     names = different[0] if len(different) == 1 else f"{different[0]} and {len(different) - 1} more"
-    return [f"it was trained on another base, with other values in {names}; any_base=True loads it all the same"]
+    return [f"it was trained on another base, with other values in {names}; any_base=True loads it anyway"]
 
 
 def _is_same(ours: Tensor | None, theirs: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The modules that get an adapter, and the names, initial values and slots of its tensors."""
+"""The modules that get an adapter, and the names, initial values and slots of their adapters."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CONV1D = "transformers.pytorch_utils", "Conv1D"
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A module with an adapter, whose tensors have the names that they have in the files of peft.
+    """A module with an adapter, whose tensors have the names of peft's files.
 
     Args:
         name: dotted name of the module.
         part: the module.
-        weight: the name of its weight among the parameters, that of another module where the two are tied.
+        weight: the name of its weight among the parameters; if it is tied, it may be named after another module.
         tied: whether its weight is also that of another module.
         aliases: further names of the module.
         tensors: the tensors of the adapter while the module runs, else None.
@@ -53,7 +53,7 @@ class Target:
         return not isinstance(self.part, nn.Linear)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Return a weight as (outputs, inputs), or a matrix of that shape as a weight."""
+        """Transpose a weight to (outputs, inputs), or such a matrix back to a weight, if the module needs it."""
         return weight.T if self.is_transposed else weight
 
     def names(self, *, dora: bool) -> dict[str, str]:
@@ -68,7 +68,7 @@ class Target:
         return [Slot(self.tensors, key, name, False) for key, name in self.names(dora=dora).items()]
 
     def initial(self, weight: Tensor, key: Tensor, config: Config) -> dict[str, Tensor]:
-        """Return the initial tensors by name, with which the module computes the same as without the adapter."""
+        """Return the initial tensors by name; with them the module computes the same as without the adapter."""
         matrix = self.matrix(weight.detach())
         outputs, inputs = matrix.shape
         options: dict[str, Any] = {"dtype": adapter_dtype(weight), "device": weight.device}
@@ -91,7 +91,7 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
         OptionError: for a pattern that matches none; the message lists similar names.
     """
     parts = dict(module.named_modules())
-    # Torch's attention reads the weights of its output layer, and never calls it.
+    # Torch's attention reads the weights of its output layer without calling it.
     uncalled = {id(part.out_proj) for part in parts.values() if isinstance(part, nn.MultiheadAttention)}
     adaptable = {name: part for name, part in parts.items() if _is_adaptable(part) and id(part) not in uncalled}
     for pattern in patterns:
@@ -117,7 +117,7 @@ def _is_adaptable(part: nn.Module) -> bool:
     if weight is None or weight.ndim != 2:
         return False
     if isinstance(part, nn.Embedding):
-        # One that scales its rows, or renormalises its weight, computes something else.
+        # A subclass may compute something else, and `max_norm` changes the weight.
         return type(part).forward is nn.Embedding.forward and part.max_norm is None
     return isinstance(part, nn.Linear) or (type(part).__module__, type(part).__name__) == CONV1D
 

@@ -1,4 +1,4 @@
-"""The adapters of the matrices of a tree, which are added to the matrices."""
+"""The adapters of the matrices of a tree, which are added to these."""
 
 from __future__ import annotations
 
@@ -17,17 +17,13 @@ from ftrain.types import Loss, LossFn, LossOutput, PyTree
 
 BASE, ADAPTERS = "base", "adapters"
 WHY_NOT = {
-    "dropout": "the inputs to drop are not known, only the matrix",
-    "dora": "which of its axes are outputs is not known",
+    "dropout": "its inputs are not known",
+    "dora": "it is not known which of its axes are outputs",
 }
 
 
 class TreeAdapters:
-    """The adapters of a tree.
-
-    Args:
-        config: their options.
-        text: of the loss.
+    """The adapters of a tree; `text` is that of its loss.
 
     Raises:
         OptionError: for an option that needs a module.
@@ -43,11 +39,11 @@ class TreeAdapters:
                 )
 
     def slots(self, part: nn.Module) -> list[Slot]:
-        """Return no slots, for there is no module."""
+        """Return no slots: there is no module."""
         return []
 
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
-        """Return the tree with new adapters of its matrices, drawn from a key.
+        """Return the trainable and the frozen parameters with new adapters, drawn from a key, among the trainable.
 
         Raises:
             OptionError: for a pattern that matches no matrix.
@@ -69,7 +65,7 @@ class TreeAdapters:
         return {name: leaf for name, leaf in matrices.items() if select(name, leaf)}
 
     def around(self, loss: Loss) -> LossFn:
-        """Return the loss of the tree with its adapters; it raises a LossError for parameters without adapters."""
+        """Return the loss of the tree with its adapters; it raises a LossError when these are not in the parameters."""
 
         def fn(params: PyTree, batch: PyTree, *, rng: Tensor | None, buffers: PyTree) -> LossOutput:
             if not isinstance(params, dict) or params.keys() != {BASE, ADAPTERS}:

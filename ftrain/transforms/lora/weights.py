@@ -11,8 +11,8 @@ from ftrain import _torch, random
 
 
 def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of a weight, which may be quantised, in another dtype."""
-    # Quantised weights are of a wrapper class; a plain tensor would be converted to float32 by `dequantize`.
+    """Return a weight, which may be quantised, as a dense tensor of another dtype."""
+    # Quantised weights are wrapper subclasses; `dequantize` would convert a plain tensor to float32.
     values: Any = weight.dequantize() if _torch.is_wrapper_subclass(weight) else weight
     return values.to(dtype)  # type: ignore[no-any-return]
 
@@ -30,23 +30,15 @@ def kaiming(key: Tensor, rank: int, inputs: int, like: Tensor) -> Tensor:
 
 
 def adapted(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return ``W + scale * B A`` in the dtype of the adapters.
-
-    Args:
-        weight: (outputs, inputs), in any dtype.
-        a: (rank, inputs).
-        b: (outputs, rank).
-        scale: the factor of the product.
-    """
+    """Return ``W + scale * B A`` in the dtype of the adapters; W is (outputs, inputs), A (rank, inputs)."""
     return torch.addmm(dense(weight, a.dtype), b, a, alpha=scale)
 
 
 def norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return the norm of each row of ``W + scale * B A``, of shape (outputs,), as a constant.
+    """Return the norm of each row of ``W + scale * B A``, shape (outputs,), in the dtype of the adapters.
 
-    It is not differentiated (Liu et al. 2024, arXiv:2402.09353, section 4.3), and not computed under autocast.
+    It is a constant for the gradient (Liu et al. 2024, arXiv:2402.09353, section 4.3).
     """
     with torch.autocast(a.device.type, enabled=False):
-        whole = adapted(weight.detach(), a.detach(), b.detach(), scale)
-        row_norms: Tensor = torch.linalg.vector_norm(whole, dim=1)
+        row_norms: Tensor = torch.linalg.vector_norm(adapted(weight.detach(), a.detach(), b.detach(), scale), dim=1)
         return row_norms

@@ -16,12 +16,11 @@ from ftrain.optim.offloaded import OffloadTarget, offload_state
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnUpdate, Wrapper, wrapper
 from ftrain.transforms.offload.saved_tensors import ActivationOffloader
-from ftrain.types import GradFn, PyTree, TrainState
+from ftrain.types import PyTree, TrainState
 
-ACTIVATIONS = "activations"
-KINDS = ACTIVATIONS, "opt_state"
+ACTIVATIONS, OPT_STATE = KINDS = "activations", "opt_state"
 MIN_BYTES = 1 << 16
-"""For fewer bytes, the overhead of a copy is larger than the copy itself."""
+"""For smaller tensors the overhead of a copy is larger than the copy itself."""
 
 
 @wrapper
@@ -33,33 +32,33 @@ def offload(
 ) -> Wrapper:
     """Keep activations or the optimizer state in host memory, or in files, and copy them to the device for use.
 
-    ``"activations"``: what autograd saves for the backward pass is copied to host memory, page-locked where that helps,
-    and back shortly before it is needed (Rhu et al. 2016, arXiv:1602.08124); where the device has streams, while it
-    computes. Parameters, buffers, the batch and small tensors stay on the device; each storage is copied once, however
-    many tensors share it. Gradients are the same to the bit. With `remat` the inputs of blocks are offloaded. A graph
-    cannot contain the copies, so that ``compiled(lowering="auto")`` splits the step.
+    ``"activations"``: what autograd saves for the backward pass is copied to host memory, pinned where that helps, and
+    back shortly before it is needed (Rhu et al. 2016, arXiv:1602.08124); on a device with streams, while it computes.
+    Parameters, buffers, the batch and small tensors stay on the device; each storage is copied once, even if several
+    tensors share it. Gradients are the same to the bit. With `remat` the inputs of blocks are offloaded. A graph cannot
+    contain the copies, so that ``compiled(lowering="auto")`` splits the step.
 
-    ``"opt_state"``: the optimizer state is in host memory, page-locked where that helps (Ren et al. 2021,
-    arXiv:2101.06840), or with `directory` in memory-mapped files (Rajbhandari et al. 2021, arXiv:2104.07857). An update
-    copies it to the device for some parameters at a time; where the device has streams, the next ones are copied while
-    these are updated. The result is the same to the bit. The leaves of `TrainState.opt_state` are ordinary tensors of
-    the host, which are saved, resumed and copied like others; a copy (`ftrain.tree.clone`) is in memory until a step
-    has written it to files. A donated state is overwritten; otherwise the new one has its own memory, or files. The
-    files have no names, and are freed with the state. The host waits for the copies at the end of each update, since
-    the tensors may then be read. On the host itself, ``directory=`` saves memory too.
+    ``"opt_state"``: the optimizer state is in host memory, pinned where that helps (Ren et al. 2021, arXiv:2101.06840),
+    or with `directory` in memory-mapped files (Rajbhandari et al. 2021, arXiv:2104.07857). An update copies it to the
+    device for some parameters at a time; on a device with streams, the next ones are copied while these are updated.
+    The result is the same to the bit. The leaves of `TrainState.opt_state` are ordinary tensors of the host, which are
+    saved, resumed and copied like others; a copy (`ftrain.tree.clone`) is in memory until a step has written it to
+    files. A donated state is overwritten; otherwise the new one has its own memory, or files. The files have no names,
+    and are freed with the state. The host waits for the copies at the end of each update, since the tensors may then be
+    read. On the host itself, ``directory=`` saves memory too.
 
     Args:
         what: ``"activations"`` or ``"opt_state"``; a step can have one of each.
-        directory: of the files of the state; it is made if it does not exist.
+        directory: directory for the files of the state; it is created if it does not exist.
         min_bytes: smaller tensors stay on the device.
 
     Raises:
         OptionError: for an argument out of its range, or a directory that cannot be written.
-        TraceError: from the step, for activations when it must be one graph.
-        LossError: from the step, when the loss changes a tensor that its gradient needs in place.
-        ComposeError: for the state with `compiled`, whose graphs hold all of it, or with a wrapper that may refuse an
-            update (`skip_nonfinite`, fp16), for which the old and the new state must exist at once; or for an optimizer
-            that cannot update parameters one by one.
+        TraceError: from the step, for activations when ``compiled(lowering="whole")``.
+        LossError: from the step, when the loss changes a tensor in place that its gradient needs.
+        ComposeError: for the state, with ``compiled(lowering="whole")``, with a wrapper that may refuse an update
+            (`skip_nonfinite`, fp16), for which the old and the new state must exist at once, or for an optimizer that
+            cannot update parameters one by one.
         DeviceError: from `Step.init`, when the state is on the host already and there is no directory, or when the
             disk is full.
     """
@@ -73,41 +72,40 @@ def offload(
                 f"offload: directory={str(directory)!r} is for 'opt_state'; activations go to host memory"
             )
         return _activations(min_bytes)
-    name = f"offload_{what}"
-    text = f"offload({what}{f', {directory}' if directory is not None else ''})"
-    return _opt_state(name, text, OffloadTarget(None if directory is None else as_directory(directory), min_bytes))
+    return _opt_state(directory, min_bytes)
 
 
 def _activations(min_bytes: int) -> Wrapper:
     text = f"offload({ACTIVATIONS})"
 
-    def offloading(run: Callable[..., Any]) -> Callable[..., Any]:
-        def offloaded(state: TrainState, batch: PyTree, *more: Any) -> Any:
+    def transform(run: Callable[..., Any]) -> Callable[..., Any]:
+        def offloading(state: TrainState, batch: PyTree, *more: Any) -> Any:
             resident = tree.leaves((state.params, state.frozen, state.buffers, batch))
             offloader = ActivationOffloader(tree.device_of(state.params), resident, min_bytes)
             with saved_tensors_hooks(offloader.pack, offloader.unpack):
                 return run(state, batch, *more)
 
-        return offloaded
-
-    def wrap(grad: GradFn) -> GradFn:
-        return around_forward(grad, offloading)
+        return offloading
 
     def require(backend: Backend, params: PyTree) -> None:
         if tree.device_of(params) == tree.HOST:
             raise DeviceError(
-                f"{text}: the device is the host itself ({backend.describe()}), and there is nowhere to send them; use "
-                "ft.remat() or ft.accumulate(n), which need less memory on any device"
+                f"{text}: the device is the host itself ({backend.describe()}), so nothing can be offloaded; use "
+                "ft.remat() or ft.accumulate(n), which save memory on any device"
             )
 
-    return Wrapper("offload_activations", text, grad=OnGrad(wrap, reads_gradients=False), require=require)
+    on_grad = OnGrad(lambda grad: around_forward(grad, transform), reads_gradients=False)
+    return Wrapper("offload_activations", text, grad=on_grad, require=require)
 
 
-def _opt_state(name: str, text: str, target: OffloadTarget) -> Wrapper:
+def _opt_state(directory: str | os.PathLike[str] | None, min_bytes: int) -> Wrapper:
+    text = f"offload({OPT_STATE}{f', {directory}' if directory is not None else ''})"
+    target = OffloadTarget(None if directory is None else as_directory(directory), min_bytes)
+
     def require(backend: Backend, params: PyTree) -> None:
         if target.directory is None and tree.device_of(params) == tree.HOST:
             raise DeviceError(
-                f"{text}: the state is on the host already ({backend.describe()}); give a directory= for it to be in "
+                f"{text}: the state is on the host already ({backend.describe()}); give a directory= to keep it in "
                 "files, or a device to Step.init"
             )
 
@@ -115,9 +113,9 @@ def _opt_state(name: str, text: str, target: OffloadTarget) -> Wrapper:
         for other in step.wrappers:
             if other.may_refuse_updates:
                 raise ComposeError(
-                    f"{text}: {other.text} may take an update back, for which the old and the new state must exist at "
+                    f"{text}: {other.text} may refuse an update, for which the old and the new state must exist at "
                     "once; leave out one of the two"
                 )
 
     on_update = OnUpdate(optimizer=lambda optimizer: offload_state(text, optimizer, target))
-    return Wrapper(name, text, update=on_update, require=require, validate=validate)
+    return Wrapper("offload_opt_state", text, update=on_update, require=require, validate=validate)

@@ -1,4 +1,4 @@
-"""Choose the blocks to compute again, so that what the others keep fits into a share of the memory of all."""
+"""Choose which blocks to recompute, so that the others keep at most a share of the memory that all would keep."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from ftrain.types import Loss, PyTree
 MAX_SUMS = 2000
 """The largest number of partial sums in the search. Blocks of a few kinds have fewer, and the choice is exact."""
 
+BYTE, LOOKUP = 16, 1_000_000
+"""In floating-point operations: the time to move a byte (Williams et al. 2009, *Roofline*; 5 to 20 in float32, on CPUs
+and GPUs), and the time in which Python looks up whether the result of an operation is kept, about 10 us."""
+
 log = logging.getLogger("ftrain")
 
 
-BYTE, LOOKED_UP = 16, 1_000_000
-"""In floating-point operations, the time to move a byte (Williams et al. 2009, *Roofline*; 5 to 20 in float32, on CPUs
-and GPUs alike), and the time in which Python looks up whether the result of an operation is kept, about 10 us."""
-
-
 class PolicyCost(NamedTuple):
-    """The cost of a policy in a block: bytes that it keeps, and work to do again in floating-point operations."""
+    """The cost of a policy for a block: bytes that it keeps, and recomputed work in floating-point operations."""
 
     policy: str
     size: int
@@ -43,7 +42,7 @@ class Budget:
 
     Args:
         loss: the loss.
-        share: of the bytes that its blocks keep for the backward pass beside their inputs, in [0, 1].
+        share: share in [0, 1] of the bytes that its blocks keep for the backward pass besides their inputs.
     """
 
     def __init__(self, loss: Loss, share: float) -> None:
@@ -55,7 +54,7 @@ class Budget:
         """Prepare for one run of the loss on a batch.
 
         Raises:
-            TraceError: when the loss asks for the value of a tensor.
+            TraceError: when the loss reads the value of a tensor, or fails on fake tensors.
         """
         if not torch.is_grad_enabled():
             self._remaining = iter(())
@@ -86,7 +85,7 @@ class Budget:
             is_tensor = isinstance(leaf, Tensor)
             return _torch.fake_like(fake, leaf).requires_grad_(leaf.requires_grad) if is_tensor else leaf
 
-        # Without the modes that capture or watch this run.
+        # Without modes that capture or observe this run.
         fake = _torch.FakeTensorMode(allow_non_fake_inputs=True)
         with _torch.without_modes(), fake, preserve_attributes(self._loss.module):
             params, batch, rng, buffers = tree.map(as_fake, (params, batch, rng, buffers))
@@ -94,27 +93,26 @@ class Budget:
                 within(region, self._loss.fn, params, batch, rng=rng, buffers=buffers)
             except _torch.NEEDS_VALUES as error:
                 raise TraceError(
-                    f"remat: a budget needs the sizes of blocks, which are found on tensors without values, and "
-                    f"{self._loss.text} asks for a value ({error.func}); give blocks={{name: policy}} in its place"
+                    "remat: with a budget the blocks are measured on tensors without values, and "
+                    f"{self._loss.text} reads a value ({error.func}); give blocks={{name: policy}} instead"
                 ) from error
             except RuntimeError as error:
                 raise TraceError(
-                    "remat: a budget needs the sizes of blocks, which are found on tensors without values, on which "
-                    f"{self._loss.text} fails: {error}. If it runs without remat, give blocks={{name: policy}} in "
-                    "place of the budget"
+                    "remat: with a budget the blocks are measured on tensors without values, on which "
+                    f"{self._loss.text} fails: {error}. If it runs without remat, give blocks={{name: policy}} instead"
                 ) from error
         return costs
 
 
 def choose(costs: Sequence[Sequence[PolicyCost]], share: float) -> list[str]:
-    """Return a policy for each block: the least work again, within a share of the most that could be kept.
+    """Return a policy for each block, so that the least is recomputed within a share of the largest sizes.
 
     Args:
-        costs: of each block, the costs of its policies; one of them keeps nothing.
-        share: in [0, 1], of the sum of the largest sizes.
+        costs: for each block the costs of its policies, one of which keeps nothing.
+        share: share in [0, 1] of the sum of the largest sizes.
     """
     limit = share * sum(max(cost.size for cost in block_costs) for block_costs in costs)
-    # A multiple-choice knapsack: of the partial sums, those for which no other has less memory and less work.
+    # A multiple-choice knapsack. Of the partial sums only those stay that no other one beats in memory and work.
     states: list[tuple[int, int, tuple[Any, ...]]] = [(0, 0, ())]
     for block_costs in costs:
         sums = [
@@ -139,7 +137,7 @@ def _pareto_front(states: list[tuple[int, int, Any]], limit: float) -> list[tupl
             best.append(state)
     if len(best) <= MAX_SUMS:
         return best
-    # Of sums that are nearly the same, the one with the least work, which is the last.
+    # Of sums of nearly the same size, keep the one with the least work, which is the last.
     return list({int(state[0] / limit * MAX_SUMS): state for state in best}.values())
 
 
@@ -148,7 +146,7 @@ class _Meter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # By storage. Kept alive, so that no other tensor gets the same address.
+        # By storage; kept alive, so that no other tensor gets the same storage.
         self._allocated: dict[int, Tensor] = {}
         self._saved: set[int] = set()
         self._work = self._dots = self._results = self._operations = 0
@@ -161,8 +159,8 @@ class _Meter(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the costs of the policies."""
         saved = sum(each.untyped_storage().nbytes() for key, each in self._allocated.items() if key in self._saved)
         save_all = PolicyCost(NONE, saved, 0)
-        # Each operation is looked up when it is kept, and when it is made again.
-        rest = self._work - self._dots + 2 * LOOKED_UP * self._operations
+        # An operation is looked up when its result is kept, and again when it is recomputed.
+        rest = self._work - self._dots + 2 * LOOKUP * self._operations
         costs = [PolicyCost(FULL, 0, self._work), PolicyCost("dots", self._results, rest), save_all]
         return [cost for cost in costs if cost.size < saved or cost is save_all]
 
@@ -188,4 +186,4 @@ def _storages(values: PyTree) -> dict[int, Tensor]:
 
 
 def _never(packed: None) -> Tensor:
-    raise TraceError("remat: the run that finds the sizes of blocks has no backward pass; take no gradient in the loss")
+    raise TraceError("remat: the run that measures the blocks has no backward pass; take no gradient in the loss")

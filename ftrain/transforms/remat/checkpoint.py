@@ -1,4 +1,4 @@
-"""Activation checkpointing: run a function again in the backward pass in place of saving its activations."""
+"""Activation checkpointing: run a function again in the backward pass instead of saving its activations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRITTEN = "modified by an inplace operation"
 """Part of torch's error for a saved tensor that was written in place."""
 
 CHANGED = (
-    "was changed in place before the block was computed again; take the operation that is not in place (x = x.add(1) "
+    "was changed in place before the block was recomputed; use the operation that is not in place (x = x.add(1) "
     "and not x.add_(1))"
 )
 
@@ -35,22 +35,21 @@ def recomputed(
     """Return ``first(*args, **kwargs)``; autograd saves only the tensors among the arguments.
 
     When a gradient first needs another tensor that autograd would have saved, `again` runs on the same arguments, under
-    the autocast and the default device of the first run, until it has saved all of them. This is what
-    `torch.utils.checkpoint` does with ``use_reentrant=False``; it adds a fifth less time on the host, and detects more
-    of what would make gradients wrong.
+    the autocast and the default device of the first run, until it has saved all of them. It does what
+    `torch.utils.checkpoint` does with ``use_reentrant=False``, with a fifth less overhead on the host, and detects more
+    cases in which gradients would be wrong.
 
     Args:
         first: the function.
-        again: a function that computes the same to the bit, whatever happened in between.
+        again: a function that computes the same to the bit, at any later time.
         args: its positional arguments, trees of tensors and other objects. Autograd saves the tensors, so that hooks
-            for saved tensors see them. Containers are restored, whatever the first run put into them.
+            for saved tensors get them. Changes that the first run makes to containers are undone.
         kwargs: its named arguments.
         device: where it computes; the autocast of this device and of the host is restored.
 
     Raises:
         LossError: in the backward pass, when a tensor among the arguments, or one that would have been saved, was
-            changed in place, or when the second run saves other tensors than the first: of another shape, dtype or
-            device, or fewer.
+            changed in place, or when the second run saves fewer tensors, or one of another shape, dtype or device.
     """
     if not torch.is_grad_enabled():
         return first(*args, **kwargs)
@@ -59,8 +58,8 @@ def recomputed(
         return first(*args, **kwargs)
 
 
-class _Place:
-    """Stands for a saved tensor in the graph of autograd."""
+class _Placeholder:
+    """Stands for a saved tensor in the graph of autograd until it is recomputed."""
 
     __slots__ = ("__weakref__", "kind", "tensor", "version")
 
@@ -83,41 +82,41 @@ class _Recomputed:
         self._again, self._ambient = again, _ambient({device.type, tree.HOST.type})
         self._leaves = [_Argument(id(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._names = list(tensors)
-        # With a tensor that needs a gradient, without which there is no node; the node lives as long as its output.
+        # A node needs an input that requires a gradient, and exists as long as its output.
         self._saved: Tensor = _Saved.apply(torch.empty(0, requires_grad=True), *tensors.values())  # type: ignore[no-untyped-call]
         self.is_recomputing = torch_ops.is_recomputing()
-        # The graph no longer needs a place that has been freed.
-        self._places: list[weakref.ref[_Place]] = []
+        # Weak: the graph frees a placeholder that it no longer needs.
+        self._placeholders: list[weakref.ref[_Placeholder]] = []
 
-    def pack(self, tensor: Tensor) -> _Place:
-        """Save a place in place of a tensor."""
-        place = _Place(_kind(tensor))
-        self._places.append(weakref.ref(place))
-        return place
+    def pack(self, tensor: Tensor) -> _Placeholder:
+        """Return a placeholder for a tensor to save."""
+        placeholder = _Placeholder(_kind(tensor))
+        self._placeholders.append(weakref.ref(placeholder))
+        return placeholder
 
-    def unpack(self, place: _Place) -> Tensor:
-        """Return the tensor of a place; the first call recomputes all of them."""
-        while place.tensor is None:
-            self._fill()
-        tensor, place.tensor = place.tensor, None
-        if _torch.version_of(tensor) != place.version:
+    def unpack(self, placeholder: _Placeholder) -> Tensor:
+        """Return the tensor of a placeholder; the first call recomputes all of them."""
+        while placeholder.tensor is None:
+            self._recompute()
+        tensor, placeholder.tensor = placeholder.tensor, None
+        if _torch.version_of(tensor) != placeholder.version:
             raise LossError(f"remat: a tensor that a block needs for its gradient {CHANGED}")
         return tensor
 
-    def _fill(self) -> None:
-        needed, saved, difference = len(self._places), 0, ""
+    def _recompute(self) -> None:
+        needed, saved, difference = len(self._placeholders), 0, ""
         args, kwargs = self._arguments()
 
         def save(tensor: Tensor) -> Tensor:
             nonlocal saved, difference
             tensor = tensor.detach() if tensor.requires_grad else tensor
-            place = self._places[saved]()
+            placeholder = self._placeholders[saved]()
             saved += 1
-            if place is not None:
-                if place.kind != _kind(tensor):
-                    difference = f"{_text(_kind(tensor))} in place of {_text(place.kind)}"
+            if placeholder is not None:
+                if placeholder.kind != _kind(tensor):
+                    difference = f"{_text(_kind(tensor))} in place of {_text(placeholder.kind)}"
                     raise _Stopped
-                place.tensor, place.version = tensor, _torch.version_of(tensor)
+                placeholder.tensor, placeholder.version = tensor, _torch.version_of(tensor)
             if saved == needed:
                 raise _Stopped
             return tensor
@@ -130,16 +129,16 @@ class _Recomputed:
         if difference or saved < needed:
             difference = difference or f"{saved} in place of {needed}"
             raise LossError(
-                "remat: a block that was computed again needed other tensors for its gradient than at first, "
-                f"{difference}: it must do the same each time. What it has filled or counted since makes a difference "
-                "(a cache of keys and values: use_cache=False), and so does a context that was entered around the "
-                "forward pass alone"
+                "remat: a block that was recomputed needed other tensors for its gradient than in its first run, "
+                f"{difference}: it must compute the same each time. Look for a cache that it has filled in between "
+                "(of keys and values: use_cache=False), a counter, and a context that was entered around the forward "
+                "pass alone"
             )
 
     def _arguments(self) -> Any:
         node: Any = self._saved.grad_fn
         try:
-            tensors = dict(zip(self._names, map(_cut, node.saved_tensors[1:]), strict=True))
+            tensors = dict(zip(self._names, map(_detached, node.saved_tensors[1:]), strict=True))
         except RuntimeError as error:
             if WRITTEN not in str(error):
                 raise
@@ -179,8 +178,8 @@ def _text(kind: _Kind) -> str:
     return f"{dtype} of shape {tuple(shape)} on {device}"
 
 
-def _cut(tensor: Tensor) -> Tensor:
-    """Cut a tensor off its graph: a hook that the second run registers on it must not act on that of the first."""
+def _detached(tensor: Tensor) -> Tensor:
+    """Detach a tensor: hooks that the second run registers on it must not act on the tensor of the first run."""
     if tensor.is_leaf or _torch.is_capturing():
         return tensor
     return tensor.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Policies of rematerialisation: which results of operations a block keeps for its backward pass."""
+"""Policies of rematerialisation: which results of operations a block keeps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ftrain.step.blocks import is_unrecorded
 from ftrain.types import PyTree
 
 Keeps: TypeAlias = Callable[..., bool]
-"""``(op, *args, **kwargs) -> bool``: whether to keep what this call of an operation returns, in place of calling it
-again. ``op`` is a `torch._ops.OpOverload`, such as ``torch.ops.aten.mm.default``."""
+"""``(op, *args, **kwargs) -> bool``: whether to keep the result of this call of an operation, instead of recomputing
+it. ``op`` is a `torch._ops.OpOverload`, such as ``torch.ops.aten.mm.default``."""
 
 Policy: TypeAlias = Literal["full", "dots", "attention", "none"] | Keeps
 
@@ -34,12 +34,12 @@ ATTENTION = _torch.aten_operations(
     "_flash_attention_forward",
     "_efficient_attention_forward",
 )
-"""Attention in one operation: the most expensive of all for long sequences, and its result is as small as its input."""
+"""Attention in one operation: the most expensive one for long sequences, with a result as small as its input."""
 
 DOTS = ATTENTION | _torch.aten_operations(
     "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_scaled_mm", "_grouped_mm"
 )
-"""Products, convolutions and attention: expensive to compute, with results smaller than what lies between them."""
+"""Matmuls, convolutions and attention: expensive to compute, and with small results."""
 
 FULL: Final = "full"
 NONE: Final = "none"
@@ -48,10 +48,10 @@ POLICIES = (FULL, *KEPT, NONE)
 
 
 def require_policy(function: str, policy: Any) -> None:
-    """Check for a policy: one of `POLICIES`, or a function that decides for each operation.
+    """Check that a policy is one of `POLICIES` or a function that can be called as `Keeps`.
 
     Raises:
-        OptionError: for another name, or for a function that cannot be called as `Keeps`.
+        OptionError: when it is neither.
     """
     if isinstance(policy, str) and policy in POLICIES:
         return
@@ -83,23 +83,23 @@ def keeps_of(policy: Policy) -> Keeps | None:
 
 
 class _Result(NamedTuple):
-    """What an operation returned, detached, and the tensors on its storage, each with its version at that time."""
+    """The detached result of an operation, and the tensors that share its memory, each with its version when saved."""
 
     value: PyTree
     aliases: list[tuple[Tensor, int]]
 
     @property
     def is_intact(self) -> bool:
-        """Whether it has not been written to since."""
+        """Whether it has not been written since."""
         return all(_torch.version_of(leaf) == version for leaf, version in self.aliases)
 
 
 class SavedResults:
-    """The results of operations of one run that a policy keeps, for one other run of the same.
+    """The results of the first run of a function that a policy keeps, for a second run.
 
-    Views, casts, what writes in place and what is not differentiated are always made again, and random numbers are
-    always drawn again: each costs little, and to leave one out would change what comes after it. A result that was
-    written over since is computed again.
+    Views, casts, in-place operations, random draws and operations that are not differentiated are always recomputed:
+    they cost little, and without them later operations would compute something else. So is a result that was
+    overwritten after the first run.
     """
 
     def __init__(self, keeps: Keeps) -> None:
@@ -114,7 +114,7 @@ class SavedResults:
 
     @contextmanager
     def reusing(self) -> Iterator[None]:
-        """Make the context of another run, which may begin within the first, when that takes a gradient."""
+        """Make the context of the second run, which may start within the first if that takes a gradient."""
         was_reused, self._is_reused = self._is_reused, True
         try:
             with _Reusing(self._results):
@@ -129,15 +129,15 @@ class _Saving(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, keeps: Keeps, results: dict[Any, list[_Result | None]], is_paused: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._keeps, self._results, self._is_paused = keeps, results, is_paused
-        # By storage, which the results keep alive: a tensor on it that is no view, as after `_unsafe_view`, has a
-        # version count of its own.
+        # By storage, which the results keep alive. A tensor on it that is not a view, as after `_unsafe_view`, has its
+        # own version counter.
         self._aliases: dict[int, list[tuple[Tensor, int]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
-        if not (is_unrecorded() or self._is_paused() or _is_made_again(func, args, kwargs)):
+        if not (is_unrecorded() or self._is_paused() or _is_recomputed(func, args, kwargs)):
             is_kept: Any = self._keeps(func, *args, **kwargs)
             if not isinstance(is_kept, bool):
                 name = name_of(self._keeps)
@@ -149,17 +149,17 @@ class _Saving(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return returned
 
     def _add_aliases(self, returned: Any) -> None:
-        """Watch the versions of what an operation returned on the storage of a result."""
+        """Add results of an operation that share memory with a saved result."""
         if self._aliases:
             for leaf in _tensors(returned):
                 if (aliases := self._aliases.get(_storage(leaf))) is not None:
                     aliases.append((_detached(leaf), _torch.version_of(leaf)))
 
     def _result(self, returned: Any, inputs: PyTree) -> _Result | None:
-        """What to save of what an operation returned: nothing if it is memory of its inputs, which costs nothing."""
+        """Return what to save; None if the operation returned memory of its inputs."""
         if not set(map(_storage, _tensors(returned))).isdisjoint(map(_storage, _tensors(inputs))):
             return None
-        # Detached: autograd attaches the graph to what is returned, which must not be kept alive.
+        # Detached: autograd attaches the graph to the returned tensors, and it must not be kept alive.
         value = _all_detached(returned)
         aliases = [(leaf, _torch.version_of(leaf)) for leaf in _tensors(value)]
         self._aliases.update((_storage(leaf), aliases) for leaf, _ in aliases)
@@ -176,17 +176,17 @@ class _Reusing(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless its result was saved."""
         kwargs = kwargs or {}
-        if func in self._results and not _is_made_again(func, args, kwargs):
+        if func in self._results and not _is_recomputed(func, args, kwargs):
             result = next(self._results[func], None)
             if result is not None and result.is_intact:
                 return _all_detached(result.value)
         return func(*args, **kwargs)
 
 
-def _is_made_again(func: Any, args: Any, kwargs: Any) -> bool:
-    if _is_always_made_again(func) or torch.is_inference_mode_enabled() or is_draw(func, args, kwargs):
+def _is_recomputed(func: Any, args: Any, kwargs: Any) -> bool:
+    if _is_always_recomputed(func) or torch.is_inference_mode_enabled() or is_draw(func, args, kwargs):
         return True
-    # What depends on nothing that is differentiated may be there when the other run comes: models remember tables.
+    # Models cache tables, which depend on nothing that is differentiated: only the first run computes them.
     for leaf in args:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             return False
@@ -194,7 +194,7 @@ def _is_made_again(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 @functools.cache
-def _is_always_made_again(func: Any) -> bool:
+def _is_always_recomputed(func: Any) -> bool:
     if not isinstance(func, _torch.OpOverload):
         return True
     return func.is_view or _torch.schema_of(func).is_mutable or func is _aten._to_copy.default

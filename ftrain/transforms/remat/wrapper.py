@@ -1,8 +1,9 @@
-"""Rematerialisation (activation checkpointing): compute activations twice rather than keep them."""
+"""Rematerialisation (activation checkpointing): recompute activations instead of keeping them."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,6 @@ from ftrain.step.blocks import Blocks, Region, Wanted, find_blocks, within
 from ftrain.step.forward import versions
 from ftrain.step.swap_params import Slot, bound
 from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
-from ftrain.transforms.remat import use_cache
 from ftrain.transforms.remat.budget import Budget
 from ftrain.transforms.remat.checkpoint import recomputed
 from ftrain.transforms.remat.policies import FULL, NONE, Policy, SavedResults, keeps_of, name_of, require_policy
@@ -28,6 +28,7 @@ from ftrain.tree import device_off_host
 from ftrain.types import Loss, LossOutput, PyTree
 
 NAME = "remat"
+log = logging.getLogger("ftrain")
 Context: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
@@ -36,33 +37,33 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
     """Keep only the inputs of each block for the backward pass, and recompute its activations there.
 
     Gradients are the same to the bit, dropout included, and buffers advance once (Chen et al. 2016, arXiv:1604.06174).
-    By default blocks are the repeated children of the module's `ModuleList` and `Sequential`; in a pure function, those
-    marked by `ft.block`. Blocks inside a block are recomputed one by one when it is: this takes less memory at once,
-    and one more forward pass of them. Models of transformers that fill a cache of keys and values
-    (``config.use_cache``) run without it, which the log says once.
+    By default the blocks are the repeated children of the module's `ModuleList` and `Sequential`; in a pure function,
+    the functions marked by `ft.block`. Blocks inside a block are recomputed one by one when it is recomputed: this has
+    a lower peak of memory, and runs them once more. Models of transformers that fill a cache of keys and values
+    (``config.use_cache``) run without it; the log says so once.
 
     Args:
-        policy: what to keep of the activations. ``"full"`` recomputes everything, ``"dots"`` keeps matrix products,
-            convolutions and attention, ``"attention"`` keeps attention where it is one operation (a fused kernel of
+        policy: which activations to keep. ``"full"`` recomputes everything, ``"dots"`` keeps matmuls, convolutions and
+            attention, ``"attention"`` keeps attention where it is one operation (a fused kernel of
             `scaled_dot_product_attention`), ``"none"`` recomputes nothing. A function ``(op, *args, **kwargs) -> bool``
             decides for each call of an operation, such as ``torch.ops.aten.mm.default``, whether to keep its result;
             views, casts, random numbers and in-place operations are always recomputed.
         blocks: types of modules or their dotted names, or a mapping from these to policies, or a function
-            ``(name, module)`` that returns a policy, or None for what is not a block.
-        budget: a share in [0, 1] of what the blocks would keep, beside their inputs, without this wrapper. Each block
-            gets the policy ``"full"``, ``"dots"`` or ``"none"``, so that what is kept is within the share and the least
-            is recomputed, by an estimate of products, of memory moved, and of what policies cost the host. Blocks are
-            measured on fake tensors when the loss first gets a batch of a shape; blocks inside a block are part of it.
-            Split-compiled steps use the same choice: the partitioner of `torch.compile`, which has a budget too, would
-            draw dropout again.
+            ``(name, module)`` that returns a policy, or None for a module that is not a block.
+        budget: a share in [0, 1] of the bytes that the blocks would keep without this wrapper, besides their inputs.
+            Each block gets the policy ``"full"``, ``"dots"`` or ``"none"``, so that the kept bytes are within the share
+            and as little as possible is recomputed, by an estimate of floating-point operations, memory traffic and the
+            overhead of policies on the host. Blocks are measured on fake tensors when the loss first gets a batch of a
+            shape; blocks inside a block are part of it. Split-compiled steps use the same choice: the partitioner of
+            `torch.compile`, which has a budget too, would draw dropout again.
 
     Raises:
         OptionError: for an unknown policy, a budget outside of [0, 1] or beside policies, or when there is no
             such block.
-        ComposeError: when a pure loss ran without calling a function marked by `ft.block`.
+        ComposeError: from the step, when the loss ran no block.
         LossError: from the step, when an argument of a block or a tensor that it keeps was overwritten before the block
-            was recomputed, or when the block did not do the same then.
-        TraceError: from the step, when with a budget the loss asks for the value of a tensor, or takes a gradient.
+            was recomputed, or when the block needed other tensors when it was recomputed.
+        TraceError: from the step, when with a budget the loss reads the value of a tensor, or takes a gradient.
     """
     if isinstance(policy, list | tuple | Mapping | type):
         listed = [policy] if isinstance(policy, type) else policy
@@ -76,7 +77,7 @@ def remat(policy: Policy = FULL, blocks: Wanted | None = None, *, budget: float 
         policies = _policies_of_blocks(loss, policy, blocks)
         plan = None if budget is None else Budget(loss, budget)
         text = f"remat({_text(policy, list(policies.values()), budget)})"
-        return _rematerialised(loss, Blocks(policies, loss.adapters), policy, plan, text)
+        return _with_remat(loss, Blocks(policies, loss.adapters), policy, plan, text)
 
     return Wrapper(NAME, loss=OnLoss(wrap), innermost=True)
 
@@ -95,11 +96,11 @@ def _policies_of_blocks(loss: Loss, policy: Policy, blocks: Wanted | None) -> di
     return policies
 
 
-def _rematerialised(loss: Loss, blocks: Blocks, policy: Policy, plan: Budget | None, text: str) -> Loss:
+def _with_remat(loss: Loss, blocks: Blocks, policy: Policy, plan: Budget | None, text: str) -> Loss:
     calls = [0]
     region = _region(policy, calls, plan)
     begin_plan = None if plan is None else torch.compiler.disable(plan.begin)  # type: ignore[no-untyped-call]
-    without_cache = use_cache.without_cache(loss.module)
+    without_cache = _without_cache(loss.module)
 
     @contextmanager
     def scope(training: bool) -> Iterator[None]:
@@ -110,8 +111,8 @@ def _rematerialised(loss: Loss, blocks: Blocks, policy: Policy, plan: Budget | N
         if begin_plan is not None:
             begin_plan(params, batch, rng, buffers)
         output = loss.fn(params, batch, rng=rng, buffers=buffers)
-        # Dynamo would guard its graph by the number of calls.
-        # Later on, a model may leave out all of its blocks, as in layer dropout.
+        # Not under Dynamo, which would guard its graph by the number of calls.
+        # Only until a block has run: later, layer dropout may skip all blocks.
         if not torch.compiler.is_dynamo_compiling() and calls[0] == 0:
             raise ComposeError(
                 f"remat: {loss.text} ran no block; mark the functions to recompute with ft.block(function), "
@@ -138,7 +139,7 @@ def _require_budget(budget: Any, policy: Policy, blocks: Wanted | None) -> None:
     if policy != FULL or isinstance(blocks, Mapping) or callable(blocks):
         raise OptionError(
             f"remat: budget={budget} chooses the policies of the blocks; leave out policy={name_of(policy)}, and give "
-            "blocks as a list, or leave out the budget"
+            "blocks as a list, or leave out budget="
         )
 
 
@@ -154,9 +155,9 @@ def _text(policy: Policy, chosen: Sequence[Policy], budget: float | None) -> str
 
 
 def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
-    """Return what runs a block so that it can be recomputed, and adds its calls to the only element of `calls`."""
-    # Both runs of a block are of operations one by one: what Dynamo compiles keeps other tensors.
-    by_operation: Any = torch.compiler.disable(recomputed)  # type: ignore[no-untyped-call]
+    """Return a region that runs blocks so that they can be recomputed, and counts them in ``calls[0]``."""
+    # Not compiled by Dynamo: a compiled block saves other tensors, in its two runs too.
+    run_recomputed: Any = torch.compiler.disable(recomputed)  # type: ignore[no-untyped-call]
 
     def region(function: Callable[..., Any], slots: Sequence[Slot], choice: Any, *args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -167,24 +168,24 @@ def _region(policy: Policy, calls: list[int], plan: Budget | None) -> Region:
         tensors = _tensors_of(slots, (args, kwargs))
         device = device_off_host(tensors) if tensors else backends.default().device
         repeatable = _Repeatable(inside, slots, chosen, _same_draws(tensors, device))
-        returned = by_operation(repeatable.first, repeatable.again, args, kwargs, device=device)
+        returned = run_recomputed(repeatable.first, repeatable.again, args, kwargs, device=device)
         if _torch.is_capturing():
             repeatable.wait_for(returned)
         return returned
 
-    # Dynamo may compile the inside of a block that is not computed again.
+    # Not recursive: Dynamo may compile the inside of a block that is not recomputed.
     again: Region = torch.compiler.disable(region, recursive=False)  # type: ignore[no-untyped-call]
     return again
 
 
 class _Repeatable:
-    """A block whose later runs see what the first one saw: parameters, buffers and random numbers.
+    """A block that can run again on the parameters, buffers and random numbers of its first run.
 
     Args:
         function: the block.
-        slots: its places for parameters and buffers.
-        policy: what to keep.
-        same_draws: makes a context in which torch draws the random numbers that it draws in the first run.
+        slots: the slots of its parameters and buffers.
+        policy: which results to keep.
+        same_draws: makes a context in which torch draws the random numbers of the first run.
     """
 
     def __init__(
@@ -193,14 +194,14 @@ class _Repeatable:
         self._function, self._slots, self._same_draws = function, list(slots), same_draws
         self._tensors = [place[key] for place, key, *_ in slots]
         self._versions = versions(self._tensors)
-        # What a block does to its buffers must happen once: recomputation works on copies.
+        # A block must change its buffers only once, so it is recomputed on copies.
         self._values = [place[key].clone() if is_buffer else place[key] for place, key, _, is_buffer in slots]
         keeps = keeps_of(policy)
         self._results = None if keeps is None else SavedResults(keeps)
         self._gradient: Tensor | None = None
 
     def wait_for(self, returned: PyTree) -> None:
-        """Let later runs begin when a gradient of what the block returned is there."""
+        """Let a compiler start later runs only when there is a gradient of a result of the block."""
         for leaf in tree.leaves(returned):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._arrived)  # type: ignore[no-untyped-call]
@@ -209,15 +210,15 @@ class _Repeatable:
         self._gradient = gradient
 
     def first(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block as it is."""
+        """Run the block for the first time."""
         with nullcontext() if self._results is None else self._results.saving():
             return self._function(*args, **kwargs)
 
     def again(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it as it was."""
+        """Run the block again."""
         stream, key = torch_ops.current(), None
         if self._gradient is not None:
-            # Registers an operation, which takes as long as importing ten files.
+            # Imported here: it registers an operation, which takes as long as importing ten files.
             from ftrain.step import optimization_barrier
 
             inputs = args, kwargs, stream.key if stream is not None else None
@@ -231,7 +232,7 @@ class _Repeatable:
             return self._function(*args, **kwargs)
 
     def _first_values(self) -> list[Tensor]:
-        """Return what the slots held in the first run; a copy of what the block wrote to, for it writes again."""
+        """Return what the slots had in the first run; copies of buffers that the block writes."""
         current = versions(self._tensors)
         if current == self._versions:
             return self._values
@@ -239,9 +240,9 @@ class _Repeatable:
         for slot, value, version, first in zip(self._slots, self._values, current, self._versions, strict=True):
             if version != first and not slot.is_buffer:
                 raise LossError(
-                    f"remat: the parameter {slot.name} of a block was overwritten before the block was computed again: "
-                    "update_in_backward does not wait for blocks that use it detached, or after all that their "
-                    "gradient needs. Do not donate the state, or leave out one of the two"
+                    f"remat: the parameter {slot.name} of a block was overwritten before the block was recomputed: "
+                    "update_in_backward does not wait for blocks that use a parameter only detached, or only after "
+                    "everything that their gradient needs. Do not donate the state, or leave out one of the wrappers"
                 )
             values.append(value if version == first else value.clone())
         return values
@@ -255,5 +256,36 @@ def _tensors_of(slots: Sequence[Slot], inputs: PyTree) -> list[Tensor]:
 def _same_draws(tensors: Sequence[Tensor], device: torch.device) -> Context:
     if any(map(is_abstract, tensors)) and torch_ops.current() is None:
         return nullcontext
-    # Not left to torch, which notes the generators of CUDA and XPU alone, and those only of its arguments' devices.
+    # torch.utils.checkpoint saves the generators of CUDA and XPU only, for the devices of its arguments.
     return torch_ops.rng_snapshot(device)
+
+
+def _without_cache(module: nn.Module | None) -> Context:
+    """Return a function that makes a context in which a module of transformers fills no cache of keys and values.
+
+    It fills one if the ``config.use_cache`` of the module, or of one inside it, is True.
+    """
+    modules = module.modules() if module is not None else ()
+    configs: list[Any] = [getattr(each, "config", None) for each in modules]
+    is_logged = False
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        nonlocal is_logged
+        caching = [config for config in configs if getattr(config, "use_cache", None) is True]
+        if caching and not is_logged:
+            is_logged = True
+            log.warning(
+                "remat: %s runs without its cache of keys and values (use_cache=False), which a block that is "
+                "recomputed would fill twice",
+                type(module).__name__,
+            )
+        try:
+            for config in caching:
+                config.use_cache = False
+            yield
+        finally:
+            for config in caching:
+                config.use_cache = True
+
+    return context

@@ -221,7 +221,7 @@ def test_which_layers():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_device_without_float8():
     step = step_of()
-    with failing(DeviceError, "with_amp", "CPU", "no products in fp8", "bf16, fp16, float32"):
+    with failing(DeviceError, "with_amp", "CPU", "no matmuls in fp8", "bf16, fp16, float32"):
         step.init()
 
 

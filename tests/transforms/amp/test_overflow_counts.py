@@ -252,7 +252,7 @@ def test_marked_functions_that_cannot_be_run_twice():
         ft.train_step(lambda params, batch: layer(params["w"], batch, object()).sum(), ft.optim.sgd(0.1)),
         ft.with_amp("bf16", watch=True),
     )
-    with failing(ComposeError, "watch=True", "no part that could be watched"):
+    with failing(ComposeError, "watch=True", "no part that can be watched"):
         step(step.init({"w": torch.eye(8)}), data()[0])
 
 

@@ -163,7 +163,7 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_why(device, caplog):
         found = train(step, step.init(params()), batches(5))
     same(found, plain(batches(5)))
     assert [record.getMessage() for record in caplog.records if record.name == "ftrain"] == [
-        "compiled: runs without replay, for the device cannot record it: "
+        "compiled: runs without replay, since the device cannot record it: "
         "operation not permitted when stream is capturing"
     ]
     assert "no replay" in repr(step)
@@ -225,5 +225,5 @@ def test_a_graph_that_sends_to_other_ranks_is_not_recorded():
 
 def test_replay_where_there_is_none_is_an_error():
     step = make(replay=True)
-    with pytest.raises(OptionError, match=r"replay=True, and cpu has nothing to record"):
+    with pytest.raises(OptionError, match=r"replay=True, and cpu cannot record and replay graphs"):
         step(step.init(params()), batches(1)[0])

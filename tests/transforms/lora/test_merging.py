@@ -87,9 +87,9 @@ def test_a_module_that_was_donated_gets_the_merged_weights():
 def test_what_cannot_be_merged_or_unmerged():
     model, step, state = trained("lora")
     merged = ft.adapters.merge(step, state)
-    with pytest.raises(StructureError, match="merge: the adapters of this state are in its weights already"):
+    with pytest.raises(StructureError, match="merge: the adapters of this state are already merged"):
         ft.adapters.merge(step, merged)
-    with pytest.raises(StructureError, match="unmerge: the state is not one of"):
+    with pytest.raises(StructureError, match="unmerge: the state is not merged"):
         ft.adapters.unmerge(step, state)
     with pytest.raises(ComposeError, match=r"merge: the step has no adapters.*\n *loss    loss\(Net\)"):
         ft.adapters.merge(step_of(model), state)

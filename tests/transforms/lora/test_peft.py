@@ -127,7 +127,7 @@ def changed(path, **options):
     ("options", "said"),
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
-        ({"bias": "all"}, "has bias='all', which ftrain has not"),
+        ({"bias": "all"}, "has bias='all', which ftrain does not support"),
         ({"rank_pattern": {"up": 8}}, r"rank_pattern=\{'up': 8\}"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"layer_replication": [[0, 4]], "lora_bias": True}, r"layer_replication=\[\[0, 4\]\], lora_bias=True"),
@@ -313,12 +313,12 @@ def test_what_peft_has_no_form_for(tmp_path):
     with pytest.raises(StructureError, match="the module head is also again"):
         ft.adapters.save(tmp_path / "a", step, step.init())
     step, state = trained()
-    with pytest.raises(StructureError, match=r"adapters\.save: the adapters of this state are in its weights"):
+    with pytest.raises(StructureError, match=r"adapters\.save: the adapters of this state are merged"):
         ft.adapters.save(tmp_path / "a", step, ft.adapters.merge(step, state))
     with pytest.raises(ComposeError, match="the step has no adapters"):
         ft.adapters.save(tmp_path / "a", step_of(make()), state)
     tree = ft.lora(2, targets=["w"])(ft.train_step(lambda p, b: p["w"].sum(), ft.optim.sgd(0.1)))
-    with pytest.raises(StructureError, match="a loss of a tree, and peft's files are about modules"):
+    with pytest.raises(StructureError, match="a loss of a tree, but peft's files are for modules"):
         ft.adapters.save(tmp_path / "a", tree, tree.init({"w": torch.ones(2, 2)}))
     assert not [*tmp_path.iterdir()]
 

@@ -284,7 +284,9 @@ def test_what_does_not_do_the_same_twice_is_an_error(change, message, catches):
 
     loss = ft.from_module(Counting(), lambda model, batch: model(batch * model.own).sum())
     step = ft.remat(blocks=[Counting])(ft.train_step(loss, ft.optim.sgd(0.1)))
-    with pytest.raises(LossError, match=f"remat: a block that was computed again needed other .* at first, {message}"):
+    with pytest.raises(
+        LossError, match=f"remat: a block that was recomputed needed other .* in its first run, {message}"
+    ):
         step(step.init(), torch.ones(SIZE, SIZE))
 
 

@@ -1,21 +1,18 @@
-"""The precision in which a loss computes: `torch.autocast` to 16 bits, and the precision of float32 matrix products."""
+"""Computing a loss in 16 bits: `torch.autocast`, and the dtypes that a device has for it."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftrain import backends, tree
-from ftrain.errors import ComposeError, DeviceError
+from ftrain.errors import DeviceError
 from ftrain.tree import dtype_name
-from ftrain.types import Loss, LossFn, LossOutput, PyTree
+from ftrain.types import LossFn, LossOutput, PyTree
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -73,28 +70,3 @@ def autocast(loss: LossFn, dtype: torch.dtype) -> LossFn:
             return loss(params, batch, rng=rng, buffers=buffers)
 
     return cast
-
-
-def set_matmul_precision(loss: Loss, text: str, precise: Callable[[], AbstractContextManager[None]]) -> Loss:
-    """Return a loss whose step runs in a context that sets the precision of float32 matrix products in this process.
-
-    Args:
-        loss: the loss.
-        text: the text of the wrapper that sets it.
-        precise: returns the context.
-
-    Raises:
-        ComposeError: when another wrapper already sets it.
-    """
-    if loss.matmul_precision:
-        raise ComposeError(
-            f"{text}: {loss.matmul_precision} already sets the precision of float32 matrix products; remove one of "
-            f"them:\n{loss.text}"
-        )
-
-    @contextmanager
-    def scope(training: bool) -> Iterator[None]:
-        with loss.scope(training), precise():
-            yield
-
-    return dataclasses.replace(loss, scope=scope, wrapper_texts=(*loss.wrapper_texts, text), matmul_precision=text)

@@ -1,0 +1,130 @@
+"""Averages of the parameters for evaluation: the wrappers `ema` and `swa`, and `averaged`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ftrain import tree
+from ftrain.errors import OptionError, StructureError, require_positive, require_range
+from ftrain.step.state_checks import require_state
+from ftrain.step.wrapper import OnUpdate, SlotSpec, Wrapper, wrapper
+from ftrain.types import Gradients, Hyper, PyTree, TrainState, UpdateFn, replace
+
+EMA, SWA = "ema", "swa"
+
+
+@wrapper
+def ema(decay: float = 0.999) -> Wrapper:
+    r"""Keep an exponential moving average of the parameters (Polyak and Juditsky 1992).
+
+    .. math:: a \leftarrow d\,a + (1 - d)\,p
+
+    after every update; it starts at the initial parameters. `averaged` returns the state with the average in place of
+    the parameters.
+
+    Args:
+        decay: :math:`d` in [0, 1).
+
+    Raises:
+        OptionError: when `decay` is not in its range.
+    """
+    require_range(EMA, "decay", decay, 0.0, 1.0)
+
+    def wrap(update: UpdateFn) -> UpdateFn:
+        def averaging(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+            averages, spec = tree.flatten(state.slots[EMA])
+            new = update(state, gradients, hyper, donate=donate)
+            params = [leaf.to(average.dtype) for leaf, average in zip(tree.leaves(new.params), averages, strict=True)]
+            if donate:
+                torch._foreach_lerp_(averages, params, 1 - decay)
+            else:
+                averages = list(torch._foreach_lerp(averages, params, 1 - decay))
+            return replace(new, slots={**new.slots, EMA: tree.unflatten(spec, averages)})
+
+        return averaging
+
+    return Wrapper(EMA, f"ema({decay:g})", update=OnUpdate(wrap, reads_gradients=False), slot=SlotSpec(_wide_copy))
+
+
+@wrapper
+def swa(start: int = 0, every: int = 1) -> Wrapper:
+    r"""Average the parameters of many steps with equal weights (Izmailov et al. 2018, arXiv:1803.05407).
+
+    .. math:: a \leftarrow a + (p - a) / n
+
+    after update `start` + `every` and then after each `every`-th update, where :math:`n` counts these averages. Before
+    the first, :math:`a` equals the parameters. `averaged` returns the state with the average in place of the
+    parameters; its BatchNorm statistics are those of the trained parameters. Updates that a wrapper skips do not count.
+
+    Args:
+        start: number of updates before the averaging begins.
+        every: number of updates from one average to the next.
+
+    Raises:
+        OptionError: when `start` or `every` is not in its range.
+    """
+    require_positive(SWA, "every", every)
+    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        raise OptionError(f"swa: start is {start!r}, needs a whole number of at least 0")
+
+    def wrap(update: UpdateFn) -> UpdateFn:
+        def averaging(state: TrainState, gradients: Gradients, hyper: Hyper, *, donate: bool) -> TrainState:
+            averages, spec = tree.flatten(state.slots[SWA]["params"])
+            new = update(state, gradients, hyper, donate=donate)
+            updates = state.slots[SWA]["updates"] + 1
+            widest = max((leaf.dtype for leaf in averages), key=lambda dtype: dtype.itemsize)
+            weight = _swa_weight(updates, start, every, widest)
+            averages = [
+                torch.lerp(average, leaf.to(average.dtype), weight.to(average.device, average.dtype))
+                for average, leaf in zip(averages, tree.leaves(new.params), strict=True)
+            ]
+            slot = {"params": tree.unflatten(spec, averages), "updates": updates}
+            return replace(new, slots={**new.slots, SWA: slot})
+
+        return averaging
+
+    def init(params: PyTree) -> PyTree:
+        updates = torch.zeros((), dtype=torch.int64, device=tree.device_of(params))
+        return {"params": _wide_copy(params), "updates": updates}
+
+    on_update = OnUpdate(wrap, reads_gradients=False)
+    return Wrapper(SWA, f"swa({start}, {every})", update=on_update, slot=SlotSpec(init))
+
+
+def _swa_weight(updates: Tensor, start: int, every: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight of the new parameters: 1 before the first average, 1 / n in an average, else 0."""
+    since_start = updates - start
+    n = torch.div(since_start, every, rounding_mode="floor")
+    weight = torch.where(since_start % every == 0, 1.0 / n.clamp(min=1).to(dtype), 0.0)
+    return torch.where(n < 1, 1.0, weight)
+
+
+def _wide_copy(params: PyTree) -> PyTree:
+    # In 16 bits the small changes of an average would be rounded to zero.
+    return tree.map(lambda leaf: leaf.detach().to(torch.promote_types(leaf.dtype, torch.float32), copy=True), params)
+
+
+def averaged(state: TrainState, kind: Literal["ema", "swa"] | None = None) -> TrainState:
+    """Return the state with the averaged parameters in place of the trained ones, to evaluate or save.
+
+    Args:
+        state: state of a step with `ema` or `swa`.
+        kind: ``"ema"`` or ``"swa"``; needed only when the step has both.
+
+    Raises:
+        StructureError: when the state has no such average, when it has both and `kind` is None, or when `state` is
+            not a state.
+    """
+    require_state("averaged", state)
+    kinds = [name for name in (EMA, SWA) if name in state.slots]
+    if not kinds or (kind is not None and kind not in kinds):
+        needed = f"ft.{kind}" if kind in (EMA, SWA) else "ft.ema(decay) or ft.swa()"
+        raise StructureError(f"averaged: the state holds no averages; compose the step with {needed}")
+    if kind is None and len(kinds) > 1:
+        raise StructureError("averaged: the state holds two averages; choose one: averaged(state, 'ema')")
+    name = kind or kinds[0]
+    averages = state.slots[name]["params"] if name == SWA else state.slots[name]
+    return replace(state, params=tree.map(lambda average, leaf: average.to(leaf.dtype), averages, state.params))
