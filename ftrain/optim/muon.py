@@ -56,24 +56,21 @@ def muon(
     batch: 500 of 45 x 45 took a tenth of the time. On devices other than the CPU, a batch may be rounded, in bfloat16,
     differently from single matrices, which `update_in_backward` and `offload` use.
 
-    Args:
-        lr: learning rate :math:`\eta`, a number or a schedule.
-        momentum: :math:`\mu` in [0, 1).
-        nesterov: use Nesterov momentum.
-        weight_decay: :math:`\lambda`, at least 0.
-        ns_coefficients: :math:`a, b, c`.
-        ns_steps: number of iterations.
-        eps: the smallest norm to divide by.
-        adjust_lr_fn: ``"original"``, as above, or ``"match_rms_adamw"``, with the factor
-            :math:`0.2 \sqrt{\max(\text{rows}, \text{columns})}`, for learning rates of AdamW (arXiv:2502.16982).
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
+    Besides the arguments that `ftrain.optim` describes:
+
+    * `momentum`: :math:`\mu` in [0, 1).
+    * `nesterov`: use Nesterov momentum.
+    * `ns_coefficients`: :math:`a, b, c`.
+    * `ns_steps`: number of iterations.
+    * `eps`: the smallest norm to divide by.
+    * `adjust_lr_fn`: ``"original"``, as above, or ``"match_rms_adamw"``, with the factor
+      :math:`0.2 \sqrt{\max(\text{rows}, \text{columns})}`, for learning rates of AdamW (arXiv:2502.16982).
 
     Raises:
         OptionError: an argument is out of its range.
         StructureError: at `init`, a parameter is not a matrix.
     """
     require_ranges("muon", 1.0, momentum=momentum, eps=eps)
-    require_ranges("muon", weight_decay=weight_decay)
     require_positive("muon", "ns_steps", ns_steps)
     if len(ns_coefficients) != 3:
         raise OptionError(f"muon: ns_coefficients is {ns_coefficients!r}, needs three numbers")
@@ -105,6 +102,14 @@ def muon(
         alike=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
+        options={
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "eps": eps,
+            "adjust_lr_fn": adjust_lr_fn,
+        },
     )
 
     def init(params: PyTree) -> PyTree:

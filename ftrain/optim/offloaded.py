@@ -14,8 +14,7 @@ from ftrain import _torch, backends, tree
 from ftrain._torch import dtensor
 from ftrain.backends import Copier
 from ftrain.backends.transfers import copier_of, in_file, is_abstract, is_in_file, on_host
-from ftrain.optim.nested import wrap_split
-from ftrain.optim.partial_update import UpdateSplitter, by_size, param_groups
+from ftrain.optim.partial_update import UpdateSplitter, by_size, param_groups, wrap_split
 from ftrain.types import Hyper, Optimizer, PyTree
 
 GROUP_BYTES = 1 << 26

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ftrain import _torch
-from ftrain.optim.state_dtype import Rounding, Window, join, part
+from ftrain.optim.state_dtype import Rounding, Window, flatten, write_back
 
 DECADES = 7
 
@@ -56,7 +56,7 @@ class Codes:
 
     def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
         """Return the values, of shape (elements,), in the dtype to compute in."""
-        values = [self._read(join(codes), join(scale), dtype) for codes, scale in self._runs(windows)]
+        values = [self._read(flatten(codes), flatten(scale), dtype) for codes, scale in self._runs(windows)]
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def _read(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -73,15 +73,15 @@ class Codes:
         pieces = values.split_with_sizes([sum(leaf.numel() for leaf in codes) for codes, _ in runs])
         for (codes, scale), piece in zip(runs, pieces, strict=True):
             if codes[0].dtype != torch.uint8:
-                part(piece, codes)
+                write_back(piece, codes)
                 continue
             largest = torch.cat([blocks.abs().amax(-1) for (blocks,) in self._blocks(piece)])
             coded = [self._codes(blocks, each) for blocks, each in self._blocks(piece, largest)]
-            part(coded[0] if len(coded) == 1 else torch.cat(coded), codes)
-            part(largest, scale)
+            write_back(coded[0] if len(coded) == 1 else torch.cat(coded), codes)
+            write_back(largest, scale)
 
     def _codes(self, blocks: Tensor, largest: Tensor) -> Tensor:
-        # A block of zeros has the scale 0, and stays so whatever its codes are.
+        # A block of zeros has the scale 0, and stays so with any codes.
         shares = blocks / largest.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
         cells = shares.to(torch.float16).view(torch.int16).view(-1).to(torch.int32) & 0xFFFF
         return _codes_on(self.signed, blocks.device).index_select(0, cells)

@@ -1,8 +1,8 @@
 """Parameters and moments that are stored in fewer bits than they are computed in.
 
-A formula gets them in float32 (float64 if a parameter is), joined into one long vector, and what it has
-written is rounded to the stored dtype. In eager mode this is done for a stretch of elements at a time, so there is
-never a float32 copy of the whole state; in graphs leaf by leaf, and the compiler fuses it with the formula.
+A formula gets them in float32 (float64 if a parameter is), joined into vectors, and what it has written is rounded to
+the stored dtype. In eager mode vectors have a limited size, so there is never a float32 copy of the whole state; in
+graphs each leaf is one vector, and the compiler fuses the conversion with the formula.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ftrain import _torch, random, tree
 from ftrain.errors import OptionError
-from ftrain.optim.grouping import Plan, Stretch
+from ftrain.optim.grouping import Plan, VectorLayout
 from ftrain.optim.rounding import noise, rounded
 from ftrain.types import PyTree
 
@@ -78,7 +78,7 @@ class Floats:
 
     def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
         """Return the values, of shape (elements,), in the dtype to compute in; a view of a single leaf that has it."""
-        return join([leaf for (leaf,) in windows]).to(dtype)
+        return flatten([leaf for (leaf,) in windows]).to(dtype)
 
     def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
         """Store values."""
@@ -88,10 +88,10 @@ class Floats:
             return  # These are the values.
         if rounding and first.dtype == torch.bfloat16:
             values = rounding(values.to(torch.float32))
-        part(values, leaves)
+        write_back(values, leaves)
 
 
-def join(leaves: list[Tensor]) -> Tensor:
+def flatten(leaves: list[Tensor]) -> Tensor:
     """Return the elements of all leaves, each in row-major order, as one vector; a view of a single contiguous leaf."""
     if len(leaves) == 1:
         # Not reshape, which finds strides for some leaves that are not dense.
@@ -99,8 +99,8 @@ def join(leaves: list[Tensor]) -> Tensor:
     return _torch.flatten_dense(leaves)
 
 
-def part(values: Tensor, leaves: list[Tensor]) -> None:
-    """Write the elements of one vector to the leaves they were joined from."""
+def write_back(values: Tensor, leaves: list[Tensor]) -> None:
+    """Write the elements of one vector to the leaves that `flatten` joined."""
     if len(leaves) == 1 and leaves[0].is_contiguous():
         # As a vector, since the values may be this memory: copying to itself is free if the strides are equal too.
         leaves[0].view(-1).copy_(values)
@@ -110,7 +110,7 @@ def part(values: Tensor, leaves: list[Tensor]) -> None:
         torch._foreach_copy_(leaves, _torch.unflatten_dense(values, leaves))
 
 
-class Lifted(NamedTuple):
+class Vectors(NamedTuple):
     """Vectors to compute on, the number of elements of each leaf in them, and whether they decay."""
 
     leaf: Tensor
@@ -159,7 +159,7 @@ class Storage:
                     columns[key + suffix].append(stored)
         return {name: tree.unflatten(spec, column) for name, column in columns.items()}
 
-    def lifted(
+    def vectors(
         self,
         plan: Plan,
         leaves: list[Tensor],
@@ -168,8 +168,8 @@ class Storage:
         key: Tensor | None,
         *,
         eager: bool,
-    ) -> Iterator[Lifted]:
-        """Yield stretch after stretch to compute on, and store what was written when the next one is requested.
+    ) -> Iterator[Vectors]:
+        """Yield one vector after another to compute on, and store its new values when the next one is requested.
 
         Args:
             plan: plan of the leaves.
@@ -177,35 +177,35 @@ class Storage:
             grads: their gradients, with the memory layout of the parameters.
             stored: the trees of the state, which are written.
             key: key of stochastic rounding.
-            eager: yield many leaves at a time, and long ones piece by piece.
+            eager: join small leaves and cut long ones.
         """
         plain = Floats()
-        for stretch in plan.stretches if eager else plan.wholes:
-            dtype = torch.promote_types(leaves[stretch.windows[0][0]].dtype, torch.float32)
-            windows = [plain.window((leaves[index],), *cut) for index, *cut in stretch.windows]
+        for layout in plan.vectors if eager else plan.leaf_vectors:
+            dtype = torch.promote_types(leaves[layout.windows[0][0]].dtype, torch.float32)
+            windows = [plain.window((leaves[index],), *cut) for index, *cut in layout.windows]
             moments = {
                 name: [
                     form.window(tuple(stored[name + suffix][index] for suffix in form.suffixes), *cut)
-                    for index, *cut in stretch.windows
+                    for index, *cut in layout.windows
                 ]
                 for name, form in self.formats.items()
             }
             leaf = plain.read(windows, dtype)
-            grad = plain.read([plain.window((grads[index],), *cut) for index, *cut in stretch.windows], dtype)
+            grad = plain.read([plain.window((grads[index],), *cut) for index, *cut in layout.windows], dtype)
             values = {name: self.formats[name].read(cuts, dtype) for name, cuts in moments.items()}
-            sizes = [stop - start for _, start, stop in stretch.windows]
-            yield Lifted(leaf, grad, values, sizes, stretch.decay)
-            plain.write(windows, leaf, self._rounding(key, stretch, 0, eager))
+            sizes = [stop - start for _, start, stop in layout.windows]
+            yield Vectors(leaf, grad, values, sizes, layout.decay)
+            plain.write(windows, leaf, self._rounding(key, layout, 0, eager))
             for number, (name, form) in enumerate(self.formats.items(), 1):
-                form.write(moments[name], values[name], self._rounding(key, stretch, number * plan.size, eager))
+                form.write(moments[name], values[name], self._rounding(key, layout, number * plan.size, eager))
 
-    def _rounding(self, key: Tensor | None, stretch: Stretch, offset: int, eager: bool) -> Rounding | None:
+    def _rounding(self, key: Tensor | None, layout: VectorLayout, offset: int, eager: bool) -> Rounding | None:
         if key is None:
             return None
 
         def rounding(values: Tensor) -> Tensor:
             device_key = random.to_device(key, values.device)
-            return rounded(values, noise(device_key, stretch.place + offset, len(values), eager=eager), eager=eager)
+            return rounded(values, noise(device_key, layout.offset + offset, len(values), eager=eager), eager=eager)
 
         return rounding
 
