@@ -103,7 +103,7 @@ def project(mask: Mask = matrices) -> GradientTransform:
 
     .. math:: g_i \leftarrow g_i - \frac{\langle g_i, p_i \rangle}{\langle p_i, p_i \rangle} p_i
 
-    for each index :math:`i` of the first axis (Heo et al. 2021, arXiv:2006.08217, for every channel); where
+    for each index :math:`i` of the first axis (Heo et al. 2021, arXiv:2006.08217, of every channel); where
     :math:`p_i = 0` the gradient stays. The norm of such weights has no effect; this keeps it from growing, and with it
     their effective learning rate from falling.
 
@@ -187,10 +187,8 @@ def _applied(
 ) -> Callable[[PyTree, PyTree, Hyper], PyTree]:
     """Return the function that applies transformations to gradients, in their order.
 
-    Args:
-        transforms: the transformations.
-        index_of: name of a parameter -> its index among all parameters, when these are only some of them; random
-            numbers depend on that index. Default: the index among the parameters of the call.
+    Random numbers depend on the index of a parameter among all. `index_of` maps names to it, where the function gets
+    only some of the parameters.
     """
 
     def select(

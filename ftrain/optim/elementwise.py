@@ -1,7 +1,7 @@
 """Make an optimizer from a formula, which is written once, with the in-place methods of a tensor.
 
 In eager mode the formula gets a `Column`, which calls torch's kernels for many tensors; in a graph it gets one leaf
-after another, and the compiler fuses them. It writes to the old state if that was donated, else to a copy.
+after another, and the compiler fuses the operations. It writes to the old state if that was donated, else to a copy.
 """
 
 from __future__ import annotations
@@ -257,13 +257,13 @@ def _materialized(values: tuple[Number, ...], rate: Number) -> tuple[Number, ...
 
 
 def _number(value: Number) -> Number:
-    """Return the value of a 0-d tensor, for kernels that take numbers, if reading it waits for nothing."""
+    """Return a 0-d tensor as a number, which kernels take, if to read it does not wait for the device."""
     if not isinstance(value, Tensor) or torch.compiler.is_compiling() or not backends.of(value.device).immediate:
         return value
     # In a graph it would be a constant, and under vmap it is not one number.
     if _torch.is_capturing() or _torch.is_transformed(value):
         return value
-    # A tensor without a value: any number is right.
+    # A fake tensor has no value, and any number is right.
     return 1.0 if _torch.is_fake(value) else value.item()
 
 
@@ -283,7 +283,7 @@ def _parts(
 
 def _key(name: str, storage: Storage, hyper: Hyper) -> Tensor | None:
     if storage.stochastic and RNG not in hyper:
-        raise OptionError(f"{name}: stochastic rounding needs a key, hyper[{RNG!r}], as a step gives; found none")
+        raise OptionError(f"{name}: found no key for stochastic rounding; pass one as hyper[{RNG!r}], as a step does")
     return hyper[RNG] if storage.stochastic else None
 
 
@@ -349,9 +349,9 @@ def descend_quotient(leaf: Some, step: Some, denominator: Some, rate: Number) ->
 
 
 def exact_count(count: Tensor) -> Tensor:
-    """Return the number of updates for arithmetic in float64, as on the host, so that only the leaves' dtype rounds.
+    """Return the number of updates in float64, as on the host, so that results are rounded only to the leaves' dtype.
 
-    On a device without float64 it is float32, and `power` and `debias` are exact to a few units in its last place.
+    On a device without float64 it is float32, and `power` and `debias` have an error of a few units in the last place.
     """
     return count.to(backends.widest(count.device))
 

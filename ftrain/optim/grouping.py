@@ -25,17 +25,13 @@ BLOCK = 1 << 18
 
 
 class VectorLayout(NamedTuple):
-    """Elements that are joined into one vector, from one leaf or several of one dtype and device.
-
-    Args:
-        windows: index of a leaf, and start and stop of its elements in row-major order.
-        decay: whether weight decay applies.
-        offset: index of its first element among those of all leaves, counted group after group.
-    """
+    """Elements that are joined into one vector, from one leaf or several of one dtype and device."""
 
     windows: list[tuple[int, int, int]]
+    """Index of a leaf, and start and stop of its elements in row-major order."""
     decay: bool
     offset: int
+    """Index of the first element of the vector among those of all leaves, counted group after group."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +65,7 @@ class Plan:
 
 
 class WholeTree(NamedTuple):
-    """What the update of some leaves needs to know about all leaves.
-
-    Args:
-        offsets: name of a leaf -> index of its first element among those of all leaves, counted group after group.
-        size: number of elements of all leaves.
-        fusible: whether torch's fused kernels run on all of them.
-    """
+    """What the update of some leaves needs to know about all leaves; as in a `Plan`, with offsets by name."""
 
     offsets: Mapping[str, int]
     size: int
@@ -83,7 +73,7 @@ class WholeTree(NamedTuple):
 
 
 class Planner:
-    """Makes plans; the last one is cached.
+    """Makes plans, and keeps the last one.
 
     Args:
         mask: mask of the leaves that decay.

@@ -61,7 +61,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
 
 
 def _within(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer whose state is a part of another one."""
+    """Return an optimizer whose state is ``{"state": state of optimizer}``."""
 
     def init(params: PyTree) -> PyTree:
         return {STATE: optimizer.init(params)}
@@ -87,7 +87,7 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
 
     Args:
         state: state of a step whose optimizer is adjustable.
-        factors: name of a scheduled value, or a pattern such as ``"*/lr"``, -> what to multiply it by from now on.
+        factors: name of a scheduled value, or a pattern such as ``"*/lr"``, -> the new factor.
 
     Raises:
         StructureError: the optimizer is not adjustable.

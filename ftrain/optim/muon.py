@@ -130,12 +130,12 @@ def _orthogonal(
 
 def _iterated(
     matrix: Tensor,
-    add_product: Callable[..., Tensor],
+    addmm: Callable[..., Tensor],
     coefficients: tuple[float, float, float],
     steps: int,
     eps: float,
 ) -> Tensor:
-    """Iterate on a matrix (n, m) or a batch (b, n, m) in bfloat16, on its smaller side; return its own dtype."""
+    """Iterate in bfloat16 on a matrix (n, m) or a batch (b, n, m), on its smaller side; return its dtype."""
     a, b, c = coefficients
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.to(torch.bfloat16)
@@ -143,8 +143,8 @@ def _iterated(
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
-        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    # In bfloat16, the product with a learning rate that is a tensor would be rounded.
+        x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    # In bfloat16, multiplying by a learning rate that is a tensor would round.
     return (x.mT if tall else x).to(matrix.dtype)
 
 
@@ -152,6 +152,6 @@ def _require_matrices(params: PyTree) -> None:
     for name, leaf in zip(tree.leaf_names(params), tree.leaves(params), strict=True):
         if leaf.ndim != 2:
             raise StructureError(
-                f"muon: the parameter {name} has the shape {list(leaf.shape)}, needs two axes; give what is no matrix "
-                "to another optimizer with ft.optim.partition"
+                f"muon: the parameter {name} has the shape {list(leaf.shape)}, needs two axes; use "
+                "ft.optim.partition to give parameters that are not matrices to another optimizer"
             )

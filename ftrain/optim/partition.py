@@ -31,8 +31,8 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
 
     Args:
         optimizers: label -> optimizer.
-        label_fn: ``(name, leaf) -> label``; or label -> patterns of names or function ``(name, leaf) -> bool``, in
-            which one label may be left out, for the rest.
+        label_fn: ``(name, leaf) -> label``; or label -> patterns of names or function ``(name, leaf) -> bool``, where
+            one label may be left out: it takes the rest.
 
     Raises:
         ComposeError: a value is not an optimizer, or is `adjustable`, which must be the outermost.
@@ -100,7 +100,7 @@ class _Part(NamedTuple):
         return {**values, RNG: random.fold_in(hyper[RNG], self.rank)} if self.optimizer.needs_rng else values
 
     def split(self, leaves: Mapping[str, Tensor], groups: list[list[str]]) -> dict[int, _Part]:
-        """Return the part of each group that has leaves of this label, by the number of the group."""
+        """Return number of the group -> its leaves of this label, for the groups that have such leaves."""
         leaves = self.of(leaves)
         index_of = {name: index for index, name in enumerate(tree.leaf_names(leaves))}
         names = {number: [name for name in group if name in leaves] for number, group in enumerate(groups)}
@@ -112,7 +112,7 @@ class _Part(NamedTuple):
 
 
 def _of_parts(whole: Optimizer, parts: Sequence[_Part]) -> Optimizer:
-    """Return the optimizer of some leaves, given the parts of the labels that these have."""
+    """Return the optimizer of some leaves, from the parts for each of their labels."""
     by_element = all(part.optimizer.by_element for part in parts)
     return dataclasses.replace(whole, init=partial(_init, parts), update=partial(_update, parts), by_element=by_element)
 

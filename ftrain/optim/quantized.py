@@ -19,9 +19,8 @@ DECADES = 7
 class Codes:
     """Stored as codes of 8 bits, of the shape of the leaf, and a float32 scale for each block of elements.
 
-    A value is the `dynamic_map` at its code times the largest magnitude in its block. Blocks run through the elements
-    in row-major order, and the last one of a leaf may be shorter: a leaf cut along its first axis where blocks
-    end is the leaf of the cut codes and the cut scales. For moments that begin at zero.
+    A value is the `dynamic_map` at its code times the largest magnitude in its block. Blocks are in row-major order,
+    and the last one of a leaf may be shorter. Use it for moments that begin at zero.
 
     Args:
         signed: whether there are negative values.
@@ -70,13 +69,13 @@ class Codes:
     def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
         """Store values."""
         runs = list(self._runs(windows))
-        pieces = values.split_with_sizes([sum(leaf.numel() for leaf in codes) for codes, _ in runs])
-        for (codes, scale), piece in zip(runs, pieces, strict=True):
+        values_of_runs = values.split_with_sizes([sum(leaf.numel() for leaf in codes) for codes, _ in runs])
+        for (codes, scale), run in zip(runs, values_of_runs, strict=True):
             if codes[0].dtype != torch.uint8:
-                write_back(piece, codes)
+                write_back(run, codes)
                 continue
-            largest = torch.cat([blocks.abs().amax(-1) for (blocks,) in self._blocks(piece)])
-            coded = [self._codes(blocks, each) for blocks, each in self._blocks(piece, largest)]
+            largest = torch.cat([blocks.abs().amax(-1) for (blocks,) in self._blocks(run)])
+            coded = [self._codes(blocks, each) for blocks, each in self._blocks(run, largest)]
             write_back(coded[0] if len(coded) == 1 else torch.cat(coded), codes)
             write_back(largest, scale)
 
@@ -87,7 +86,7 @@ class Codes:
         return _codes_on(self.signed, blocks.device).index_select(0, cells)
 
     def _runs(self, windows: Sequence[Window]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Codes and scales of leaves that can be joined: all small, or all of whole blocks; else one by one."""
+        """Yield the codes and scales of leaves to join: all small ones, or all of full blocks; else one by one."""
         small = {codes.dtype != torch.uint8 for codes, _ in windows}
         if small == {True} or (small == {False} and not any(codes.numel() % self.block for codes, _ in windows)):
             yield [codes for codes, _ in windows], [scale for _, scale in windows]

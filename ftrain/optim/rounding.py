@@ -22,7 +22,7 @@ def noise(key: Tensor, start: int, size: int, *, eager: bool) -> Tensor:
         key: int64 of shape (2,), as `ftrain.random.key` makes.
         start: index of the first element; an element's bits depend only on the key and its index.
         size: number of elements.
-        eager: write in place, at half the time; else as a compiler fuses it.
+        eager: write in place, which takes half the time; else use operations that a compiler can fuse.
     """
     offset, secret = key.to(torch.int32).unbind()
     begin, odd = start >> 1, start & 1
@@ -53,14 +53,11 @@ def _hash_in_place(x: Tensor, offset: Tensor, secret: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, bits: Tensor, *, eager: bool) -> Tensor:
-    """Round float32 to bfloat16 values, the nearer of two being more probable; NaN and infinities stay.
+    """Round float32 up or down to bfloat16 values, the nearer one with a higher probability; NaN and infinities stay.
 
-    Args:
-        values: float32; overwritten if `eager`.
-        bits: `noise` of the same shape.
-        eager: write in place.
+    `bits` are `noise` of the same shape. If `eager`, `values` are overwritten.
     """
-    # Noise would carry a NaN of many ones over into the sign.
+    # Adding noise to the bits of a NaN could overflow into its sign.
     if eager:
         values.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
         values.view(torch.int32).add_(bits).bitwise_and_(_UPPER)

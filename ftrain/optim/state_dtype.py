@@ -146,7 +146,7 @@ class Storage:
 
     @property
     def by_element(self) -> bool:
-        """Whether each element is stored by itself: without scales of blocks or draws that depend on its place."""
+        """Whether an element is stored independently of the others: without scales of blocks or random draws."""
         return not self.stochastic and all(isinstance(form, Floats) for form in self.formats.values())
 
     def begin(self, state: Mapping[str, Callable[[Tensor], Tensor]], params: PyTree) -> dict[str, PyTree]:
@@ -171,13 +171,8 @@ class Storage:
     ) -> Iterator[Vectors]:
         """Yield one vector after another to compute on, and store its new values when the next one is requested.
 
-        Args:
-            plan: plan of the leaves.
-            leaves: the parameters, which are written.
-            grads: their gradients, with the memory layout of the parameters.
-            stored: the trees of the state, which are written.
-            key: key of stochastic rounding.
-            eager: join small leaves and cut long ones.
+        Writes `leaves`, the parameters, and `stored`, the leaves of the state by name. Gradients must have the strides
+        of the parameters. `key` is that of stochastic rounding. In eager mode, join small leaves and cut long ones.
         """
         plain = Floats()
         for layout in plan.vectors if eager else plan.leaf_vectors:
@@ -213,10 +208,10 @@ class Storage:
 def low_precision(
     function: str, state_dtype: Literal["bf16", "fp32"] | None, stochastic_rounding: bool | None, moments: Sequence[str]
 ) -> Storage | None:
-    """Return how moments of a dtype are stored; None for the dtypes of the parameters, rounded to the nearest.
+    """Return how moments are stored; None if in the dtypes of the parameters, without stochastic rounding.
 
     Raises:
-        OptionError: for a dtype other than float32 and bfloat16.
+        OptionError: `state_dtype` is neither None, "bf16" nor "fp32".
     """
     if state_dtype is not None and state_dtype not in DTYPES:
         raise OptionError(
