@@ -53,7 +53,7 @@ SHARED = {
         "structure_cache",
         "state_dtype",
         "rounding",
-        "quantized",
+        "formats",
         "elementwise",
         "schedules",
     },

@@ -22,7 +22,7 @@ from ftrain.optim.elementwise import (
     leafwise,
     require_ranges,
 )
-from ftrain.optim.quantized import Codes
+from ftrain.optim.formats import Codes
 from ftrain.optim.state_dtype import Storage, low_precision
 from ftrain.tree.name_patterns import Mask, everything, matrices
 from ftrain.types import Optimizer, Schedule
@@ -118,11 +118,16 @@ def adamw_8bit(
 
     * `block`: number of elements that share a scale; the last block of a parameter may have fewer.
     * `min_size`: parameters with fewer elements (norms and biases) have moments in float32 and empty scales.
+    * `stochastic_rounding`: round parameters that are stored in bfloat16 up or down at random.
     """
     require_positive("adamw_8bit", "block", block)
     require_positive("adamw_8bit", "min_size", min_size)
     formats = {"mu": Codes(True, block, min_size), "nu": Codes(False, block, min_size)}
-    shown = {f"block={block}": block != 256, "stochastic_rounding": stochastic_rounding}
+    shown = {
+        f"block={block}": block != 256,
+        f"min_size={min_size}": min_size != 4096,
+        "stochastic_rounding": stochastic_rounding,
+    }
     storage = Storage(formats, stochastic_rounding, tuple(text for text, is_shown in shown.items() if is_shown))
     return _adam("adamw_8bit", lr, b1, b2, eps, weight_decay, decay_mask, storage=storage, decoupled=True)
 

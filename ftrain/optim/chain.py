@@ -1,4 +1,7 @@
-"""Transformations of the gradients before an optimizer."""
+"""Transformations of the gradients before an optimizer.
+
+The `mask` of each selects the parameters that it applies to: a function ``(name, leaf) -> bool``, or patterns of names.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,6 @@ def centralize(mask: Mask = matrices) -> GradientTransform:
     .. math:: g_i \leftarrow g_i - \operatorname{mean}(g_i)
 
     for each index :math:`i` of the first axis: rows of a linear layer, filters of a convolution.
-
-    Args:
-        mask: parameters it applies to. Default: those with two axes or more.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
@@ -61,9 +61,6 @@ def sign(mask: Mask = everything) -> GradientTransform:
     r"""Replace gradients by their signs; before `sgd` this is signSGD (Bernstein et al. 2018, arXiv:1802.04434).
 
     .. math:: g \leftarrow \operatorname{sign}(g)
-
-    Args:
-        mask: parameters it applies to. Default: all.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
@@ -79,12 +76,8 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
 
     The paper's :math:`\sigma_t^2 = \eta / (1 + t)^\gamma` is ``noise(lambda t: (0.3 / (1 + t) ** 0.55) ** 0.5)``.
 
-    Args:
-        stddev: :math:`\sigma`, a number or a schedule; called ``noise`` among the metrics.
-        mask: parameters it applies to. Default: all.
-
-    Raises:
-        OptionError: `stddev` is negative.
+    `stddev` is :math:`\sigma`, a number or a schedule; it is called ``noise`` among the metrics. Raises an OptionError
+    if it is negative.
     """
     if isinstance(stddev, int | float) and stddev < 0:
         raise OptionError(f"noise: stddev is {stddev!r}, needs a number of at least 0, or a schedule")
@@ -106,9 +99,6 @@ def project(mask: Mask = matrices) -> GradientTransform:
     for each index :math:`i` of the first axis (Heo et al. 2021, arXiv:2006.08217, of every channel); where
     :math:`p_i = 0` the gradient stays. The norm of such weights has no effect; this keeps it from growing, and with it
     their effective learning rate from falling.
-
-    Args:
-        mask: parameters it applies to. Default: those with two axes or more.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:

@@ -124,18 +124,13 @@ def _orthogonal(
 ) -> list[Tensor]:
     """Bring the singular values of matrices of one shape near 1: as a batch if that gives the same bits."""
     if len(matrices) == 1 or min(matrices[0].shape) <= TINY:
-        return [_iterated(matrix, torch.addmm, coefficients, steps, eps) for matrix in matrices]
-    return list(_iterated(torch.stack(matrices), torch.baddbmm, coefficients, steps, eps).unbind())
+        return [_iterated(matrix, coefficients, steps, eps) for matrix in matrices]
+    return list(_iterated(torch.stack(matrices), coefficients, steps, eps).unbind())
 
 
-def _iterated(
-    matrix: Tensor,
-    addmm: Callable[..., Tensor],
-    coefficients: tuple[float, float, float],
-    steps: int,
-    eps: float,
-) -> Tensor:
+def _iterated(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Iterate in bfloat16 on a matrix (n, m) or a batch (b, n, m), on its smaller side; return its dtype."""
+    addmm: Callable[..., Tensor] = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     a, b, c = coefficients
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.to(torch.bfloat16)

@@ -1,18 +1,60 @@
-"""Moments in 8 bits, block by block (Dettmers et al. 2021, arXiv:2110.02861)."""
+"""How a moment is stored: in a floating-point dtype, or as codes of 8 bits (Dettmers et al. 2021, arXiv:2110.02861)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ftrain import _torch
-from ftrain.optim.state_dtype import Rounding, Window, flatten, write_back
 
 DECADES = 7
+
+Window: TypeAlias = tuple[Tensor, ...]
+"""The stored form of some elements of a leaf, to be read and written."""
+
+Rounding: TypeAlias = Callable[[Tensor], Tensor]
+"""A function of float32 values before they are cast to bfloat16; may overwrite them."""
+
+
+@dataclass(frozen=True)
+class Floats:
+    """Stored in a floating-point dtype; in that of the parameter if none is given.
+
+    `suffixes` are those of the names of the trees in the state, one for each tensor that a leaf is stored as. `align`
+    is the number of elements that must stay together.
+    """
+
+    dtype: torch.dtype | None = None
+    suffixes: tuple[str, ...] = ("",)
+    align: int = 1
+
+    def begin(self, value: Tensor) -> Window:
+        """Store the initial value of a moment."""
+        return (value.to(self.dtype or value.dtype),)
+
+    def window(self, stored: Window, start: int, stop: int) -> Window:
+        """Return what is stored for the elements from `start` to `stop` of a leaf."""
+        (leaf,) = stored
+        return (leaf if stop - start == leaf.numel() else leaf.view(-1)[start:stop],)
+
+    def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
+        """Return the values, of shape (elements,), in the dtype to compute in; a view of a single leaf that has it."""
+        return flatten([leaf for (leaf,) in windows]).to(dtype)
+
+    def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
+        """Store values."""
+        leaves = [leaf for (leaf,) in windows]
+        first = leaves[0]
+        if len(leaves) == 1 and first.dtype == values.dtype and first.is_contiguous():
+            return  # These are the values.
+        if rounding and first.dtype == torch.bfloat16:
+            values = rounding(values.to(torch.float32))
+        write_back(values, leaves)
 
 
 @dataclass(frozen=True)
@@ -102,6 +144,28 @@ class Codes:
             yield values[: whole * self.block].view(whole, self.block), *(each[:whole] for each in beside)
         if rest:
             yield values[whole * self.block :].view(1, rest), *(each[whole:] for each in beside)
+
+
+Format: TypeAlias = Floats | Codes
+
+
+def flatten(leaves: list[Tensor]) -> Tensor:
+    """Return the elements of all leaves, each in row-major order, as one vector; a view of a single contiguous leaf."""
+    if len(leaves) == 1:
+        # Not reshape, which finds strides for some leaves that are not dense.
+        return leaves[0].contiguous().view(-1)
+    return _torch.flatten_dense(leaves)
+
+
+def write_back(values: Tensor, leaves: list[Tensor]) -> None:
+    """Write the elements of one vector to the leaves that `flatten` joined."""
+    if len(leaves) == 1 and leaves[0].is_contiguous():
+        # As a vector, since the values may be this memory: copying to itself is free if the strides are equal too.
+        leaves[0].view(-1).copy_(values)
+    elif len(leaves) == 1:
+        leaves[0].copy_(values.view(leaves[0].shape))
+    else:
+        torch._foreach_copy_(leaves, _torch.unflatten_dense(values, leaves))
 
 
 def dynamic_map(*, signed: bool) -> Tensor:
