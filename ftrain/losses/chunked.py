@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ftrain.losses.inputs import at_least_float32
+
 CHUNK_BYTES = 2**26
 """The bytes that a chunk of logits may always take. Measured on two cores: half of it takes 3% more time, and far more
 while other programs use the cores; twice as much takes 2% less."""
@@ -53,42 +55,33 @@ def losses_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sum of the losses, and its gradients with respect to hidden, weight and bias, in at least float32.
 
-    Gradients that are not needed are empty.
-
-    Args:
-        hidden: tensor of shape (rows, width).
-        weight: tensor of shape (classes, width).
-        bias: tensor of shape (classes,).
-        labels: int64 tensor of shape (rows,).
-        class_weight: tensor of shape (classes,).
-        ignore_index: the label of rows to leave out.
-        label_smoothing: the share of probability spread over the classes.
-        chunk: the number of rows in a chunk; None for `auto_chunk`.
-        dtype: the dtype of matmuls.
-        needs: which gradients are needed.
+    Gradients that are not needed are empty. The arguments are those of `linear_cross_entropy`, with `hidden` of shape
+    (rows, width) and int64 `labels` of shape (rows,); `dtype` is that of matmuls.
     """
-    targets = _Targets.of(labels, class_weight, ignore_index, label_smoothing, classes=len(weight), dtype=_wide(dtype))
+    targets = _Targets.of(
+        labels, class_weight, ignore_index, label_smoothing, classes=len(weight), dtype=at_least_float32(dtype)
+    )
     grads = _gradients(hidden, weight, dtype, needs)
-    total = hidden.new_zeros((), dtype=_wide(dtype))
+    total = hidden.new_zeros((), dtype=at_least_float32(dtype))
     chunk = min(chunk or auto_chunk(weight, dtype), max(len(hidden), 1))
     # Inside an operation the caller's autocast would still apply, and cast the matmuls to its dtype a second time.
     with torch.autocast(hidden.device.type, enabled=False):
         narrow = weight.to(dtype)
-        memory = hidden.new_empty((chunk, len(weight)), dtype=_wide(dtype))
+        memory = hidden.new_empty((chunk, len(weight)), dtype=at_least_float32(dtype))
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             # Infinite or NaN values of an ignored row must not reach the sums over rows: 0 x NaN is NaN.
             part = hidden[rows].to(dtype).masked_fill(~targets.not_ignored[rows, None], 0)
             logits = _logits(part, narrow, bias, memory[: len(part)])
             total += _turn_into_gradient(logits, targets[rows])
-            _add_products(grads, rows, logits, part, narrow)
+            _add_gradients(grads, rows, logits, part, narrow)
     return total, *grads
 
 
 @losses_and_gradients.register_fake
 def _(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, dtype, needs = options
-    return hidden.new_empty((), dtype=_wide(dtype)), *_gradients(hidden, weight, dtype, needs)
+    return hidden.new_empty((), dtype=at_least_float32(dtype)), *_gradients(hidden, weight, dtype, needs)
 
 
 def auto_chunk(weight: Tensor, dtype: torch.dtype) -> int:
@@ -97,20 +90,16 @@ def auto_chunk(weight: Tensor, dtype: torch.dtype) -> int:
     A power of two whose logits take at most `CHUNK_BYTES`, or ``1 / WEIGHT_SHARE`` of the weight if that is more.
     """
     classes, width = weight.shape
-    size = _wide(dtype).itemsize
+    size = at_least_float32(dtype).itemsize
     rows = max(CHUNK_BYTES // (classes * size), width // WEIGHT_SHARE, 1)
     return 1 << (int(rows).bit_length() - 1)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _gradients(hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs: Needs) -> tuple[Tensor, Tensor, Tensor]:
     """Return zeros like hidden, weight and bias; empty where no gradient is needed."""
     shapes = tuple(hidden.shape), tuple(weight.shape), (weight.shape[0],)
     hidden_grad, weight_grad, bias_grad = (
-        hidden.new_zeros(shape if needed else (0,), dtype=_wide(dtype))
+        hidden.new_zeros(shape if needed else (0,), dtype=at_least_float32(dtype))
         for shape, needed in zip(shapes, needs, strict=True)
     )
     return hidden_grad, weight_grad, bias_grad
@@ -171,7 +160,7 @@ def _turn_into_gradient(logits: Tensor, targets: _Targets) -> Tensor:
     return total
 
 
-def _add_products(
+def _add_gradients(
     grads: tuple[Tensor, Tensor, Tensor], rows: slice, error: Tensor, hidden: Tensor, weight: Tensor
 ) -> None:
     """Add the contribution of a chunk to the gradients, from the gradient with respect to its logits."""
@@ -181,9 +170,9 @@ def _add_products(
     for tile in _tiles(weight, error.dtype):
         part = error[:, tile].to(dtype)
         if hidden_grad.numel():
-            _add_product(hidden_grad[rows], part, weight[tile].to(dtype))
+            _add_matmul(hidden_grad[rows], part, weight[tile].to(dtype))
         if weight_grad.numel():
-            _add_product(weight_grad[tile], part.t(), hidden.to(dtype))
+            _add_matmul(weight_grad[tile], part.t(), hidden.to(dtype))
     if bias_grad.numel():
         bias_grad += error.sum(0)
 
@@ -194,7 +183,7 @@ def _tiles(weight: Tensor, wide: torch.dtype) -> Iterator[slice]:
     yield from (slice(start, start + step) for start in range(0, len(weight), step))
 
 
-def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_matmul(to: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == to.dtype:
         to.addmm_(a, b)
     else:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ftrain.losses.inputs import loss_dtype, require_class_weight, require_classes, require_smoothing, weight_of_labels
+from ftrain.losses.inputs import (
+    at_least_float32,
+    require_class_weight,
+    require_classes,
+    require_smoothing,
+    weight_of_labels,
+)
 from ftrain.types import Mean
 
 
@@ -48,7 +54,7 @@ def cross_entropy(
     """
     require_classes("cross_entropy", logits, labels)
     require_smoothing("cross_entropy", label_smoothing)
-    dtype = loss_dtype(logits)
+    dtype = at_least_float32(logits.dtype)
     if weight is not None:
         require_class_weight("cross_entropy", "weight", weight, logits.shape[-1])
         weight = weight.detach().to(dtype)
@@ -83,5 +89,5 @@ def accuracy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Mea
     labels = labels.long()
     counts = labels != ignore_index
     correct = (logits.argmax(-1) == labels) & counts
-    dtype = loss_dtype(logits)
+    dtype = at_least_float32(logits.dtype)
     return Mean(correct.sum().to(dtype), counts.sum().to(dtype))

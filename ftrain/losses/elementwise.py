@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ftrain.errors import LossError
-from ftrain.losses.inputs import kind, loss_dtype, require_floating
+from ftrain.losses.inputs import at_least_float32, kind, require_floating
 from ftrain.types import Mean
 
 
@@ -36,7 +36,7 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, *, weight: Tensor | Non
     0.6931
     """
     _require_same_shape("binary_cross_entropy", logits, labels, ("logits", "labels"))
-    dtype = loss_dtype(logits)
+    dtype = at_least_float32(logits.dtype)
     error = partial(F.binary_cross_entropy_with_logits, reduction="none")
     return _weighted("binary_cross_entropy", error, logits.to(dtype), labels.to(dtype), weight)
 
@@ -61,7 +61,7 @@ def mse(predictions: Tensor, targets: Tensor, *, weight: Tensor | None = None) -
     2.0
     """
     _require_same_shape("mse", predictions, targets, ("predictions", "targets"))
-    dtype = loss_dtype(predictions)
+    dtype = at_least_float32(predictions.dtype)
     return _weighted("mse", lambda a, b: (a - b).square(), predictions.to(dtype), targets.to(dtype), weight)
 
 
@@ -72,6 +72,7 @@ def _weighted(
     targets: Tensor,
     weight: Tensor | None,
 ) -> Mean:
+    """Return the weighted mean of ``error(outputs, targets)``, which are of one shape, over all elements."""
     if weight is None:
         errors = error(outputs, targets)
         return Mean(errors.sum(), torch.full((), errors.numel(), dtype=errors.dtype, device=errors.device))
@@ -99,5 +100,5 @@ def _require_same_shape(function: str, outputs: Tensor, targets: Tensor, names: 
     if outputs.shape != targets.shape:
         raise LossError(
             f"{function}: {names[0]} have shape {tuple(outputs.shape)} and {names[1]} "
-            f"{tuple(targets.shape)}; they must be equal, for nothing is broadcast. Reshape one of them."
+            f"{tuple(targets.shape)}; they must be equal, because nothing is broadcast. Reshape one of them."
         )

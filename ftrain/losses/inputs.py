@@ -9,9 +9,9 @@ from ftrain.errors import LossError
 from ftrain.tree import dtype_name
 
 
-def loss_dtype(outputs: Tensor) -> torch.dtype:
-    """Return the dtype of totals and weights: that of the outputs, at least float32."""
-    return torch.promote_types(outputs.dtype, torch.float32)
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of totals and weights, from that of the outputs."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def weight_of_labels(labels: Tensor, ignore_index: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -34,7 +34,7 @@ def require_classes(function: str, logits: Tensor, labels: Tensor) -> None:
     if labels.shape != logits.shape[:-1]:
         raise LossError(
             f"{function}: logits have shape {tuple(logits.shape)} and labels {tuple(labels.shape)}; "
-            f"labels must have shape {tuple(logits.shape[:-1])}, for the class axis is the last of logits."
+            f"labels must have shape {tuple(logits.shape[:-1])}, because the class axis is the last of logits."
         )
 
 

@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ftrain.errors import LossError
-from ftrain.losses.inputs import kind, require_class_weight, require_indices, require_smoothing, weight_of_labels
+from ftrain.losses.inputs import (
+    at_least_float32,
+    kind,
+    require_class_weight,
+    require_indices,
+    require_smoothing,
+    weight_of_labels,
+)
 from ftrain.types import Mean
 
 NAME = "linear_cross_entropy"
@@ -61,12 +68,12 @@ def linear_cross_entropy(
     >>> float(loss.weight), round(float(loss), 4)
     (4.0, 1.6094)
     """
-    dtype = _product_dtype(hidden, weight)
+    dtype = _matmul_dtype(hidden, weight)
     _require_shapes(hidden, weight, labels, bias)
     require_smoothing(NAME, label_smoothing)
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise LossError(f"{NAME}: chunk is {chunk!r}; it must be a number of rows, 1 at least, or None to choose.")
-    wide = torch.promote_types(dtype, torch.float32)
+        raise LossError(f"{NAME}: chunk is {chunk!r}; it must be a number of rows, at least 1, or None.")
+    wide = at_least_float32(dtype)
     if class_weight is not None:
         require_class_weight(NAME, "class_weight", class_weight, len(weight))
         class_weight = class_weight.detach().to(wide)
@@ -82,14 +89,14 @@ def linear_cross_entropy(
 
 
 def _losses_and_gradients(*inputs: Any) -> Any:
-    # Registers an operation, which takes as long as importing ten files.
+    # Imported when it is used: registering the operation takes as long as importing ten files.
     from ftrain.losses.chunked import losses_and_gradients
 
     return losses_and_gradients(*inputs)
 
 
 def _require_no_tangent(*inputs: Tensor | None) -> None:
-    # torch takes the tangent of an operation that has no rule for it as zero.
+    # torch would silently use a tangent of zero for an operation without a forward-mode derivative.
     if torch.compiler.is_compiling():
         return
     tensors = [each for each in inputs if each is not None]
@@ -129,12 +136,8 @@ class _Loss(torch.autograd.Function):
         return (*scaled, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
-def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype in which ``hidden @ weight.T`` is computed.
-
-    Raises:
-        LossError: if their dtypes do not allow the matmul.
-    """
+def _matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype in which ``hidden @ weight.T`` is computed."""
     for name, value in (("hidden", hidden), ("weight", weight)):
         if not value.is_floating_point():
             raise LossError(f"{NAME}: {name} is {kind(value)}; it must be floating point.")
@@ -158,7 +161,7 @@ def _require_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor
     if hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
         raise LossError(
             f"{NAME}: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; hidden must be "
-            f"(..., {weight.shape[1]}), for weight is (classes, width)."
+            f"(..., {weight.shape[1]}), because weight is (classes, width)."
         )
     require_indices(NAME, labels)
     if labels.shape != hidden.shape[:-1]:

@@ -1,31 +1,41 @@
-"""Optimizers as pairs of pure functions, `(init, update)`: one family per file."""
+r"""Optimizers as pairs of pure functions, `(init, update)`: one family per file.
 
-from ftrain.optim.adafactor import adafactor as adafactor
-from ftrain.optim.adagrad import adagrad as adagrad
-from ftrain.optim.adam import adam as adam
-from ftrain.optim.adam import adamw as adamw
-from ftrain.optim.adam import adamw_8bit as adamw_8bit
-from ftrain.optim.chain import GradientTransform as GradientTransform
-from ftrain.optim.chain import centralize as centralize
-from ftrain.optim.chain import chain as chain
-from ftrain.optim.chain import noise as noise
-from ftrain.optim.chain import project as project
-from ftrain.optim.chain import sign as sign
-from ftrain.optim.inject_hyperparams import adjust as adjust
-from ftrain.optim.inject_hyperparams import adjustable as adjustable
-from ftrain.optim.lamb import lamb as lamb
-from ftrain.optim.lion import lion as lion
-from ftrain.optim.lookahead import lookahead as lookahead
-from ftrain.optim.muon import muon as muon
-from ftrain.optim.nadam import nadam as nadam
-from ftrain.optim.partition import partition as partition
-from ftrain.optim.radam import radam as radam
-from ftrain.optim.rmsprop import rmsprop as rmsprop
-from ftrain.optim.schedule_free import schedule_free_adamw as schedule_free_adamw
-from ftrain.optim.schedule_free import schedule_free_params as schedule_free_params
-from ftrain.optim.sgd import sgd as sgd
-from ftrain.tree.name_patterns import everything as everything
-from ftrain.tree.name_patterns import matrices as matrices
+Arguments that mean the same in every optimizer:
+
+* `lr`: learning rate :math:`\eta`, a number of at least 0 or a schedule.
+* `b1`, `b2`: :math:`\beta_1` and :math:`\beta_2`, the decay rates of the first and second moment, in [0, 1).
+* `eps`: :math:`\epsilon`, added to the denominator, in [0, 1).
+* `weight_decay`: :math:`\lambda`, at least 0.
+* `decay_mask`: which parameters decay, a function ``(name, leaf) -> bool`` or patterns of names. Default: `matrices`,
+  those with two axes or more; or `everything` in the optimizers that are as in `torch.optim`.
+* `maximize`: maximize the loss instead of minimizing it.
+* `state_dtype`: dtype of the moments, ``"bf16"`` or ``"fp32"``; the update is then computed in float32. Default: the
+  dtype of each parameter.
+* `stochastic_rounding`: round moments and parameters that are stored in bfloat16 up or down at random. Default: if
+  `state_dtype` is ``"bf16"``.
+
+Formulas name the parameter :math:`p`, its gradient :math:`g` and the number of the update :math:`t`, which counts from
+1. Moments have the shapes of the parameters and their dtypes, or `state_dtype`. Every factory raises an
+`ftrain.errors.OptionError` if an argument is out of its range; so does `Optimizer.init` if a pattern of `decay_mask`
+matches no parameter.
+"""
+
+from ftrain.optim.adafactor import adafactor
+from ftrain.optim.adagrad import adagrad
+from ftrain.optim.adam import adam, adamw, adamw_8bit
+from ftrain.optim.chain import GradientTransform, centralize, chain, noise, project, sign
+from ftrain.optim.inject_hyperparams import adjust, adjustable
+from ftrain.optim.lamb import lamb
+from ftrain.optim.lion import lion
+from ftrain.optim.lookahead import lookahead
+from ftrain.optim.muon import muon
+from ftrain.optim.nadam import nadam
+from ftrain.optim.partition import partition
+from ftrain.optim.radam import radam
+from ftrain.optim.rmsprop import rmsprop
+from ftrain.optim.schedule_free import schedule_free_adamw, schedule_free_params
+from ftrain.optim.sgd import sgd
+from ftrain.tree.name_patterns import everything, matrices
 
 __all__ = [
     "GradientTransform",

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, require_range
-from ftrain.optim.bias_correction import exact_count
-from ftrain.optim.elementwise import COUNT, ZERO_COUNT, Number, Part, leafwise, require_ranges
+from ftrain.optim.elementwise import COUNT, ZERO_COUNT, Number, Part, exact_count, leafwise
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -40,21 +39,23 @@ def adafactor(
     (..., n, m) `row` of shape (..., n, 1) and `column` of shape (..., 1, m), of its dtype. For a vector, `row` is
     :math:`v` and `column` is empty.
 
-    Args:
-        lr: :math:`\eta`, the largest step relative to the parameter; a number or a schedule.
-        beta2_decay: :math:`\tau`, at most 0.
-        eps: :math:`\epsilon_1` (None: ``torch.finfo`` of the dtype) and :math:`\epsilon_2`.
-        d: the largest root mean square of an update before it is scaled, at least 1.
-        weight_decay: :math:`\lambda`, at least 0.
-        maximize: maximize the loss instead of minimizing it.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
+    Besides the arguments that `ftrain.optim` describes:
+
+    * `lr`: :math:`\eta`, the largest step relative to the parameter; a number or a schedule.
+    * `beta2_decay`: :math:`\tau`, at most 0.
+    * `eps`: :math:`\epsilon_1` (None: ``torch.finfo`` of the dtype) and :math:`\epsilon_2`.
+    * `d`: the largest root mean square of an update before it is scaled, at least 1.
 
     Raises:
         OptionError: an argument is out of its range.
     """
-    _require(beta2_decay, eps, d)
-    require_ranges("adafactor", weight_decay=weight_decay)
+    require_range("adafactor", "beta2_decay", beta2_decay, float("-inf"), 0.0, closed=True)
+    require_range("adafactor", "d", d, 1.0)
+    if not isinstance(eps, tuple) or len(eps) != 2:
+        raise OptionError(f"adafactor: eps is {eps!r}, needs a tuple (epsilon_1 or None, epsilon_2)")
     first, second = eps
+    require_range("adafactor", "eps[0]", 0.0 if first is None else first, 0.0)
+    require_range("adafactor", "eps[1]", second, 0.0)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         count = exact_count(shared[COUNT])
@@ -81,7 +82,8 @@ def adafactor(
         foreach=False,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"maximize": maximize},
+        shown={"maximize": maximize},
+        options={"beta2_decay": beta2_decay, "eps": eps, "d": d},
     )
 
 
@@ -102,12 +104,3 @@ def _row(leaf: Tensor) -> Tensor:
 
 def _column(leaf: Tensor) -> Tensor:
     return leaf.new_zeros(*leaf.shape[:-2], 1, leaf.shape[-1]) if leaf.ndim > 1 else leaf.new_zeros(0)
-
-
-def _require(beta2_decay: float, eps: tuple[float | None, float], d: float) -> None:
-    require_range("adafactor", "beta2_decay", beta2_decay, float("-inf"), 0.0, closed=True)
-    if not isinstance(eps, tuple) or len(eps) != 2:
-        raise OptionError(f"adafactor: eps is {eps!r}, needs two: for the second moment, or None, and for the size")
-    require_range("adafactor", "eps[0]", 0.0 if eps[0] is None else eps[0], 0.0)
-    require_range("adafactor", "eps[1]", eps[1], 0.0)
-    require_range("adafactor", "d", d, 1.0)

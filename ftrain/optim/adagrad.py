@@ -7,8 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.bias_correction import exact_count
-from ftrain.optim.elementwise import COUNT, ZERO_COUNT, Number, Part, descend_quotient, leafwise, require_ranges
+from ftrain.optim.elementwise import (
+    COUNT,
+    ZERO_COUNT,
+    Number,
+    Part,
+    descend_quotient,
+    exact_count,
+    leafwise,
+    require_ranges,
+)
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
 
@@ -25,8 +33,6 @@ def adagrad(
 ) -> Optimizer:
     r"""Adagrad (Duchi, Hazan and Singer 2011, JMLR 12), as `torch.optim.Adagrad`.
 
-    With :math:`t` counting from 1:
-
     .. math::
         g &\leftarrow g + \lambda p \\
         s &\leftarrow s + g^2 \\
@@ -34,23 +40,15 @@ def adagrad(
 
     The state is `count` (0-d float32) and `sum`, :math:`s`, of the shapes and dtypes of the parameters.
 
-    Args:
-        lr: learning rate :math:`\eta`, a number or a schedule.
-        lr_decay: :math:`\gamma`, at least 0.
-        weight_decay: :math:`\lambda`, at least 0.
-        initial_accumulator_value: the first value of :math:`s`, at least 0.
-        eps: :math:`\epsilon`, added to the denominator.
-        maximize: maximize the loss instead of minimizing it.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
+    Besides the arguments that `ftrain.optim` describes:
 
-    Raises:
-        OptionError: an argument is out of its range.
+    * `lr_decay`: :math:`\gamma`, at least 0.
+    * `initial_accumulator_value`: the first value of :math:`s`, at least 0.
     """
     require_ranges("adagrad", 1.0, eps=eps)
     require_ranges(
         "adagrad",
         lr_decay=lr_decay,
-        weight_decay=weight_decay,
         initial_accumulator_value=initial_accumulator_value,
     )
 
@@ -86,5 +84,6 @@ def adagrad(
         by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"lr_decay": lr_decay, "maximize": maximize},
+        shown={"lr_decay": lr_decay, "maximize": maximize},
+        options={"initial_accumulator_value": initial_accumulator_value, "eps": eps},
     )

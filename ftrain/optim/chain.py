@@ -1,4 +1,7 @@
-"""Transformations of the gradients before an optimizer."""
+"""Transformations of the gradients before an optimizer.
+
+The `mask` of each selects the parameters that it applies to: a function ``(name, leaf) -> bool``, or patterns of names.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.errors import ComposeError, OptionError
-from ftrain.optim.nested import require_optimizer
+from ftrain.optim.partial_update import require_optimizer, require_splittable
 from ftrain.optim.schedules import as_schedule, describe
 from ftrain.optim.structure_cache import StructureCache, common_spec
 from ftrain.tree.name_patterns import Mask, Select, as_select, everything, matrices, require_matches
@@ -20,13 +23,13 @@ from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
 @dataclass(frozen=True)
 class GradientTransform:
-    """A pure function of a gradient, for `chain`.
+    """A pure function of a gradient, to use in `chain`.
 
     Args:
         apply: ``(gradient, parameter, value, key) -> gradient``, for one leaf; the value is the scheduled one, and
             the key is None unless `needs_rng` is true.
         select: mask of the leaves that it applies to.
-        text: text that prints for it.
+        text: its text in the text of the optimizer.
         schedules: name -> schedule of the value; at most one.
         needs_rng: whether it draws random numbers.
         by_element: whether it transforms each element by itself, so that ranks can transform parts of a leaf.
@@ -46,9 +49,6 @@ def centralize(mask: Mask = matrices) -> GradientTransform:
     .. math:: g_i \leftarrow g_i - \operatorname{mean}(g_i)
 
     for each index :math:`i` of the first axis: rows of a linear layer, filters of a convolution.
-
-    Args:
-        mask: parameters it applies to. Default: those with two axes or more.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
@@ -61,9 +61,6 @@ def sign(mask: Mask = everything) -> GradientTransform:
     r"""Replace gradients by their signs; before `sgd` this is signSGD (Bernstein et al. 2018, arXiv:1802.04434).
 
     .. math:: g \leftarrow \operatorname{sign}(g)
-
-    Args:
-        mask: parameters it applies to. Default: all.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
@@ -79,12 +76,8 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
 
     The paper's :math:`\sigma_t^2 = \eta / (1 + t)^\gamma` is ``noise(lambda t: (0.3 / (1 + t) ** 0.55) ** 0.5)``.
 
-    Args:
-        stddev: :math:`\sigma`, a number or a schedule; called ``noise`` among the metrics.
-        mask: parameters it applies to. Default: all.
-
-    Raises:
-        OptionError: `stddev` is negative.
+    `stddev` is :math:`\sigma`, a number or a schedule; it is called ``noise`` among the metrics. Raises an OptionError
+    if it is negative.
     """
     if isinstance(stddev, int | float) and stddev < 0:
         raise OptionError(f"noise: stddev is {stddev!r}, needs a number of at least 0, or a schedule")
@@ -99,16 +92,13 @@ def noise(stddev: float | Schedule, mask: Mask = everything) -> GradientTransfor
 
 
 def project(mask: Mask = matrices) -> GradientTransform:
-    r"""Keep the part of the gradient that is orthogonal to the parameter, for weights before a normalization layer.
+    r"""Keep the part of the gradient that is orthogonal to the parameter. Use it for weights before a normalization.
 
     .. math:: g_i \leftarrow g_i - \frac{\langle g_i, p_i \rangle}{\langle p_i, p_i \rangle} p_i
 
-    for each index :math:`i` of the first axis (Heo et al. 2021, arXiv:2006.08217, for every channel); where
+    for each index :math:`i` of the first axis (Heo et al. 2021, arXiv:2006.08217, of every channel); where
     :math:`p_i = 0` the gradient stays. The norm of such weights has no effect; this keeps it from growing, and with it
     their effective learning rate from falling.
-
-    Args:
-        mask: parameters it applies to. Default: those with two axes or more.
     """
 
     def apply(grad: Tensor, leaf: Tensor, value: None, key: None) -> Tensor:
@@ -142,7 +132,7 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
     transforms = [part for part in parts if isinstance(part, GradientTransform)]
     if len(transforms) < len(parts) - 1:
         other = next(part for part in parts if not isinstance(part, GradientTransform))
-        raise ComposeError(f"chain: found {other!r} before the optimizer; needs optim.centralize() or the like")
+        raise ComposeError(f"chain: found {other!r} before the optimizer; needs a GradientTransform, as centralize()")
     schedules = dict(optimizer.schedules)
     for transform in transforms:
         for name, schedule in transform.schedules.items():
@@ -164,18 +154,21 @@ def chain(*parts: GradientTransform | Optimizer) -> Optimizer:
             transformed = apply(grads, params, hyper)
             return optimizer.update(transformed, opt_state, params, hyper, donate=donate)
 
-        by_element = optimizer.by_element and all(transform.by_element for transform in transforms)
-        options = optimizer.options
-        return Optimizer(
-            optimizer.init, update, schedules, f"chain({text})", draws, by_element=by_element, options=options
+        return replace(
+            optimizer,
+            update=update,
+            schedules=schedules,
+            text=f"chain({', '.join([*(transform.text for transform in transforms), optimizer.text])})",
+            name="",
+            split=None,
+            needs_rng=optimizer.needs_rng or any(transform.needs_rng for transform in transforms),
+            by_element=optimizer.by_element and all(transform.by_element for transform in transforms),
         )
 
     def split(params: PyTree, parts: Sequence[Sequence[int]]) -> list[Optimizer]:
         index_of = {name: index for index, name in enumerate(tree.leaf_names(params))}
-        return [chained(each, index_of) for each in optimizer.split(params, parts)] if optimizer.split else []
+        return [chained(each, index_of) for each in require_splittable("chain", optimizer)(params, parts)]
 
-    text = ", ".join([*(transform.text for transform in transforms), optimizer.text])
-    draws = optimizer.needs_rng or any(transform.needs_rng for transform in transforms)
     return replace(chained(optimizer), init=init, split=split if optimizer.split else None)
 
 
@@ -184,10 +177,8 @@ def _applied(
 ) -> Callable[[PyTree, PyTree, Hyper], PyTree]:
     """Return the function that applies transformations to gradients, in their order.
 
-    Args:
-        transforms: the transformations.
-        index_of: name of a parameter -> its index among all parameters, when these are only some of them; random
-            numbers depend on that index. Default: the index among the parameters of the call.
+    Random numbers depend on the index of a parameter among all. `index_of` maps names to it, where the function gets
+    only some of the parameters.
     """
 
     def select(
@@ -196,19 +187,19 @@ def _applied(
         spec = common_spec(specs)
         names = tree.leaf_names(tree.unflatten(spec, columns[1]))
         named = list(zip(names, columns[1], strict=True))
-        places = [[i for i, (name, leaf) in enumerate(named) if each.select(name, leaf)] for each in transforms]
-        return spec, places, range(len(names)) if index_of is None else [index_of[name] for name in names]
+        selected = [[i for i, (name, leaf) in enumerate(named) if each.select(name, leaf)] for each in transforms]
+        return spec, selected, range(len(names)) if index_of is None else [index_of[name] for name in names]
 
-    selected = StructureCache(select)
+    cache = StructureCache(select)
 
     def apply(grads: PyTree, params: PyTree, hyper: Hyper) -> PyTree:
-        (spec, places_of, indices), (gradients, leaves) = selected(grads, params)
-        for number, (transform, places) in enumerate(zip(transforms, places_of, strict=True)):
+        (spec, selected, random_indices), (gradients, leaves) = cache(grads, params)
+        for number, (transform, indices) in enumerate(zip(transforms, selected, strict=True)):
             value = next((hyper[name] for name in transform.schedules), None)
             key = random.fold_in(hyper[RNG], number) if transform.needs_rng else None
-            for place in places:
-                leaf_key = random.fold_in(key, indices[place]) if key is not None else None
-                gradients[place] = transform.apply(gradients[place], leaves[place], value, leaf_key)
+            for i in indices:
+                leaf_key = random.fold_in(key, random_indices[i]) if key is not None else None
+                gradients[i] = transform.apply(gradients[i], leaves[i], value, leaf_key)
         return tree.unflatten(spec, gradients)
 
     return apply

@@ -1,15 +1,16 @@
 """Make an optimizer from a formula, which is written once, with the in-place methods of a tensor.
 
 In eager mode the formula gets a `Column`, which calls torch's kernels for many tensors; in a graph it gets one leaf
-after another, and the compiler fuses them. It writes to the old state if that was donated, else to a copy.
+after another, and the compiler fuses the operations. It writes to the old state if that was donated, else to a copy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,9 +19,8 @@ from ftrain import _torch, backends, tree
 from ftrain.errors import DeviceError, OptionError, StructureError, require_range
 from ftrain.optim.column import Column, Some
 from ftrain.optim.grouping import Group, Plan, Planner
-from ftrain.optim.recorded_options import read_from_factory
 from ftrain.optim.schedules import as_schedule
-from ftrain.optim.state_dtype import Lifted, Storage
+from ftrain.optim.state_dtype import Storage, Vectors
 from ftrain.tree.name_patterns import Mask, as_select, everything, require_matches
 from ftrain.types import RNG, Hyper, Optimizer, PyTree, Schedule
 
@@ -84,7 +84,8 @@ def leafwise(
     storage: Storage | None = None,
     weight_decay: float,
     decay_mask: Mask,
-    options: Mapping[str, float | bool] | None = None,
+    shown: Mapping[str, float | bool] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Optimizer:
     """Return an optimizer that applies a formula.
 
@@ -104,13 +105,15 @@ def leafwise(
             be elementwise, and gets vectors.
         weight_decay: weight decay, applied by the rule itself; with 0, the mask does not split the leaves into groups.
         decay_mask: which leaves decay.
-        options: other options to print, if they are not zero or false.
+        shown: further options, which the text of the optimizer shows if they are not zero or false.
+        options: further options, which it does not show. Ranks compare all options.
 
     Raises:
-        OptionError: for a negative learning rate, or no mask; at `init`, for a pattern that matches nothing.
+        OptionError: a negative learning rate or weight decay, or no mask; at `init`, a pattern that matches nothing.
     """
     if isinstance(lr, int | float) and lr < 0:
         require_range(name, "lr", lr, 0.0)
+    require_range(name, "weight_decay", weight_decay, 0.0)
     schedule, decays = as_schedule(lr), as_select(f"{name}: decay_mask", decay_mask)
     names = storage.names if storage else [*state]
     family = _Family(name, rule, state, names, shared or {}, constants, fused, foreach, alike, storage)
@@ -125,14 +128,19 @@ def leafwise(
         planners = planner.of_parts(params, len(parts))
         return [replace(whole, init=family.init, update=partial(family.update, each)) for each in planners]
 
-    shown = {**(options or {}), "weight_decay": weight_decay}
+    shown = {**(shown or {}), "weight_decay": weight_decay}
     texts = [key if value is True else f"{key}={value:g}" for key, value in shown.items() if value]
-    text = f"{name}({', '.join([repr(schedule), *texts, *(storage.shown if storage else ())])})"
-    draws = storage is not None and storage.stochastic
-    update = partial(family.update, planner)
-    by_element = by_element and (storage is None or storage.by_element)
-    whole = Optimizer(init, update, {"lr": schedule}, text, draws, split=split, name=name, by_element=by_element)
-    whole = replace(whole, options=read_from_factory(rule, constants, fused, *state.values()))
+    whole = Optimizer(
+        init=init,
+        update=partial(family.update, planner),
+        schedules={"lr": schedule},
+        text=f"{name}({', '.join([repr(schedule), *texts, *(storage.shown if storage else ())])})",
+        needs_rng=storage is not None and storage.stochastic,
+        split=split,
+        name=name,
+        by_element=by_element and (storage is None or storage.by_element),
+        options={**shown, **(options or {})},
+    )
     return whole
 
 
@@ -156,8 +164,7 @@ class _Family:
         exact = any(value.dtype == torch.float64 for value in self.shared.values())
         if exact and backends.widest(device) != torch.float64:
             raise DeviceError(
-                f"{self.name}: sums weights in float64, and {backends.of(device).describe()} has none; take another "
-                "optimizer"
+                f"{self.name}: needs float64, and {backends.of(device).describe()} has none; use another optimizer"
             )
         scalars = {key: value.to(device, copy=True) for key, value in self.shared.items()}
         if self.storage:
@@ -168,7 +175,12 @@ class _Family:
         self, planner: Planner, grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
         if not isinstance(opt_state, Mapping) or opt_state.keys() != {*self.shared, *self.names}:
-            raise _wrong_state(self.name, opt_state, [*self.shared, *self.names])
+            keys = opt_state if isinstance(opt_state, Mapping) else [type(opt_state).__name__]
+            raise StructureError(
+                f"{self.name}: the optimizer state has {', '.join(map(str, keys)) or 'nothing'}, needs "
+                f"{', '.join(sorted([*self.shared, *self.names])) or 'nothing'}; it is the state of another optimizer, "
+                "or of this one with other options"
+            )
         plan, (leaves, gradients, *moments) = planner.plan(params, grads, *map(opt_state.__getitem__, self.names))
         if donate and plan.writable:
             self._write(plan, leaves, gradients, moments, opt_state, hyper)
@@ -198,32 +210,28 @@ class _Family:
         vectors = None
         if self.storage:
             stored, key = dict(zip(self.names, moments, strict=True)), _key(self.name, self.storage, hyper)
-            vectors = self.storage.lifted(plan, leaves, grads, stored, key, eager=eager)
+            vectors = self.storage.vectors(plan, leaves, grads, stored, key, eager=eager)
         columns = [leaves, grads, *moments]
         if kernel is not None:
-            for part in _lifted(list, vectors) if vectors else _parts(list, plan.groups, columns, self.names):
+            for part in _parts_of_vectors(list, vectors) if vectors else _parts(list, plan.groups, columns, self.names):
                 kernel(part, rate, scalars)
             return
         constants = (rate,) if self.constants is None else _materialized(self.constants(rate, scalars), rate)
         if eager:
             constants = tuple(map(_number, constants))
-        cast, together = _caster(constants), self.foreach and eager
+        together = self.foreach and eager
         if vectors:
-            parts = _lifted(Column if together else _only, vectors)
+            parts = _parts_of_vectors(Column if together else _only, vectors)
         elif self.alike or together:
             parts = _parts(partial(Column, eager=eager), plan.blocks, columns, self.names)
         else:
             parts = _parts(_only, (([index], decay) for index, decay in enumerate(plan.decays)), columns, self.names)
+        converted: dict[tuple[torch.dtype, torch.device], tuple[Number, ...]] = {}
         for part in parts:
-            self.rule(part, *cast(part.like))
-
-
-def _wrong_state(name: str, opt_state: PyTree, keys: list[str]) -> StructureError:
-    names = ", ".join(map(str, opt_state)) if isinstance(opt_state, Mapping) else type(opt_state).__name__
-    return StructureError(
-        f"{name}: the optimizer state has {names or 'nothing'}, needs {', '.join(sorted(keys)) or 'nothing'}; "
-        "it is of another optimizer, or of this one with other options"
-    )
+            kind = part.like.dtype, part.like.device
+            if kind not in converted:
+                converted[kind] = tuple(_converted(value, *kind) for value in constants)
+            self.rule(part, *converted[kind])
 
 
 def _with_strides_of(leaves: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
@@ -235,46 +243,32 @@ def _with_strides_of(leaves: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
 
 
 def _materialized(values: tuple[Number, ...], rate: Number) -> tuple[Number, ...]:
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if not isinstance(rate, Tensor) or not tensors:
-        return values
-    stored = iter(_materialize_scalars(torch.stack([value.to(rate.dtype) for value in tensors])))
-    return tuple(next(stored) if isinstance(value, Tensor) else value for value in values)
-
-
-def _materialize_scalars(scalars: Tensor) -> tuple[Tensor, ...]:
-    """Keep a compiler from computing 0-d tensors again for every element that uses them.
+    """In a graph, keep a compiler from computing 0-d tensors again for every element that uses them.
 
     Inductor fuses cheap operations into the kernels that use them, and counts powers among these: an update
     of 8 million parameters took 6.5 ms instead of 3.0. It always stores the result of a reduction.
     """
-    return scalars.expand(REDUCED, len(scalars)).amax(0).unbind()
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not isinstance(rate, Tensor) or not tensors:
+        return values
+    scalars = torch.stack([value.to(rate.dtype) for value in tensors])
+    stored = iter(scalars.expand(REDUCED, len(scalars)).amax(0).unbind())
+    return tuple(next(stored) if isinstance(value, Tensor) else value for value in values)
 
 
 def _number(value: Number) -> Number:
-    """Return the value of a 0-d tensor, for kernels that take numbers, if reading it waits for nothing."""
+    """Return a 0-d tensor as a number, which kernels take, if to read it does not wait for the device."""
     if not isinstance(value, Tensor) or torch.compiler.is_compiling() or not backends.of(value.device).immediate:
         return value
     # In a graph it would be a constant, and under vmap it is not one number.
     if _torch.is_capturing() or _torch.is_transformed(value):
         return value
-    # A tensor without a value: any number is right.
+    # A fake tensor has no value, and any number is right.
     return 1.0 if _torch.is_fake(value) else value.item()
 
 
-def _caster(values: tuple[Number, ...]) -> Callable[[Tensor], tuple[Number, ...]]:
-    """Return a function that converts the constants to the dtype and device of a leaf, once for each of these."""
-    converted: dict[tuple[torch.dtype, torch.device], tuple[Number, ...]] = {}
-
-    def cast(leaf: Tensor) -> tuple[Number, ...]:
-        kind = leaf.dtype, leaf.device
-        if kind not in converted:
-            converted[kind] = tuple(
-                value.to(leaf.device, leaf.dtype) if isinstance(value, Tensor) else value for value in values
-            )
-        return converted[kind]
-
-    return cast
+def _converted(value: Number, dtype: torch.dtype, device: torch.device) -> Number:
+    return value.to(device, dtype) if isinstance(value, Tensor) else value
 
 
 def _parts(
@@ -289,16 +283,16 @@ def _parts(
 
 def _key(name: str, storage: Storage, hyper: Hyper) -> Tensor | None:
     if storage.stochastic and RNG not in hyper:
-        raise OptionError(f"{name}: stochastic rounding needs a key, hyper[{RNG!r}], as a step gives; found none")
+        raise OptionError(f"{name}: found no key for stochastic rounding; pass one as hyper[{RNG!r}], as a step does")
     return hyper[RNG] if storage.stochastic else None
 
 
-def _lifted(make: Callable[[list[Tensor]], Some], vectors: Iterator[Lifted]) -> Iterator[Part]:
+def _parts_of_vectors(make: Callable[[list[Tensor]], Some], vectors: Iterator[Vectors]) -> Iterator[Part]:
     """Yield the parts of vectors, leaf by leaf: kernels may round the last elements of a vector differently."""
     for leaf, grad, moments, sizes, decay in vectors:
         state = {key: make(list(moment.split_with_sizes(sizes))) for key, moment in moments.items()}
-        pieces = [make(list(vector.split_with_sizes(sizes))) for vector in (leaf, grad)]
-        yield Part(pieces[0], pieces[1], state, decay, leaf)
+        leaves, grads = (make(list(vector.split_with_sizes(sizes))) for vector in (leaf, grad))
+        yield Part(leaves, grads, state, decay, leaf)
 
 
 def _only(leaves: list[Tensor]) -> Tensor:
@@ -331,30 +325,17 @@ def average_squares(mean: Some, grad: Some, decay: float) -> Some:
 
 def descend(leaf: Some, step: Some, rate: Number) -> Some:
     """``leaf <- leaf - rate step``, in place; the rate may be a tensor."""
-    if not isinstance(rate, Tensor):
-        return leaf.add_(step, alpha=-rate)
-    return leaf.addcmul_(step, each, value=-1) if (each := _each(leaf, rate)) else leaf.sub_(step.mul(rate))
+    return leaf.sub_(step.mul(rate)) if isinstance(rate, Tensor) else leaf.add_(step, alpha=-rate)
 
 
 def approach(leaf: Some, other: Some, share: Number) -> Some:
     """``leaf <- leaf + share (other - leaf)``, in place; the share may be a tensor."""
-    if not isinstance(share, Tensor):
-        return leaf.lerp_(other, share)
-    return leaf.lerp_(other, each) if (each := _each(leaf, share)) else leaf.add_(other.sub(leaf).mul_(share))
+    return leaf.add_(other.sub(leaf).mul_(share)) if isinstance(share, Tensor) else leaf.lerp_(other, share)
 
 
 def combine(leaf: Some, other: Some, share: Number) -> Some:
     """``leaf + share other``, of new memory."""
-    if not isinstance(share, Tensor):
-        return leaf.add(other, alpha=share)
-    return leaf.addcmul(other, each) if (each := _each(leaf, share)) else other.mul(share).add_(leaf)
-
-
-def _each(column: Some, value: Tensor) -> Column | None:
-    """A tensor for each of many, where torch takes these one after another anyway: one pass for two or three."""
-    if not isinstance(column, Column) or not column.eager or backends.of(column.tensors[0].device).caches_memory:
-        return None
-    return Column([value] * len(column.tensors))
+    return other.mul(share).add_(leaf) if isinstance(share, Tensor) else leaf.add(other, alpha=share)
 
 
 def descend_quotient(leaf: Some, step: Some, denominator: Some, rate: Number) -> Some:
@@ -365,3 +346,24 @@ def descend_quotient(leaf: Some, step: Some, denominator: Some, rate: Number) ->
     if isinstance(rate, Tensor):
         return leaf.addcdiv_(step.mul(rate), denominator, value=-1)
     return leaf.addcdiv_(step, denominator, value=-rate)
+
+
+def exact_count(count: Tensor) -> Tensor:
+    """Return the number of updates in float64, as on the host, so that results are rounded only to the leaves' dtype.
+
+    On a device without float64 it is float32, and `power` and `debias` have an error of a few units in the last place.
+    """
+    return count.to(backends.widest(count.device))
+
+
+def power(decay: float, count: Tensor) -> Tensor:
+    """``decay ** count``."""
+    # The power of a number close to 1 has the rounding error of that number times the count.
+    return (count * math.log(decay)).exp() if count.dtype == torch.float32 and decay else decay**count
+
+
+def debias(decay: float, count: Tensor) -> Tensor:
+    """``1 - decay ** count``, the factor by which an average that began at zero is too small."""
+    if count.dtype == torch.float32 and decay:
+        return -torch.expm1(count * math.log(decay))
+    return 1 - decay**count

@@ -24,18 +24,14 @@ BLOCK = 1 << 18
 """Elements that formulas take together if memory is not cached, so that intermediate results stay in CPU caches."""
 
 
-class Stretch(NamedTuple):
-    """Elements that are joined into one vector, from one leaf or several of one dtype and device.
-
-    Args:
-        windows: index of a leaf, and start and stop of its elements in row-major order.
-        decay: whether weight decay applies.
-        place: place of its first element among those of all leaves, taken stretch after stretch.
-    """
+class VectorLayout(NamedTuple):
+    """Elements that are joined into one vector, from one leaf or several of one dtype and device."""
 
     windows: list[tuple[int, int, int]]
+    """Index of a leaf, and start and stop of its elements in row-major order."""
     decay: bool
-    place: int
+    offset: int
+    """Index of the first element of the vector among those of all leaves, counted group after group."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,8 @@ class Plan:
         fusible: whether torch's fused kernels run on them at all.
         aligned: whether the gradients have the strides of their parameters, which fused kernels need.
         writable: whether no leaf that could be donated has two elements at the same address.
-        stretches: the leaves as vectors, joined and cut; empty unless asked for.
-        wholes: each leaf as one vector; empty unless asked for.
+        vectors: the leaves as vectors, joined and cut; empty if the planner has no `align`.
+        leaf_vectors: each leaf as one vector; empty if the planner has no `align`.
         size: number of elements of all leaves.
     """
 
@@ -63,32 +59,26 @@ class Plan:
     fusible: bool
     aligned: bool
     writable: bool
-    stretches: list[Stretch]
-    wholes: list[Stretch]
+    vectors: list[VectorLayout]
+    leaf_vectors: list[VectorLayout]
     size: int
 
 
 class WholeTree(NamedTuple):
-    """What the update of some leaves needs to know about all leaves.
+    """What the update of some leaves needs to know about all leaves; as in a `Plan`, with offsets by name."""
 
-    Args:
-        places: name of a leaf -> place of its first element among those of all leaves, as stretches count them.
-        size: number of elements of all leaves.
-        fusible: whether torch's fused kernels run on all of them.
-    """
-
-    places: Mapping[str, int]
+    offsets: Mapping[str, int]
     size: int
     fusible: bool
 
 
 class Planner:
-    """Makes plans; the last one is cached.
+    """Makes plans, and keeps the last one.
 
     Args:
         mask: mask of the leaves that decay.
         half: whether the fused kernels are correct in 16 bits.
-        align: make stretches of leaves, cut at multiples of this many elements; none if it is 0.
+        align: lay leaves out as vectors, cut at multiples of this many elements; no vectors if it is 0.
         alike: make blocks of leaves of one shape.
         whole: facts about all leaves, if the planner gets only some of them.
     """
@@ -103,8 +93,8 @@ class Planner:
     def of_parts(self, params: PyTree, parts: int) -> list[Planner]:
         """Return planners for parts of a tree, whose plans treat a leaf as the plan for the whole tree does."""
         names, leaves = tree.leaf_names(params), tree.leaves(params)
-        places, size = _places(_groups(self._decays(names, leaves), leaves), leaves), _size(leaves)
-        whole = WholeTree(dict(zip(names, places, strict=True)), size, self._is_fusible(leaves))
+        offsets, size = _offsets(_groups(self._decays(names, leaves), leaves), leaves)
+        whole = WholeTree(dict(zip(names, offsets, strict=True)), size, self._is_fusible(leaves))
         planner = partial(Planner, self._mask, half=self._half, align=self._align, alike=self._alike, whole=whole)
         return [planner() for _ in range(parts)]
 
@@ -119,16 +109,18 @@ class Planner:
         writable = not any(map(_is_expanded, itertools.chain(leaves, *moments)))
         groups = _groups(decays, leaves)
         blocks = [(block, decay) for indices, decay in groups for block in self._blocks(indices, leaves)]
-        places, size = _places(groups, leaves), _size(leaves)
+        offsets, size = _offsets(groups, leaves)
         if self._whole is not None:
-            places, size = [self._whole.places[name] for name in names], self._whole.size
+            offsets, size = [self._whole.offsets[name] for name in names], self._whole.size
             fusible = fusible and self._whole.fusible
-        stretches = wholes = list[Stretch]()
+        vectors = leaf_vectors = list[VectorLayout]()
         if self._align:
-            rigid = {i for i, beside in enumerate(zip(leaves, *moments, strict=True)) if not all(map(_is_flat, beside))}
-            stretches = list(_stretches(groups, leaves, places, rigid, self._align))
-            wholes = list(_stretches(groups, leaves, places, rigid, 0))
-        return Plan(spec, decays, groups, blocks, fusible, _aligned(leaves, grads), writable, stretches, wholes, size)
+            columns_of_leaves = enumerate(zip(leaves, *moments, strict=True))
+            uncut = {i for i, each in columns_of_leaves if not all(map(Tensor.is_contiguous, each))}
+            vectors = list(_vectors(groups, leaves, offsets, uncut, self._align))
+            leaf_vectors = list(_vectors(groups, leaves, offsets, uncut, 0))
+        aligned = _aligned(leaves, grads)
+        return Plan(spec, decays, groups, blocks, fusible, aligned, writable, vectors, leaf_vectors, size)
 
     def _blocks(self, indices: list[int], leaves: list[Tensor]) -> Iterator[list[int]]:
         cached = backends.of(leaves[indices[0]].device).caches_memory
@@ -143,13 +135,12 @@ class Planner:
     def _is_fusible(self, leaves: list[Tensor], *moments: list[Tensor]) -> bool:
         if not all(backends.of(device).fused_optimizers for device in {leaf.device for leaf in leaves}):
             return False
-        # Stretches are copied to vectors of at least float32.
+        if self._align > 0:
+            # Kernels then get vectors of at least float32.
+            return True
         wide = self._half or all(leaf.dtype.itemsize >= 4 for leaf in leaves)
-        return self._align > 0 or (wide and _same_layout(leaves, *moments))
-
-
-def _size(leaves: list[Tensor]) -> int:
-    return sum(leaf.numel() for leaf in leaves)
+        # Leaves must be dense, and moments have their strides.
+        return wide and all(map(_is_dense, leaves)) and all(_aligned(leaves, column) for column in moments)
 
 
 def _groups(decays: list[bool], leaves: list[Tensor]) -> list[Group]:
@@ -172,45 +163,37 @@ def _blocks(indices: list[int], leaves: list[Tensor], most: int) -> Iterator[lis
     yield block
 
 
-def _places(groups: list[Group], leaves: list[Tensor]) -> list[int]:
-    """Return the place of the first element of each leaf, counted group after group."""
-    order = [index for indices, _ in groups for index in indices]
-    starts = itertools.accumulate((leaves[index].numel() for index in order), initial=0)
-    start_of = dict(zip(order, starts, strict=False))
-    return [start_of[index] for index in range(len(leaves))]
+def _offsets(groups: list[Group], leaves: list[Tensor]) -> tuple[list[int], int]:
+    """Return the index of the first element of each leaf, counted group after group, and the number of elements."""
+    offsets, size = [0] * len(leaves), 0
+    for index in (index for indices, _ in groups for index in indices):
+        offsets[index] = size
+        size += leaves[index].numel()
+    return offsets, size
 
 
-def _stretches(
-    groups: list[Group], leaves: list[Tensor], places: list[int], rigid: set[int], align: int
-) -> Iterator[Stretch]:
-    """Join and cut the leaves of each group, those in `rigid` not cut; with an `align` of 0, neither."""
+def _vectors(
+    groups: list[Group], leaves: list[Tensor], offsets: list[int], uncut: set[int], align: int
+) -> Iterator[VectorLayout]:
+    """Join and cut the leaves of each group, but do not cut those in `uncut`; with an `align` of 0, do neither."""
     for indices, decay in groups:
         cached = backends.of(leaves[indices[0]].device).caches_memory
         most = max(align, (BLOCK << 6 if cached else BLOCK) // align * align) if align else 0
         windows: list[tuple[int, int, int]] = []
-        place = size = 0
+        offset = size = 0
         for index in indices:
             count = leaves[index].numel()
-            step = most if most and index not in rigid else max(count, 1)
+            step = most if most and index not in uncut else max(count, 1)
             for start in range(0, count, step):
-                stop, first = min(start + step, count), places[index] + start
-                if windows and (size + stop - start > most or first != place + size):
-                    yield Stretch(windows, decay, place)
+                stop, first = min(start + step, count), offsets[index] + start
+                if windows and (size + stop - start > most or first != offset + size):
+                    yield VectorLayout(windows, decay, offset)
                     windows, size = [], 0
-                place = place if windows else first
+                offset = offset if windows else first
                 windows.append((index, start, stop))
                 size += stop - start
         if windows:
-            yield Stretch(windows, decay, place)
-
-
-def _is_flat(leaf: Tensor) -> bool:
-    return leaf.is_contiguous()
-
-
-def _same_layout(leaves: list[Tensor], *others: list[Tensor]) -> bool:
-    """Whether leaves are dense and the others have their strides, which fused kernels need."""
-    return all(map(_is_dense, leaves)) and all(_aligned(leaves, column) for column in others)
+            yield VectorLayout(windows, decay, offset)
 
 
 def _aligned(leaves: list[Tensor], others: list[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Scheduled values that can be changed in the state: for a sweep, or a rule that depends on evaluations."""
+"""Scheduled values that can be changed in the state: in a sweep, or by a rule that depends on evaluations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, StructureError
-from ftrain.optim.nested import require_optimizer, wrap_split
+from ftrain.optim.partial_update import require_optimizer, wrap_split
 from ftrain.tree.name_patterns import near
 from ftrain.types import Hyper, Optimizer, PyTree, TrainState, replace
 
@@ -26,7 +26,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
     waits for nothing. With ``adamw(1.0)`` the factor is the learning rate itself. Goes around `partition` and `chain`.
 
     Raises:
-        ComposeError: if it is not an optimizer, or is already adjustable.
+        ComposeError: it is not an optimizer, or is already adjustable.
 
     >>> import ftrain as ft
     >>> optimizer = ft.optim.adjustable(ft.optim.sgd(0.5))
@@ -61,7 +61,7 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
 
 
 def _within(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer whose state is a part of another one."""
+    """Return an optimizer whose state is ``{"state": state of optimizer}``."""
 
     def init(params: PyTree) -> PyTree:
         return {STATE: optimizer.init(params)}
@@ -87,11 +87,11 @@ def adjust(state: TrainState, factors: Mapping[str, float]) -> TrainState:
 
     Args:
         state: state of a step whose optimizer is adjustable.
-        factors: name of a scheduled value, or a pattern such as ``"*/lr"``, -> what to multiply it by from now on.
+        factors: name of a scheduled value, or a pattern such as ``"*/lr"``, -> the new factor.
 
     Raises:
-        StructureError: when the optimizer is not adjustable.
-        OptionError: for a name that no scheduled value has, or a factor that is negative or not finite.
+        StructureError: the optimizer is not adjustable.
+        OptionError: no scheduled value has such a name, or a factor is negative or not finite.
     """
     old = _factors(state.opt_state)
     changed = dict(old)

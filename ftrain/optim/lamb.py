@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.bias_correction import debias, exact_count
 from ftrain.optim.column import Column, Some
 from ftrain.optim.elementwise import (
     COUNT,
@@ -16,7 +15,9 @@ from ftrain.optim.elementwise import (
     Part,
     average,
     average_squares,
+    debias,
     descend,
+    exact_count,
     leafwise,
     require_ranges,
 )
@@ -35,8 +36,6 @@ def lamb(
 ) -> Optimizer:
     r"""LAMB (You et al. 2020, arXiv:1904.00962), for large batches.
 
-    With :math:`t` counting from 1:
-
     .. math::
         m &\leftarrow \beta_1 m + (1 - \beta_1) g \\
         v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
@@ -45,20 +44,8 @@ def lamb(
 
     with norms of each parameter; where one of them is zero, their ratio is taken as 1. The state is `count` (0-d
     float32), `mu` and `nu` (shapes and dtypes of the parameters).
-
-    Args:
-        lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: :math:`\beta_1`, decay rate of the first moment, in [0, 1).
-        b2: :math:`\beta_2`, decay rate of the second moment, in [0, 1).
-        eps: :math:`\epsilon`, added to the denominator.
-        weight_decay: :math:`\lambda`, at least 0.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: those with two axes or more.
-
-    Raises:
-        OptionError: an argument is out of its range.
     """
     require_ranges("lamb", 1.0, b1=b1, b2=b2, eps=eps)
-    require_ranges("lamb", weight_decay=weight_decay)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         count = exact_count(shared[COUNT])
@@ -81,6 +68,7 @@ def lamb(
         constants=constants,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
+        options={"b1": b1, "b2": b2, "eps": eps},
     )
 
 

@@ -34,22 +34,12 @@ def lion(
     The state is `mu`, :math:`m` (shapes of the parameters, their dtypes or `state_dtype`). The paper uses learning
     rates 3 to 10 times smaller than AdamW's, and weight decays 3 to 10 times larger.
 
-    Args:
-        lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: :math:`\beta_1`, weight of the momentum in the step, in [0, 1).
-        b2: :math:`\beta_2`, decay rate of the momentum, in [0, 1).
-        weight_decay: :math:`\lambda`, at least 0.
-        state_dtype: dtype of the momentum, ``"bf16"`` or ``"fp32"``; the update is then computed in float32. Default:
-            the dtype of each parameter.
-        stochastic_rounding: round momentum and parameters that are stored in bfloat16 up or down at random. Default: if
-            `state_dtype` is ``"bf16"``.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: those with two axes or more.
+    Besides the arguments that `ftrain.optim` describes:
 
-    Raises:
-        OptionError: an argument is out of its range.
+    * `b1`: :math:`\beta_1`, weight of the momentum in the step, in [0, 1).
+    * `b2`: :math:`\beta_2`, decay rate of the momentum, in [0, 1).
     """
     require_ranges("lion", 1.0, b1=b1, b2=b2)
-    require_ranges("lion", weight_decay=weight_decay)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
         return rate, 1 - rate * weight_decay
@@ -71,4 +61,5 @@ def lion(
         by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
+        options={"b1": b1, "b2": b2},
     )

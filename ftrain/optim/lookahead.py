@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import ComposeError, require_positive, require_range
-from ftrain.optim.nested import require_optimizer, wrap_split
+from ftrain.optim.partial_update import require_optimizer, wrap_split
 from ftrain.optim.structure_cache import StructureCache, common_spec
-from ftrain.types import Hyper, Optimizer, PyTree, Schedule
+from ftrain.types import Hyper, Optimizer, PyTree
 
 NAME, SLOW, FAST = "lookahead", "slow", "fast"
 
 
 def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer:
-    r"""Lookahead (Zhang et al. 2019, arXiv:1907.08610): every `k` steps, keep a part of an optimizer's way.
+    r"""Lookahead (Zhang et al. 2019, arXiv:1907.08610): every `k` steps, go back a part of the way that was made.
 
     .. math::
         s &\leftarrow s + \alpha\,(p - s) \\
@@ -28,17 +30,17 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
     Args:
         optimizer: the optimizer that makes the steps, any of `ftrain.optim`.
         k: number of steps between two resets.
-        alpha: :math:`\alpha` in [0, 1], the part of the way.
+        alpha: :math:`\alpha` in [0, 1], the share of the way that is kept.
 
     Raises:
-        OptionError: for a number out of its range.
-        ComposeError: if it is not an optimizer, or is `adjustable`, which must be the outermost.
+        OptionError: a number is out of its range.
+        ComposeError: `optimizer` is not an optimizer, is a lookahead, or is `adjustable`, which must be the outermost.
     """
     optimizer = require_optimizer(NAME, "the optimizer", optimizer)
     require_positive(NAME, "k", k)
     require_range(NAME, "alpha", alpha, 0.0, 1.0, closed=True)
     if NAME in optimizer.schedules:
-        raise ComposeError("lookahead: the optimizer looks ahead already")
+        raise ComposeError("lookahead: the optimizer is a lookahead already; wrap it once")
     common = StructureCache(lambda specs, columns: common_spec(specs))
 
     def due(step: int) -> float:
@@ -57,11 +59,15 @@ def lookahead(optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> Optimizer
         slow, leaves = _synchronized(slow if donate else [*map(torch.clone, slow)], leaves, hyper[NAME], alpha)
         return tree.unflatten(spec, leaves), {SLOW: tree.unflatten(spec, slow), FAST: fast}
 
-    split = wrap_split(optimizer, lambda each: lookahead(each, k, alpha))
-    schedules: dict[str, Schedule] = {**optimizer.schedules, NAME: due}
-    text = f"lookahead({optimizer.text}, {k}, {alpha:g})"
-    draws, by_element, options = optimizer.needs_rng, optimizer.by_element, optimizer.options
-    return Optimizer(init, update, schedules, text, draws, split=split, by_element=by_element, options=options)
+    return replace(
+        optimizer,
+        init=init,
+        update=update,
+        schedules={**optimizer.schedules, NAME: due},
+        text=f"lookahead({optimizer.text}, {k}, {alpha:g})",
+        name="",
+        split=wrap_split(optimizer, lambda each: lookahead(each, k, alpha)),
+    )
 
 
 def _synchronized(

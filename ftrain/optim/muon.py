@@ -56,24 +56,21 @@ def muon(
     batch: 500 of 45 x 45 took a tenth of the time. On devices other than the CPU, a batch may be rounded, in bfloat16,
     differently from single matrices, which `update_in_backward` and `offload` use.
 
-    Args:
-        lr: learning rate :math:`\eta`, a number or a schedule.
-        momentum: :math:`\mu` in [0, 1).
-        nesterov: use Nesterov momentum.
-        weight_decay: :math:`\lambda`, at least 0.
-        ns_coefficients: :math:`a, b, c`.
-        ns_steps: number of iterations.
-        eps: the smallest norm to divide by.
-        adjust_lr_fn: ``"original"``, as above, or ``"match_rms_adamw"``, with the factor
-            :math:`0.2 \sqrt{\max(\text{rows}, \text{columns})}`, for learning rates of AdamW (arXiv:2502.16982).
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
+    Besides the arguments that `ftrain.optim` describes:
+
+    * `momentum`: :math:`\mu` in [0, 1).
+    * `nesterov`: use Nesterov momentum.
+    * `ns_coefficients`: :math:`a, b, c`.
+    * `ns_steps`: number of iterations.
+    * `eps`: the smallest norm to divide by.
+    * `adjust_lr_fn`: ``"original"``, as above, or ``"match_rms_adamw"``, with the factor
+      :math:`0.2 \sqrt{\max(\text{rows}, \text{columns})}`, for learning rates of AdamW (arXiv:2502.16982).
 
     Raises:
         OptionError: an argument is out of its range.
         StructureError: at `init`, a parameter is not a matrix.
     """
     require_ranges("muon", 1.0, momentum=momentum, eps=eps)
-    require_ranges("muon", weight_decay=weight_decay)
     require_positive("muon", "ns_steps", ns_steps)
     if len(ns_coefficients) != 3:
         raise OptionError(f"muon: ns_coefficients is {ns_coefficients!r}, needs three numbers")
@@ -105,6 +102,14 @@ def muon(
         alike=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
+        options={
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "eps": eps,
+            "adjust_lr_fn": adjust_lr_fn,
+        },
     )
 
     def init(params: PyTree) -> PyTree:
@@ -119,18 +124,13 @@ def _orthogonal(
 ) -> list[Tensor]:
     """Bring the singular values of matrices of one shape near 1: as a batch if that gives the same bits."""
     if len(matrices) == 1 or min(matrices[0].shape) <= TINY:
-        return [_iterated(matrix, torch.addmm, coefficients, steps, eps) for matrix in matrices]
-    return list(_iterated(torch.stack(matrices), torch.baddbmm, coefficients, steps, eps).unbind())
+        return [_iterated(matrix, coefficients, steps, eps) for matrix in matrices]
+    return list(_iterated(torch.stack(matrices), coefficients, steps, eps).unbind())
 
 
-def _iterated(
-    matrix: Tensor,
-    add_product: Callable[..., Tensor],
-    coefficients: tuple[float, float, float],
-    steps: int,
-    eps: float,
-) -> Tensor:
-    """Iterate on a matrix (n, m) or a batch (b, n, m) in bfloat16, on its smaller side; return its own dtype."""
+def _iterated(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Iterate in bfloat16 on a matrix (n, m) or a batch (b, n, m), on its smaller side; return its dtype."""
+    addmm: Callable[..., Tensor] = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     a, b, c = coefficients
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.to(torch.bfloat16)
@@ -138,8 +138,8 @@ def _iterated(
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
-        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    # In bfloat16, the product with a learning rate that is a tensor would be rounded.
+        x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    # In bfloat16, multiplying by a learning rate that is a tensor would round.
     return (x.mT if tall else x).to(matrix.dtype)
 
 
@@ -147,6 +147,6 @@ def _require_matrices(params: PyTree) -> None:
     for name, leaf in zip(tree.leaf_names(params), tree.leaves(params), strict=True):
         if leaf.ndim != 2:
             raise StructureError(
-                f"muon: the parameter {name} has the shape {list(leaf.shape)}, needs two axes; give what is no matrix "
-                "to another optimizer with ft.optim.partition"
+                f"muon: the parameter {name} has the shape {list(leaf.shape)}, needs two axes; use "
+                "ft.optim.partition to give parameters that are not matrices to another optimizer"
             )

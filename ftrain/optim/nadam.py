@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.bias_correction import debias, exact_count, power
 from ftrain.optim.elementwise import (
     COUNT,
     ZERO_COUNT,
@@ -16,8 +15,11 @@ from ftrain.optim.elementwise import (
     average,
     average_squares,
     combine,
+    debias,
     descend_quotient,
+    exact_count,
     leafwise,
+    power,
     require_ranges,
 )
 from ftrain.tree.name_patterns import Mask, everything
@@ -38,7 +40,7 @@ def nadam(
 ) -> Optimizer:
     r"""NAdam (Dozat 2016, Incorporating Nesterov Momentum into Adam), as `torch.optim.NAdam`.
 
-    With :math:`t` counting from 1 and :math:`\mu_t = \beta_1 (1 - 0.96^{t \psi} / 2)`:
+    With :math:`\mu_t = \beta_1 (1 - 0.96^{t \psi} / 2)`:
 
     .. math::
         g &\leftarrow g + \lambda p \\
@@ -50,22 +52,13 @@ def nadam(
     The state is `count` and `product` (0-d float32, the product of all :math:`\mu_i`), `mu` and `nu` (shapes and dtypes
     of the parameters).
 
-    Args:
-        lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: :math:`\beta_1`, decay rate of the first moment, in [0, 1).
-        b2: :math:`\beta_2`, decay rate of the second moment, in [0, 1).
-        eps: :math:`\epsilon`, added to the denominator.
-        weight_decay: :math:`\lambda`, at least 0.
-        momentum_decay: :math:`\psi`, at least 0.
-        decoupled_weight_decay: subtract :math:`\eta \lambda p` from the parameters instead, as AdamW does.
-        maximize: maximize the loss instead of minimizing it.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
+    Besides the arguments that `ftrain.optim` describes:
 
-    Raises:
-        OptionError: an argument is out of its range.
+    * `momentum_decay`: :math:`\psi`, at least 0.
+    * `decoupled_weight_decay`: subtract :math:`\eta \lambda p` from the parameters instead, as AdamW does.
     """
     require_ranges("nadam", 1.0, b1=b1, b2=b2, eps=eps)
-    require_ranges("nadam", weight_decay=weight_decay, momentum_decay=momentum_decay)
+    require_ranges("nadam", momentum_decay=momentum_decay)
     coupled = 0.0 if decoupled_weight_decay else weight_decay
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
@@ -98,5 +91,12 @@ def nadam(
         by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"maximize": maximize},
+        shown={"maximize": maximize},
+        options={
+            "b1": b1,
+            "b2": b2,
+            "eps": eps,
+            "momentum_decay": momentum_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        },
     )

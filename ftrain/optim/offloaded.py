@@ -14,8 +14,7 @@ from ftrain import _torch, backends, tree
 from ftrain._torch import dtensor
 from ftrain.backends import Copier
 from ftrain.backends.transfers import copier_of, in_file, is_abstract, is_in_file, on_host
-from ftrain.optim.nested import wrap_split
-from ftrain.optim.partial_update import UpdateSplitter, by_size, param_groups
+from ftrain.optim.partial_update import UpdateSplitter, by_size, param_groups, wrap_split
 from ftrain.types import Hyper, Optimizer, PyTree
 
 GROUP_BYTES = 1 << 26
@@ -34,10 +33,6 @@ class OffloadTarget:
     directory: Path | None
     min_bytes: int
 
-    def takes(self, leaf: Tensor, device: torch.device) -> bool:
-        """Whether a leaf of the state of parameters on `device` is stored here."""
-        return self.is_large(leaf) and (self.directory is not None or device != tree.HOST)
-
     def is_large(self, leaf: Tensor) -> bool:
         """Whether a leaf is large enough to offload. Never a 0-d tensor: some of these belong to the host."""
         return leaf.ndim > 0 and leaf.nbytes >= max(self.min_bytes, 1)
@@ -46,25 +41,12 @@ class OffloadTarget:
         """Whether a leaf is already stored here."""
         return leaf.device == tree.HOST and (self.directory is None or is_in_file(leaf))
 
-    def place(self, leaf: Tensor, device: torch.device) -> Tensor:
-        """Return an empty tensor of the shape and dtype of a leaf, in host memory or in a new file."""
-        if self.directory is not None:
-            return in_file(leaf, self.directory)
-        return on_host(leaf, backends.of(device).pinned_memory)
-
 
 def offload_state(function: str, optimizer: Optimizer, target: OffloadTarget) -> Optimizer:
     """Return an optimizer that computes the same, to the bit, and stores its state elsewhere.
 
-    While one group of parameters is updated, the state of the next one is copied, if the device can do both.
-
-    Args:
-        function: name of the caller, for error messages.
-        optimizer: one that has a `split`.
-        target: where the state is stored.
-
-    Raises:
-        ComposeError: the optimizer has no `split`.
+    While one group of parameters is updated, the state of the next one is copied, if the device can do both. Raises a
+    ComposeError that names `function` if the optimizer has no `split`.
     """
     splitter = UpdateSplitter(function, optimizer, _groups)
 
@@ -76,33 +58,31 @@ def offload_state(function: str, optimizer: Optimizer, target: OffloadTarget) ->
             )
         on_meta = optimizer.init(tree.map(_torch.on_meta, params))
         state, spec = tree.flatten(on_meta)
-        device = tree.device_of(params)
-        copier = copier_of(device)
+        transfers = _Transfers.of(target, params)
         for group in param_groups(function, optimizer, params, on_meta, _groups(leaves)):
-            group_params = dict(zip(group.names, [leaves[place] for place in group.places], strict=True))
+            group_params = dict(zip(group.names, [leaves[index] for index in group.places], strict=True))
             group_state = tree.leaves(group.optimizer.init(group_params))
-            for place, leaf in zip(group.state_places, group_state, strict=True):
-                state[place] = _stored(target, copier, None, leaf, device)
-        copier.wait()
+            for index, leaf in zip(group.state_places, transfers.store(group_state, None), strict=True):
+                state[index] = leaf
+        transfers.copier.wait()
         return tree.unflatten(spec, state)
 
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
         grouped = splitter.begin(params, opt_state, hyper, donate=donate)
-        gradients, device = tree.leaves(grads), tree.device_of(params)
-        copier = copier_of(device)
+        gradients, transfers = tree.leaves(grads), _Transfers.of(target, params)
         prefetched: list[Callable[[], Tensor]] | None = None
         for group, following in zip(grouped.groups, [*grouped.groups[1:], None], strict=True):
             old = grouped.state_of(group)
-            fetched = prefetched if prefetched is not None else _fetched(target, copier, old, device)
+            fetched = prefetched if prefetched is not None else transfers.fetch(old)
             # The copy of the next group overlaps with the update of this one.
             prefetched = None
-            if copier.ahead and following is not None:
-                prefetched = _fetched(target, copier, grouped.state_of(following), device)
-            new = grouped.make(group, [gradients[place] for place in group.places], [get() for get in fetched])
-            grouped.keep(group, _all_stored(target, copier, old if donate else None, new, device))
-        copier.wait()
+            if transfers.copier.ahead and following is not None:
+                prefetched = transfers.fetch(grouped.state_of(following))
+            new = grouped.make(group, [gradients[index] for index in group.places], [get() for get in fetched])
+            grouped.keep(group, transfers.store(new, old if donate else None))
+        transfers.copier.wait()
         return grouped.finish()
 
     split = wrap_split(optimizer, lambda each: _at_once(each, target))
@@ -119,12 +99,11 @@ def _at_once(optimizer: Optimizer, target: OffloadTarget) -> Optimizer:
     def update(
         grads: PyTree, opt_state: PyTree, params: PyTree, hyper: Hyper, *, donate: bool = False
     ) -> tuple[PyTree, PyTree]:
-        (old, spec), device = tree.flatten(opt_state), tree.device_of(params)
-        copier = copier_of(device)
-        on_device = tree.unflatten(spec, [get() for get in _fetched(target, copier, old, device)])
+        (old, spec), transfers = tree.flatten(opt_state), _Transfers.of(target, params)
+        on_device = tree.unflatten(spec, [get() for get in transfers.fetch(old)])
         new_params, new = optimizer.update(grads, on_device, params, hyper, donate=donate)
-        stored = _all_stored(target, copier, old if donate else None, tree.leaves(new), device)
-        copier.wait()
+        stored = transfers.store(tree.leaves(new), old if donate else None)
+        transfers.copier.wait()
         return new_params, tree.unflatten(spec, stored)
 
     return dataclasses.replace(optimizer, update=update)
@@ -134,40 +113,50 @@ def _groups(leaves: Sequence[Tensor]) -> list[list[int]]:
     return by_size(leaves, GROUP_BYTES)
 
 
-def _fetched(
-    target: OffloadTarget, copier: Copier, state: Sequence[Tensor], device: torch.device
-) -> list[Callable[[], Tensor]]:
-    return [_fetch(target, copier, leaf, device) for leaf in state]
+@dataclass(frozen=True)
+class _Transfers:
+    """Copies of an optimizer state between the device of the parameters and its target."""
 
+    target: OffloadTarget
+    device: torch.device
+    copier: Copier
 
-def _fetch(target: OffloadTarget, copier: Copier, leaf: Tensor, device: torch.device) -> Callable[[], Tensor]:
-    if is_abstract(leaf) and target.directory is None and target.is_large(leaf):
-        # Abstract tensors may have one device for both, and the copy still takes memory.
-        return lambda: torch.empty_like(leaf)
-    if leaf.device == device or leaf.ndim == 0:
-        return lambda: leaf
-    return copier.back(leaf, device)
+    @classmethod
+    def of(cls, target: OffloadTarget, params: PyTree) -> _Transfers:
+        device = tree.device_of(params)
+        return cls(target, device, copier_of(device))
 
+    def fetch(self, state: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
+        """Begin to copy leaves to the device; each result returns the copy of one."""
+        return [self._fetch(leaf) for leaf in state]
 
-def _all_stored(
-    target: OffloadTarget, copier: Copier, old: Sequence[Tensor] | None, new: Sequence[Tensor], device: torch.device
-) -> list[Tensor]:
-    places = old if old is not None else [None] * len(new)
-    return [_stored(target, copier, place, leaf, device) for place, leaf in zip(places, new, strict=True)]
+    def _fetch(self, leaf: Tensor) -> Callable[[], Tensor]:
+        if is_abstract(leaf) and self.target.directory is None and self.target.is_large(leaf):
+            # Abstract tensors may have one device for both, and the copy still takes memory.
+            return lambda: torch.empty_like(leaf)
+        if leaf.device == self.device or leaf.ndim == 0:
+            return lambda: leaf
+        return self.copier.back(leaf, self.device)
 
+    def store(self, new: Sequence[Tensor], old: Sequence[Tensor] | None) -> list[Tensor]:
+        """Begin to copy leaves to the target, into the stored leaves `old` where these fit; return the copies."""
+        targets: Sequence[Tensor | None] = old if old is not None else [None] * len(new)
+        return [self._store(leaf, into) for leaf, into in zip(new, targets, strict=True)]
 
-def _stored(target: OffloadTarget, copier: Copier, place: Tensor | None, leaf: Tensor, device: torch.device) -> Tensor:
-    """Return the stored copy of a leaf: in `place`, if that is given and fits, else in new memory or a new file."""
-    if dtensor.is_dtensor(leaf):
-        return dtensor.with_local_part(leaf, _stored(target, copier, place, dtensor.local_part(leaf), device))
-    if is_abstract(leaf) and target.is_large(leaf):
-        return _abstract_copy(leaf) if place is None else place
-    if not target.takes(leaf, device) or (leaf is place and target.holds(leaf)):
-        return leaf
-    if place is None or not target.holds(place) or place.stride() != leaf.stride():
-        place = target.place(leaf, device)
-    copier.out(leaf, place)
-    return place
+    def _store(self, leaf: Tensor, into: Tensor | None) -> Tensor:
+        target = self.target
+        if dtensor.is_dtensor(leaf):
+            return dtensor.with_local_part(leaf, self._store(dtensor.local_part(leaf), into))
+        if is_abstract(leaf) and target.is_large(leaf):
+            return _abstract_copy(leaf) if into is None else into
+        stays = not target.is_large(leaf) or (target.directory is None and self.device == tree.HOST)
+        if stays or (leaf is into and target.holds(leaf)):
+            return leaf
+        if into is None or not target.holds(into) or into.stride() != leaf.stride():
+            pinned = backends.of(self.device).pinned_memory
+            into = on_host(leaf, pinned) if target.directory is None else in_file(leaf, target.directory)
+        self.copier.out(leaf, into)
+        return into
 
 
 def _abstract_copy(leaf: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Update parameters group by group, each with the optimizer of that group alone."""
+"""Split an optimizer into one for each group of parameters, and update group by group."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import optree
 from torch import Tensor
@@ -18,7 +19,7 @@ from ftrain.types import Hyper, Optimizer, PyTree
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Some of the parameters, the optimizer of only these, and their part of the whole optimizer state.
+    """Some of the parameters, the optimizer of only these, and which leaves of the whole optimizer state are theirs.
 
     Args:
         optimizer: optimizer of these parameters, as a dict by name.
@@ -45,15 +46,10 @@ class ParamGroup:
 
 
 class GroupedUpdate:
-    """One update, made group by group in any order, each group once.
+    """One update of all parameters: call `make` once for each group, in any order, then `finish`.
 
-    Args:
-        groups: groups that together have all parameters.
-        params: leaves of the parameters.
-        state: leaves of the optimizer state.
-        specs: structures of the parameters and of the state.
-        hyper: the scheduled values of the step.
-        donate: whether `params` and `state` may be written.
+    It gets the leaves of the parameters and of the optimizer state, and the structures of both, and may write the
+    leaves if they are donated. The groups together have all parameters.
     """
 
     def __init__(
@@ -69,57 +65,49 @@ class GroupedUpdate:
         self.groups, self._specs, self._hyper, self._donate = groups, specs, hyper, donate
         self._params, self._state = params, state
         self._new_params, self._new_state = list(params), list(state)
-        counts = Counter(place for group in groups for place in group.state_places)
+        counts = Counter(index for group in groups for index in group.state_places)
         # State that several groups read, such as the count of updates, must have its old value for each of them.
-        self._shared = {place for place, count in counts.items() if count > 1}
+        self._shared = {index for index, count in counts.items() if count > 1}
 
     def state_of(self, group: ParamGroup) -> list[Tensor]:
         """Return the leaves of the state of a group, which its optimizer may write if the state is donated."""
-        return [self._state[p].clone() if p in self._shared else self._state[p] for p in group.state_places]
+        return [self._state[i].clone() if i in self._shared else self._state[i] for i in group.state_places]
 
     def make(self, group: ParamGroup, grads: Sequence[Tensor], state: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Update the parameters of one group, and return the leaves of its new state.
 
-        Args:
-            group: one of `groups`.
-            grads: gradients of its parameters.
-            state: leaves of its state, if they were copied from elsewhere. Default: `state_of` the group.
+        `state` is needed if the leaves of its state were copied from elsewhere. Default: `state_of` the group.
         """
         old_state = self.state_of(group) if state is None else state
-        old_params = [self._params[place] for place in group.places]
+        old_params = [self._params[index] for index in group.places]
         params, new_state = group.update(grads, old_state, old_params, self._hyper, donate=self._donate)
-        for place, leaf in zip(group.places, params, strict=True):
-            self._new_params[place] = leaf
-        for place, leaf, old in zip(group.state_places, new_state, old_state, strict=True):
+        for index, leaf in zip(group.places, params, strict=True):
+            self._new_params[index] = leaf
+        for index, leaf, old in zip(group.state_places, new_state, old_state, strict=True):
             # A leaf that the optimizer did not replace keeps the tensor of the whole state.
-            self._new_state[place] = self._state[place] if leaf is old and place not in self._shared else leaf
+            self._new_state[index] = self._state[index] if leaf is old and index not in self._shared else leaf
         return new_state
 
     def keep(self, group: ParamGroup, state: Sequence[Tensor]) -> None:
         """Replace the leaves of the new state of a group, when `make` got copies of them."""
-        for place, leaf in zip(group.state_places, state, strict=True):
-            if place not in self._shared:
-                self._new_state[place] = leaf
+        for index, leaf in zip(group.state_places, state, strict=True):
+            if index not in self._shared:
+                self._new_state[index] = leaf
 
     def finish(self) -> tuple[PyTree, PyTree]:
         """Return the parameters and the state after the updates of all groups."""
         if self._donate:
-            for place in self._shared:
-                if self._new_state[place] is not self._state[place]:
-                    self._new_state[place] = self._state[place].copy_(self._new_state[place])
+            for index in self._shared:
+                if self._new_state[index] is not self._state[index]:
+                    self._new_state[index] = self._state[index].copy_(self._new_state[index])
         return tree.unflatten(self._specs[0], self._new_params), tree.unflatten(self._specs[1], self._new_state)
 
 
 class UpdateSplitter:
-    """Splits updates into groups of parameters; the groups of the last structure are cached.
+    """Splits updates into groups of parameters, and keeps the groups of the last structure.
 
-    Args:
-        function: name of the caller, for error messages.
-        optimizer: one that has a `split`.
-        group: leaves of the parameters, whole ones -> groups, each a sequence of indices of leaves.
-
-    Raises:
-        ComposeError: the optimizer has no `split`.
+    `group` is a function from the leaves of the parameters, undivided, to the indices of the leaves of each group.
+    Errors name `function`. Raises a ComposeError if the optimizer has no `split`.
     """
 
     def __init__(
@@ -138,23 +126,40 @@ class UpdateSplitter:
         self._split = StructureCache(split)
 
     def begin(self, params: PyTree, opt_state: PyTree, hyper: Hyper, *, donate: bool) -> GroupedUpdate:
-        """Return an update that has not updated any group yet."""
+        """Return an update that has updated no group yet."""
         (groups, specs), (param_leaves, state_leaves) = self._split(params, opt_state)
         return GroupedUpdate(groups, param_leaves, state_leaves, specs, hyper=hyper, donate=donate)
+
+
+def require_optimizer(function: str, name: str, optimizer: Any) -> Optimizer:
+    """Return an optimizer that may be part of another one.
+
+    Raises:
+        ComposeError: it is not an optimizer, or it is adjustable: a step finds factors in the outermost optimizer only.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ComposeError(f"{function}: {name} is {optimizer!r}; needs an optimizer of ftrain.optim")
+    if optimizer.factors is not None:
+        raise ComposeError(f"{function}: {name} is {optimizer.text}; adjustable goes last: adjustable({function}(...))")
+    return optimizer
+
+
+def wrap_split(
+    optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer]
+) -> Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]] | None:
+    """Return the `split` of an optimizer that wraps each part of `optimizer` in the same way; None without a split."""
+    split = optimizer.split
+    return None if split is None else lambda params, parts: [wrap(each) for each in split(params, parts)]
 
 
 def require_splittable(
     function: str, optimizer: Optimizer
 ) -> Callable[[PyTree, Sequence[Sequence[int]]], list[Optimizer]]:
-    """Return the `split` of an optimizer that can update some parameters without the others.
-
-    Raises:
-        ComposeError: it cannot.
-    """
+    """Return the `split` of an optimizer. Raises a ComposeError if it cannot update some parameters alone."""
     if optimizer.split is None:
         raise ComposeError(
             f"{function}: {optimizer.text} cannot update some parameters without the others (its Optimizer.split is "
-            "None); take one that can, as those of ftrain.optim do, or give your own a `split`"
+            "None); use an optimizer of ftrain.optim, or pass split= to your own Optimizer"
         )
     return optimizer.split
 
@@ -164,12 +169,7 @@ def param_groups(
 ) -> Iterator[ParamGroup]:
     """Split the parameters, and with them the state of their optimizer, into groups.
 
-    Args:
-        function: name of the caller, for error messages.
-        optimizer: one that has a `split`.
-        params: the parameters.
-        opt_state: the optimizer state of these.
-        parts: indices of the leaves of `params`, for each group.
+    `parts` are the indices of the leaves of `params` in each group. Errors name `function`.
 
     Raises:
         ComposeError: the optimizer has no `split`, two leaves have the same name, or the state of a group has leaves
@@ -180,27 +180,27 @@ def param_groups(
     state_names = tree.leaf_names(opt_state)
     _require_unique(function, "parameters", param_names)
     _require_unique(function, "leaves of the optimizer's state", state_names)
-    place_of = {name: place for place, name in enumerate(state_names)}
+    index_of = {name: index for index, name in enumerate(state_names)}
     for part, group_optimizer in zip(parts, split(params, parts), strict=True):
-        leaves = {param_names[place]: param_leaves[place] for place in part}
+        leaves = {param_names[index]: param_leaves[index] for index in part}
         # Only the names of the state are needed, so nothing of this may be captured or counted by an active mode.
         with _torch.without_modes():
             state = group_optimizer.init({name: _torch.on_meta(leaf) for name, leaf in leaves.items()})
         names = tree.leaf_names(state)
-        if not place_of.keys() >= set(names):
-            other = next(name for name in names if name not in place_of)
+        if not index_of.keys() >= set(names):
+            other = next(name for name in names if name not in index_of)
             raise ComposeError(
-                f"{function}: {group_optimizer.text} of {', '.join(leaves)} alone keeps {other}, and the state of all "
-                f"has no leaf of that name; its Optimizer.split must name leaves as {optimizer.text} does"
+                f"{function}: the state of {group_optimizer.text} for {', '.join(leaves)} has the leaf {other}, which "
+                f"the state of {optimizer.text} does not have; its Optimizer.split must keep the names of leaves"
             )
         _, spec = tree.flatten(state)
-        yield ParamGroup(group_optimizer, list(leaves), list(part), [place_of[name] for name in names], spec)
+        yield ParamGroup(group_optimizer, list(leaves), list(part), [index_of[name] for name in names], spec)
 
 
 def _require_unique(function: str, what: str, names: list[str]) -> None:
     if len(set(names)) < len(names):
         name = next(name for name, count in Counter(names).items() if count > 1)
-        raise ComposeError(f"{function}: two {what} are called {name}; rename one, for updates go by name")
+        raise ComposeError(f"{function}: two {what} are called {name}; rename one: groups are by name")
 
 
 def by_size(leaves: Sequence[Tensor], most: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.errors import OptionError
-from ftrain.optim.nested import require_optimizer
+from ftrain.optim.partial_update import require_optimizer, require_splittable
 from ftrain.optim.structure_cache import StructureCache, common_spec
 from ftrain.tree.name_patterns import Mask, as_select, near, require_matches
 from ftrain.types import RNG, Hyper, Optimizer, PyTree
@@ -31,13 +31,13 @@ def partition(optimizers: Mapping[str, Optimizer], label_fn: LabelFn | Mapping[s
 
     Args:
         optimizers: label -> optimizer.
-        label_fn: ``(name, leaf) -> label``; or label -> patterns of names or function ``(name, leaf) -> bool``, in
-            which one label may be left out, for the rest.
+        label_fn: ``(name, leaf) -> label``; or label -> patterns of names or function ``(name, leaf) -> bool``, where
+            one label may be left out: it takes the rest.
 
     Raises:
-        ComposeError: if a value is not an optimizer, or is `adjustable`, which must be the outermost.
-        OptionError: for labels without an optimizer; and at `init`, for a pattern that matches nothing, a parameter
-            with two labels or none, two parameters of one name, or an optimizer without parameters.
+        ComposeError: a value is not an optimizer, or is `adjustable`, which must be the outermost.
+        OptionError: a label has no optimizer; at `init`: a pattern matches nothing, a parameter has two labels or none,
+            two parameters have one name, or an optimizer has no parameters.
 
     >>> import ftrain as ft
     >>> parts = {"matrices": ft.optim.muon(0.02), "rest": ft.optim.adamw(3e-4)}
@@ -100,19 +100,19 @@ class _Part(NamedTuple):
         return {**values, RNG: random.fold_in(hyper[RNG], self.rank)} if self.optimizer.needs_rng else values
 
     def split(self, leaves: Mapping[str, Tensor], groups: list[list[str]]) -> dict[int, _Part]:
-        """Return the part of each group that has leaves of this label, by the number of the group."""
+        """Return number of the group -> its leaves of this label, for the groups that have such leaves."""
         leaves = self.of(leaves)
-        place_of = {name: place for place, name in enumerate(tree.leaf_names(leaves))}
+        index_of = {name: index for index, name in enumerate(tree.leaf_names(leaves))}
         names = {number: [name for name in group if name in leaves] for number, group in enumerate(groups)}
         names = {number: group for number, group in names.items() if group}
-        places = [[place_of[name] for name in group] for group in names.values()]
-        optimizers = self.optimizer.split(leaves, places) if self.optimizer.split else []
+        indices = [[index_of[name] for name in group] for group in names.values()]
+        optimizers = require_splittable("partition", self.optimizer)(leaves, indices)
         split = zip(names.items(), optimizers, strict=True)
-        return {number: _Part(self.label, self.rank, group, optimizer) for (number, group), optimizer in split}
+        return {number: self._replace(names=group, optimizer=optimizer) for (number, group), optimizer in split}
 
 
 def _of_parts(whole: Optimizer, parts: Sequence[_Part]) -> Optimizer:
-    """Return the optimizer of some leaves, given the parts of the labels that these have."""
+    """Return the optimizer of some leaves, from the parts for each of their labels."""
     by_element = all(part.optimizer.by_element for part in parts)
     return dataclasses.replace(whole, init=partial(_init, parts), update=partial(_update, parts), by_element=by_element)
 
@@ -178,7 +178,7 @@ def _labelled(
     names = tree.leaf_names(tree.unflatten(spec, leaves))
     if len(set(names)) < len(names):
         repeated = next(name for name in names if names.count(name) > 1)
-        raise OptionError(f"partition: two parameters are called {repeated}; rename one, for labels go by name")
+        raise OptionError(f"partition: two parameters are called {repeated}; rename one: labels are by name")
     names_of: dict[str, list[str]] = {label: [] for label in optimizers}
     for name, leaf in zip(names, leaves, strict=True):
         label = label_of(name, leaf)

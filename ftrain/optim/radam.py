@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftrain.optim.bias_correction import debias, exact_count, power
 from ftrain.optim.elementwise import (
     COUNT,
     ZERO_COUNT,
@@ -15,9 +14,12 @@ from ftrain.optim.elementwise import (
     Part,
     average,
     average_squares,
+    debias,
     descend,
     descend_quotient,
+    exact_count,
     leafwise,
+    power,
     require_ranges,
 )
 from ftrain.tree.name_patterns import Mask, everything
@@ -37,7 +39,7 @@ def radam(
 ) -> Optimizer:
     r"""Rectified Adam (Liu et al. 2020, arXiv:1908.03265), as `torch.optim.RAdam`.
 
-    With :math:`t` counting from 1, :math:`\rho_\infty = 2 / (1 - \beta_2) - 1` and
+    With :math:`\rho_\infty = 2 / (1 - \beta_2) - 1` and
     :math:`\rho_t = \rho_\infty - 2 t \beta_2^t / (1 - \beta_2^t)`:
 
     .. math::
@@ -50,21 +52,11 @@ def radam(
 
     The state is `count` (0-d float32), `mu` and `nu` (shapes and dtypes of the parameters).
 
-    Args:
-        lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: :math:`\beta_1`, decay rate of the first moment, in [0, 1).
-        b2: :math:`\beta_2`, decay rate of the second moment, in [0, 1).
-        eps: :math:`\epsilon`, added to the denominator.
-        weight_decay: :math:`\lambda`, at least 0.
-        decoupled_weight_decay: subtract :math:`\eta \lambda p` from the parameters instead, as AdamW does.
-        maximize: maximize the loss instead of minimizing it.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
+    Besides the arguments that `ftrain.optim` describes:
 
-    Raises:
-        OptionError: an argument is out of its range.
+    * `decoupled_weight_decay`: subtract :math:`\eta \lambda p` from the parameters instead, as AdamW does.
     """
     require_ranges("radam", 1.0, b1=b1, b2=b2, eps=eps)
-    require_ranges("radam", weight_decay=weight_decay)
     coupled = 0.0 if decoupled_weight_decay else weight_decay
     limit = 2 / (1 - b2) - 1
 
@@ -103,5 +95,6 @@ def radam(
         by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"maximize": maximize},
+        shown={"maximize": maximize},
+        options={"b1": b1, "b2": b2, "eps": eps, "decoupled_weight_decay": decoupled_weight_decay},
     )

@@ -41,21 +41,13 @@ def rmsprop(
     The state is `nu`, :math:`v`; if centered (Graves 2013, arXiv:1308.0850) also `mu`, :math:`a`; with momentum also
     `momentum`, :math:`b`; all of the shapes and dtypes of the parameters.
 
-    Args:
-        lr: learning rate :math:`\eta`, a number or a schedule.
-        alpha: :math:`\alpha`, decay rate of the moments, in [0, 1).
-        eps: :math:`\epsilon`, added to the denominator.
-        weight_decay: :math:`\lambda`, at least 0.
-        momentum: :math:`\mu` in [0, 1).
-        centered: divide by the standard deviation of the gradient.
-        maximize: maximize the loss instead of minimizing it.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
+    Besides the arguments that `ftrain.optim` describes:
 
-    Raises:
-        OptionError: an argument is out of its range.
+    * `alpha`: :math:`\alpha`, decay rate of the moments, in [0, 1).
+    * `momentum`: :math:`\mu` in [0, 1).
+    * `centered`: divide by the standard deviation of the gradient.
     """
     require_ranges("rmsprop", 1.0, alpha=alpha, eps=eps, momentum=momentum)
-    require_ranges("rmsprop", weight_decay=weight_decay)
 
     def rule(part: Part, rate: Number) -> None:
         g = part.descent(maximize=maximize, l2=weight_decay)
@@ -79,5 +71,6 @@ def rmsprop(
         by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"momentum": momentum, "centered": centered, "maximize": maximize},
+        shown={"momentum": momentum, "centered": centered, "maximize": maximize},
+        options={"alpha": alpha, "eps": eps},
     )

@@ -1,6 +1,6 @@
 """Stochastic rounding from float32 to bfloat16: up or down at random, so that the mean is the value itself.
 
-The noise is a keyed hash of an element's place, not the Philox of `ftrain.random`: 16 bits of noise are needed for
+The noise is a keyed hash of an element's index, not the Philox of `ftrain.random`: 16 bits of noise are needed for
 every element in every step, and cost 0.9 ns in eager mode, 4 ns with Philox. It is integer arithmetic, with
 the same bits on every device, eager or compiled.
 """
@@ -15,26 +15,26 @@ _FIRST, _SECOND = 0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32)
 _LOW, _UPPER = 0xFFFF, -0x10000
 
 
-def noise(key: Tensor, place: int, size: int, *, eager: bool) -> Tensor:
+def noise(key: Tensor, start: int, size: int, *, eager: bool) -> Tensor:
     """Draw 16 random bits for each of `size` elements: int32 in 0 .. 65535, of shape (size,).
 
     Args:
         key: int64 of shape (2,), as `ftrain.random.key` makes.
-        place: place of the first element; an element's bits depend only on the key and its place.
+        start: index of the first element; an element's bits depend only on the key and its index.
         size: number of elements.
-        eager: write in place, at half the time; else as a compiler fuses it.
+        eager: write in place, which takes half the time; else use operations that a compiler can fuse.
     """
     offset, secret = key.to(torch.int32).unbind()
-    begin, odd = place >> 1, place & 1
+    begin, odd = start >> 1, start & 1
     offset = offset + ((begin + (1 << 31)) % (1 << 32) - (1 << 31))
     if eager:
-        words = _hash_in_place(
+        hashes = _hash_in_place(
             torch.arange((size + odd + 1) // 2, dtype=torch.int32, device=key.device), offset, secret
         )
-        return words.view(torch.uint16)[odd : odd + size].to(torch.int32)
+        return hashes.view(torch.uint16)[odd : odd + size].to(torch.int32)
     index = torch.arange(odd, size + odd, dtype=torch.int32, device=key.device)
-    words = _hash(index >> 1, offset, secret)
-    return torch.where((index & 1) == 0, words, words >> 16) & _LOW
+    hashes = _hash(index >> 1, offset, secret)
+    return torch.where((index & 1) == 0, hashes, hashes >> 16) & _LOW
 
 
 def _hash(x: Tensor, offset: Tensor, secret: Tensor) -> Tensor:
@@ -53,14 +53,11 @@ def _hash_in_place(x: Tensor, offset: Tensor, secret: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, bits: Tensor, *, eager: bool) -> Tensor:
-    """Round float32 to bfloat16 values, the nearer of two being more probable; NaN and infinities stay.
+    """Round float32 up or down to bfloat16 values, the nearer one with a higher probability; NaN and infinities stay.
 
-    Args:
-        values: float32; overwritten if `eager`.
-        bits: `noise` of the same shape.
-        eager: write in place.
+    `bits` are `noise` of the same shape. If `eager`, `values` are overwritten.
     """
-    # Noise would carry a NaN of many ones over into the sign.
+    # Adding noise to the bits of a NaN could overflow into its sign.
     if eager:
         values.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
         values.view(torch.int32).add_(bits).bitwise_and_(_UPPER)

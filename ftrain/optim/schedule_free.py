@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.errors import StructureError, require_range
-from ftrain.optim.bias_correction import debias, exact_count
 from ftrain.optim.elementwise import (
     COUNT,
     ZERO_COUNT,
@@ -17,7 +16,9 @@ from ftrain.optim.elementwise import (
     Part,
     approach,
     average_squares,
+    debias,
     descend,
+    exact_count,
     leafwise,
     require_ranges,
 )
@@ -39,7 +40,7 @@ def schedule_free_adamw(
     r"""Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682).
 
     The trained parameters are :math:`y = (1 - \beta_1) z + \beta_1 x`, where :math:`x` is the average of the
-    :math:`z`. Evaluate, save and use :math:`x`, which `schedule_free_params` returns. With :math:`t` counting from 1:
+    :math:`z`. Evaluate, save and use :math:`x`, which `schedule_free_params` returns.
 
     .. math::
         v &\leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
@@ -52,20 +53,12 @@ def schedule_free_adamw(
     `weights` (the sum of the :math:`w`), `peak` (the largest rate) and `b1` (0-d float64), and `z` and `nu` (shapes and
     dtypes of the parameters): as much memory as AdamW's.
 
-    Args:
-        lr: learning rate :math:`\eta`, a number or a schedule.
-        b1: :math:`\beta_1`, weight of the average in the trained parameters, in [0.001, 1).
-        b2: :math:`\beta_2`, decay rate of the second moment, in [0, 1).
-        eps: :math:`\epsilon`, added to the denominator.
-        weight_decay: :math:`\lambda`, at least 0.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: those with two axes or more.
+    Besides the arguments that `ftrain.optim` describes:
 
-    Raises:
-        OptionError: an argument is out of its range.
+    * `b1`: :math:`\beta_1`, weight of the average in the trained parameters, in [0.001, 1).
     """
     require_range("schedule_free_adamw", "b1", b1, 1e-3, 1.0)
     require_ranges("schedule_free_adamw", 1.0, b2=b2, eps=eps)
-    require_ranges("schedule_free_adamw", weight_decay=weight_decay)
 
     exact = torch.zeros((), dtype=torch.float64)
 
@@ -100,6 +93,7 @@ def schedule_free_adamw(
         by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
+        options={"b1": b1, "b2": b2, "eps": eps},
     )
 
 

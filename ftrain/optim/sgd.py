@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ftrain.errors import OptionError, require_range
-from ftrain.optim.bias_correction import exact_count
-from ftrain.optim.elementwise import COUNT, ZERO_COUNT, Number, Part, descend, leafwise, require_ranges
+from ftrain.optim.elementwise import COUNT, ZERO_COUNT, Number, Part, descend, exact_count, leafwise, require_ranges
 from ftrain.optim.state_dtype import low_precision
 from ftrain.tree.name_patterns import Mask, everything
 from ftrain.types import Optimizer, Schedule
@@ -38,24 +37,21 @@ def sgd(
     The first gradient is not dampened. The state is `momentum`, :math:`m` (shapes of the parameters, their dtypes or
     `state_dtype`), with dampening also `count` (0-d float32), and empty without momentum.
 
-    Args:
-        lr: learning rate :math:`\eta`, a number or a schedule.
-        momentum: :math:`\mu` in [0, 1).
-        dampening: :math:`\tau` in [0, 1].
-        nesterov: Nesterov momentum (Sutskever et al. 2013); needs momentum without dampening.
-        weight_decay: :math:`\lambda`, at least 0.
-        maximize: maximize the loss instead of minimizing it.
-        state_dtype: dtype of the momentum, ``"bf16"`` or ``"fp32"``; the update is then computed in float32. Default:
-            the dtype of each parameter.
-        stochastic_rounding: round momentum and parameters that are stored in bfloat16 up or down at random. Default: if
-            `state_dtype` is ``"bf16"``.
-        decay_mask: ``(name, leaf) -> bool``, which parameters decay. Default: all.
+    Besides the arguments that `ftrain.optim` describes:
+
+    * `momentum`: :math:`\mu` in [0, 1).
+    * `dampening`: :math:`\tau` in [0, 1].
+    * `nesterov`: Nesterov momentum (Sutskever et al. 2013); needs momentum without dampening.
 
     Raises:
         OptionError: an argument is out of its range, or Nesterov without momentum or with dampening.
     """
-    _require(momentum, dampening, nesterov)
-    require_ranges("sgd", weight_decay=weight_decay)
+    require_ranges("sgd", 1.0, momentum=momentum)
+    require_range("sgd", "dampening", dampening, 0.0, 1.0, closed=True)
+    if nesterov and (dampening or not momentum):
+        raise OptionError(
+            f"sgd: nesterov is True, needs momentum > 0 and dampening 0; found {momentum} and {dampening}"
+        )
     damped = bool(momentum and dampening)
 
     def constants(rate: Number, shared: Mapping[str, Tensor]) -> tuple[Number, ...]:
@@ -97,14 +93,5 @@ def sgd(
         by_element=True,
         weight_decay=weight_decay,
         decay_mask=decay_mask,
-        options={"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "maximize": maximize},
+        shown={"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "maximize": maximize},
     )
-
-
-def _require(momentum: float, dampening: float, nesterov: bool) -> None:
-    require_ranges("sgd", 1.0, momentum=momentum)
-    require_range("sgd", "dampening", dampening, 0.0, 1.0, closed=True)
-    if nesterov and not momentum:
-        raise OptionError("sgd: nesterov=True needs momentum > 0, found momentum=0.0")
-    if nesterov and dampening:
-        raise OptionError(f"sgd: nesterov=True needs dampening=0.0, found dampening={dampening!r}")

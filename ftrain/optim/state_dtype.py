@@ -1,116 +1,30 @@
 """Parameters and moments that are stored in fewer bits than they are computed in.
 
-A formula gets them in float32 (float64 if a parameter is), joined into one long vector, and what it has
-written is rounded to the stored dtype. In eager mode this is done for a stretch of elements at a time, so there is
-never a float32 copy of the whole state; in graphs leaf by leaf, and the compiler fuses it with the formula.
+A formula gets them in float32 (float64 if a parameter is), joined into vectors, and what it has written is rounded to
+the stored dtype. In eager mode vectors have a limited size, so there is never a float32 copy of the whole state; in
+graphs each leaf is one vector, and the compiler fuses the conversion with the formula.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ftrain import _torch, random, tree
+from ftrain import random, tree
 from ftrain.errors import OptionError
-from ftrain.optim.grouping import Plan, Stretch
+from ftrain.optim.formats import Floats, Format, Rounding
+from ftrain.optim.grouping import Plan, VectorLayout
 from ftrain.optim.rounding import noise, rounded
 from ftrain.types import PyTree
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-Window: TypeAlias = tuple[Tensor, ...]
-"""The stored form of some elements of a leaf, to be read and written."""
 
-Rounding: TypeAlias = Callable[[Tensor], Tensor]
-"""A function of float32 values before they are cast to bfloat16; may overwrite them."""
-
-
-class Format(Protocol):
-    """How a moment is stored: as one tensor or as several, each a tree of its own in the state."""
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """The suffixes of the names of these trees."""
-        ...
-
-    @property
-    def align(self) -> int:
-        """Number of elements that must stay together."""
-        ...
-
-    def begin(self, value: Tensor) -> Window:
-        """Store the initial value of a moment."""
-        ...
-
-    def window(self, stored: Window, start: int, stop: int) -> Window:
-        """Return what is stored for the elements from `start` to `stop` of a leaf."""
-        ...
-
-    def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
-        """Return the values, of shape (elements,), in the dtype to compute in."""
-        ...
-
-    def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
-        """Store values."""
-        ...
-
-
-@dataclass(frozen=True)
-class Floats:
-    """Stored in a floating-point dtype; in that of the parameter if none is given."""
-
-    dtype: torch.dtype | None = None
-    suffixes: tuple[str, ...] = ("",)
-    align: int = 1
-
-    def begin(self, value: Tensor) -> Window:
-        """Store the initial value of a moment."""
-        return (value.to(self.dtype or value.dtype),)
-
-    def window(self, stored: Window, start: int, stop: int) -> Window:
-        """Return what is stored for the elements from `start` to `stop` of a leaf."""
-        (leaf,) = stored
-        return (leaf if stop - start == leaf.numel() else leaf.view(-1)[start:stop],)
-
-    def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
-        """Return the values, of shape (elements,), in the dtype to compute in; a view of a single leaf that has it."""
-        return join([leaf for (leaf,) in windows]).to(dtype)
-
-    def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
-        """Store values."""
-        leaves = [leaf for (leaf,) in windows]
-        first = leaves[0]
-        if len(leaves) == 1 and first.dtype == values.dtype and first.is_contiguous():
-            return  # These are the values.
-        if rounding and first.dtype == torch.bfloat16:
-            values = rounding(values.to(torch.float32))
-        part(values, leaves)
-
-
-def join(leaves: list[Tensor]) -> Tensor:
-    """Return the elements of all leaves, each in row-major order, as one vector; a view of a single contiguous leaf."""
-    if len(leaves) == 1:
-        # Not reshape, which finds strides for some leaves that are not dense.
-        return leaves[0].contiguous().view(-1)
-    return _torch.flatten_dense(leaves)
-
-
-def part(values: Tensor, leaves: list[Tensor]) -> None:
-    """Write the elements of one vector to the leaves they were joined from."""
-    if len(leaves) == 1 and leaves[0].is_contiguous():
-        # As a vector, since the values may be this memory: copying to itself is free if the strides are equal too.
-        leaves[0].view(-1).copy_(values)
-    elif len(leaves) == 1:
-        leaves[0].copy_(values.view(leaves[0].shape))
-    else:
-        torch._foreach_copy_(leaves, _torch.unflatten_dense(values, leaves))
-
-
-class Lifted(NamedTuple):
+class Vectors(NamedTuple):
     """Vectors to compute on, the number of elements of each leaf in them, and whether they decay."""
 
     leaf: Tensor
@@ -146,7 +60,7 @@ class Storage:
 
     @property
     def by_element(self) -> bool:
-        """Whether each element is stored by itself: without scales of blocks or draws that depend on its place."""
+        """Whether an element is stored independently of the others: without scales of blocks or random draws."""
         return not self.stochastic and all(isinstance(form, Floats) for form in self.formats.values())
 
     def begin(self, state: Mapping[str, Callable[[Tensor], Tensor]], params: PyTree) -> dict[str, PyTree]:
@@ -159,7 +73,7 @@ class Storage:
                     columns[key + suffix].append(stored)
         return {name: tree.unflatten(spec, column) for name, column in columns.items()}
 
-    def lifted(
+    def vectors(
         self,
         plan: Plan,
         leaves: list[Tensor],
@@ -168,44 +82,39 @@ class Storage:
         key: Tensor | None,
         *,
         eager: bool,
-    ) -> Iterator[Lifted]:
-        """Yield stretch after stretch to compute on, and store what was written when the next one is requested.
+    ) -> Iterator[Vectors]:
+        """Yield one vector after another to compute on, and store its new values when the next one is requested.
 
-        Args:
-            plan: plan of the leaves.
-            leaves: the parameters, which are written.
-            grads: their gradients, with the memory layout of the parameters.
-            stored: the trees of the state, which are written.
-            key: key of stochastic rounding.
-            eager: yield many leaves at a time, and long ones piece by piece.
+        Writes `leaves`, the parameters, and `stored`, the leaves of the state by name. Gradients must have the strides
+        of the parameters. `key` is that of stochastic rounding. In eager mode, join small leaves and cut long ones.
         """
         plain = Floats()
-        for stretch in plan.stretches if eager else plan.wholes:
-            dtype = torch.promote_types(leaves[stretch.windows[0][0]].dtype, torch.float32)
-            windows = [plain.window((leaves[index],), *cut) for index, *cut in stretch.windows]
+        for layout in plan.vectors if eager else plan.leaf_vectors:
+            dtype = torch.promote_types(leaves[layout.windows[0][0]].dtype, torch.float32)
+            windows = [plain.window((leaves[index],), *cut) for index, *cut in layout.windows]
             moments = {
                 name: [
                     form.window(tuple(stored[name + suffix][index] for suffix in form.suffixes), *cut)
-                    for index, *cut in stretch.windows
+                    for index, *cut in layout.windows
                 ]
                 for name, form in self.formats.items()
             }
             leaf = plain.read(windows, dtype)
-            grad = plain.read([plain.window((grads[index],), *cut) for index, *cut in stretch.windows], dtype)
+            grad = plain.read([plain.window((grads[index],), *cut) for index, *cut in layout.windows], dtype)
             values = {name: self.formats[name].read(cuts, dtype) for name, cuts in moments.items()}
-            sizes = [stop - start for _, start, stop in stretch.windows]
-            yield Lifted(leaf, grad, values, sizes, stretch.decay)
-            plain.write(windows, leaf, self._rounding(key, stretch, 0, eager))
+            sizes = [stop - start for _, start, stop in layout.windows]
+            yield Vectors(leaf, grad, values, sizes, layout.decay)
+            plain.write(windows, leaf, self._rounding(key, layout, 0, eager))
             for number, (name, form) in enumerate(self.formats.items(), 1):
-                form.write(moments[name], values[name], self._rounding(key, stretch, number * plan.size, eager))
+                form.write(moments[name], values[name], self._rounding(key, layout, number * plan.size, eager))
 
-    def _rounding(self, key: Tensor | None, stretch: Stretch, offset: int, eager: bool) -> Rounding | None:
+    def _rounding(self, key: Tensor | None, layout: VectorLayout, offset: int, eager: bool) -> Rounding | None:
         if key is None:
             return None
 
         def rounding(values: Tensor) -> Tensor:
             device_key = random.to_device(key, values.device)
-            return rounded(values, noise(device_key, stretch.place + offset, len(values), eager=eager), eager=eager)
+            return rounded(values, noise(device_key, layout.offset + offset, len(values), eager=eager), eager=eager)
 
         return rounding
 
@@ -213,10 +122,10 @@ class Storage:
 def low_precision(
     function: str, state_dtype: Literal["bf16", "fp32"] | None, stochastic_rounding: bool | None, moments: Sequence[str]
 ) -> Storage | None:
-    """Return how moments of a dtype are stored; None for the dtypes of the parameters, rounded to the nearest.
+    """Return how moments are stored; None if in the dtypes of the parameters, without stochastic rounding.
 
     Raises:
-        OptionError: for a dtype other than float32 and bfloat16.
+        OptionError: `state_dtype` is neither None, "bf16" nor "fp32".
     """
     if state_dtype is not None and state_dtype not in DTYPES:
         raise OptionError(

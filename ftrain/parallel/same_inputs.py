@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ftrain import _torch, random, tree
 from ftrain.errors import BatchError, StructureError
-from ftrain.optim.recorded_options import PLAIN
 from ftrain.parallel.mesh import Group
 from ftrain.step.across_ranks import DIFFERENT_BATCHES
 from ftrain.types import PyTree, TrainState
@@ -137,7 +136,7 @@ def _description(step: Any) -> list[str]:
         f"{name} with {option}={_ADDRESS.sub('', repr(value))}"
         for name, of_name in options.items()
         for option, value in of_name.items()
-        if isinstance(value, PLAIN)
+        if isinstance(value, int | float | str | tuple)
     ]
     return [*text.splitlines(), *hidden, f"torch {torch.__version__}"]
 

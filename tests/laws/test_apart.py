@@ -195,7 +195,10 @@ def test_an_apart_that_names_leaves_in_its_own_way():
 
     params = {"w": torch.ones(1)}
     optimizer = dataclasses.replace(optim.adamw(0.1), split=other)
-    with pytest.raises(ComposeError, match=r"test: adamw.* of w alone keeps own, and the state of all has no leaf"):
+    with pytest.raises(
+        ComposeError,
+        match=r"test: the state of adamw.* for w has the leaf own, which the state of adamw.* does not have",
+    ):
         UpdateSplitter("test", optimizer, CUTS["leaf by leaf"]).begin(params, optimizer.init(params), {}, donate=False)
 
 

@@ -436,7 +436,7 @@ WRONG = [
     ({"class_weight": torch.zeros(4)}, r"class_weight is float32 of shape \(4,\); .*shape \(10,\)"),
     ({"label_smoothing": 1.5}, r"label_smoothing is 1\.5; .*\[0, 1\]"),
     ({"label_smoothing": float("nan")}, r"label_smoothing is nan"),
-    ({"chunk": 0}, r"chunk is 0; .*1 at least"),
+    ({"chunk": 0}, r"chunk is 0; .*at least 1"),
     ({"chunk": -3}, r"chunk is -3"),
     ({"chunk": 2.0}, r"chunk is 2\.0"),
     ({"chunk": True}, r"chunk is True"),

@@ -194,7 +194,7 @@ def test_lookahead_reports_and_refuses():
     state, metrics = step(step.init(make_params()), torch.ones((), dtype=F64))
     assert metrics["lookahead"] == 0
     assert step(state, torch.ones((), dtype=F64))[1]["lookahead"] == 1
-    with pytest.raises(ComposeError, match="looks ahead already"):
+    with pytest.raises(ComposeError, match="is a lookahead already"):
         optim.lookahead(optim.lookahead(optim.sgd(0.1)))
     with pytest.raises(OptionError, match="lookahead: k is 0"):
         optim.lookahead(optim.sgd(0.1), 0)

@@ -9,10 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ftrain as ft
 from ftrain import checkpoint, optim, random, tree
 from ftrain.errors import OptionError, StructureError
+from ftrain.optim.formats import Codes, Floats, dynamic_map
 from ftrain.optim.grouping import BLOCK
-from ftrain.optim.quantized import Codes, dynamic_map
 from ftrain.optim.rounding import noise, rounded
-from ftrain.optim.state_dtype import Floats
 from ftrain.transforms.compile.capture import capture
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -521,6 +520,7 @@ def test_how_it_prints():
     assert optim.adamw(0.1, state_dtype="bf16").text == "adamw(constant(0.1), state_dtype=bf16)"
     assert optim.adam(0.1, stochastic_rounding=True).text == "adam(constant(0.1), stochastic_rounding=True)"
     assert optim.adamw_8bit(0.1, block=128).text == "adamw_8bit(constant(0.1), block=128)"
+    assert optim.adamw_8bit(0.1, min_size=8).text == "adamw_8bit(constant(0.1), min_size=8)"
     assert optim.adamw(0.1, state_dtype="bf16").needs_rng
     assert not optim.adamw(0.1, state_dtype="fp32").needs_rng
     assert not optim.adamw_8bit(0.1).needs_rng
@@ -534,7 +534,7 @@ def test_bad_options_are_errors():
             optim.adamw_8bit(0.1, **{option: 0})
     optimizer = optim.adamw(0.1, state_dtype="bf16")
     params = {"w": torch.ones(2)}
-    with pytest.raises(OptionError, match="stochastic rounding needs a key"):
+    with pytest.raises(OptionError, match="found no key for stochastic rounding"):
         optimizer.update(params, optimizer.init(params), params, {"lr": 0.1})
     with pytest.raises(StructureError, match="adamw_8bit: the optimizer state has count, mu, nu, needs"):
         optim.adamw_8bit(0.1).update(params, optimizer.init(params), params, {"lr": 0.1})

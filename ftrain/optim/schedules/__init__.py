@@ -2,14 +2,15 @@
 
 The step counts updates of the optimizer: microbatches of `accumulate` do not advance it.
 
-Values are those of ``transformers.optimization``, to the last bit: a warm-up starts at 0 and reaches the peak at
-``k = warmup``; a decay reaches its end at ``k = total`` (which counts the warm-up) and stays there, where transformers'
-cosine would rise again.
+What the functions share:
 
-Two schedules are equal if the same call made them; they pickle, and ``eval(repr(schedule))`` makes an equal one.
-
-Arguments are checked when a schedule is made: values must be finite numbers, steps integers of at least 0, and `total`,
-which counts the warm-up, not less than it. An `OptionError` names the function, the argument and what it needs.
+* `peak` is the largest value. The functions `warmup_...` begin with a warm-up: ``peak k / warmup`` for ``k < warmup``;
+  then the decay counts its steps from 0. `total` counts the warm-up too, and is not less than it.
+* A decay reaches `end` at ``k = total`` and stays there, where transformers' cosine would rise again.
+* Values are those of ``transformers.optimization`` or of torch's schedulers, to the last bit.
+* Values must be finite numbers, and steps integers of at least 0; otherwise an `OptionError` names the function and the
+  argument, and says what it needs.
+* Two schedules are equal if they are the same call; they pickle, and ``eval(repr(schedule))`` returns an equal one.
 
 >>> schedule = warmup_cosine(0.0003, warmup=100, total=2000)
 >>> schedule

@@ -6,21 +6,22 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from ftrain.errors import OptionError
-from ftrain.optim.schedules.call import MAKES_SCHEDULES, describe, schedule
+from ftrain.optim.schedules.call import RETURNS_SCHEDULE, describe, schedule
 from ftrain.optim.schedules.checks import count, number, require_sorted
 from ftrain.optim.schedules.warmup_and_decay import constant
 from ftrain.types import Schedule
 
 
 def schedule_of(function: str, argument: str, value: float | Schedule) -> Schedule:
-    """Return a number as `constant`, and a callable unchanged; errors name the function and its argument.
+    """Return a number as `constant`, and a callable unchanged: `as_schedule`, as the check of an argument.
 
     Raises:
-        OptionError: `value` is neither a finite number nor callable, is a class, or makes schedules.
+        OptionError: `value` is neither a finite number nor callable, is a class, or is a function that returns
+            schedules.
     """
     # A class is callable too: torch's schedulers are classes, and calling one with a step would make an instance.
     if callable(value) and not isinstance(value, type):
-        if getattr(value, MAKES_SCHEDULES, False):
+        if getattr(value, RETURNS_SCHEDULE, False):
             name = describe(value)
             raise OptionError(f"{function}: {argument} is the function {name} itself; needs a call, {name}(...).")
         return value
@@ -28,12 +29,7 @@ def schedule_of(function: str, argument: str, value: float | Schedule) -> Schedu
 
 
 def as_schedule(value: float | Schedule) -> Schedule:
-    """Return a number as `constant`, and a callable unchanged.
-
-    >>> from ftrain.optim.schedules import linear
-    >>> as_schedule(0.1), as_schedule(linear(1.0, 0.0, 10))
-    (constant(0.1), linear(1, 0, 10))
-    """
+    """Return a number as `constant`, and a callable unchanged. Raises an OptionError for anything else."""
     return schedule_of("as_schedule", "value", value)
 
 
@@ -55,16 +51,13 @@ def chain(schedules: Sequence[float | Schedule], boundaries: Sequence[int]) -> S
 
     Args:
         schedules: schedules, at least one; a number is a constant.
-        boundaries: sorted steps, one fewer than schedules.
+        boundaries: sorted steps.
 
     Raises:
-        OptionError: the numbers of schedules and boundaries do not fit.
+        OptionError: there is not exactly one boundary fewer than schedules.
 
     >>> from ftrain.optim.schedules import cosine, linear
-    >>> schedule = chain([linear(0.0, 1.0, 2), 1, cosine(1.0, 100)], [2, 4])
-    >>> [schedule(k) for k in (0, 1, 2, 3, 4, 54)]
-    [0.0, 0.5, 1.0, 1.0, 1.0, 0.5]
-    >>> schedule
+    >>> chain([linear(0.0, 1.0, 2), 1, cosine(1.0, 100)], [2, 4])
     chain([linear(0, 1, 2), constant(1), cosine(1, 100)], [2, 4])
     """
     if len(schedules) != len(boundaries) + 1:
@@ -83,22 +76,12 @@ def chain(schedules: Sequence[float | Schedule], boundaries: Sequence[int]) -> S
 
 @schedule(schedule=schedule_of, factor=number)
 def scale(schedule: float | Schedule, factor: float) -> Schedule:
-    """``factor schedule(k)``: one shape for several peaks, or an end as a share of the peak.
-
-    >>> from ftrain.optim.schedules import cosine
-    >>> scale(cosine(1.0, 100, end=0.1), 3e-4)(100) == 3e-4 * 0.1
-    True
-    """
-    part = as_schedule(schedule)
-    return lambda k: factor * part(k)
+    """``factor schedule(k)``: one shape for several peaks, or an end as a share of the peak."""
+    scaled = as_schedule(schedule)
+    return lambda k: factor * scaled(k)
 
 
 @schedule(schedule=schedule_of, steps=count)
 def ahead(schedule: Schedule, steps: int = 1) -> Schedule:
-    """``schedule(k + steps)``. One step ahead, the first update of a warm-up has a rate that is not 0.
-
-    >>> from ftrain.optim.schedules import warmup_constant
-    >>> [ahead(warmup_constant(1.0, 4))(k) for k in range(4)]
-    [0.25, 0.5, 0.75, 1.0]
-    """
+    """``schedule(k + steps)``. One step ahead, the first update of a warm-up has a rate that is not 0."""
     return lambda k: schedule(k + steps)

@@ -30,7 +30,7 @@ def plot(
 
     Args:
         schedules: a schedule, whose text is the title, or name -> schedule, such as the ``schedules`` of an optimizer.
-        steps: the last step.
+        steps: the last step, at least 1.
         path: a file whose name ends in .png or .svg. Default: write nothing.
         log: draw values on a logarithmic axis, which leaves out those that are not positive.
         title: the title of the figure.
@@ -39,35 +39,26 @@ def plot(
         matplotlib's figure, which is not registered with pyplot.
 
     Raises:
-        OptionError: there is no schedule, one is neither a finite number nor callable, `steps` is not an integer of
-            at least 1, `path` ends in something else, or no value is positive with `log`.
+        OptionError: an argument is not as above, there is no schedule, or no value is positive with `log`.
         FtrainError: matplotlib is not installed.
     """
     steps, file = count_from_1("plot", "steps", steps), as_file(path)
     if isinstance(schedules, Mapping):
         curves = {name: schedule_of("plot", f"schedules[{name!r}]", each) for name, each in schedules.items()}
+        title = title or ""
     else:
         schedule = schedule_of("plot", "schedules", schedules)
         curves = {describe(schedule): schedule}
+        title = describe(schedule) if title is None else title
     if not curves:
         raise OptionError("plot: schedules is empty; it must name at least one.")
     values = {name: [curve(step) for step in range(steps + 1)] for name, curve in curves.items()}
     if log and not any(value > 0 for each in values.values() for value in each):
         raise OptionError("plot: log is True, and no value is positive; draw them with log=False.")
-    figure = _draw(values, log=log)
-    if isinstance(schedules, Mapping):
-        figure.legend(loc="outside right upper", frameon=False)
-    elif title is None:
-        title = describe(schedule)
-    figure.axes[0].set_title(fill(title or "", width=80), fontsize="medium")
-    return save(figure, file)
-
-
-def _draw(curves: Mapping[str, list[float]], *, log: bool) -> Figure:
     figure = blank(7.0, 3.5)
     axes = figure.add_subplot()
-    for name, values in curves.items():
-        axes.plot(range(len(values)), values, label=name, linewidth=1.8)
+    for name, each in values.items():
+        axes.plot(range(steps + 1), each, label=name, linewidth=1.8)
     axes.set(xlabel="optimizer step", ylabel="value")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useMathText=True)
     axes.margins(x=0)
@@ -75,4 +66,7 @@ def _draw(curves: Mapping[str, list[float]], *, log: bool) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     if log:
         axes.set_yscale("log", nonpositive="mask")
-    return figure
+    if isinstance(schedules, Mapping):
+        figure.legend(loc="outside right upper", frameon=False)
+    axes.set_title(fill(title, width=80), fontsize="medium")
+    return save(figure, file)

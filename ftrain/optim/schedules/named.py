@@ -21,12 +21,6 @@ from ftrain.optim.schedules.warmup_and_decay import (
 )
 from ftrain.types import Schedule
 
-# Names in transformers that are not functions of the step, and what to use instead.
-_NEED_METRICS = {
-    "reduce_lr_on_plateau": "schedules.reduce_on_plateau(...), and fit(..., adapt=ft.plateau(metric, it))",
-    "greedy": "schedules.reduce_on_plateau(...), or a function of your own as fit(..., adapt=...)",
-}
-
 
 def named(name: str, peak: float, warmup: int = 0, total: int | None = None, **options: Any) -> Schedule:
     """Return the schedule of a name in transformers' ``lr_scheduler_type``.
@@ -49,17 +43,18 @@ def named(name: str, peak: float, warmup: int = 0, total: int | None = None, **o
     >>> named("linear", 5e-5, total=1000)
     warmup_linear(5e-5, 0, 1000)
     """
-    if name in _NEED_METRICS:
-        # A member of transformers' enum is equal to its value, but prints as the member.
-        text = name if type(name) is str else name.value  # type: ignore[attr-defined]
+    name = getattr(name, "value", name)  # of a member of transformers' enum
+    if name in ("reduce_lr_on_plateau", "greedy"):
         raise OptionError(
-            f"named: {text!r} depends on evaluations and is no function of the step; use {_NEED_METRICS[name]}."
+            f"named: {name!r} depends on evaluations and not on the step alone; use schedules.reduce_on_plateau(...) "
+            "with fit(..., adapt=ft.plateau(metric, it)), or a function of your own as fit(..., adapt=...)."
         )
-    function = _NAMES[one_of(_NAMES)("named", "name", name)]
+    function = _FUNCTIONS[one_of(*_FUNCTIONS)("named", "name", name)]
     known = inspect.getfullargspec(function).kwonlyargs
     for option in options:
         if option not in known:
-            raise OptionError(f"named: {option!r} is no option of {name!r}, which takes {', '.join(known) or 'none'}.")
+            takes = ", ".join(known) or "none"
+            raise OptionError(f"named: {option!r} is not an option of {name!r}, which takes {takes}.")
     return function(peak, warmup, total, **options)
 
 
@@ -126,7 +121,7 @@ def _warmup_stable_decay(
 
 
 # (peak, warmup, total, *, options) -> schedule.
-_NAMES: dict[str, Callable[..., Schedule]] = {
+_FUNCTIONS: dict[str, Callable[..., Schedule]] = {
     "constant": lambda peak, warmup, total: constant(peak),
     "constant_with_warmup": lambda peak, warmup, total: warmup_constant(peak, warmup),
     "linear": warmup_linear,

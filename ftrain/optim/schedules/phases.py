@@ -9,7 +9,7 @@ from typing import Literal
 
 from ftrain.errors import OptionError
 from ftrain.optim.schedules.call import describe, schedule
-from ftrain.optim.schedules.checks import count, count_from_1, flag, number, one_of, optional, require_sorted
+from ftrain.optim.schedules.checks import count, count_from_1, flag, number, one_of, require_sorted
 from ftrain.optim.schedules.warmup_and_decay import mix_by_peak
 from ftrain.types import Schedule
 
@@ -40,7 +40,7 @@ def _points(function: str, argument: str, value: Mapping[int, float]) -> dict[in
     return dict(zip(steps, values, strict=True))
 
 
-@schedule(points=_points, between=one_of(("constant", *_BETWEEN)))
+@schedule(points=_points, between=one_of("constant", *_BETWEEN))
 def piecewise(points: Mapping[int, float], between: Literal["constant", "linear", "cosine"] = "constant") -> Schedule:
     """The values of `points` at their steps; between two of them the earlier value, a line or half a cosine.
 
@@ -51,8 +51,6 @@ def piecewise(points: Mapping[int, float], between: Literal["constant", "linear"
         points: step -> value, at least one, smallest step first.
         between: constant, linear or cosine.
 
-    >>> [piecewise({0: 1.0, 2: 0.5, 4: 0.25})(k) for k in range(6)]
-    [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
     >>> [piecewise({0: 1.0, 2: 0.5, 4: 0.0}, between="linear")(k) for k in range(6)]
     [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
@@ -73,9 +71,9 @@ def piecewise(points: Mapping[int, float], between: Literal["constant", "linear"
     peak=number,
     total=count_from_1,
     rise=number,
-    start=optional(number),
-    end=optional(number),
-    shape=one_of(_BETWEEN),
+    start=number,
+    end=number,
+    shape=one_of(*_BETWEEN),
     three_phase=flag,
 )
 def one_cycle(
@@ -105,32 +103,23 @@ def one_cycle(
         OptionError: `rise` is out of its range.
 
     Source: Smith and Topin, Super-Convergence, https://arxiv.org/abs/1708.07120.
-
-    >>> schedule = one_cycle(1.0, 10, start=0.1, end=0.0, shape="linear")
-    >>> [round(schedule(k), 2) for k in (0, 1, 2, 9, 10)]
-    [0.1, 0.55, 1.0, 0.0, 0.0]
     """
     if not (0 <= rise <= 0.5 if three_phase else 0 <= rise < 1):
         needed = "0 <= rise <= 0.5 in three phases" if three_phase else "0 <= rise < 1"
         raise OptionError(f"one_cycle: rise is {describe(rise)}; it must be {needed}.")
     start = peak / 25.0 if start is None else start
     end = start / 1e4 if end is None else end
-    top, last = rise * total - 1, float(total - 1)
+    # Values, and the steps at which each is reached: some are no integers.
+    values, steps = [start, peak, end], [0.0, rise * total - 1, float(total - 1)]
     if three_phase:
-        return _phases([start, peak, start, end], [top, 2 * rise * total - 2, last], shape)
-    return _phases([start, peak, end], [top, last], shape)
-
-
-def _phases(values: list[float], ends: list[float], shape: str) -> Schedule:
-    """From each value to the next, which it reaches at the step of the same position in `ends`."""
-    begins = [0.0, *ends]
+        values, steps = [start, peak, start, end], [*steps[:2], 2 * rise * total - 2, steps[-1]]
 
     def value(step: int) -> float:
-        at = min(step, ends[-1])
-        phase = bisect_left(ends, at)
-        begin, end = begins[phase], ends[phase]
-        share = (at - begin) / (end - begin) if end > begin else 1.0
-        return _BETWEEN[shape](values[phase], values[phase + 1], share)
+        at = min(step, steps[-1])
+        index = bisect_left(steps, at, 1)
+        begin, reached = steps[index - 1 : index + 1]
+        share = (at - begin) / (reached - begin) if reached > begin else 1.0
+        return _BETWEEN[shape](values[index - 1], values[index], share)
 
     return value
 
@@ -142,8 +131,8 @@ def _phases(values: list[float], ends: list[float], shape: str) -> Schedule:
     decay=count,
     end=number,
     start=number,
-    warmup_shape=one_of(_UP),
-    decay_shape=one_of(_DOWN),
+    warmup_shape=one_of(*_UP),
+    decay_shape=one_of(*_DOWN),
 )
 def warmup_stable_decay(
     peak: float,
@@ -168,9 +157,6 @@ def warmup_stable_decay(
 
     Source: Hu et al., MiniCPM, https://arxiv.org/abs/2404.06395; Hägele et al., https://arxiv.org/abs/2405.18392,
     for 1-sqrt.
-
-    >>> [warmup_stable_decay(1.0, 2, 8, 4, decay_shape="linear")(k) for k in range(9)]
-    [0.0, 0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     if warmup + decay > total:
         raise OptionError(

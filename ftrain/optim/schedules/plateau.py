@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ftrain.errors import OptionError
-from ftrain.optim.schedules.checks import count, number, one_of, positive
+from ftrain.optim.schedules.checks import count, not_negative, number_that_is, one_of, positive
 
 
 @dataclass(frozen=True)
@@ -26,31 +25,31 @@ class Plateau:
     patience: int
     mode: str
     threshold: float
-    relative: bool
+    threshold_mode: str
     cooldown: int
     end: float
-    least: float
+    eps: float
     best: float
     bad: int = 0
     waiting: int = 0
 
     def after(self, metric: float) -> Plateau:
         """Return the state after one more evaluation. A metric that is NaN is not better."""
-        better = self._better(float(metric))
+        better = self._is_better(float(metric))
         bad = 0 if better or self.waiting else self.bad + 1
         reduce = bad > self.patience
         lower = max(self.value * self.factor, self.end)
         return replace(
             self,
-            value=lower if reduce and self.value - lower > self.least else self.value,
+            value=lower if reduce and self.value - lower > self.eps else self.value,
             best=float(metric) if better else self.best,
             bad=0 if reduce else bad,
             waiting=self.cooldown if reduce else max(self.waiting - 1, 0),
         )
 
-    def _better(self, metric: float) -> bool:
+    def _is_better(self, metric: float) -> bool:
         margin = -self.threshold if self.mode == "min" else self.threshold
-        bound = self.best * (1.0 + margin) if self.relative else self.best + margin
+        bound = self.best * (1.0 + margin) if self.threshold_mode == "rel" else self.best + margin
         return metric < bound if self.mode == "min" else metric > bound
 
 
@@ -93,15 +92,15 @@ def reduce_on_plateau(
     0.05
     """
     name = "reduce_on_plateau"
-    one_of(("min", "max"))(name, "mode", mode)
-    one_of(("rel", "abs"))(name, "threshold_mode", threshold_mode)
-    positive(name, "value", value)
-    if not 0.0 < number(name, "factor", factor) < 1.0:
-        raise OptionError(f"{name}: factor is {factor!r}; it must be in (0, 1).")
-    count(name, "patience", patience)
-    count(name, "cooldown", cooldown)
-    for argument, option in (("threshold", threshold), ("end", end), ("eps", eps)):
-        if number(name, argument, option) < 0:
-            raise OptionError(f"{name}: {argument} is {option!r}; it must be at least 0.")
-    best = math.inf if mode == "min" else -math.inf
-    return Plateau(float(value), factor, patience, mode, threshold, threshold_mode == "rel", cooldown, end, eps, best)
+    return Plateau(
+        value=positive(name, "value", value),
+        factor=number_that_is("in (0, 1)", lambda each: 0 < each < 1)(name, "factor", factor),
+        patience=count(name, "patience", patience),
+        mode=one_of("min", "max")(name, "mode", mode),
+        threshold=not_negative(name, "threshold", threshold),
+        threshold_mode=one_of("rel", "abs")(name, "threshold_mode", threshold_mode),
+        cooldown=count(name, "cooldown", cooldown),
+        end=not_negative(name, "end", end),
+        eps=not_negative(name, "eps", eps),
+        best=math.inf if mode == "min" else -math.inf,
+    )

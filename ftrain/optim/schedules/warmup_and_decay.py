@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import TypeAlias
 
 from ftrain.errors import OptionError
 from ftrain.optim.schedules.call import schedule
-from ftrain.optim.schedules.checks import count, count_from_1, number, optional, positive
+from ftrain.optim.schedules.checks import count, count_from_1, fraction, number, positive
 from ftrain.types import Schedule
 
 Mix: TypeAlias = Callable[[float, float, float], float]
 """``(peak, end, share)`` -> ``end + (peak - end) share``, in some order of operations."""
 
-_TIMESCALE = 10_000
+TIMESCALE = 10_000
 
 
 def mix_by_peak(peak: float, end: float, share: float) -> float:
@@ -54,52 +53,38 @@ def _decay(peak: float, end: float, total: int, mix: Mix, remaining: Callable[[i
 
 
 def _after_warmup(peak: float, warmup: int, decay: Schedule) -> Schedule:
-    """``peak k / warmup`` for ``k < warmup``, then `decay` with steps counted from there."""
     return lambda k: peak * (k / warmup) if k < warmup else decay(k - warmup)
 
 
 def _steps_after_warmup(function: str, warmup: int, total: int) -> int:
     if warmup > total:
         raise OptionError(
-            f"{function}: warmup is {warmup} and total is {total}; warmup must not exceed total, "
-            "which counts the warm-up too."
+            f"{function}: warmup is {warmup} and total is {total}; warmup must not exceed total, which counts it too."
         )
     return total - warmup
 
 
 @schedule(value=number)
 def constant(value: float) -> Schedule:
-    """``value`` at every step.
-
-    >>> constant(0.1)(1000)
-    0.1
-    """
+    """``value`` at every step."""
     return lambda k: value
 
 
 @schedule(peak=number, warmup=count)
 def warmup_constant(peak: float, warmup: int) -> Schedule:
-    """``peak k / warmup`` for ``k < warmup``, then ``peak``.
-
-    >>> [warmup_constant(1.0, 2)(k) for k in range(4)]
-    [0.0, 0.5, 1.0, 1.0]
-    """
+    """``peak k / warmup`` for ``k < warmup``, then ``peak``."""
     return _after_warmup(peak, warmup, constant(peak))
 
 
 @schedule(start=number, end=number, steps=count)
 def linear(start: float, end: float, steps: int) -> Schedule:
-    """``start + (end - start) k / steps``, then ``end``.
-
-    >>> [linear(1.0, 0.0, 4)(k) for k in range(6)]
-    [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
-    """
+    """``start + (end - start) k / steps``, then ``end``."""
     return _decay(start, end, steps, _mix, lambda k: (steps - k) / steps)
 
 
 @schedule(peak=number, warmup=count, total=count, end=number)
 def warmup_linear(peak: float, warmup: int, total: int, end: float = 0.0) -> Schedule:
-    """``peak k / warmup`` for ``k < warmup``, then `linear` from ``peak`` to ``end`` at ``k = total``.
+    """`linear` from ``peak`` to ``end``, after a warm-up.
 
     >>> [warmup_linear(1.0, 2, 4)(k) for k in range(6)]
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
@@ -110,17 +95,13 @@ def warmup_linear(peak: float, warmup: int, total: int, end: float = 0.0) -> Sch
 
 @schedule(peak=number, total=count, end=number, power=positive)
 def polynomial(peak: float, total: int, end: float = 0.0, power: float = 1.0) -> Schedule:
-    """``end + (peak - end) (1 - k / total)^power``, then ``end``; `power` is greater than 0.
-
-    >>> [polynomial(1.0, 4, power=2)(k) for k in range(6)]
-    [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
-    """
+    """``end + (peak - end) (1 - k / total)^power``; `power` is greater than 0."""
     return _decay(peak, end, total, _mix_polynomial, lambda k: float((1.0 - k / total) ** power))
 
 
 @schedule(peak=number, warmup=count, total=count, end=number, power=positive)
 def warmup_polynomial(peak: float, warmup: int, total: int, end: float = 0.0, power: float = 1.0) -> Schedule:
-    """``peak k / warmup`` for ``k < warmup``, then `polynomial` from ``peak`` to ``end`` at ``k = total``."""
+    """`polynomial` after a warm-up."""
     steps = _steps_after_warmup("warmup_polynomial", warmup, total)
     return _after_warmup(peak, warmup, polynomial(peak, steps, end, power))
 
@@ -129,34 +110,25 @@ def warmup_polynomial(peak: float, warmup: int, total: int, end: float = 0.0, po
 def cosine(peak: float, total: int, end: float = 0.0, waves: float = 0.5) -> Schedule:
     """``end + (peak - end) (1 + cos(2 pi waves k / total)) / 2``, then its value at ``k = total``.
 
-    Half a wave falls once, from ``peak`` to ``end``; `waves` is greater than 0.
+    Half a wave goes from ``peak`` to ``end``; `waves` is greater than 0.
 
     Source: Loshchilov and Hutter, SGDR, https://arxiv.org/abs/1608.03983, equation 5.
-
-    >>> [round(cosine(1.0, 4)(k), 3) for k in range(6)]
-    [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
     return _decay(peak, end, total, mix_by_peak, lambda k: 0.5 * (1.0 + math.cos(math.pi * waves * 2.0 * (k / total))))
 
 
 @schedule(peak=number, warmup=count, total=count, end=number, waves=positive)
 def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0, waves: float = 0.5) -> Schedule:
-    """``peak k / warmup`` for ``k < warmup``, then `cosine` from ``peak`` to ``end`` at ``k = total``.
-
-    >>> warmup_cosine(1e-3, 10, 100, end=1e-5)
-    warmup_cosine(1e-3, 10, 100, end=1e-5)
-    """
+    """`cosine` after a warm-up."""
     steps = _steps_after_warmup("warmup_cosine", warmup, total)
     return _after_warmup(peak, warmup, cosine(peak, steps, end, waves))
 
 
 @schedule(peak=number, total=count, cycles=count_from_1, end=number)
 def cosine_restarts(peak: float, total: int, cycles: int, end: float = 0.0) -> Schedule:
-    """``end + (peak - end) (1 + cos(pi (cycles k / total mod 1))) / 2``, then ``end``.
+    """``end + (peak - end) (1 + cos(pi (cycles k / total mod 1))) / 2``, then ``end``; the source is that of `cosine`.
 
-    Each of the `cycles`, at least 1, starts at ``peak``. For cycles that grow, `chain` several of `cosine`.
-
-    Source: Loshchilov and Hutter, SGDR, https://arxiv.org/abs/1608.03983, equation 5.
+    Each cycle starts at ``peak``. For cycles that grow, `chain` several of `cosine`.
 
     >>> [round(cosine_restarts(1.0, 8, cycles=2)(k), 3) for k in range(9)]
     [1.0, 0.854, 0.5, 0.146, 1.0, 0.854, 0.5, 0.146, 0.0]
@@ -175,55 +147,37 @@ def cosine_restarts(peak: float, total: int, cycles: int, end: float = 0.0) -> S
 
 @schedule(peak=number, warmup=count, total=count, cycles=count_from_1, end=number)
 def warmup_cosine_restarts(peak: float, warmup: int, total: int, cycles: int, end: float = 0.0) -> Schedule:
-    """``peak k / warmup`` for ``k < warmup``, then `cosine_restarts`, whose last cycle ends at ``k = total``."""
+    """`cosine_restarts` after a warm-up."""
     steps = _steps_after_warmup("warmup_cosine_restarts", warmup, total)
     return _after_warmup(peak, warmup, cosine_restarts(peak, steps, cycles, end))
 
 
 @schedule(peak=number, timescale=count_from_1)
-def inverse_sqrt(peak: float, timescale: int = _TIMESCALE) -> Schedule:
-    """``peak / sqrt(1 + k / timescale)``, which needs no total; `timescale`, in steps, is at least 1.
+def inverse_sqrt(peak: float, timescale: int = TIMESCALE) -> Schedule:
+    """``peak / sqrt(1 + k / timescale)``, without a total.
 
     Source: Zhai et al., Scaling Vision Transformers, https://arxiv.org/abs/2106.04560, section 3.5.
-
-    >>> [inverse_sqrt(1.0, timescale=100)(k) for k in (0, 300, 1500)]
-    [1.0, 0.5, 0.25]
     """
     return lambda k: peak * (1.0 / math.sqrt((k + timescale) / timescale))
 
 
-@schedule(peak=number, warmup=count, timescale=optional(count_from_1))
+@schedule(peak=number, warmup=count, timescale=count_from_1)
 def warmup_inverse_sqrt(peak: float, warmup: int, timescale: int | None = None) -> Schedule:
-    """``peak k / warmup`` for ``k < warmup``, then ``peak / sqrt(1 + (k - warmup) / timescale)``.
+    """`inverse_sqrt` after a warm-up.
 
-    By default `timescale` is `warmup`, which makes the decay ``peak sqrt(warmup / k)``, that of the first transformer;
-    10,000 without a warm-up.
-
-    Source: Vaswani et al., Attention Is All You Need, https://arxiv.org/abs/1706.03762, section 5.3.
-
-    >>> [warmup_inverse_sqrt(1.0, 100)(k) for k in (0, 50, 100, 400, 1600)]
-    [0.0, 0.5, 1.0, 0.5, 0.25]
+    By default `timescale` is `warmup`, which makes the decay ``peak sqrt(warmup / k)``, that of the first transformer
+    (Vaswani et al., https://arxiv.org/abs/1706.03762, section 5.3); without a warm-up it is 10,000.
     """
-    return _after_warmup(peak, warmup, inverse_sqrt(peak, timescale or warmup or _TIMESCALE))
+    return _after_warmup(peak, warmup, inverse_sqrt(peak, timescale or warmup or TIMESCALE))
 
 
-@schedule(value=number, every=count_from_1, factor=partial(positive, most=1.0))
+@schedule(value=number, every=count_from_1, factor=fraction)
 def step_decay(value: float, every: int, factor: float = 0.1) -> Schedule:
-    """``value factor^floor(k / every)``, with ``0 < factor <= 1``: torch's ``StepLR``.
-
-    For steps that are not multiples, use `piecewise`.
-
-    >>> [step_decay(1.0, 2, factor=0.5)(k) for k in range(6)]
-    [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
-    """
+    """``value factor^floor(k / every)``, with ``0 < factor <= 1``: torch's ``StepLR``."""
     return lambda k: value * factor ** (k // every)
 
 
-@schedule(value=number, factor=partial(positive, most=1.0), steps=count_from_1)
+@schedule(value=number, factor=fraction, steps=count_from_1)
 def exponential(value: float, factor: float, steps: int = 1) -> Schedule:
-    """``value factor^(k / steps)``, with ``0 < factor <= 1``: torch's ``ExponentialLR`` where `steps` is 1.
-
-    >>> [exponential(1.0, 0.25, steps=2)(k) for k in range(5)]
-    [1.0, 0.5, 0.25, 0.125, 0.0625]
-    """
+    """``value factor^(k / steps)``, with ``0 < factor <= 1``: torch's ``ExponentialLR`` where `steps` is 1."""
     return lambda k: value * factor ** (k / steps)

@@ -8,7 +8,7 @@ import torch
 import ftrain as ft
 from ftrain.errors import OptionError
 from ftrain.optim import schedules
-from ftrain.optim.schedules import as_schedule, chain, describe
+from ftrain.optim.schedules import as_schedule, chain
 from tests.optim.schedules.cases import FUNCTIONS
 
 # Least values of whole numbers; `total` and `steps` are counted from 1 where nothing is left without them.
@@ -65,14 +65,16 @@ class TestErrors:
     @pytest.mark.parametrize("value", [0.0, -1.0])
     def test_positive(self, function: str, argument: str, value: float) -> None:
         make, good = FUNCTIONS[function]
-        message = rf"^{function}: {argument} is {describe(value)}; it must be greater than 0\.$"
-        with pytest.raises(OptionError, match=message):
+        needed = "greater than 0 and at most 1" if argument == "factor" else "greater than 0"
+        with pytest.raises(OptionError, match=rf"^{function}: {argument} is {value}; it must be {needed}\.$"):
             make(**{**good, argument: value})
 
     @pytest.mark.parametrize("function", ["step_decay", "exponential"])
     def test_factor_that_grows(self, function: str) -> None:
         make, good = FUNCTIONS[function]
-        with pytest.raises(OptionError, match=rf"^{function}: factor is 1.5; it must be at most 1\.$"):
+        with pytest.raises(
+            OptionError, match=rf"^{function}: factor is 1.5; it must be greater than 0 and at most 1\.$"
+        ):
             make(**{**good, "factor": 1.5})
 
     def test_warmup_and_decay_beyond_total(self) -> None:
@@ -123,8 +125,8 @@ class TestErrors:
             ({"name": "reduce_lr_on_plateau"}, r".reduce_lr_on_plateau. depends on evaluations .*reduce_on_plateau.*"),
             ({"name": "greedy"}, ".greedy. depends on evaluations .*"),
             ({"name": None}, "name is None; choices are .*"),
-            ({"name": "linear", "power": 2}, "'power' is no option of 'linear', which takes none"),
-            ({"name": "polynomial", "end": 2}, "'end' is no option of 'polynomial', which takes lr_end, power"),
+            ({"name": "linear", "power": 2}, "'power' is not an option of 'linear', which takes none"),
+            ({"name": "polynomial", "end": 2}, "'end' is not an option of 'polynomial', which takes lr_end, power"),
             (
                 {"name": "cosine_with_min_lr", "peak": None, "min_lr": 1.0},
                 "peak is None; it must be a finite number",
@@ -192,5 +194,7 @@ def test_a_schedule_that_returns_no_number_is_named_by_init(value, kind):
         return value
 
     step = ft.train_step(lambda params, batch: params["w"].sum(), ft.optim.sgd(halved))
-    with pytest.raises(OptionError, match=f"schedule of lr, halved, has returned a {kind} at step 0; needs a number"):
+    with pytest.raises(
+        OptionError, match=f"schedule of lr, halved, returned a {kind} at step 0; it must return a number"
+    ):
         step.init({"w": torch.ones(2)})

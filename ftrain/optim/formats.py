@@ -1,27 +1,68 @@
-"""Moments in 8 bits, block by block (Dettmers et al. 2021, arXiv:2110.02861)."""
+"""How a moment is stored: in a floating-point dtype, or as codes of 8 bits (Dettmers et al. 2021, arXiv:2110.02861)."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ftrain import _torch
-from ftrain.optim.state_dtype import Rounding, Window, join, part
 
 DECADES = 7
+
+Window: TypeAlias = tuple[Tensor, ...]
+"""The stored form of some elements of a leaf, to be read and written."""
+
+Rounding: TypeAlias = Callable[[Tensor], Tensor]
+"""A function of float32 values before they are cast to bfloat16; may overwrite them."""
+
+
+@dataclass(frozen=True)
+class Floats:
+    """Stored in a floating-point dtype; in that of the parameter if none is given.
+
+    `suffixes` are those of the names of the trees in the state, one for each tensor that a leaf is stored as. `align`
+    is the number of elements that must stay together.
+    """
+
+    dtype: torch.dtype | None = None
+    suffixes: tuple[str, ...] = ("",)
+    align: int = 1
+
+    def begin(self, value: Tensor) -> Window:
+        """Store the initial value of a moment."""
+        return (value.to(self.dtype or value.dtype),)
+
+    def window(self, stored: Window, start: int, stop: int) -> Window:
+        """Return what is stored for the elements from `start` to `stop` of a leaf."""
+        (leaf,) = stored
+        return (leaf if stop - start == leaf.numel() else leaf.view(-1)[start:stop],)
+
+    def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
+        """Return the values, of shape (elements,), in the dtype to compute in; a view of a single leaf that has it."""
+        return flatten([leaf for (leaf,) in windows]).to(dtype)
+
+    def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
+        """Store values."""
+        leaves = [leaf for (leaf,) in windows]
+        first = leaves[0]
+        if len(leaves) == 1 and first.dtype == values.dtype and first.is_contiguous():
+            return  # These are the values.
+        if rounding and first.dtype == torch.bfloat16:
+            values = rounding(values.to(torch.float32))
+        write_back(values, leaves)
 
 
 @dataclass(frozen=True)
 class Codes:
     """Stored as codes of 8 bits, of the shape of the leaf, and a float32 scale for each block of elements.
 
-    A value is the `dynamic_map` at its code times the largest magnitude in its block. Blocks run through the elements
-    in row-major order, and the last one of a leaf may be shorter: a leaf cut along its first axis where blocks
-    end is the leaf of the cut codes and the cut scales. For moments that begin at zero.
+    A value is the `dynamic_map` at its code times the largest magnitude in its block. Blocks are in row-major order,
+    and the last one of a leaf may be shorter. Use it for moments that begin at zero.
 
     Args:
         signed: whether there are negative values.
@@ -56,7 +97,7 @@ class Codes:
 
     def read(self, windows: Sequence[Window], dtype: torch.dtype) -> Tensor:
         """Return the values, of shape (elements,), in the dtype to compute in."""
-        values = [self._read(join(codes), join(scale), dtype) for codes, scale in self._runs(windows)]
+        values = [self._read(flatten(codes), flatten(scale), dtype) for codes, scale in self._runs(windows)]
         return values[0] if len(values) == 1 else torch.cat(values)
 
     def _read(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,24 +111,24 @@ class Codes:
     def write(self, windows: Sequence[Window], values: Tensor, rounding: Rounding | None) -> None:
         """Store values."""
         runs = list(self._runs(windows))
-        pieces = values.split_with_sizes([sum(leaf.numel() for leaf in codes) for codes, _ in runs])
-        for (codes, scale), piece in zip(runs, pieces, strict=True):
+        values_of_runs = values.split_with_sizes([sum(leaf.numel() for leaf in codes) for codes, _ in runs])
+        for (codes, scale), run in zip(runs, values_of_runs, strict=True):
             if codes[0].dtype != torch.uint8:
-                part(piece, codes)
+                write_back(run, codes)
                 continue
-            largest = torch.cat([blocks.abs().amax(-1) for (blocks,) in self._blocks(piece)])
-            coded = [self._codes(blocks, each) for blocks, each in self._blocks(piece, largest)]
-            part(coded[0] if len(coded) == 1 else torch.cat(coded), codes)
-            part(largest, scale)
+            largest = torch.cat([blocks.abs().amax(-1) for (blocks,) in self._blocks(run)])
+            coded = [self._codes(blocks, each) for blocks, each in self._blocks(run, largest)]
+            write_back(coded[0] if len(coded) == 1 else torch.cat(coded), codes)
+            write_back(largest, scale)
 
     def _codes(self, blocks: Tensor, largest: Tensor) -> Tensor:
-        # A block of zeros has the scale 0, and stays so whatever its codes are.
+        # A block of zeros has the scale 0, and stays so with any codes.
         shares = blocks / largest.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
         cells = shares.to(torch.float16).view(torch.int16).view(-1).to(torch.int32) & 0xFFFF
         return _codes_on(self.signed, blocks.device).index_select(0, cells)
 
     def _runs(self, windows: Sequence[Window]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Codes and scales of leaves that can be joined: all small, or all of whole blocks; else one by one."""
+        """Yield the codes and scales of leaves to join: all small ones, or all of full blocks; else one by one."""
         small = {codes.dtype != torch.uint8 for codes, _ in windows}
         if small == {True} or (small == {False} and not any(codes.numel() % self.block for codes, _ in windows)):
             yield [codes for codes, _ in windows], [scale for _, scale in windows]
@@ -103,6 +144,28 @@ class Codes:
             yield values[: whole * self.block].view(whole, self.block), *(each[:whole] for each in beside)
         if rest:
             yield values[whole * self.block :].view(1, rest), *(each[whole:] for each in beside)
+
+
+Format: TypeAlias = Floats | Codes
+
+
+def flatten(leaves: list[Tensor]) -> Tensor:
+    """Return the elements of all leaves, each in row-major order, as one vector; a view of a single contiguous leaf."""
+    if len(leaves) == 1:
+        # Not reshape, which finds strides for some leaves that are not dense.
+        return leaves[0].contiguous().view(-1)
+    return _torch.flatten_dense(leaves)
+
+
+def write_back(values: Tensor, leaves: list[Tensor]) -> None:
+    """Write the elements of one vector to the leaves that `flatten` joined."""
+    if len(leaves) == 1 and leaves[0].is_contiguous():
+        # As a vector, since the values may be this memory: copying to itself is free if the strides are equal too.
+        leaves[0].view(-1).copy_(values)
+    elif len(leaves) == 1:
+        leaves[0].copy_(values.view(leaves[0].shape))
+    else:
+        torch._foreach_copy_(leaves, _torch.unflatten_dense(values, leaves))
 
 
 def dynamic_map(*, signed: bool) -> Tensor:
