@@ -1,8 +1,7 @@
-"""The module of a device, ``torch.<name>``, in which vendors provide the functions of `torch.cuda`.
+"""Records of devices whose module, ``torch.<name>``, has the functions of `torch.cuda`.
 
-The names are those that torch requires of a PrivateUse1 device
-(https://docs.pytorch.org/docs/stable/accelerator/index.html) and of `torch.accelerator`
-(https://docs.pytorch.org/docs/stable/accelerator.html).
+Torch requires these functions of a PrivateUse1 device (https://docs.pytorch.org/docs/stable/accelerator/index.html) and
+of `torch.accelerator` (https://docs.pytorch.org/docs/stable/accelerator.html).
 """
 
 from __future__ import annotations
@@ -23,21 +22,13 @@ NARROW = torch.bfloat16, torch.float16
 
 
 class DeviceModule:
-    """The module of a device, looked up when it is used, after the vendor's package was imported.
-
-    Args:
-        name: the device type.
-    """
+    """The module of a device type. It is looked up at each use, since the vendor's package may be imported later."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def record(self, **fields: Any) -> Backend:
-        """Make the record of the device from its module.
-
-        Args:
-            fields: fields of `Backend` that the module does not define, mainly `distributed`, and those that differ
-                from `torch.cuda`.
+        """Make the record of the device: the fields of `Backend` that are given, and the others from its module.
 
         Raises:
             OptionError: for a field of the wrong type.
@@ -70,7 +61,7 @@ class DeviceModule:
         return str(self.module.get_device_name())
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The 16-bit dtypes of autocast, from a function that torch requires of every PrivateUse1 device."""
+        """The 16-bit dtypes of autocast."""
         supported = self.module.get_amp_supported_dtype()
         return tuple(dtype for dtype in NARROW if dtype in supported)
 
@@ -80,11 +71,11 @@ class DeviceModule:
         return Generator(self.module.get_rng_state, self.module.set_rng_state, self.module.manual_seed)
 
     def seeded(self, seed: int) -> AbstractContextManager[None]:
-        """Context in which the generators of the host and of the device are seeded."""
+        """Context in which the generators of host and device are seeded."""
         return seeded(seed, self.generator)
 
     def generators(self) -> Callable[[], None]:
-        """Save the generators of the host and of the device, and return a function that restores them."""
+        """Save the states of the generators of host and device, and return a function that restores them."""
         return save_generators(self.generator)
 
     def synchronize(self) -> None:
@@ -107,23 +98,17 @@ class DeviceModule:
         self.module.empty_cache()
 
     def copier(self) -> StreamCopier:
-        """Copy on a stream of the device."""
+        """Return a copier with a stream of its own."""
         return StreamCopier(self.module)
 
     def recorder(self, **options: Any) -> Recorder:
-        """Return a function that records in the vendor's graph, which has the interface of `torch.cuda.CUDAGraph`.
-
-        If the vendor's package is too old to have graphs, that function raises DeviceError, a RuntimeError.
-
-        Args:
-            options: options of ``torch.<name>.graph``.
-        """
+        """Return a recorder of device graphs, which passes `options` to ``torch.<name>.graph``."""
         return GraphRecorder(self.module, self._name, options)
 
 
 @contextmanager
 def allow_tf32(switch: Any) -> Iterator[None]:
-    """Context in which an object's `allow_tf32` is True, such as `torch.backends.mkldnn`."""
+    """Context in which the `allow_tf32` of an object such as `torch.backends.mkldnn` is True."""
     previous = switch.allow_tf32
     switch.allow_tf32 = True
     try:
@@ -133,18 +118,18 @@ def allow_tf32(switch: Any) -> Iterator[None]:
 
 
 @contextmanager
-def float32_products(precision: str) -> Iterator[None]:
-    """Context with this precision of `torch.set_float32_matmul_precision`; TF32 is ``"high"``.
+def float32_matmul_precision(precision: str) -> Iterator[None]:
+    """Context with a precision of `torch.set_float32_matmul_precision`: ``"high"`` allows TF32.
 
     Raises:
-        OptionError: when the precision of a single device was set, as torch then has no common one to restore.
+        OptionError: if the precision of a single device was set, since torch then cannot say what to restore.
     """
     try:
         previous = torch.get_float32_matmul_precision()
     except RuntimeError as error:
         raise OptionError(
-            "torch.backends has an fp32_precision that was set for one device; torch then refuses to say what the "
-            "precision of float32 products is. Leave that alone, or leave out with_amp('tf32') and matmul_precision"
+            "with_amp('tf32'), matmul_precision: an fp32_precision of torch.backends was set for a single device, so "
+            "that torch cannot return the precision of float32 matmuls; do not set it, or leave out these wrappers"
         ) from error
     torch.set_float32_matmul_precision(precision)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ftrain.backends.device_module import float32_products
+from ftrain.backends.device_module import float32_matmul_precision
 from ftrain.errors import OptionError
 from ftrain.step.matmul_precision import set_matmul_precision
 from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
@@ -35,6 +35,6 @@ def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper
     text = f"matmul_precision({precision})"
 
     def wrap(loss: Loss) -> Loss:
-        return set_matmul_precision(loss, text, lambda: float32_products(precision))
+        return set_matmul_precision(loss, text, lambda: float32_matmul_precision(precision))
 
     return Wrapper("matmul_precision", text, loss=OnLoss(wrap))
