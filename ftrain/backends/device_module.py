@@ -6,7 +6,7 @@ of `torch.accelerator` (https://docs.pytorch.org/docs/stable/accelerator.html).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -35,15 +35,15 @@ class DeviceModule:
         """
         defaults: dict[str, Any] = {
             "name": self._name,
-            "available": self.available,
-            "describe": self.describe,
+            "available": lambda: bool(self.module.is_available()),
+            "describe": lambda: str(self.module.get_device_name()),
             "autocast_dtypes": self.autocast_dtypes,
             "seeded": self.seeded,
-            "generators": self.generators,
-            "synchronize": self.synchronize,
-            "memory": self.memory,
+            "generators": lambda: save_generators(self.generator),
+            "synchronize": lambda: self.module.synchronize(),
+            "memory": lambda: Memory(int(self.module.memory_allocated()), int(self.module.max_memory_allocated())),
             "free": self.free,
-            "empty_cache": self.empty_cache,
+            "empty_cache": lambda: self.module.empty_cache(),
         }
         return Backend(**{**defaults, **fields})
 
@@ -51,14 +51,6 @@ class DeviceModule:
     def module(self) -> Any:
         """``torch.<name>``."""
         return torch.get_device_module(self._name)
-
-    def available(self) -> bool:
-        """Whether this machine has such a device."""
-        return bool(self.module.is_available())
-
-    def describe(self) -> str:
-        """The name of the hardware."""
-        return str(self.module.get_device_name())
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
         """The 16-bit dtypes of autocast."""
@@ -74,28 +66,12 @@ class DeviceModule:
         """Context in which the generators of host and device are seeded."""
         return seeded(seed, self.generator)
 
-    def generators(self) -> Callable[[], None]:
-        """Save the states of the generators of host and device, and return a function that restores them."""
-        return save_generators(self.generator)
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all queued work."""
-        self.module.synchronize()
-
-    def memory(self) -> Memory:
-        """Bytes of tensors: current and peak."""
-        return Memory(current=int(self.module.memory_allocated()), peak=int(self.module.max_memory_allocated()))
-
     def free(self) -> int | None:
         """Free bytes, including those of the cache; None if the module does not report them."""
         if not (hasattr(self.module, "mem_get_info") and hasattr(self.module, "memory_reserved")):
             return None
         cached = int(self.module.memory_reserved()) - int(self.module.memory_allocated())
         return int(self.module.mem_get_info()[0]) + cached
-
-    def empty_cache(self) -> None:
-        """Return cached memory to the device."""
-        self.module.empty_cache()
 
     def copier(self) -> StreamCopier:
         """Return a copier with a stream of its own."""
