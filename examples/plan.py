@@ -135,9 +135,9 @@ def plan(name: str, gpus: int, memory: str, sequences: int, length: int) -> str:
         return f"| {name} | {gpus:,} | nothing fits |"
     print(planned, flush=True)
     best = planned.rows[0]
-    rows = sequences // gpus // best.pieces
+    rows = sequences // gpus // best.microbatches
     layout = f"{best.layout.replicate} x {best.layout.shard}"
-    cells = [name, f"{gpus:,}", f"{best.layout.level}", layout, f"{best.pieces} x {rows}", best.policy]
+    cells = [name, f"{gpus:,}", f"{best.layout.level}", layout, f"{best.microbatches} x {rows}", best.policy]
     cells += [f"{nbytes / 1e9:,.1f} GB" for nbytes in (best.predicted, best.sent, best.between)]
     return f"| {' | '.join(cells)} |"
 

@@ -42,7 +42,6 @@ SHARED = {
         "format_bytes",
         "generators",
         "graph_recorder",
-        "resident",
         "transfers",
     },
     "losses": {"inputs", "chunked"},

@@ -1,7 +1,6 @@
-"""Copies between host and device on a separate stream, for devices whose module has streams as `torch.cuda` does.
+"""Copies between host and device on a separate stream, for devices with streams like those of `torch.cuda`.
 
-The modules of other vendors have the names of `torch.cuda`:
-https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams.
+Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams.
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ import torch
 from torch import Tensor
 
 DEPTH = 4
-"""The largest number of copies to the host at a time: each keeps its source until the device waits for the oldest."""
+"""The most copies to the host at one time, since each of them keeps its source alive."""
 
 
 class StreamCopier:
-    """Copies on a stream.
+    """A `Copier` with a stream of its own.
 
     Args:
         module: the module of the device, ``torch.<name>``.
     """
 
     ahead = True
-    """Whether copies run while the device computes."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._stream = module, module.Stream()
@@ -42,25 +40,25 @@ class StreamCopier:
         self._release_sources(DEPTH)
 
     def _release_sources(self, limit: int) -> None:
-        """Free the sources of all but the newest copies, after making the current stream wait for these copies."""
+        """Make the current stream wait for all but the newest copies, and free the sources of these."""
         while len(self._in_flight) > limit:
             _, done = self._in_flight.popleft()
             self._module.current_stream().wait_event(done)
 
     def back(self, source: Tensor, device: torch.device) -> Callable[[], Tensor]:
-        """Begin to copy to the device, and return a function that waits for the copy and returns it."""
+        """Start a copy to the device; return a function that waits for the copy and returns it."""
         self._release_sources(0)
         with self._module.stream(self._stream):
             copy = source.to(device, non_blocking=True)
             done = self._stream.record_event()
 
-        def arrived() -> Tensor:
+        def wait_for_copy() -> Tensor:
             current = self._module.current_stream()
             current.wait_event(done)
             copy.record_stream(current)
             return copy
 
-        return arrived
+        return wait_for_copy
 
     def wait(self) -> None:
         """Wait for all copies to the host."""

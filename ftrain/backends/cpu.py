@@ -1,10 +1,9 @@
 """The CPU: always available, with autocast to bfloat16 and float16, and fused optimizer kernels.
 
-Matmuls in a low-precision dtype are native on x86 if the CPU has AVX512_BF16 (AVX512_FP16 for float16), as CPUs with
-AMX have. Without these instructions kernels convert to float32 and back: on two cores with AVX2 a GPT trained 17 times
-slower in bfloat16 than in float32. On ARM they are native if oneDNN says that it computes in the dtype (Graviton 3
-and later; not measured), and never if torch is built without oneDNN. Instructions that ``ONEDNN_MAX_CPU_ISA``
-disables do not count.
+On x86, matmuls in bfloat16 are native if the CPU has AVX512_BF16, and in float16 if it has AVX512_FP16; CPUs with AMX
+have both. Without these instructions kernels convert to float32 and back: on two cores with AVX2, a GPT trained 17
+times slower in bfloat16 than in float32. On ARM they are native if oneDNN computes in the dtype (Graviton 3 and later;
+not measured). They are never native without oneDNN, or if ``ONEDNN_MAX_CPU_ISA`` disables the instructions.
 Source: https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html.
 """
 
@@ -12,6 +11,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ import torch
 from ftrain._torch import deterministic
 from ftrain.backends.device_module import NARROW
 from ftrain.backends.generators import save_generators, seeded
-from ftrain.backends.registry import Backend
-from ftrain.backends.resident import resident
+from ftrain.backends.registry import Backend, Memory
 
-MEMINFO = Path("/proc/meminfo")
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 INSTRUCTIONS = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}
 """Names in `torch.cpu.get_capabilities` of the x86 instructions that multiply in a dtype."""
 
@@ -31,7 +35,20 @@ _BELOW_BF16 = "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE",
 ISA_LIMITS_WITHOUT = {torch.bfloat16: _BELOW_BF16, torch.float16: (*_BELOW_BF16, "AVX512_CORE_BF16")}
 """The values of ``ONEDNN_MAX_CPU_ISA`` under which oneDNN does not use those instructions."""
 
+MEMINFO, STATM, STATUS = Path("/proc/meminfo"), Path("/proc/self/statm"), Path("/proc/self/status")
 CGROUP_LIMIT, CGROUP_USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+
+
+def _memory() -> Memory:
+    """Return the resident memory of the process."""
+    # VmHWM, see proc_pid_status(5). The peak of getrusage(2) survives exec: on Linux it is at least that of the process
+    # that started this one.
+    in_status = re.search(r"^VmHWM:\s*(\d+) kB$", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = int(in_status[1]) * 1024 if in_status else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    current = int(STATM.read_text().split()[1]) * resource.getpagesize() if STATM.exists() else peak
+    # The kernel counts them separately, and they are read at different moments.
+    return Memory(current=current, peak=max(current, peak))
 
 
 def _free() -> int | None:
@@ -55,7 +72,7 @@ def _is_native(dtype: torch.dtype) -> bool:
     capabilities = torch.cpu.get_capabilities()
     if not str(capabilities["architecture"]).startswith("x86"):
         return True
-    # With AVX-512 alone oneDNN computes in bfloat16 too, by converting.
+    # On other CPUs with AVX-512, oneDNN computes in bfloat16 too, but by converting.
     isa_limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", ""))
     return bool(capabilities.get(INSTRUCTIONS[dtype])) and isa_limit.upper() not in ISA_LIMITS_WITHOUT[dtype]
 
@@ -80,7 +97,7 @@ BACKEND = Backend(
     generators=save_generators,
     deterministic=deterministic,
     synchronize=lambda: None,
-    memory=resident,
+    memory=lambda: Memory(current=0, peak=0) if resource is None else _memory(),
     free=_free,
     distributed="gloo",
     reduce_scatter=False,

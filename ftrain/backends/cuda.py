@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from ftrain.backends.device_module import NARROW, DeviceModule, float32_products
+from ftrain.backends.device_module import NARROW, DeviceModule, float32_matmul_precision
 from ftrain.backends.generators import Generator, functions_of
 
 VOLTA, AMPERE, ADA = (7, 0), (8, 0), (8, 9)
@@ -51,7 +51,7 @@ BACKEND = DEVICE.record(
     platform="NVIDIA GPU",
     autocast_dtypes=lambda: NARROW if _is_ampere() else (torch.float16,),
     distributed="nccl",
-    tf32=lambda: float32_products("high") if _is_ampere() else None,
+    tf32=lambda: float32_matmul_precision("high") if _is_ampere() else None,
     multiple=_multiple,
     float8=_float8,
     pinned_memory=True,

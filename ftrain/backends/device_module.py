@@ -1,13 +1,12 @@
-"""The module of a device, ``torch.<name>``, in which vendors provide the functions of `torch.cuda`.
+"""Records of devices whose module, ``torch.<name>``, has the functions of `torch.cuda`.
 
-The names are those that torch requires of a PrivateUse1 device
-(https://docs.pytorch.org/docs/stable/accelerator/index.html) and of `torch.accelerator`
-(https://docs.pytorch.org/docs/stable/accelerator.html).
+Torch requires these functions of a PrivateUse1 device (https://docs.pytorch.org/docs/stable/accelerator/index.html) and
+of `torch.accelerator` (https://docs.pytorch.org/docs/stable/accelerator.html).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -23,36 +22,28 @@ NARROW = torch.bfloat16, torch.float16
 
 
 class DeviceModule:
-    """The module of a device, looked up when it is used, after the vendor's package was imported.
-
-    Args:
-        name: the device type.
-    """
+    """The module of a device type. It is looked up at each use, since the vendor's package may be imported later."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def record(self, **fields: Any) -> Backend:
-        """Make the record of the device from its module.
-
-        Args:
-            fields: fields of `Backend` that the module does not define, mainly `distributed`, and those that differ
-                from `torch.cuda`.
+        """Make the record of the device: the fields of `Backend` that are given, and the others from its module.
 
         Raises:
             OptionError: for a field of the wrong type.
         """
         defaults: dict[str, Any] = {
             "name": self._name,
-            "available": self.available,
-            "describe": self.describe,
+            "available": lambda: bool(self.module.is_available()),
+            "describe": lambda: str(self.module.get_device_name()),
             "autocast_dtypes": self.autocast_dtypes,
             "seeded": self.seeded,
-            "generators": self.generators,
-            "synchronize": self.synchronize,
-            "memory": self.memory,
+            "generators": lambda: save_generators(self.generator),
+            "synchronize": lambda: self.module.synchronize(),
+            "memory": lambda: Memory(int(self.module.memory_allocated()), int(self.module.max_memory_allocated())),
             "free": self.free,
-            "empty_cache": self.empty_cache,
+            "empty_cache": lambda: self.module.empty_cache(),
         }
         return Backend(**{**defaults, **fields})
 
@@ -61,16 +52,8 @@ class DeviceModule:
         """``torch.<name>``."""
         return torch.get_device_module(self._name)
 
-    def available(self) -> bool:
-        """Whether this machine has such a device."""
-        return bool(self.module.is_available())
-
-    def describe(self) -> str:
-        """The name of the hardware."""
-        return str(self.module.get_device_name())
-
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The 16-bit dtypes of autocast, from a function that torch requires of every PrivateUse1 device."""
+        """The 16-bit dtypes of autocast."""
         supported = self.module.get_amp_supported_dtype()
         return tuple(dtype for dtype in NARROW if dtype in supported)
 
@@ -80,20 +63,8 @@ class DeviceModule:
         return Generator(self.module.get_rng_state, self.module.set_rng_state, self.module.manual_seed)
 
     def seeded(self, seed: int) -> AbstractContextManager[None]:
-        """Context in which the generators of the host and of the device are seeded."""
+        """Context in which the generators of host and device are seeded."""
         return seeded(seed, self.generator)
-
-    def generators(self) -> Callable[[], None]:
-        """Save the generators of the host and of the device, and return a function that restores them."""
-        return save_generators(self.generator)
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all queued work."""
-        self.module.synchronize()
-
-    def memory(self) -> Memory:
-        """Bytes of tensors: current and peak."""
-        return Memory(current=int(self.module.memory_allocated()), peak=int(self.module.max_memory_allocated()))
 
     def free(self) -> int | None:
         """Free bytes, including those of the cache; None if the module does not report them."""
@@ -102,28 +73,18 @@ class DeviceModule:
         cached = int(self.module.memory_reserved()) - int(self.module.memory_allocated())
         return int(self.module.mem_get_info()[0]) + cached
 
-    def empty_cache(self) -> None:
-        """Return cached memory to the device."""
-        self.module.empty_cache()
-
     def copier(self) -> StreamCopier:
-        """Copy on a stream of the device."""
+        """Return a copier with a stream of its own."""
         return StreamCopier(self.module)
 
     def recorder(self, **options: Any) -> Recorder:
-        """Return a function that records in the vendor's graph, which has the interface of `torch.cuda.CUDAGraph`.
-
-        If the vendor's package is too old to have graphs, that function raises DeviceError, a RuntimeError.
-
-        Args:
-            options: options of ``torch.<name>.graph``.
-        """
+        """Return a recorder of device graphs, which passes `options` to ``torch.<name>.graph``."""
         return GraphRecorder(self.module, self._name, options)
 
 
 @contextmanager
 def allow_tf32(switch: Any) -> Iterator[None]:
-    """Context in which an object's `allow_tf32` is True, such as `torch.backends.mkldnn`."""
+    """Context in which the `allow_tf32` of an object such as `torch.backends.mkldnn` is True."""
     previous = switch.allow_tf32
     switch.allow_tf32 = True
     try:
@@ -133,18 +94,18 @@ def allow_tf32(switch: Any) -> Iterator[None]:
 
 
 @contextmanager
-def float32_products(precision: str) -> Iterator[None]:
-    """Context with this precision of `torch.set_float32_matmul_precision`; TF32 is ``"high"``.
+def float32_matmul_precision(precision: str) -> Iterator[None]:
+    """Context with a precision of `torch.set_float32_matmul_precision`: ``"high"`` allows TF32.
 
     Raises:
-        OptionError: when the precision of a single device was set, as torch then has no common one to restore.
+        OptionError: if the precision of a single device was set, since torch then cannot say what to restore.
     """
     try:
         previous = torch.get_float32_matmul_precision()
     except RuntimeError as error:
         raise OptionError(
-            "torch.backends has an fp32_precision that was set for one device; torch then refuses to say what the "
-            "precision of float32 products is. Leave that alone, or leave out with_amp('tf32') and matmul_precision"
+            "with_amp('tf32'), matmul_precision: an fp32_precision of torch.backends was set for a single device, so "
+            "that torch cannot return the precision of float32 matmuls; do not set it, or leave out these wrappers"
         ) from error
     torch.set_float32_matmul_precision(precision)
     try:

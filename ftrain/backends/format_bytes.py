@@ -1,8 +1,9 @@
-"""Amounts of memory as text, written and read."""
+"""Amounts of memory as text."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ftrain.errors import OptionError
 
@@ -16,21 +17,29 @@ def format_bytes(count: float) -> str:
     >>> format_bytes(512), format_bytes(1536), format_bytes(3 * 2**30)
     ('512 B', '1.5 KiB', '3.0 GiB')
     """
-    power = 0
-    while count >= 1024 and power < len(UNITS) - 1:
-        count, power = count / 1024, power + 1
-    return f"{count:,.1f} {UNITS[power]}" if power else f"{count:.0f} B"
+    size, name = unit_of(count)
+    return f"{count / size:,.1f} {name}" if size > 1 else f"{count:.0f} {name}"
+
+
+def unit_of(value: float, base: int = 1024, names: Sequence[str] = UNITS) -> tuple[int, str]:
+    """Return the size and the name of the largest unit that a value fills; each unit is `base` times the one before.
+
+    >>> unit_of(1536), unit_of(2_000_000, 1000, ("FLOP", "kFLOP", "MFLOP"))
+    ((1024, 'KiB'), (1000000, 'MFLOP'))
+    """
+    power = max((power for power in range(len(names)) if value >= base**power), default=0)
+    return base**power, names[power]
 
 
 def parse_bytes(function: str, memory: int | str) -> int:
-    """Return an amount of memory in bytes.
+    """Return the bytes of an amount of memory: a number of bytes, or text with a unit.
 
     Args:
         function: name of the caller, for the message.
-        memory: number of bytes, or text with a unit.
+        memory: the amount.
 
     Raises:
-        OptionError: if it is not such an amount.
+        OptionError: if it is neither.
 
     >>> parse_bytes("tune", "8GB"), parse_bytes("tune", "1.5 GiB"), parse_bytes("tune", 1024)
     (8000000000, 1610612736, 1024)

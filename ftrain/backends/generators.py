@@ -1,4 +1,4 @@
-"""The random generators of the host and of a device: save, seed and restore their states."""
+"""Save, seed and restore the random generators of the host and of a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Generator(NamedTuple):
-    """The functions of one generator; only the device's module knows the form of its state."""
+    """The functions of one generator. The type of its state depends on the device."""
 
     get_state: Callable[[], Any]
     set_state: Callable[[Any], object]
@@ -28,7 +28,7 @@ _get_state = methodcaller("get_state")
 
 
 def save_generators(*devices: Generator) -> Callable[[], None]:
-    """Save the states of the generators of the host and of a device, and return a function that restores them."""
+    """Save the states of the generators of host and device, and return a function that restores them."""
     generators = HOST, *devices
     states = [generator.get_state() for generator in generators]
 
@@ -40,14 +40,14 @@ def save_generators(*devices: Generator) -> Callable[[], None]:
 
 
 class seeded:  # noqa: N801
-    """Context in which the generators of the host and of a device are seeded; it restores them when it ends."""
+    """Context in which the generators of host and device are seeded; their states are restored when it ends."""
 
     __slots__ = ("_generators", "_seed", "_states")
 
     def __init__(self, seed: int, *devices: Generator) -> None:
         self._seed, self._generators = seed, (HOST, *devices)
 
-    # Every eager step does this, so without the two extra calls of `save_generators`.
+    # Every eager step does this, so it does not make the extra calls of `save_generators`.
     def __enter__(self) -> None:
         self._states = [*map(_get_state, self._generators)]
         for generator in self._generators:

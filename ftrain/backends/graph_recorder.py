@@ -1,4 +1,4 @@
-"""Record the work of a device as a graph that is launched at once, as `torch.cuda.CUDAGraph` does.
+"""Record the work of a device as a graph that is launched with one call, as `torch.cuda.CUDAGraph` does.
 
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
@@ -15,10 +15,10 @@ from ftrain.errors import DeviceError
 
 
 class GraphRecorder:
-    """Records work in graphs of one memory pool: they run one after another, and their outputs are copied.
+    """A `Recorder` whose graphs share one memory pool: run them one after another, and copy their outputs.
 
     Args:
-        module: ``torch.<name>``, with `graph`, `graph_pool_handle` and streams as `torch.cuda` has them.
+        module: ``torch.<name>``, with `graph`, `graph_pool_handle` and streams like those of `torch.cuda`.
         name: name of the device; its class of graphs is called ``<NAME>Graph``.
         options: options of ``module.graph``.
     """
@@ -28,7 +28,7 @@ class GraphRecorder:
         self._pool_graph: Any = None
 
     def __call__(self, work: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
-        """Record what a function queues; return a function that replays it, and what the function returned.
+        """Record the work of a function; return a function that replays the work, and the outputs.
 
         Raises:
             DeviceError: if the vendor's package is too old to have graphs.
@@ -42,14 +42,14 @@ class GraphRecorder:
         return graph.replay, self._record(graph, work)
 
     def _make_pool(self) -> None:
-        """Make the pool, and an empty graph that keeps it: torch cannot record in a pool without a graph."""
+        """Make the pool, and an empty graph that keeps it alive: torch cannot record in a pool without a graph."""
         self._pool = self._module.graph_pool_handle()
-        # Its own stream, since a library's workspace belongs to a stream and to the pool in which it was first used:
-        # another recorder's graphs must not use it, because they may live longer.
+        # A stream for this recorder alone: the workspace of a library belongs to a stream and to the pool in which it
+        # was first used, and graphs of another recorder, which may live longer, must not use it.
         self._stream = self._module.Stream()
         graph = getattr(self._module, self._graph_type)()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # It is empty.
+            warnings.simplefilter("ignore")  # Torch warns that the graph is empty.
             self._record(graph, lambda: ())
         self._pool_graph = graph
 
@@ -59,6 +59,6 @@ class GraphRecorder:
             with self._module.graph(graph, pool=self._pool, stream=self._stream, **self._options):
                 return work()
         except BaseException:
-            # Torch stays on the stream of a recording that could not begin or end.
+            # If a recording cannot start or end, torch stays on its stream.
             self._module.set_stream(previous)
             raise

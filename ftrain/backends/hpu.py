@@ -44,7 +44,7 @@ class _Gaudi(DeviceModule):
                 _mark_step()
 
     def autocast_dtypes(self) -> tuple[torch.dtype, ...]:
-        return (torch.bfloat16,) if self.describe() == FIRST_GENERATION else NARROW
+        return (torch.bfloat16,) if self.module.get_device_name() == FIRST_GENERATION else NARROW
 
 
 def _mark_step() -> None:

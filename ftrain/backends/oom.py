@@ -1,4 +1,4 @@
-"""Running out of memory: recognize the error, and free the memory that the failed work held."""
+"""Recognize that memory ran out, and free the memory that the failed work holds."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ TEXTS = (
     "status_alloc_failed",
     "allocation_failed",
 )
-"""Parts of error messages: of devices without an error class, of allocators of the host, of compilers that report the
-error that stopped them, of threads without memory for their stack, and of kernel libraries:
+"""Parts of the error messages of devices without an error class, of allocators of the host, of compilers that report
+the error that stopped them, of threads without memory for their stack, and of kernel libraries:
 ``CUBLAS_STATUS_ALLOC_FAILED``, https://docs.nvidia.com/cuda/cublas/index.html#cublasstatus-t;
 ``CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED``,
 https://docs.nvidia.com/deeplearning/cudnn/backend/latest/api/cudnn-graph-library.html#cudnnstatus-t."""
 
 AMBIGUOUS = "could not create a primitive"
-"""Message of oneDNN when it lacks memory, and also when it lacks an implementation."""
+"""Message of oneDNN when it has too little memory, and also when it has no implementation."""
 
 HEADROOM = 1 << 30
-"""Bytes that a host with enough memory can allocate, without touching them."""
+"""Bytes that a host with enough memory can reserve."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the host ran out of memory.
 
-    The message of oneDNN that it could not create a primitive counts only if the host cannot allocate another GiB (for
-    a limit such as ``ulimit -v``, or without overcommitment); otherwise smaller pieces would not help.
+    That oneDNN "could not create a primitive" counts only if the host cannot reserve another GiB, because of a limit
+    such as ``ulimit -v`` or without overcommitment. Otherwise smaller microbatches would not help.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True

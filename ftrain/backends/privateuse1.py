@@ -1,8 +1,8 @@
-"""Any device that a package adds to torch as PrivateUse1, in Python or in C++.
+"""Devices that a package adds to torch as PrivateUse1, in Python or in C++.
 
-Torch's tutorials on making one: https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html,
-https://docs.pytorch.org/tutorials/advanced/privateuseone.html. The test suite registers a device of host memory this
-way and trains on it.
+Source: https://docs.pytorch.org/tutorials/advanced/privateuseone.html and
+https://docs.pytorch.org/tutorials/unstable/python_extension_autoload.html. The tests train on such a device, which is
+in host memory.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ REQUIRED = "is_available", "manual_seed", "get_rng_state", "set_rng_state"
 
 
 def private_use(name: str, **fields: Any) -> Backend:
-    """Make the record of a PrivateUse1 device from what its module, ``torch.<name>``, offers.
+    """Return the record of a PrivateUse1 device, made from the functions of its module, ``torch.<name>``.
 
-    Memory is that of `memory_allocated` and `max_memory_allocated`, and zero if the module has neither; autocast
-    dtypes are those of `get_amp_supported_dtype`; `synchronize` and `empty_cache` are used if they exist. All
-    other fields are conservative: no TF32, no graphs, no fused kernels, no pinned memory, ``aot_eager`` to compile.
+    Memory is that of `memory_allocated` and `max_memory_allocated`, or zero; autocast dtypes are those of
+    `get_amp_supported_dtype`, or none; `synchronize` and `empty_cache` are used if they exist. The other fields are
+    conservative: no TF32, no graphs, no fused kernels, no pinned memory, and ``aot_eager`` as compiler.
 
     Args:
-        name: name given to the device with `torch.utils.rename_privateuse1_backend`.
-        fields: fields of `Backend` for what the device supports beyond that, mainly `distributed`.
+        name: name of the device, as given to `torch.utils.rename_privateuse1_backend`.
+        fields: fields of `Backend` that replace those above, such as `distributed`.
 
     Raises:
-        OptionError: when torch has no such device, or its module lacks a function that a step needs.
+        OptionError: if torch has no such device, or its module lacks a function that a step needs.
 
     >>> private_use("npux")
     Traceback (most recent call last):

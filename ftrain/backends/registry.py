@@ -1,4 +1,4 @@
-"""The registry: one frozen record for each device platform, looked up by name or by device."""
+"""The registry of devices: one frozen record per platform, looked up by name or by device."""
 
 from __future__ import annotations
 
@@ -20,17 +20,12 @@ from ftrain.errors import DeviceError, OptionError
 ENTRY_POINTS = "ftrain.backends"
 CHOICE = "FTRAIN_BACKEND"
 
-TEXTS = "name", "distributed", "compile_backend", "platform", "package", "install"
-FLAGS = "reduce_scatter", "caches_memory", "pinned_memory", "fused_optimizers", "float64", "immediate"
-OPTIONAL = "empty_cache", "recorder", "copier"
-"""Fields that are a function or None; all others are functions."""
-
 Recorder: TypeAlias = Callable[[Callable[[], Sequence[Tensor]]], tuple[Callable[[], None], Sequence[Tensor]]]
 """``work -> (replay, outputs)``: records what `work` does on the device; each replay writes the same outputs."""
 
 
 class Copier(Protocol):
-    """Copies tensors between host and device."""
+    """Copies tensors between the host and a device."""
 
     @property
     def ahead(self) -> bool:
@@ -42,7 +37,7 @@ class Copier(Protocol):
         ...
 
     def back(self, source: Tensor, device: torch.device) -> Callable[[], Tensor]:
-        """Begin to copy to the device, and return a function that waits for the copy and returns it."""
+        """Start a copy to the device; return a function that waits for the copy and returns it."""
         ...
 
     def wait(self) -> None:
@@ -60,45 +55,44 @@ class Memory:
 
 @dataclass(frozen=True)
 class Backend:
-    """Properties of a device platform; the only place where platforms differ.
-
-    Fields without a default are required.
+    """What ftrain needs to know about a device platform. Fields without a default are required.
 
     Args:
         name: the device type as torch spells it ("cpu", "cuda").
         available: whether this machine has such a device.
-        describe: the name of the hardware, for messages.
+        describe: returns the name of the hardware, for messages.
         autocast_dtypes: the dtypes that mixed precision can use on this machine.
-        seeded: context that seeds torch's global generators with a 63-bit seed, and restores them when it ends. Every
-            step runs in it; on a device that queues work lazily, its end launches the work.
-        generators: saves the states of the generators that `seeded` seeds, and returns a function that restores them:
-            recomputed operations then draw the same random numbers.
+        seeded: context that seeds torch's global generators with a 63-bit seed and restores them when it ends. Every
+            step runs in it; on a device that queues work lazily, the end of the context launches the work.
+        generators: saves the states of the generators that `seeded` seeds, and returns a function that restores them.
+            Recomputed operations then draw the same random numbers.
         synchronize: waits until the device has done all queued work.
-        memory: bytes in use.
-        distributed: the name of the `torch.distributed` backend.
-        reduce_scatter: whether that backend has a reduce-scatter of its own. One made from an all-reduce sends
-            twice as much; ranks then exchange the parts (all-to-all) and sum them, and also gather by an exchange.
-        emulated_dtypes: those of `autocast_dtypes` whose matmuls are computed by conversion to float32 and back, which
-            is slower than in float32.
-        free: free bytes, including those of the cache; None if the device does not report them.
-        multiple: ``dtype -> int``; matmuls are fastest when the lengths of axes are multiples of it.
-        tf32: returns a context in which float32 matmuls may use TF32, or None if there is no TF32.
+        memory: returns the bytes in use.
+        distributed: name of the `torch.distributed` backend.
+        reduce_scatter: whether that backend implements reduce-scatter directly. One built on all-reduce sends twice
+            as much, so ranks use all-to-all and sum, and gather by all-to-all too.
+        emulated_dtypes: those of `autocast_dtypes` whose matmuls convert to float32 and back, which is slower than
+            float32.
+        free: returns the free bytes, including those of the cache; None if the device does not report them.
+        multiple: ``dtype -> int``; matmuls are fastest when the lengths of their axes are multiples of it.
+        tf32: returns a context in which float32 matmuls may use TF32; None if the device has no TF32.
         empty_cache: returns cached memory to the device; None if there is no cache to empty.
         caches_memory: whether the memory of a freed tensor is cached for the next one, so that allocation costs almost
             nothing. Default: whether there is an `empty_cache`.
-        compile_backend: backend of `torch.compile` for the device.
+        compile_backend: backend of `torch.compile`.
         pinned_memory: whether page-locked host memory speeds up copies to the device.
         fused_optimizers: whether torch's fused optimizer kernels support the device.
         recorder: returns a `Recorder` of device graphs; None if there are none.
         copier: returns a `Copier` that copies while the device computes; None if there is none.
-        deterministic: context in which kernels that would add up in the order in which threads arrive add in a fixed
-            order, and give the same bits each time. Every step runs in it.
+        deterministic: context in which kernels add in a fixed order, not in the order in which threads finish, so that
+            the same call returns the same bits. Every step runs in it.
         float64: whether the device computes in float64.
-        float8: whether this machine's device multiplies in float8 (e4m3, e5m2), as `torch._scaled_mm` does.
+        float8: whether the device of this machine multiplies in float8 (e4m3, e5m2), as `torch._scaled_mm` does.
         immediate: whether the device has done its work when a call returns, so that reading a value never waits.
-        platform: the make of the device, if the name does not say it.
-        package: the vendor's package, which adds the device to torch; imported when the backend is requested by name.
-        install: how to get that package, for messages.
+        platform: the hardware, for messages, where `name` does not say it.
+        package: the vendor's package that adds the device to torch. It is imported when the backend is requested by
+            name.
+        install: how to install that package, for messages.
 
     Raises:
         OptionError: for a field of the wrong type.
@@ -135,24 +129,26 @@ class Backend:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, is_text = getattr(self, field.name), field.name in TEXTS
-            if field.name in FLAGS or (field.name in OPTIONAL and value is None):
-                continue
-            if not (isinstance(value, str) if is_text else callable(value)):
-                kind = "a string" if is_text else "a function, or None" if field.name in OPTIONAL else "a function"
-                raise OptionError(f"Backend {self.name}: {field.name} is {value!r}; needs {kind}")
+            value, annotation = getattr(self, field.name), str(field.type)
+            if annotation.startswith("Callable"):
+                is_optional = annotation.endswith("| None")
+                if not callable(value) and not (is_optional and value is None):
+                    needed = "a function, or None" if is_optional else "a function"
+                    raise OptionError(f"Backend {self.name}: {field.name} is {value!r}; needs {needed}")
+            elif annotation == "str" and not isinstance(value, str):
+                raise OptionError(f"Backend {self.name}: {field.name} is {value!r}; needs a string")
         if self.caches_memory is None:
             object.__setattr__(self, "caches_memory", self.empty_cache is not None)
 
     @property
     def native_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of `autocast_dtypes` in which this machine's device multiplies at least as fast as in float32."""
+        """Those of `autocast_dtypes` that are not emulated: matmuls in them are at least as fast as in float32."""
         emulated = self.emulated_dtypes()
         return tuple(dtype for dtype in self.autocast_dtypes() if dtype not in emulated)
 
     @property
     def present(self) -> bool:
-        """Whether this machine has the device, as far as it can be known without importing the vendor's package."""
+        """Whether this machine has the device; False if the vendor's package would have to be imported to know."""
         return (not self.package or self.package in sys.modules) and self.available()
 
     @property
@@ -167,11 +163,11 @@ _scanned = False
 
 
 def register(backend: Backend) -> None:
-    """Add a backend under its name, or replace the one with that name.
+    """Add a backend, or replace the one of the same name.
 
     Raises:
-        OptionError: if it is not a `Backend`, or torch has no device type of its name and the record has no `package`
-            that adds one.
+        OptionError: if it is not a `Backend`; if torch has no device type of that name and the record has no `package`
+            that adds it.
     """
     if not isinstance(backend, Backend):
         raise OptionError(f"backends.register: found {backend!r}; needs a Backend record")
@@ -190,10 +186,11 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Backend:
-    """Return the backend of that name, which must be available on this machine; imports the vendor's package.
+    """Return the backend of that name, after importing the vendor's package.
 
     Raises:
-        DeviceError: for an unknown or unavailable name; the message lists the available ones, or says what to install.
+        DeviceError: for an unknown name or a device that this machine lacks; the message lists the available ones, or
+            says what to install.
     """
     if name not in _records:
         _load_entry_points()
@@ -209,10 +206,10 @@ def get(name: str) -> Backend:
 
 
 def of(device: torch.device | str) -> Backend:
-    """Return the backend that serves a `torch.device`.
+    """Return the backend of a device.
 
     Raises:
-        DeviceError: when none is registered for its type.
+        DeviceError: if no backend is registered for its type.
     """
     # No availability check: every step calls this, for tensors that are on the device already.
     name = device.type if isinstance(device, torch.device) else device.split(":")[0]
@@ -223,8 +220,8 @@ def resolve(device: torch.device | str) -> torch.device:
     """Return the device of a name such as ``"cuda"`` or ``"cuda:1"``, which must be available.
 
     Raises:
-        DeviceError: for an unknown or unavailable device (the message lists the available ones); or for one of
-            several that is not the current one.
+        DeviceError: for an unknown or unavailable device (the message lists the available ones), and for a device
+            that is not the current one of its type.
     """
     backend = get(str(device).split(":")[0])
     if str(device) == backend.name:
@@ -233,17 +230,17 @@ def resolve(device: torch.device | str) -> torch.device:
         resolved = torch.device(device)
     except RuntimeError as error:
         raise DeviceError(
-            f"backends.resolve: {device!r} names no device; write {backend.name!r}, or with a number '{backend.name}:0'"
+            f"backends.resolve: {device!r} is not the name of a device; write {backend.name!r}, or '{backend.name}:0'"
         ) from error
     require_current(resolved)
     return resolved
 
 
 def require_current(device: torch.device) -> None:
-    """Check that a device with an index is the current one, whose generators, streams and memory are used.
+    """Check that a device with an index is the current device, since backends use its generators, streams and memory.
 
     Raises:
-        DeviceError: when another device is the current one.
+        DeviceError: if another device is the current one.
     """
     if device == torch.device(device.type):
         return
@@ -257,22 +254,22 @@ def require_current(device: torch.device) -> None:
     index = module.current_device()
     if isinstance(index, int) and index != device.index:
         raise DeviceError(
-            f"backends: {device} is not the current device, which is {device.type}:{index}, and what is seeded, copied "
-            f"and measured is of the current one; make it that first (torch.{device.type}.set_device({device.index})), "
-            "or let the process see no other"
+            f"backends: {device} is not the current device ({device.type}:{index}), whose generators, streams and "
+            f"memory are used; call torch.{device.type}.set_device({device.index}) first, or let the process see only "
+            "that device"
         )
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return the dtype in which a device computes most exactly: float64, or float32 if it has no float64."""
+    """Return the most precise dtype of a device: float64, or float32 if it has no float64."""
     record = _records.get(device.type)
     return torch.float64 if record is None or record.float64 else torch.float32
 
 
 def default() -> Backend:
-    """Return the backend that `FTRAIN_BACKEND` names, else an available accelerator, else the CPU.
+    """Return the backend that the environment variable `FTRAIN_BACKEND` names, else an accelerator, else the CPU.
 
-    A vendor's package is not imported for this: if it does not load itself with torch, name the device.
+    No vendor's package is imported for this: a device whose package is not loaded yet must be named.
 
     Raises:
         DeviceError: if the named backend is not available.
@@ -303,7 +300,7 @@ def _import(backend: Backend) -> None:
         why = "is not installed" if absent else f"does not load ({type(error).__name__}: {error})"
         raise DeviceError(
             f"backends.get: {backend.name!r} ({backend.platform}) needs {backend.package}, which {why}"
-            + (f"; get it by {backend.install}" if backend.install else "")
+            + (f"; install it: {backend.install}" if backend.install else "")
         ) from error
 
 
@@ -314,14 +311,14 @@ def _listed() -> str:
 
 def _more_about(name: str) -> str:
     if name in _broken:
-        return f", and the package that brings it does not load: {_broken[name]}"
+        return f", and the package that adds it does not load: {_broken[name]}"
     if name and name == _torch.privateuse1_name():
         return f"; torch has it: ftrain.backends.register(ftrain.backends.private_use({name!r}))"
     return ""
 
 
 def _load_entry_points() -> None:
-    """Register the backends of other packages: once, since it takes milliseconds and every step may call `default`."""
+    """Register the backends of other packages, once: it takes milliseconds and every step may call `default`."""
     global _scanned
     if _scanned:
         return
@@ -332,5 +329,5 @@ def _load_entry_points() -> None:
         try:
             register(point.load())
         except Exception as error:
-            # An error in a third party's package is reported when its backend is requested, and ignored until then.
+            # Reported when this backend is requested; until then the error of another package stops nobody.
             _broken[point.name] = f"{type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ from ftrain.tree import HOST
 
 
 class BlockingCopier:
-    """Copies that are complete when the call returns."""
+    """A `Copier` whose copies are complete when the call returns."""
 
     ahead = False
 
@@ -39,14 +39,14 @@ class BlockingCopier:
 
 
 def copier_of(device: torch.device) -> Copier:
-    """Return the copier of a device, which copies while the device computes if it can."""
+    """Return the copier of a device."""
     make = of(device).copier
     return _cached(make) if make is not None else BlockingCopier()
 
 
 @functools.lru_cache(maxsize=8)
 def _cached(make: Callable[[], Copier]) -> Copier:
-    """One copier for each device, since streams are a limited resource."""
+    """Return one copier for each device, since streams are a limited resource."""
     return make()
 
 
@@ -69,7 +69,7 @@ def in_file(leaf: Tensor, directory: Path) -> Tensor:
     """Return an uninitialized tensor like another, in a new memory-mapped file that is removed with the tensor.
 
     Raises:
-        DeviceError: if the disk has no room for it.
+        DeviceError: if the disk is too full.
     """
     handle, path = tempfile.mkstemp(prefix="ftrain-", dir=directory)
     try:
@@ -77,41 +77,36 @@ def in_file(leaf: Tensor, directory: Path) -> Tensor:
         mapped = torch.from_file(path, shared=True, size=leaf.numel(), dtype=leaf.dtype)
     finally:
         os.close(handle)
-        # The mapping stays valid. Systems that cannot remove an open file leave it behind.
+        # The mapping stays valid. Some systems cannot remove an open file.
         with contextlib.suppress(OSError):
             os.unlink(path)
     return mapped.as_strided(leaf.shape, torch.empty_like(leaf, device="meta").stride())
 
 
 def _reserve(handle: int, size: int, directory: Path) -> None:
-    # Otherwise a full disk would kill the process when it writes a page.
-    free = shutil.disk_usage(directory).free
-    try:
-        if size <= free and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, size)
-        elif size <= free:
-            os.ftruncate(handle, size)
-    except OSError as error:
-        raise _no_room(size, free, directory) from error
-    if size > free:
-        raise _no_room(size, free, directory)
-
-
-def _no_room(size: int, free: int, directory: Path) -> DeviceError:
-    return DeviceError(
-        f"offload: {directory} has {format_bytes(free)} left, and {format_bytes(size)} more are needed for the next "
-        "tensor; make room, or take another directory. A step that does not donate keeps two states"
-    )
+    """Allocate the blocks of a file now: on a full disk, the first write to the mapped memory kills the process."""
+    free, cause = shutil.disk_usage(directory).free, None
+    if size <= free:
+        allocate = os.posix_fallocate if hasattr(os, "posix_fallocate") else None
+        try:
+            allocate(handle, 0, size) if allocate else os.ftruncate(handle, size)
+            return
+        except OSError as error:
+            cause = error
+    raise DeviceError(
+        f"offload: {directory} has {format_bytes(free)} left, and the next tensor needs {format_bytes(size)}; free "
+        "some space, or use another directory. A step that does not donate keeps two states"
+    ) from cause
 
 
 def as_directory(directory: str | os.PathLike[str]) -> Path:
-    """Return a writable directory, which is created when it is missing.
+    """Return the path of a directory for offloaded tensors, after creating it and checking that it is writable.
 
     Raises:
-        OptionError: when it is not a path, or cannot be written.
+        OptionError: if it is not a path, or cannot be written.
     """
     if not isinstance(directory, str | os.PathLike):
-        raise OptionError(f"offload: directory is {directory!r}, needs a path")
+        raise OptionError(f"offload: directory is {directory!r}; needs a path")
     path = Path(directory).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)

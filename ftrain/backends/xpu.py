@@ -14,14 +14,14 @@ from contextlib import contextmanager
 
 import torch
 
-from ftrain.backends.device_module import NARROW, DeviceModule, allow_tf32, float32_products
+from ftrain.backends.device_module import NARROW, DeviceModule, allow_tf32, float32_matmul_precision
 
 DEVICE = DeviceModule("xpu")
 
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    with allow_tf32(torch.backends.mkldnn), float32_products("high"):
+    with allow_tf32(torch.backends.mkldnn), float32_matmul_precision("high"):
         yield
 
 

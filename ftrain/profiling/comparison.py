@@ -1,4 +1,4 @@
-"""Variants of a step, each run on a copy of the state of the original one."""
+"""A step and its state, with which variants of the step are compared: each runs on its own copy of the state."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ import torch
 from ftrain import tree
 from ftrain.backends.oom import is_out_of_memory, release
 from ftrain.profiling.anatomy.measured import measure
-from ftrain.profiling.step_variants import outline, state_for
 from ftrain.profiling.timing import Racer
 from ftrain.step.step import Step
-from ftrain.types import PyTree, TrainState
+from ftrain.types import PyTree, TrainState, mark_donatable, replace
 
 
 @dataclass(frozen=True)
 class Original:
-    """A step with its state, which is not changed.
-
-    Args:
-        step: the step.
-        state: a state of it.
-    """
+    """A step with its state, which never changes."""
 
     step: Step
     state: TrainState
@@ -34,26 +28,51 @@ class Original:
         return tree.device_of(self.state.params)
 
     def outline(self, variant: Step) -> TrainState:
-        """Return the state as one of a variant, without taking memory."""
-        return outline(variant, self.step, self.state)
+        """Return the state for a variant without allocating memory: new tensors are on the device ``meta``.
+
+        Raises:
+            DeviceError: if the device cannot do what a wrapper needs.
+        """
+        params = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), self.state.params)
+        return self._adapt(self.state, variant, params)
 
     def state_for(self, variant: Step) -> TrainState:
-        """Return a copy of the state as one of a variant."""
-        return state_for(variant, self.step, self.state)
+        """Return a copy of the state for a variant; an optimizer or a wrapper that only the variant has starts anew.
+
+        Raises:
+            DeviceError: if the device cannot do what a wrapper needs.
+        """
+        state = self.state if variant.optimizer is self.step.optimizer else replace(self.state, opt_state=None)
+        copied = tree.clone(state)
+        return mark_donatable(self._adapt(copied, variant, copied.params))
+
+    def _adapt(self, state: TrainState, variant: Step, params: PyTree) -> TrainState:
+        """Return a state with the parts of a variant, of which new ones are made for these parameters."""
+        is_same_optimizer = variant.optimizer is self.step.optimizer
+        slots = {
+            wrapper.name: state.slots[wrapper.name] if wrapper.name in state.slots else wrapper.slot.init(params)
+            for wrapper in variant.wrappers
+            if wrapper.slot
+        }
+        opt_state = state.opt_state if is_same_optimizer else variant.optimizer.init(params)
+        adapted = replace(state, opt_state=opt_state, slots=slots)
+        variant.require(adapted)
+        return adapted
 
     def racer(self, variant: Step, batch: PyTree, needs: int = 0) -> Racer:
-        """Return a variant that is ready to be timed; it takes `needs` bytes at its peak."""
+        """Return a racer for a variant whose peak of memory is `needs` bytes."""
         return Racer(variant, partial(self.state_for, variant), batch, self.device, needs)
 
     def measured_peak(self, variant: Step, batch: PyTree, at_rest: int) -> int | None:
-        """Run a variant, and return the bytes at its peak.
-
-        None where the copy of the state does not fit beside the original one. Waits for the device.
+        """Run a variant, wait for the device, and return the bytes at the peak.
 
         Args:
             variant: the step that runs.
             batch: a batch.
             at_rest: bytes of the state of the variant and of the batch.
+
+        Returns:
+            The bytes, or None if a copy of the state does not fit beside the original.
         """
         try:
             return at_rest + measure(variant, self.state_for(variant), batch).beyond_start

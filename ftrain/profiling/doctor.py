@@ -1,4 +1,4 @@
-"""The available devices with their records, versions and kernels, and how fast matrix products and copies are."""
+"""`python -m ftrain doctor`: devices, versions, kernels, and the speed of matmuls and copies."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from ftrain.tree import dtype_name
 
 COPY_BYTES = 1 << 26
 PACKAGES = "torch", "optree", "safetensors", "numpy", "rich", "matplotlib"
-"""What ftrain needs, or uses where it is installed."""
+"""Packages that ftrain requires, or uses if they are installed."""
 
 WIDTH = 14
 
 
 def report(names: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the lines of the report as they are measured, which takes a few seconds for each device.
+    """Yield the lines of the report; the measurements take a few seconds per device.
 
     Args:
-        names: of devices. Default: all that are available. Only for a device that is named here, the vendor's package
-            is imported.
+        names: names of devices, whose packages are imported. Default: all devices that are available without importing
+            a vendor's package.
 
     Raises:
-        DeviceError: for a device that is not available; says which are, or what to install.
+        DeviceError: for a device that is not available; the message lists those that are, or says what to install.
     """
     chosen = [backends.get(name) for name in names]
     yield from _versions()
@@ -47,8 +47,8 @@ def report(names: Sequence[str] = ()) -> Iterator[str]:
     for record in chosen or [record for record in map(backends.of, backends.names()) if record.present]:
         yield ""
         yield record.name
-        for label, describe in _FACTS.items():
-            yield f"  {label:<{WIDTH}} {_try(describe, record)}"
+        for label, measure in _FACTS.items():
+            yield f"  {label:<{WIDTH}} {_try(measure, record)}"
 
 
 def _versions() -> Iterator[str]:
@@ -63,22 +63,21 @@ def _versions() -> Iterator[str]:
 
 
 def _status(record: Backend) -> str:
-    """Whether the device is available, as far as is known without importing anything."""
+    """Return whether the device is available, without importing the vendor's package."""
     if record.present:
         return _try(lambda record: record.describe(), record)
     if not record.package:
         return f"{record.platform}: none on this machine"
-    # The parent of a package would be imported.
+    # Of the first part only: `find_spec` imports the parents of a package.
     if importlib.util.find_spec(record.package.split(".")[0]) is None:
         return f"{record.platform}: {record.package} is not installed"
     return f"{record.platform}: {record.package} is installed; python -m ftrain doctor {record.name}"
 
 
-def _try(describe: Callable[[Backend], str], record: Backend) -> str:
+def _try(measure: Callable[[Backend], str], record: Backend) -> str:
     try:
-        return describe(record)
-    except Exception as error:
-        # The report shows what does not work, and goes on.
+        return measure(record)
+    except Exception as error:  # Of any kind: the report shows what fails, and continues.
         return f"fails: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]:.100}"
 
 
@@ -88,11 +87,11 @@ def _yes_or_no(condition: object) -> str:
 
 def _memory(record: Backend) -> str:
     memory = record.memory()
-    return f"{format_bytes(memory.current)} in use, {format_bytes(memory.peak)} at most"
+    return f"{format_bytes(memory.current)} in use, {format_bytes(memory.peak)} at the peak"
 
 
 def _dtypes(record: Backend) -> str:
-    """Each dtype of autocast, and whether it is native: what is emulated is slower than float32."""
+    """Return the dtypes of autocast, and whether each is native or emulated, and so slower than float32."""
     native = record.native_dtypes
     texts = (
         f"{dtype_name(dtype)} ({'native' if dtype in native else 'emulated'})" for dtype in record.autocast_dtypes()
@@ -101,7 +100,7 @@ def _dtypes(record: Backend) -> str:
 
 
 def _attention(record: Backend) -> str:
-    """The kernels of `scaled_dot_product_attention` that run forward and backward, in the narrow dtype."""
+    """Return the kernels of `scaled_dot_product_attention` that run forward and backward in the narrow dtype."""
     dtype, kernels = next(iter(record.autocast_dtypes()), torch.float32), []
     for name, kernel in SDPBackend.__members__.items():
         query = torch.zeros(1, 2, 64, 64, device=record.device, dtype=dtype, requires_grad=True)
@@ -116,22 +115,22 @@ def _attention(record: Backend) -> str:
     return f"{', '.join(kernels) or 'none'} (in {dtype_name(dtype)})"
 
 
-def _products(record: Backend) -> str:
-    """Operations a second of a square product, in float32 and in each narrow dtype."""
-    texts = [f"{dtype_name(dtype)} {_product(record, dtype)}" for dtype in (torch.float32, *record.autocast_dtypes())]
+def _matmuls(record: Backend) -> str:
+    """Return the rate of a square matmul in float32 and in each narrow dtype."""
+    texts = [f"{dtype_name(dtype)} {_matmul(record, dtype)}" for dtype in (torch.float32, *record.autocast_dtypes())]
     tf32 = record.tf32()
     if tf32 is not None:
         with tf32:
-            texts.insert(1, f"TF32 {_product(record, torch.float32)}")
+            texts.insert(1, f"TF32 {_matmul(record, torch.float32)}")
     return ", ".join(texts)
 
 
-def _product(record: Backend, dtype: torch.dtype) -> str:
-    return f"{rates.product_rate(record.device, dtype) / 1e9:,.0f} GFLOP/s"
+def _matmul(record: Backend, dtype: torch.dtype) -> str:
+    return f"{rates.matmul_rate(record.device, dtype) / 1e9:,.0f} GFLOP/s"
 
 
 def _copies(record: Backend) -> str:
-    """Bytes a second, read and written, on the device; and from the host to it."""
+    """Return the rate of a copy on the device, reads and writes counted, and of a copy from the host."""
     on_host, target = torch.ones(COPY_BYTES // 4), torch.empty(COPY_BYTES // 4, device=record.device)
     on_device = on_host.to(record.device)
     text = f"{2 * rates.copy_rate(on_device, target) / 1e9:,.1f} GB/s"
@@ -154,6 +153,6 @@ _FACTS: dict[str, Callable[[Backend], str]] = {
     "collectives": lambda record: record.distributed,
     "memory": _memory,
     "attention": _attention,
-    "product": _products,
+    "matmul": _matmuls,
     "copy": _copies,
 }

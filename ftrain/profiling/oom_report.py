@@ -1,4 +1,4 @@
-"""Advice when memory runs out: where the memory of a step goes, and what would need less."""
+"""The report for a step that runs out of memory: what uses the memory, and what would use less."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from contextlib import suppress
 
 from ftrain.errors import FtrainError
 from ftrain.profiling.anatomy import Anatomy, anatomy
-from ftrain.profiling.step_variants import outline, smaller_optimizers
+from ftrain.profiling.comparison import Original
+from ftrain.profiling.step_variants import smaller_optimizers
 from ftrain.step.step import Step, compose
 from ftrain.transforms.amp.wrapper import with_amp
 from ftrain.transforms.donated import donated
@@ -15,32 +16,33 @@ from ftrain.transforms.remat.wrapper import remat
 from ftrain.types import PyTree, TrainState
 
 WORTHWHILE = 0.995
-"""Share of the peak of a step, below which another step is listed."""
+"""A variant is listed if its peak is below this share of the peak of the step."""
 
 SMALLER_STATES = (
-    "  fewer parameters that train (trainable=, ft.lora), an optimizer with a smaller state",
+    "  fewer trained parameters (trainable=, ft.lora), an optimizer with a smaller state",
     "  (ft.optim.adamw with state_dtype='bf16', ft.optim.adamw_8bit, ft.optim.adafactor), a smaller model",
 )
 
 
 def shortage(step: Step, state: TrainState | None, batch: PyTree) -> list[str]:
-    """Return lines that show where the memory of a step goes, and what would need less."""
-    lines, parts = [], _predict(step, state, batch)
-    if parts is not None:
-        lines += ["", str(parts), "", "What would need less, by prediction:"]
+    """Return lines that say what uses the memory of a step, and what would use less."""
+    lines, original = [], _predict(step, state, batch)
+    if original is not None:
+        lines += ["", str(original), "", "What would need less, by prediction:"]
         for name, variant in _variants(step):
             with suppress(FtrainError):
-                smaller = _predict(variant, None if state is None else outline(variant, step, state), batch)
-                if smaller is not None and smaller.peak < WORTHWHILE * parts.peak:
-                    lines.append(f"  {name:<34} {smaller.peak / parts.peak - 1:+.0%}")
+                outline = None if state is None else Original(step, state).outline(variant)
+                smaller = _predict(variant, outline, batch)
+                if smaller is not None and smaller.peak < WORTHWHILE * original.peak:
+                    lines.append(f"  {name:<34} {smaller.peak / original.peak - 1:+.0%}")
     return [*lines, "  shorter sequences, ft.losses.linear_cross_entropy for large vocabularies", *SMALLER_STATES]
 
 
 def _predict(step: Step, state: TrainState | None, batch: PyTree) -> Anatomy | None:
-    """Return the predicted anatomy, or None where there is none: the error that is reported matters more."""
+    """Return the predicted anatomy; None if that fails, since the error that memory ran out matters more."""
     try:
         return anatomy(step, state, batch, measure=False)
-    except Exception:  # Of any kind.
+    except Exception:
         return None
 
 

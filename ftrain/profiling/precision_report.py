@@ -1,4 +1,4 @@
-"""The table of what a narrow dtype loses, from the metrics of steps that are watched."""
+"""`precision_report`: where a narrow dtype overflows or underflows, from the metrics of watched steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MOST_SHOWN = 20
 
 
 class PrecisionRow(NamedTuple):
-    """What a part of a model lost to a narrow dtype, as `ftrain.with_amp` defines it.
+    """What a part of a model lost to a narrow dtype. Shares are of elements, in [0, 1], as `ftrain.with_amp` defines.
 
     Args:
-        part: its name.
-        overflow: share of what it returned, in [0, 1].
-        underflow: likewise.
-        grad_overflow: share of the gradient that arrived there; 0 where none did.
-        grad_underflow: likewise.
-        first: the first step that overflowed here, forward or backward; None when none did, or steps are not known.
+        part: name of the module or block.
+        overflow: share of its outputs that overflowed.
+        underflow: share of its outputs that underflowed.
+        grad_overflow: share of the gradient of its outputs that overflowed; 0 without a gradient.
+        grad_underflow: share of that gradient that underflowed; 0 without a gradient.
+        first: the first step with an overflow, forward or backward; None without one, or if steps are not known.
     """
 
     part: str
@@ -38,18 +38,18 @@ class PrecisionRow(NamedTuple):
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """The parts of a model, those first that break first; `print` shows it as a table.
+    """The result of `precision_report`; `print` shows it as a table.
 
     Args:
-        rows: every part that was watched. First those in which an overflow begins, by the step and by how much; then
-            those that contain these, or whose gradient overflowed; then the others, by what vanished.
+        rows: every watched part. First the parts in which an overflow begins, by step and share; then the parts that
+            contain them, or whose gradient overflowed; then the others, by the share that underflowed.
     """
 
     rows: tuple[PrecisionRow, ...]
 
     def __repr__(self) -> str:
-        bad = [row for row in self.rows if any(row[1:5])]
-        shown = bad[:MOST_SHOWN]
+        losing = [row for row in self.rows if any(row[1:5])]
+        shown = losing[:MOST_SHOWN]
         width = max(4, *(len(row.part) for row in shown)) if shown else 4
         lines = [f"{'part':<{width}}  overflow  underflow  grad overflow  grad underflow  first step"]
         for row in shown:
@@ -57,30 +57,29 @@ class PrecisionReport:
             first = "" if row.first is None else row.first
             line = f"{row.part:<{width}}  {shares}  {_percent(row.grad_underflow):>14}  {first:>10}"
             lines.append(line.rstrip())
-        others, fine = len(bad) - len(shown), len(self.rows) - len(bad)
-        if others:
-            lines.append(f"and {others} more, which lose less")
-        return "\n".join([*lines, f"{fine} of {len(self.rows)} parts lose nothing"])
+        if len(losing) > len(shown):
+            lines.append(f"and {len(losing) - len(shown)} more, which lose less")
+        return "\n".join([*lines, f"{len(self.rows) - len(losing)} of {len(self.rows)} parts lose nothing"])
 
 
 def _percent(share: float) -> str:
-    """A share that is not zero must not look as if it were."""
+    """Format a share so that only zero looks like zero."""
     if not share:
         return "-"
     return f"{share:.2%}" if share >= 5e-5 else "<0.01%"
 
 
 def precision_report(metrics: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> PrecisionReport:
-    """Say which parts of a model a narrow dtype breaks, from steps under ``with_amp(..., watch=True)``.
+    """Return where a narrow dtype overflows or underflows in a model, from steps ``with_amp(..., watch=True)``.
 
-    Reads the metrics, and so waits for the device if they are there still.
+    Reads the metrics, and so waits for the device if they are on one.
 
     Args:
-        metrics: those of one step, or the history of `ftrain.fit` (or any list of its records): shares are then
-            means over the steps.
+        metrics: metrics of one step, or the history of `ftrain.fit` or any of its records. Shares are means over the
+            steps.
 
     Raises:
-        OptionError: when there is nothing of the kind in it, or it is something else.
+        OptionError: if it is neither, or the steps were not watched.
 
     >>> print(precision_report([{"step": 7, "overflow/blocks.0": 0.25, "underflow/blocks.1": 0.5}]))
     part      overflow  underflow  grad overflow  grad underflow  first step
@@ -118,7 +117,7 @@ def _shares(record: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
         if is_share(name) and isinstance(value, int | float | Tensor | Mean):
             kind, _, part = name.partition("/")
             share = float(value)
-            # Nothing was watched: a part without elements.
+            # A part without elements has no share.
             yield kind, part, 0.0 if math.isnan(share) else share
 
 

@@ -1,4 +1,4 @@
-"""How fast a device is: matrix products, copies, and launches of operations that compute next to nothing."""
+"""Measure how fast a device multiplies matrices, copies, and launches operations."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ftrain.profiling.timing import seconds
 
 SMALLEST_EDGE, LARGEST_EDGE = 256, 8192
 LONG_ENOUGH = 0.005
-"""Seconds that the square product must take whose rate counts, unless it has the largest edge."""
+"""Seconds that a square matmul must take for its rate to count, unless it has the largest edge."""
 
 LAUNCHES = 200
 REPEATS = 5
 
 
 def fastest(work: Callable[[], object], device: torch.device) -> float:
-    """Return the least seconds of a few runs; the first, which may load a library, does not count."""
+    """Return the shortest of a few runs in seconds, without the first, which may load a library."""
     seconds(work, device)
     return min(seconds(work, device) for _ in range(REPEATS))
 
 
-def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the floating-point operations per second of a large square matrix product."""
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the floating-point operations per second of a large square matmul."""
     edge, took = SMALLEST_EDGE, 0.0
     while True:
         matrix = torch.ones(edge, edge, device=device, dtype=dtype)
@@ -34,15 +34,15 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
         edge *= 2
 
 
-def product_seconds(device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
-    """Return the seconds of a product ``(rows, inner) @ (inner, columns)``; axes are cut to `LARGEST_EDGE`."""
+def matmul_seconds(device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
+    """Return the seconds of a matmul ``(rows, inner) @ (inner, columns)`` with axes of at most `LARGEST_EDGE`."""
     rows, inner, columns = (min(length, LARGEST_EDGE) for length in (rows, inner, columns))
     left, right = (torch.ones(shape, device=device, dtype=dtype) for shape in ((rows, inner), (inner, columns)))
     return fastest(partial(torch.mm, left, right), device)
 
 
 def launch_seconds(device: torch.device) -> float:
-    """Return the seconds of an operation that computes next to nothing."""
+    """Return the seconds to launch an operation, measured on an addition of one element."""
     one = torch.ones(1, device=device)
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""How long steps take, measured in turns, so that a drift of the machine affects all of them alike."""
+"""Measure how long steps take, in turns, so that a drift of the machine affects all of them equally."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,22 +20,24 @@ from ftrain.errors import DataError
 from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
+K = TypeVar("K", bound=Hashable)
+
 TURN = 0.1
-"""Seconds that a turn takes, unless one step takes longer."""
+"""Seconds of a turn, unless one step takes longer."""
 
 WARM_UP = 3
-"""Steps before a state is timed: libraries load, graphs are captured, and recorded for tensors at these addresses."""
+"""Steps that run before a state is timed: libraries load, and graphs are captured and recorded for its tensors."""
 
 MOST_BATCHES, ENOUGH_SECONDS = 32, 0.5
-"""A pass over data ends after so many batches, or so many seconds of steps."""
+"""A pass over data ends after this many batches, or this many seconds of steps."""
 
 PASSES = 3
 MISSED = 0.025
-"""Probability that the median lies beyond one end of an interval."""
+"""Probability that the median is beyond one end of its confidence interval."""
 
 
 class Interval(NamedTuple):
-    """A median, and a range that holds it 95 times in 100."""
+    """A median with its 95% confidence interval."""
 
     low: float
     median: float
@@ -43,9 +45,9 @@ class Interval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Return the median of independent values, between two of them that hold it; of fewer than six, between all.
+    """Return the median of independent values and its 95% confidence interval; with fewer than six, the full range.
 
-    How many values lie below the median is binomial, whatever their distribution.
+    The ends are order statistics: the number of values below the true median is binomial for any distribution.
 
     >>> interval([5.0, 1.0, 2.0, 4.0, 3.0, 9.0, 8.0, 7.0, 6.0])
     Interval(low=2.0, median=5.0, high=8.0)
@@ -58,14 +60,14 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 class Racer:
-    """A step that is timed on one batch and a state of its own, which is made in its first turn.
+    """A step that is timed on one batch and its own state, which is made in its first turn.
 
     Args:
         step: the step.
-        begin: makes a state that nothing else uses.
+        begin: returns a state that nothing else uses.
         batch: the batch.
-        device: where both are.
-        needs: bytes that it takes at its peak; 0 if that is not known.
+        device: the device of state and batch.
+        needs: bytes at the peak of the step; 0 if they are not known.
     """
 
     def __init__(
@@ -77,12 +79,12 @@ class Racer:
 
     @property
     def fits(self) -> bool:
-        """Whether it has its state already, or there is memory for it beside what the others have."""
+        """Whether it has its state, or there is memory for it beside the states of the others."""
         free = None if self._state is not None else backends.of(self.device).free()
         return free is None or self._needs <= free
 
     def turn(self) -> float:
-        """Return the seconds of a step, over as many of them as fill a turn."""
+        """Run steps for the time of a turn, and return the seconds of one step."""
         if self._state is None:
             self._state = self._begin()
             self._run(WARM_UP)
@@ -103,7 +105,7 @@ class Racer:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that a piece of work takes; waits for the device before it and after it."""
+    """Return the seconds that a call takes, after waiting for the device before and after it."""
     wait = backends.of(device).synchronize
     wait()
     start = time.perf_counter()
@@ -113,69 +115,66 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def race(
-    racers: Mapping[str, Racer], rounds: int, *, is_result: Callable[[str, Exception], bool]
-) -> dict[str, list[float] | Exception]:
-    """Return the seconds of a step of each racer, round by round, or the error that ended it.
+    racers: Mapping[K, Racer], rounds: int, *, is_result: Callable[[K, Exception], bool]
+) -> dict[K, list[float] | Exception]:
+    """Return for each racer the seconds of a step in each round, or the error that ended it.
 
-    One round more, which is not counted, comes first. Every other round runs in reverse order, so that no racer always
-    follows the same one. Where a racer does not fit beside the states of the others, or runs out of memory, the others
-    release theirs, and make new ones when it is their turn.
+    A first round is not counted. Every other round runs in reverse order, so that no racer always follows the same one.
+    If a racer does not fit beside the states of the others, or runs out of memory, the others release their states, and
+    make new ones in their next turns.
 
     Args:
-        racers: name -> racer.
-        rounds: how often each has its turn.
-        is_result: ``(name, error) -> bool``, whether an error is a result.
-
-    Raises:
-        Exception: of a racer, if it is no result.
+        racers: key -> racer.
+        rounds: number of turns of each.
+        is_result: ``(key, error) -> bool``, whether an error of a racer is returned; other errors are raised.
     """
-    times: dict[str, list[float]] = {name: [] for name in racers}
-    errors: dict[str, Exception] = {}
-    # A collection would slow down the racer in whose turn it happens; all start with the same clean heap.
+    times: dict[K, list[float]] = {key: [] for key in racers}
+    errors: dict[K, Exception] = {}
+    # Collect now: a collection within a turn would slow down that racer alone.
     gc.collect()
     for number in range(rounds + 1):
-        for name in list(racers)[:: -1 if number % 2 else 1]:
-            if name in errors:
+        for key in list(racers)[:: -1 if number % 2 else 1]:
+            if key in errors:
                 continue
             try:
-                times[name].append(_turn(racers, name))
-            except Exception as error:  # Of any kind: the others go on.
-                racers[name].close()
-                if not is_result(name, error):
+                times[key].append(_turn(racers, key))
+            except Exception as error:
+                racers[key].close()
+                if not is_result(key, error):
                     raise
-                release(error, racers[name].device)
-                errors[name] = error
+                release(error, racers[key].device)
+                errors[key] = error
     _close(racers)
-    return {name: errors.get(name, seconds[1:]) for name, seconds in times.items()}
+    return {key: errors.get(key, seconds[1:]) for key, seconds in times.items()}
 
 
-def _turn(racers: Mapping[str, Racer], name: str) -> float:
-    # Asked first: a host that runs out of memory raises nothing, and its kernel ends the process.
-    if racers[name].fits:
+def _turn(racers: Mapping[K, Racer], key: K) -> float:
+    # Predicted first: a host that runs out of memory raises no error, its kernel kills the process.
+    if racers[key].fits:
         try:
-            return racers[name].turn()
+            return racers[key].turn()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             _close(racers)
-            release(error, racers[name].device)
+            release(error, racers[key].device)
     else:
         _close(racers)
-    return racers[name].turn()
+    return racers[key].turn()
 
 
-def _close(racers: Mapping[str, Racer]) -> None:
+def _close(racers: Mapping[K, Racer]) -> None:
     for racer in racers.values():
         racer.close()
 
 
 class Loading(NamedTuple):
-    """Seconds for each batch of a source of data.
+    """Seconds per batch of a source of data.
 
     Args:
-        alone: to get it, and do nothing with it.
-        ready: to make a step of it when it is on the device already.
-        together: to get it and make a step of it.
+        alone: to load the batch, and nothing else.
+        ready: to train on it when it is on the device already.
+        together: to load it and to train on it.
     """
 
     alone: float
@@ -184,21 +183,21 @@ class Loading(NamedTuple):
 
     @property
     def waiting(self) -> float:
-        """Share of the time in which the device has nothing to do: at most that of the data."""
+        """Share of the time in which the device waits for data: at most the share that loading alone takes."""
         return min(max(0.0, 1 - self.ready / self.together), self.alone / self.together)
 
 
 def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch.device) -> Loading:
-    """Time a source of data and a step that is fed by it; the position of the data is restored.
+    """Time a source of data, and a step that trains on it; the position of the data is restored.
 
     Args:
         step: the step.
-        state: one that nothing else uses.
-        data: batches, which can be iterated several times.
-        device: where the state is.
+        state: a state that nothing else uses.
+        data: batches that can be iterated several times.
+        device: the device of the state.
 
     Raises:
-        DataError: when the data can be iterated only once, or has fewer than two batches.
+        DataError: if the data can be iterated only once, or has fewer than two batches.
     """
     if isinstance(data, Iterator) or not isinstance(data, Iterable):
         raise DataError(
@@ -220,24 +219,23 @@ def loading(step: Step, state: TrainState, data: Iterable[PyTree], device: torch
         for batch in batches(1):
             for _ in range(WARM_UP):
                 run(batch)
-            took = seconds(partial(run, batch), device)
-            count = min(MOST_BATCHES, max(2, round(ENOUGH_SECONDS / took)))
+            count = min(MOST_BATCHES, max(2, round(ENOUGH_SECONDS / seconds(partial(run, batch), device))))
             loaded = list(batches(count))
             if len(loaded) > 1:
-                # In turns: the first pass may find a machine that is still busy with something else.
+                # In turns, as a race: the machine may be busy with something else during one of the passes.
                 passes = [
                     [_pass(batches(count), id, device), _pass(loaded, run, device), _pass(batches(count), run, device)]
                     for _ in range(PASSES)
                 ]
                 return Loading(*(statistics.median(column) for column in zip(*passes, strict=True)))
-        raise DataError("data has fewer than two batches; needs two or more")
+        raise DataError("hints, ladder: data has fewer than two batches; needs two or more")
     finally:
         if position is not None:
             sources.seek(data, position)
 
 
 def _pass(batches: Iterable[PyTree], work: Callable[[PyTree], object], device: torch.device) -> float:
-    """Return the seconds for a batch of a pass, without the first batch, before which workers start."""
+    """Return the seconds per batch of a pass, without the first batch, before which workers start."""
     rest = iter(batches)
     work(next(rest))
     count = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
-from ftrain.backends.device_module import float32_products
+from ftrain.backends.device_module import float32_matmul_precision
 from ftrain.errors import ComposeError, OptionError
 from ftrain.step.wrapper import OnLoss, Wrapper, wrapper
 from ftrain.types import Loss
@@ -35,7 +35,7 @@ def matmul_precision(precision: Literal["highest", "high", "medium"]) -> Wrapper
     if precision not in CHOICES:
         raise OptionError(f"matmul_precision: precision is {precision!r}; choices are {', '.join(CHOICES)}")
     text = f"matmul_precision({precision})"
-    on_loss = OnLoss(lambda loss: set_matmul_precision(loss, text, lambda: float32_products(precision)))
+    on_loss = OnLoss(lambda loss: set_matmul_precision(loss, text, lambda: float32_matmul_precision(precision)))
     return Wrapper("matmul_precision", text, loss=on_loss)
 
 

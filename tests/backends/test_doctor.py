@@ -40,8 +40,8 @@ def test_it_says_what_the_record_says(capsys):
     assert re.fullmatch(r"bfloat16 \((native|emulated)\), float16 \((native|emulated)\)", said["autocast"])
     assert (said["TF32"], said["float64"], said["graphs"], said["fused updates"]) == ("no", "yes", "no", "yes")
     assert (said["compiler"], said["collectives"], said["pinned memory"]) == ("inductor", "gloo", "no")
-    assert re.fullmatch(r"[\d.]+ [KMG]iB in use, [\d.]+ [KMG]iB at most", said["memory"])
-    assert re.fullmatch(r"float32 [\d,]+ GFLOP/s, bfloat16 [\d,]+ GFLOP/s, float16 [\d,]+ GFLOP/s", said["product"])
+    assert re.fullmatch(r"[\d.]+ [KMG]iB in use, [\d.]+ [KMG]iB at the peak", said["memory"])
+    assert re.fullmatch(r"float32 [\d,]+ GFLOP/s, bfloat16 [\d,]+ GFLOP/s, float16 [\d,]+ GFLOP/s", said["matmul"])
     assert re.fullmatch(r"[\d,.]+ GB/s", said["copy"])
     assert list(said) == list(doctor._FACTS)
 
@@ -90,7 +90,7 @@ def test_what_fails_is_said_and_the_rest_goes_on(capsys):
 
     ft.backends.register(dataclasses.replace(ft.backends.get("cpu"), memory=broken, synchronize=broken))
     said = facts(told(capsys, "cpu"))
-    assert said["memory"] == said["copy"] == said["product"] == "fails: RuntimeError: the driver says no"
+    assert said["memory"] == said["copy"] == said["matmul"] == "fails: RuntimeError: the driver says no"
     assert said["compiler"] == "inductor"
 
 
@@ -103,10 +103,10 @@ def test_the_choice_of_the_environment_is_shown(capsys, monkeypatch):
 
 
 def test_a_rate_counts_what_is_done(monkeypatch):
-    """A product of two 32 x 32 matrices is 65,536 operations, and a copy reads and writes."""
+    """A matmul of two 32 x 32 matrices is 65,536 operations, and a copy reads and writes."""
     cpu = ft.backends.get("cpu")
     monkeypatch.setattr(rates, "fastest", lambda work, device: work() is None or 1e-6)
-    assert doctor._product(cpu, torch.float32) == "66 GFLOP/s"
+    assert doctor._matmul(cpu, torch.float32) == "66 GFLOP/s"
     assert doctor._copies(cpu) == "8.2 GB/s"
 
 

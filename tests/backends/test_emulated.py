@@ -160,7 +160,7 @@ def test_anatomy_counts_what_auto_takes(emulating):
         emulating(*emulated)
         step = ft.with_amp("auto")(ft.train_step(loss, ft.optim.sgd(0.1)))
         found = ft.anatomy(step, step.init(), torch.randn(8, 64), measure=False)
-        each[emulated] = sum(found.bytes_a_parameter.values())
+        each[emulated] = sum(found.bytes_per_parameter.values())
     assert each[()] == each[(BF16,)] + 2
 
 
@@ -224,14 +224,14 @@ def linear(*wrappers):
 def advised(step, given):
     state = step.init()
     known = ft.anatomy(step, state, given, measure=False)
-    # A step whose time is all products, so that whatever makes them faster is worth a hint.
+    # A step whose time is all matmuls, so that whatever makes them faster is worth a hint.
     facts = dataclasses.replace(facts_of(step, state, given, known, 1e-9), launch=0.0)
     return facts, {hint.name: str(hint) for hint in run_rules(facts)}
 
 
 def test_hints_do_not_advise_what_is_emulated_and_name_it(emulating, monkeypatch):
-    monkeypatch.setattr(rates, "product_rate", lambda device, dtype: 1e12)
-    monkeypatch.setattr(hints_run, "_gain", lambda device, products: 5.0)
+    monkeypatch.setattr(rates, "matmul_rate", lambda device, dtype: 1e12)
+    monkeypatch.setattr(hints_run, "_gain", lambda device, matmuls: 5.0)
     emulating(FP16)
     assert 'Use ft.with_amp("bf16")' in advised(*linear())[1]["float32"]
     emulating(BF16, FP16)
@@ -240,7 +240,7 @@ def test_hints_do_not_advise_what_is_emulated_and_name_it(emulating, monkeypatch
     assert "float32" not in hints
     for wrapper in (ft.with_amp("bf16"), ft.with_amp("fp16")):
         said = advised(*linear(wrapper))[1]["emulated dtype"]
-        assert "100% of the products" in said
+        assert "100% of the matmuls" in said
         assert 'Use ft.with_amp("auto")' in said
     assert "emulated dtype" not in advised(*linear(ft.with_amp("auto")))[1]
     emulating()

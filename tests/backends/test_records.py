@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(("name", "package"), standins.PACKAGES.items())
 def test_a_package_that_is_not_installed_says_how_to_get_it(name, package):
-    with pytest.raises(DeviceError, match=rf"'{name}' \(.+\) needs {package}, which is not installed; get it by .+"):
+    with pytest.raises(DeviceError, match=rf"'{name}' \(.+\) needs {package}, which is not installed; install it: .+"):
         ft.backends.get(name)
     with pytest.raises(DeviceError, match="which is not installed"):
         ft.train_step(lambda p, b: p["w"].sum(), ft.optim.sgd(0.1)).init({"w": torch.ones(1)}, device=f"{name}:1")

@@ -218,7 +218,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match=r"offload: directory='.*file' cannot be written"):
         ft.offload("opt_state", directory=tmp_path / "file")
-    with pytest.raises(OptionError, match="offload: directory is 3, needs a path"):
+    with pytest.raises(OptionError, match="offload: directory is 3; needs a path"):
         ft.offload("opt_state", directory=3)
 
 
@@ -235,7 +235,9 @@ def test_a_disk_that_is_full(how, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(transfers.os, "posix_fallocate", full)
-    with pytest.raises(DeviceError, match=r"offload: .* [KMG]?i?B left, and .* [KMG]?i?B more are needed .*make room"):
+    with pytest.raises(
+        DeviceError, match=r"offload: .* [KMG]?i?B left, and the next tensor needs .* [KMG]?i?B; free some space"
+    ):
         step.init()
     assert not os.listdir(tmp_path)
 

@@ -66,15 +66,16 @@ def remembered(anatomy):
 
 
 def scripted(times):
-    """A race whose times are told: name -> seconds, lists of them, or an error; one second for others."""
+    """A race whose times are given: name -> seconds, lists of them, or an error; one second for others."""
 
     def race(racers, rounds, *, is_result):
         found = {}
-        for name, racer in racers.items():
+        for key, racer in racers.items():
+            name = getattr(key, "name", key)  # The ladder races techniques.
             took = times(name, racer) if callable(times) else times.get(name, 1.0)
-            if isinstance(took, Exception) and not is_result(name, took):
+            if isinstance(took, Exception) and not is_result(key, took):
                 raise took
-            found[name] = took if isinstance(took, list | Exception) else [float(took)] * rounds
+            found[key] = took if isinstance(took, list | Exception) else [float(took)] * rounds
         return found
 
     return race

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import ftrain as ft
 from ftrain import optim, tree
 from ftrain.errors import ComposeError, FtrainError, OptionError, StructureError, TraceError
+from ftrain.profiling.comparison import Original
 from ftrain.profiling.hints.calls import record_calls
-from ftrain.profiling.step_variants import outline
 from ftrain.step.core import Eager
 from ftrain.step.flops import CONTRACTION, ELEMENTWISE, MOVEMENT, NORMALISATION, group_of
 from ftrain.transforms.compile import capture
@@ -300,7 +300,7 @@ def test_a_linear_layer_by_hand():
     found = ft.anatomy(step, step.init(), {"x": torch.randn(32, 100)}, measure=False)
     weights = 100 * 200 + 200 * 50
     assert found.params == weights
-    assert found.bytes_a_parameter == pytest.approx({"parameters": 4, "optimizer state": 8, "gradients": 4}, rel=1e-3)
+    assert found.bytes_per_parameter == pytest.approx({"parameters": 4, "optimizer state": 8, "gradients": 4}, rel=1e-3)
     assert found.at_peak["batch"] == 4 * 32 * 100
     # Of the tanh and of the last layer, what their gradients need; the input of the first one is the batch.
     assert found.most["activations"] == pytest.approx(4 * 32 * (200 + 50), abs=16)
@@ -346,7 +346,7 @@ def test_products_that_torch_does_not_count():
     assert found.flops[CONTRACTION] == 2 * (4 * 20 * 30 + 20)
 
 
-def test_the_known_bytes_a_parameter():
+def test_the_known_bytes_per_parameter():
     """16 of float32 AdamW, 18 in mixed precision, 4 + 4 of SGD, 2 + 4 + 2 in bfloat16."""
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4)))
     batch = torch.randn(4, 128)
@@ -354,7 +354,7 @@ def test_the_known_bytes_a_parameter():
     def bytes_of(optimizer, *wrappers, dtype=torch.float32):
         loss = ft.from_module(model.to(dtype), lambda model, batch: model(batch).float().square().mean())
         step = ft.compose(ft.train_step(loss, optimizer), *wrappers)
-        return sum(ft.anatomy(step, step.init(), batch.to(dtype), measure=False).bytes_a_parameter.values())
+        return sum(ft.anatomy(step, step.init(), batch.to(dtype), measure=False).bytes_per_parameter.values())
 
     assert bytes_of(optim.adamw(1e-3)) == pytest.approx(16, rel=1e-3)
     assert bytes_of(optim.adamw(1e-3), ft.with_amp("bf16")) == pytest.approx(18, rel=1e-3)
@@ -393,7 +393,7 @@ def test_a_state_that_lives_in_files_is_no_memory_whether_it_is_there_or_not(tmp
         away = ft.offload("opt_state", directory=tmp_path, min_bytes=least)(step)
         there, none, outlined = (
             ft.anatomy(away, state, batch, measure=False)
-            for state in (away.init(), None, outline(away, step, step.init()))
+            for state in (away.init(), None, Original(step, step.init()).outline(away))
         )
         assert there.at_peak == none.at_peak == outlined.at_peak
         moments = [leaf.nbytes for leaf in tree.leaves(step.init().opt_state)]
@@ -443,8 +443,8 @@ def test_the_table_and_the_picture(tmp_path):
         "measured (",
         "  low-precision copies",
         "    blocks.1",
-        "bytes a parameter:",
-        "FLOP a step",
+        "bytes per parameter:",
+        "FLOP/step",
         "  tensor contractions",
     ):
         assert part in text
@@ -479,7 +479,7 @@ def test_what_anatomy_refuses():
     with pytest.raises(ComposeError, match="anatomy: the step is function; needs a Step"):
         ft.anatomy(lambda state, batch: (state, {}), step.init(), batch)
     pure = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), optim.sgd(0.1))
-    with pytest.raises(StructureError, match=r"anatomy: loss is no module; pass a state"):
+    with pytest.raises(StructureError, match=r"anatomy: loss has no module; pass a state"):
         ft.anatomy(pure, None, batch)
     with pytest.raises(StructureError):
         ft.anatomy(step, pure.init({"w": torch.ones(1)}), batch)
@@ -535,7 +535,9 @@ def test_a_step_that_asks_for_a_value_cannot_be_predicted():
         return total * 2 if bool(total.detach() > 0) else total
 
     step = ft.train_step(loss, optim.sgd(0.1))
-    with pytest.raises(TraceError, match=r"anatomy: runs the step on tensors without values, and loss asks for one \("):
+    with pytest.raises(
+        TraceError, match=r"anatomy: runs the step on fake tensors, which have no values, and loss reads a value \("
+    ):
         ft.anatomy(step, step.init({"w": torch.ones(3)}), torch.ones(3))
 
 

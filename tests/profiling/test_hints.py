@@ -12,20 +12,20 @@ from ftrain.errors import ComposeError, ConsumedError, DataError, StructureError
 from ftrain.profiling import rates
 from ftrain.profiling.hints import Facts, Remedy, calls, facts_of, run_rules
 from ftrain.profiling.hints.calls import record_calls
-from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
+from ftrain.profiling.hints.facts import FASTEST, MIDDLE, SLOWEST, Attention, Matmul
 from ftrain.profiling.timing import Interval, Loading
 from tests.profiling.problem import assert_untouched, batch, kept, make
 
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-def product(rows=1024, inner=768, columns=3072, dtype=BF16, exact=False, module="up"):
-    return Product(module, rows, inner, columns, dtype, exact, 2 * rows * inner * columns)
+def matmul(rows=1024, inner=768, columns=3072, dtype=BF16, exact=False, module="up"):
+    return Matmul(module, rows, inner, columns, dtype, exact, 2 * rows * inner * columns)
 
 
-# Nothing is wrong: the device is busy with products in bfloat16, of lengths that suit it.
+# Nothing is wrong: the device is busy with matmuls in bfloat16, of lengths that suit it.
 FINE = Facts(
-    products=[product()],
+    matmuls=[matmul()],
     attentions=[Attention("attend", FASTEST, {})],
     compiled=False,
     mixed=True,
@@ -37,8 +37,8 @@ FINE = Facts(
     gain=10.0,
     launch=1e-6,
     seconds=0.03,
-    doubled=Interval(0.98, 1.0, 1.02),
     loading=Loading(0.001, 0.03, 0.0301),
+    tried={Remedy.LARGER_BATCH: Interval(0.98, 1.0, 1.02)},
 )
 
 
@@ -53,7 +53,7 @@ def told(**changes):
 
 def test_where_nothing_is_wrong_nothing_is_said():
     assert found() == []
-    assert found(doubled=None, loading=None, products=[], attentions=[]) == []
+    assert found(tried={}, loading=None, matmuls=[], attentions=[]) == []
 
 
 @pytest.mark.parametrize(
@@ -65,37 +65,37 @@ def test_where_nothing_is_wrong_nothing_is_said():
     ],
 )
 def test_dimensions(given, text):
-    said = told(products=[product(**given)])
-    assert said.startswith("dimensions: no multiples of 64: ")
+    said = told(matmuls=[matmul(**given)])
+    assert said.startswith("dimensions: not multiples of 64: ")
     assert text in said
     # Where a device asks for none, and where next to nothing is computed.
-    assert found(products=[product(**given)], multiple=lambda dtype: 1) == []
-    assert found(products=[product(), product(rows=7, inner=8, columns=8)]) == []
+    assert found(matmuls=[matmul(**given)], multiple=lambda dtype: 1) == []
+    assert found(matmuls=[matmul(), matmul(rows=7, inner=8, columns=8)]) == []
 
 
 def test_eight_is_enough_where_the_device_says_so():
-    odd = product(rows=1000, inner=72)
-    assert found(products=[odd]) == ["dimensions"]
-    assert found(products=[odd], multiple=lambda dtype: 8) == []
+    odd = matmul(rows=1000, inner=72)
+    assert found(matmuls=[odd]) == ["dimensions"]
+    assert found(matmuls=[odd], multiple=lambda dtype: 8) == []
 
 
 def test_exact_products_have_no_dimensions_that_matter():
-    exact = product(rows=1000, dtype=F32, exact=True)
-    assert "dimensions" not in found(products=[exact])
-    assert "dimensions" in found(products=[product(rows=1000, dtype=F32)])
+    exact = matmul(rows=1000, dtype=F32, exact=True)
+    assert "dimensions" not in found(matmuls=[exact])
+    assert "dimensions" in found(matmuls=[matmul(rows=1000, dtype=F32)])
 
 
 def test_tf32():
-    exact = [product(dtype=F32, exact=True)]
-    assert found(products=exact) == ["TF32 off"]
-    assert "100% of the products are in float32" in told(products=exact)
-    assert found(products=exact, tf32=False) == []
-    assert found(products=[product(dtype=F32)]) == []
-    assert found(products=[*exact, product(), product()]) == []
+    exact = [matmul(dtype=F32, exact=True)]
+    assert found(matmuls=exact) == ["TF32 off"]
+    assert "100% of the matmuls are in float32" in told(matmuls=exact)
+    assert found(matmuls=exact, tf32=False) == []
+    assert found(matmuls=[matmul(dtype=F32)]) == []
+    assert found(matmuls=[*exact, matmul(), matmul()]) == []
 
 
 def test_narrow_products():
-    exact = {"products": [product(dtype=F32, exact=True)], "tf32": False, "mixed": False}
+    exact = {"matmuls": [matmul(dtype=F32, exact=True)], "tf32": False, "mixed": False}
     assert found(**exact) == ["float32"]
     assert "10.0 times as fast in bfloat16" in told(**exact)
     assert found(**exact, gain=1.2) == []
@@ -108,31 +108,33 @@ def test_narrow_products():
 
 
 def test_a_mask_that_forces_a_slow_kernel():
-    seen = [Attention("a", MIDDLING, {"attn_mask": "bool[8, 1, 64, 64]"}), Attention("b", FASTEST, {})]
+    seen = [Attention("a", MIDDLE, {"attn_mask": "bool[8, 1, 64, 64]"}), Attention("b", FASTEST, {})]
     assert "1 of 2 calls run with a slower kernel because of attn_mask=bool[8, 1, 64, 64]" in told(attentions=seen)
     seen = [Attention("a", SLOWEST, {"dropout_p": "0.1", "need_weights": "True"})]
     said = told(attentions=seen)
     assert "no fused kernel because of dropout_p=0.1, need_weights=True" in said
-    assert "Drop out after attention and not within it. Call it with need_weights=False." in said
+    assert "Apply dropout after attention, not within it. Call it with need_weights=False." in said
     # Nobody knows how to make it faster.
     assert found(attentions=[Attention("a", SLOWEST, {})]) == []
 
 
 def test_launches():
     assert found(operations=100_000) == ["launches"]
-    assert "100,000 operations take 100.0 ms to start at least (1.0 µs each), and their products 30.0 ms" in told(
+    assert "100,000 operations take at least 100.0 ms to launch (1.0 µs each), and their matmuls 30.0 ms" in told(
         operations=100_000
     )
     assert found(operations=100_000, compiled=True) == []
-    # Large operations without products, which take their time once they run.
+    # Large operations without matmuls, which take their time once they run.
     assert found(operations=100_000, flops=0) == ["launches"]
     assert found(operations=100_000, flops=0, seconds=1.0) == []
     assert found(operations=100_000, tried={Remedy.COMPILE: Interval(0.9, 0.95, 1.0)}) == []
 
 
 def test_a_batch_that_is_too_small():
-    assert "twice the batch makes 1.60 times the examples a second" in told(doubled=Interval(1.5, 1.6, 1.7))
-    assert found(doubled=Interval(1.0, 1.6, 1.7)) == []
+    assert "twice the batch makes 1.60 times the examples per second" in told(
+        tried={Remedy.LARGER_BATCH: Interval(1.5, 1.6, 1.7)}
+    )
+    assert found(tried={Remedy.LARGER_BATCH: Interval(1.0, 1.6, 1.7)}) == []
 
 
 def test_a_loader_that_starves_the_device():
@@ -166,16 +168,15 @@ def attending(model, *wrappers):
 
 
 def test_products_by_module_shape_and_dtype():
-    products, _ = record_calls(*attending(Attend()))
-    found = {(each.module, each.rows, each.inner, each.columns) for each in products}
+    matmuls, _ = record_calls(*attending(Attend()))
+    found = {(each.module, each.rows, each.inner, each.columns) for each in matmuls}
     assert found == {("qkv", 32, 24, 72), ("out", 32, 24, 24)}
     assert all(
-        each.exact and each.dtype == F32 and each.flops == 2 * each.rows * each.inner * each.columns
-        for each in products
+        each.exact and each.dtype == F32 and each.flops == 2 * each.rows * each.inner * each.columns for each in matmuls
     )
-    products, _ = record_calls(*attending(Attend(), ft.with_amp("bf16"), ft.accumulate(2), ft.remat(blocks=["qkv"])))
-    assert {(each.module, each.rows) for each in products} == {("qkv", 16), ("out", 16)}
-    assert {each.dtype for each in products} == {BF16}
+    matmuls, _ = record_calls(*attending(Attend(), ft.with_amp("bf16"), ft.accumulate(2), ft.remat(blocks=["qkv"])))
+    assert {(each.module, each.rows) for each in matmuls} == {("qkv", 16), ("out", 16)}
+    assert {each.dtype for each in matmuls} == {BF16}
 
 
 @pytest.mark.parametrize(
@@ -228,15 +229,15 @@ def test_attention_of_torch_that_returns_its_weights():
 
 def test_a_mask_that_an_efficient_kernel_takes_and_a_flash_kernel_does_not(monkeypatch):
     """As on GPUs, where flash attention has no masks: as called, with plain arguments, and with the mask alone."""
-    ranks = iter([MIDDLING, FASTEST, MIDDLING])
+    ranks = iter([MIDDLE, FASTEST, MIDDLE])
     monkeypatch.setattr(calls, "kernel_rank", lambda operation: next(ranks))
     _, (seen,) = record_calls(*attending(Attend(attn_mask=torch.ones(8, 8, dtype=torch.bool))))
-    assert (seen.rank, seen.causes) == (MIDDLING, {"attn_mask": "bool[8, 8]"})
+    assert (seen.rank, seen.causes) == (MIDDLE, {"attn_mask": "bool[8, 8]"})
 
 
 @pytest.mark.parametrize(
     ("name", "rank"),
-    [("_scaled_dot_product_efficient_attention", MIDDLING), ("_scaled_dot_product_flash_attention", FASTEST)],
+    [("_scaled_dot_product_efficient_attention", MIDDLE), ("_scaled_dot_product_flash_attention", FASTEST)],
 )
 def test_the_rank_of_a_kernel(name, rank):
     assert calls.kernel_rank(getattr(torch.ops.aten, name).default) == rank
@@ -253,8 +254,8 @@ def test_a_precision_that_was_chosen_for_one_device_needs_no_advice(monkeypatch)
         raise RuntimeError("PyTorch is checking the matmul precision without a specific backend name")
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
-    products, _ = record_calls(*attending(Attend()))
-    assert not any(each.exact for each in products)
+    matmuls, _ = record_calls(*attending(Attend()))
+    assert not any(each.exact for each in matmuls)
 
 
 def test_a_loss_without_a_module_and_with_a_key():

@@ -66,9 +66,9 @@ def test_every_technique_is_a_row_and_nothing_is_touched():
     assert found["batch x2"].peak > base.peak > found["batch /2"].peak
     for name in ("accumulate(2)", "remat()", "adafactor"):
         assert found[name].peak < base.peak
-    assert base.bytes_a_parameter == pytest.approx(16, rel=0.01)
+    assert base.bytes_per_parameter == pytest.approx(16, rel=0.01)
     for name, each in {'adamw(state_dtype="bf16")': 12, "adamw_8bit": 10.1, "adafactor": 8.2}.items():
-        assert found[name].bytes_a_parameter == pytest.approx(each, rel=0.02)
+        assert found[name].bytes_per_parameter == pytest.approx(each, rel=0.02)
 
 
 NO_TECHNIQUES = {
@@ -114,7 +114,6 @@ def test_a_hint_is_not_given_for_what_the_ladder_has_found_to_be_no_faster(timed
     (measured,) = seen
     tried = {remedy: speed.median for remedy, speed in measured["tried"].items()}
     assert tried == {Remedy.LARGER_BATCH: 4.0, Remedy.BFLOAT16: 0.5, Remedy.COMPILE: 0.25}
-    assert measured["doubled"].median == 4.0
 
 
 def test_a_compiled_row():
@@ -191,13 +190,15 @@ def test_accumulation_goes_inside_of_what_clips():
     made = technique.apply(Case(make(ft.clip(1.0)), batch()))
     assert [each.name for each in made.step.wrappers] == ["accumulate", "clip"]
     for pieces in (1, 2):
-        with pytest.raises(ComposeError, match=rf"clip\(norm<=1\) is done to every piece of accumulate\({pieces}\)"):
+        with pytest.raises(
+            ComposeError, match=rf"clip\(norm<=1\) applies to each microbatch of accumulate\({pieces}\)"
+        ):
             technique.apply(Case(make(ft.clip(1.0), ft.accumulate(pieces)), batch()))
 
 
 def test_other_optimizers_than_adam_keep_theirs(timed):
     found = timed(make(optimizer=ft.optim.sgd(0.1)), batch(), techniques=["optimizer choice"])
-    assert "takes the place of adam or adamw; the step has sgd(" in found["adafactor"].note
+    assert "replaces adam or adamw; the step has sgd(" in found["adafactor"].note
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,7 @@ def test_a_step_that_cannot_be_predicted_is_timed_and_measured(timed):
         assert found[name].seconds
         assert (found[name].predicted, found[name].note) == (None, "")
         assert found[name].measured == pytest.approx(known[name].measured, rel=0.05)
-    with pytest.raises(TraceError, match="runs the step on tensors without values"):
+    with pytest.raises(TraceError, match="runs the step on fake tensors"):
         ft.hints(step, step.init(), batch())
 
 
@@ -319,7 +320,7 @@ def test_what_the_step_as_given_raises_is_raised(timed):
 def test_data(monkeypatch, timed):
     found = timed(make(), batch(), techniques=[], data=[batch()] * 3)
     assert found.loading.alone > 0
-    assert "ms a batch; the device waits" in repr(found)
+    assert "ms/batch; the device waits" in repr(found)
     with pytest.raises(DataError, match="data is list_iterator"):
         timed(make(), batch(), techniques=[], data=iter([batch()] * 3))
 
@@ -332,10 +333,10 @@ def test_the_table_the_numbers_and_the_picture(timed, tmp_path):
         text.splitlines()[0]
         == f"squares(Sequential), 3,216 parameters, 64 examples; {ft.backends.get('cpu').describe()}"
     )
-    for part in ("gradient checkpointing remat()", "x0.50", "ms a step", "examples/s", "MiB", "B/par", SMALLER):
+    for part in ("gradient checkpointing remat()", "x0.50", "ms/step", "examples/s", "KiB", "B/par", SMALLER):
         assert part in text
-    assert "Of 3 rounds the median, and the range of all" in text
-    assert "95 times in 100" in repr(dataclasses.replace(found, rounds=6))
+    assert "Median of 3 rounds with its full range" in text
+    assert "95% confidence interval" in repr(dataclasses.replace(found, rounds=6))
     told = json.loads(json.dumps(found.as_dict()))
     assert [row["name"] for row in told["rows"]] == [row.name for row in found.rows]
     assert told["rows"][0]["seconds"] == {"low": 1.0, "median": 1.0, "high": 1.0}
@@ -366,11 +367,11 @@ def test_what_a_ladder_refuses():
     state = step.init()
     with pytest.raises(ComposeError, match="ladder: the step is function; needs a Step"):
         ft.ladder(lambda state, batch: (state, {}), state, given)
-    with pytest.raises(OptionError, match="ladder: there is no technique 'magic'; choices are batch size, batch x2"):
+    with pytest.raises(OptionError, match="ladder: there is no technique 'magic'; choose from batch size, batch x2"):
         ft.ladder(step, state, given, techniques=["magic"])
     with pytest.raises(OptionError, match=r"ladder: techniques is 'remat\(\)'; needs a list"):
         ft.ladder(step, state, given, techniques="remat()")
-    with pytest.raises(OptionError, match=r"ladder: techniques of one name among remat\(\), remat\(\)"):
+    with pytest.raises(OptionError, match=r"ladder: two techniques have the same name: remat\(\), remat\(\)"):
         ft.ladder(step, state, given, techniques=["remat()", ft.Technique("own", "remat()", lambda case: case)])
     with pytest.raises(OptionError, match="ladder: rounds is 0"):
         ft.ladder(step, state, given, rounds=0)

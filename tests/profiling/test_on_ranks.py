@@ -14,7 +14,7 @@ TIMED = {"hints": ft.hints, "ladder": ft.ladder, "tune": ft.tune}
 def test_a_step_on_several_ranks_is_refused(name):
     def rank(_):
         step = models.step_of(ft.sharded(ft.parallel.mesh()))
-        with pytest.raises(ComposeError, match=rf"{name}: the step runs on 2 ranks, and cannot be timed there"):
+        with pytest.raises(ComposeError, match=rf"{name}: the step runs on 2 ranks and cannot be timed there"):
             TIMED[name](step, step.init(), next(models.batches()))
 
     run(2, rank)

@@ -219,7 +219,7 @@ def test_the_table_of_a_plan():
     for part in (
         "at the peak of one of 8 ranks (replicate=2, shard=4, level=1), predicted\n",
         "  gathered parameters",
-        "MiB sent by each rank in a step, if collectives are rings\n",
+        "MiB sent by each rank per step, if collectives are rings\n",
         "  all-gather, shard",
         "  reduce-scatter, shard",
         "  all-reduce, replicate",
@@ -241,7 +241,7 @@ def test_a_mesh_that_is_none(mesh):
 
 def test_what_a_plan_refuses():
     step, batch = make("plain"), words(True)[1]
-    with pytest.raises(OptionError, match=r"anatomy: level is 1, of a step on one device; give the ranks, as mesh="):
+    with pytest.raises(OptionError, match=r"anatomy: level is 1, but the step is on one device; pass mesh="):
         ft.anatomy(step, None, batch, level=1)
     with pytest.raises(OptionError, match="sharded: level is 7"):
         ft.anatomy(step, None, batch, mesh=(1, 2), level=7)

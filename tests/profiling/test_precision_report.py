@@ -262,7 +262,7 @@ def test_an_evaluation_in_another_dtype_than_that_of_the_loss(trained_in, dtype)
 
 @torch.library.custom_op("ftrain_tests::precision", mutates_args=())
 def precision(x: torch.Tensor) -> torch.Tensor:
-    """What the precision of float32 products is when this runs; the compiled code of a step has it as an operation."""
+    """What the precision of float32 matmuls is when this runs; the compiled code of a step has it as an operation."""
     SEEN.append(torch.get_float32_matmul_precision())
     return x.clone()
 
@@ -417,7 +417,7 @@ def cpu_with():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("way", WAYS)
 def test_tf32_holds_while_a_step_runs_however_it_does(way, cpu_with):
-    cpu_with(tf32=lambda: ft.backends.device_module.float32_products("high"))
+    cpu_with(tf32=lambda: ft.backends.device_module.float32_matmul_precision("high"))
     step, other = make(probing, ft.with_amp("tf32"), *WAYS[way]), make(probing, *WAYS[way])
     state, plain = step.init(params()), other.init(params())
     for _ in range(2):

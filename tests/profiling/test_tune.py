@@ -49,14 +49,14 @@ def wrappers(step):
 
 
 def verdicts(found):
-    return {(row.pieces, row.policy): row.verdict for row in found.rows}
+    return {(row.microbatches, row.policy): row.verdict for row in found.rows}
 
 
 def test_with_enough_memory_a_step_stays_as_it_is(timed):
     step, given = problem(ft.clip(1.0))
     found = timed(step, given, {"accumulate": 2.0}, memory="1GB")
     assert wrappers(found.step) == ["clip"]
-    assert [(row.pieces, row.policy) for row in found.rows] == [(1, "none"), (2, "none")]
+    assert [(row.microbatches, row.policy) for row in found.rows] == [(1, "none"), (2, "none")]
     assert found.rows[0].measured < 1e9
     assert found.rows[0].verdict.startswith("<- fastest;")
     assert found.rows[1].verdict == "slower"
@@ -122,9 +122,9 @@ def test_pieces_that_are_clipped_stay_as_they_are(timed):
 
 def test_only_whole_pieces(timed):
     step, _ = problem()
-    assert [row.pieces for row in timed(step, batch(6, WIDTH), memory="1GB").rows] == [1, 2]
-    assert [row.pieces for row in timed(step, batch(7, WIDTH), memory="1GB").rows] == [1, 7]
-    assert [row.pieces for row in timed(step, batch(1, WIDTH), memory="1GB").rows] == [1]
+    assert [row.microbatches for row in timed(step, batch(6, WIDTH), memory="1GB").rows] == [1, 2]
+    assert [row.microbatches for row in timed(step, batch(7, WIDTH), memory="1GB").rows] == [1, 7]
+    assert [row.microbatches for row in timed(step, batch(1, WIDTH), memory="1GB").rows] == [1]
 
 
 def summed(model, batch):
@@ -154,7 +154,7 @@ def test_a_loss_that_pieces_would_change_stays_whole(timed, criterion, pieces, w
     step = make(*wrappers, width=WIDTH, optimizer=ft.optim.sgd(1e-3), criterion=criterion, drop=0.1)
     given = {**batch(64, WIDTH), "w": torch.arange(64.0)}
     found = timed(step, given, memory="1GB")
-    assert max(row.pieces for row in found.rows if row.predicted) == pieces
+    assert max(row.microbatches for row in found.rows if row.predicted) == pieces
     refused = [row for row in found.rows if "does not apply" in row.verdict]
     assert len(refused) == (pieces == 1)
     if refused:
@@ -166,8 +166,8 @@ def test_a_loss_that_is_no_mean_stays_in_the_pieces_it_is_given_in(timed):
     step = make(ft.accumulate(4), width=WIDTH, optimizer=ft.optim.sgd(1e-3), criterion=summed)
     given = batch(64, WIDTH)
     found = timed(step, given, memory="1GB")
-    assert {row.pieces for row in found.rows if row.predicted} == {4}
-    with pytest.raises(DeviceError, match="Other pieces do not apply: the loss of the batch is"):
+    assert {row.microbatches for row in found.rows if row.predicted} == {4}
+    with pytest.raises(DeviceError, match="The number of microbatches does not change: the loss of the batch is"):
         timed(step, given, memory=int(1.01 * sum(leaf.nbytes for leaf in tree.leaves((step.init(), given)))))
 
 
@@ -178,7 +178,7 @@ def test_a_loss_that_cannot_be_evaluated_is_taken_by_its_law(timed):
         return squares(model, batch)
 
     step = make(width=WIDTH, criterion=criterion)
-    assert [row.pieces for row in timed(step, batch(6, WIDTH), memory="1GB").rows] == [1, 2]
+    assert [row.microbatches for row in timed(step, batch(6, WIDTH), memory="1GB").rows] == [1, 2]
 
 
 @pytest.mark.parametrize("choice", [search.NO_REMAT, search.FULL])
@@ -210,7 +210,7 @@ def test_a_model_that_no_machine_holds():
     assert chosen.predicted < 0.9 * whole
     assert chosen.seconds is None
     assert chosen.policy == "none"
-    assert chosen.pieces == 2
+    assert chosen.microbatches == 2
 
 
 def test_what_is_measured_above_the_limit_is_not_taken(timed, monkeypatch):
@@ -241,7 +241,7 @@ def test_what_runs_alone_and_not_beside_another_state_is_taken_as_it_was_predict
 def test_no_example_and_no_parameter_is_no_fault(timed):
     step, _ = problem()
     found = timed(step, batch(0, WIDTH), memory="1GB")
-    assert [(row.pieces, row.policy) for row in found.rows] == [(1, "none")]
+    assert [(row.microbatches, row.policy) for row in found.rows] == [(1, "none")]
     step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.adamw(0.1))
     found = timed(step, torch.ones(0), memory="1GB", state=step.init({"w": torch.ones(0)}))
     assert repr(found.step) == repr(step)
@@ -273,7 +273,7 @@ def test_the_memory_of_the_device_is_the_limit_unless_told(timed, monkeypatch):
     having(peak(step, given) - own - 1)
     assert wrappers(timed(step, given).step) != []
     having(None)
-    with pytest.raises(DeviceError, match=r"tune: .* cannot tell how much memory is free; say it, as memory='8GB'"):
+    with pytest.raises(DeviceError, match=r"tune: .* does not report its free memory; pass memory=, such as '8GB'"):
         timed(step, given)
 
 
@@ -282,7 +282,7 @@ def test_less_memory_than_the_state_takes():
     with pytest.raises(OptionError) as caught:
         ft.tune(step, step.init(), given, memory="300 KiB")
     text = str(caught.value)
-    assert "tune: memory is 300.0 KiB, and the state and the batch alone take 710.8 KiB:" in text
+    assert "tune: memory is 300.0 KiB, but the state and the batch alone take 710.8 KiB:" in text
     for line in ("parameters", "optimizer state", "What would take less:", "ft.optim.adamw_8bit", "trainable="):
         assert line in text
 
@@ -303,10 +303,10 @@ def test_a_batch_that_cannot_be_cut_stays_whole():
     step = ft.train_step(ft.from_module(Remembering(), lambda model, batch: model(batch["x"])), ft.optim.adamw(1e-3))
     found = ft.trials(step, step.init(), {"x": torch.randn(8, 4)}, memory="1MB", rounds=1)
     assert found.step is not None
-    assert [row.pieces for row in found.rows if row.seconds] == [1]
-    assert "the loss fails over half of the batch: The size of tensor" in str(found)
+    assert [row.microbatches for row in found.rows if row.seconds] == [1]
+    assert "the loss fails for half of the batch: The size of tensor" in str(found)
     unseen = ft.trials(step, None, {"x": torch.randn(8, 4)}, memory="1MB")
-    assert {row.pieces for row in unseen.rows if row.predicted} == {1, 8}  # Of one example, torch makes eight.
+    assert {row.microbatches for row in unseen.rows if row.predicted} == {1, 8}  # Of one example, torch makes eight.
 
 
 def test_it_says_what_costs_the_chosen_step_its_speed(caplog, monkeypatch):
@@ -327,7 +327,7 @@ def test_nothing_fits():
     text = str(caught.value)
     assert text.startswith("tune: nothing fits into")
     for line in (
-        "with remat=",
+        "remat=",
         "at the peak, predicted",
         "optimizer state",
         "What would need less",
@@ -367,7 +367,7 @@ def test_what_was_tried_is_shown_and_logged(timed, caplog):
     found = timed(step, given, memory=peak(step, given) - 1)
     text = repr(found)
     assert text.startswith("2,048 examples within ")
-    for part in ("pieces  remat", "does not fit", "<- fastest; ", "x1.00", "1,000.0", "2,048.0"):
+    for part in ("microbatches  remat", "does not fit", "<- fastest; ", "x1.00", "1,000.0", "2,048.0"):
         assert part in text
     with caplog.at_level(logging.INFO, "ftrain"):
         ft.tune(step, step.init(), given, memory="1GB", rounds=1)

@@ -6,10 +6,9 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.errors import BatchError, DeviceError, OptionError
-from ftrain.profiling.anatomy.mesh_layout import MeshLayout
-from ftrain.profiling.tuning.mesh_record import FLOPS, NETWORK, NODE, MeshTrial
+from ftrain.profiling.anatomy.planned import MeshLayout
 from ftrain.profiling.tuning.mesh_search import _MeshSearch
-from ftrain.profiling.tuning.record import FULL, NO_REMAT
+from ftrain.profiling.tuning.record import FLOPS, FULL, NETWORK, NO_REMAT, NODE, MeshTrial
 from tests.profiling.problem import batch, make
 
 WIDTH = 16
@@ -26,7 +25,7 @@ def test_with_enough_memory_what_takes_least_time_is_taken():
     estimates = [row.estimate for row in found.rows]
     assert estimates == sorted(estimates)
     best = found.rows[0]
-    assert (best.policy, best.pieces, best.verdict) == ("none", 1, "<- least time")
+    assert (best.policy, best.microbatches, best.verdict) == ("none", 1, "<- least time")
     assert best.layout.level < 3  # Which gathers parameters twice.
     assert f"sharded({best.layout.replicate}x{best.layout.shard}, level={best.layout.level})" in repr(found.step)
     with pytest.raises(OptionError, match=r"sharded: the 2 ranks of this step are planned, and do not exist; start as"):
@@ -50,14 +49,20 @@ def test_what_is_taken_fits_in_the_fewest_pieces(monkeypatch):
         tried.append(pieces)
         peak = 50 + 200 // pieces
         return MeshTrial(
-            pieces, choice, None, peak, verdict="does not fit" if peak > search.memory else "", layout=layout
+            pieces,
+            choice,
+            None,
+            peak,
+            fits=peak <= search.memory,
+            verdict="does not fit" if peak > search.memory else "",
+            layout=layout,
         )
 
     monkeypatch.setattr(search, "_predict", predict)
     for memory, fewest in ((250, 1), (100, 4), (99, 8), (62, 16)):
         search.memory = memory
         row = search._fewest(layout, NO_REMAT)
-        assert (row.pieces, row.verdict) == (fewest, "")
+        assert (row.microbatches, row.verdict) == (fewest, "")
     search.memory, tried[:] = 61, []
     assert search._fewest(layout, NO_REMAT).verdict == "does not fit"
     assert tried == [16]
@@ -125,25 +130,24 @@ def test_pieces_that_are_clipped_and_models_without_blocks_stay_as_they_are():
 def test_nothing_fits():
     step, given = make(width=64), batch(8, 64)
     with pytest.raises(
-        DeviceError, match=r"tune: nothing fits into 400\.0 KiB a rank; in 4 pieces with remat=full on 1 x 2, level 3"
+        DeviceError,
+        match=r"tune: nothing fits into 400\.0 KiB per rank; with microbatches=4, remat=full and 1 x 2, level 3",
     ) as caught:
         ft.tune(step, None, given, memory="400KiB", mesh=(1, 2))
     assert "at the peak of one of 2 ranks (replicate=1, shard=2, level=3), predicted" in str(caught.value)
     with pytest.raises(
-        DeviceError, match=r"nothing fits into 10.0 KiB a rank; .* More ranks divide the state further$"
+        DeviceError, match=r"nothing fits into 10.0 KiB per rank; .* More ranks divide the state further$"
     ):
         ft.tune(step, None, given, memory="10KiB", mesh=(1, 2))
 
 
 def test_what_tune_refuses_of_a_mesh():
     step, given = make(), batch(6, WIDTH)
-    with pytest.raises(OptionError, match="tune: the ranks of a mesh need not be here; say what memory each has"):
+    with pytest.raises(OptionError, match="tune: the ranks of a mesh may not exist; pass the memory of each"):
         ft.tune(step, None, given, mesh=(1, 2))
     with pytest.raises(OptionError, match=r"tune: mesh is 8; needs \(nodes, devices\), two positive"):
         ft.tune(step, None, given, memory="1GB", mesh=8)
-    with pytest.raises(
-        BatchError, match="a batch of 6 examples has no equal part for each of 4 ranks; 2 examples more"
-    ):
+    with pytest.raises(BatchError, match="4 ranks do not divide a batch of 6 examples; add 2 examples"):
         ft.tune(step, None, given, memory="1GB", mesh=(2, 2))
     with pytest.raises(BatchError, match="do not say how many examples"):
         ft.tune(step, None, {"x": torch.ones(())}, memory="1GB", mesh=(2, 2))

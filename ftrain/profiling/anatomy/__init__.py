@@ -1,4 +1,4 @@
-"""Where the memory and the work of a step go, predicted and measured."""
+"""The memory and the work of a step, predicted and measured."""
 
 from ftrain.profiling.anatomy.record import Anatomy as Anatomy
 from ftrain.profiling.anatomy.run import anatomy as anatomy

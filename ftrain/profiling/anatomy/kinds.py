@@ -1,4 +1,4 @@
-"""What memory is for, by when it was allocated and freed."""
+"""Classify memory by when it is allocated and freed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PARAMETERS, FROZEN, GATHERED, COPIES, OPTIMIZER, GRADIENTS, ACTIVATIONS, REST, B
 
 
 def classify(recorder: AllocationRecorder) -> None:
-    """Set the kind of the allocations that have none yet."""
+    """Set the kind of each allocation that has none yet."""
     timeline = recorder.timeline
     backward = [index for index, operation in enumerate(timeline.operations) if operation.phase == BACKWARD]
-    # A step with microbatches has several backward passes.
+    # With microbatches there are several backward passes.
     starts = [index for index, previous in zip(backward, [-2, *backward], strict=False) if index != previous + 1]
     ends = [index for index, following in zip(backward, [*backward[1:], -1], strict=True) if index + 1 != following]
     first_end = min(ends, default=recorder.update_start)
@@ -33,7 +33,7 @@ def classify(recorder: AllocationRecorder) -> None:
         return any(allocation.start <= index < timeline.end(allocation) - 1 for index in indices)
 
     def is_gradient(allocation: Allocation) -> bool:
-        # What a backward pass leaves, and what is computed from it before the update: sums, clipped gradients.
+        # What a backward pass returns, and what is computed from it before the update, such as sums.
         if allocation.phase == BACKWARD:
             return outlives(allocation, ends)
         return allocation.phase == UPDATE and first_end < allocation.start < recorder.update_start

@@ -1,4 +1,4 @@
-"""The memory and the time of a step, measured by the profiler of torch."""
+"""Measure the memory and the time of a step with torch's profiler."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 class Measured(NamedTuple):
-    """What was measured of a step.
+    """The measured memory and time of a step.
 
     Args:
-        beyond_start: bytes at the peak, beyond those that were allocated before the step.
-        seconds: time by group of operations; on a device that of its kernels, on a CPU that of each operation without
-            the operations that it calls.
+        beyond_start: bytes at the peak, without those that were allocated before the step.
+        seconds: time by group of operations: of kernels on a device, and on a CPU of each operation without those that
+            it calls.
     """
 
     beyond_start: int
@@ -36,12 +36,9 @@ class Measured(NamedTuple):
 
 
 def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
-    """Run a step twice, the second time under the profiler of torch; waits for the device.
+    """Run a step twice, the second time under torch's profiler, and wait for the device.
 
-    Args:
-        step: the step; one that donates consumes the state.
-        state: the state that it starts from.
-        batch: a batch.
+    A step that donates consumes the state.
     """
     device = tree.device_of(state.params)
     state, _ = step(state, batch)
@@ -53,7 +50,7 @@ def measure(step: Step, state: TrainState, batch: PyTree) -> Measured:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the log of the profiler, unless the environment sets its level."""
+    """Silence the profiler, which writes to stderr, unless the environment sets its log level."""
     if LOG_LEVEL in os.environ:
         yield
         return

@@ -1,25 +1,62 @@
-"""A step of ranks that do not exist: of any number of them, seen from the first one."""
+"""Steps on ranks that do not exist, from the view of the first rank."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftrain import tree
 from ftrain._torch import FakeTensorMode, fake_like
 from ftrain._torch.mesh import PlannedMesh
 from ftrain.errors import OptionError
-from ftrain.parallel.mesh import planned_mesh
+from ftrain.parallel.mesh import ALL, REPLICATE, SHARD, planned_mesh
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.parallel.sharded import sharded
-from ftrain.profiling.anatomy.mesh_layout import MeshLayout
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.types import TrainState, replace
 
 
+class MeshLayout(NamedTuple):
+    """How a step is divided over ranks.
+
+    Args:
+        replicate: number of copies of the state.
+        shard: number of ranks over which each copy is divided.
+        level: level of `sharded`.
+    """
+
+    replicate: int
+    shard: int
+    level: int
+
+    @property
+    def ranks(self) -> int:
+        """The number of all ranks."""
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        return f"{self.replicate} x {self.shard}, level {self.level}"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks along each axis."""
+        return {REPLICATE: self.replicate, SHARD: self.shard, ALL: self.ranks}
+
+    def between_nodes(self, devices: int) -> dict[str, float]:
+        """Return for each axis the share of the bytes a rank sends that goes to another node.
+
+        The ranks of a group in one node send equal shares of it, as several rings at the same time do.
+
+        Args:
+            devices: number of ranks per node, which are neighbours.
+        """
+        neighbours = {REPLICATE: max(devices // self.shard, 1), SHARD: devices, ALL: devices}
+        return {axis: 1 / neighbours[axis] if size > neighbours[axis] else 0.0 for axis, size in self.sizes.items()}
+
+
 def layout_of(step: Step) -> MeshLayout | None:
-    """Return how a step is divided over ranks; None if it is not `sharded`."""
+    """Return how a step is divided over ranks, or None if it is not `sharded`."""
     wrapper = _sharded(step)
     if wrapper is None or wrapper.options is None:
         return None
@@ -34,27 +71,27 @@ def is_planned(step: Step) -> bool:
 
 
 def plan(function: str, step: Step, mesh: tuple[int, int] | None, level: int | None) -> Step:
-    """Return a step like another one on ranks that do not exist, which runs on tensors without values alone.
+    """Return the step on ranks that do not exist. It runs on fake tensors only.
 
     Args:
-        function: the public function that plans, for errors.
-        step: with `sharded` or without.
-        mesh: (replicate, shard). Default: that of the step.
-        level: of `sharded`. Default: that of the step, or that of `sharded` by default.
+        function: name of the caller, for errors.
+        step: the step, with or without `sharded`.
+        mesh: (replicate, shard). Default: the mesh of the step.
+        level: the level of `sharded`. Default: that of the step, or else the default of `sharded`.
 
     Raises:
-        OptionError: for no pair of sizes; for another level; for a level without a mesh.
-        ComposeError: when the step has something that cannot be on ranks, or not at this level.
+        OptionError: for an invalid mesh or level, or a level without a mesh.
+        ComposeError: if a part of the step cannot run on ranks, or not at this level.
     """
     wrapper, options = _sharded(step), dict[str, Any]()
     if wrapper is not None:
         options |= wrapper.options or {}
     elif mesh is None:
-        raise OptionError(f"{function}: level is {level}, of a step on one device; give the ranks, as mesh=(1, 8)")
+        raise OptionError(f"{function}: level is {level}, but the step is on one device; pass mesh=, such as (1, 8)")
     sizes = tuple(options["mesh"].shape) if mesh is None else require_pair(function, mesh, "replicate, shard")
     options["mesh"] = planned_mesh(*sizes)
     if mesh is not None:
-        options["batches"] = "whole"  # That of a plan for other ranks is of all of them.
+        options["batches"] = "whole"  # A plan takes the batch of all ranks.
     if level is not None:
         options["level"] = level
         options |= {"gather": "own"} if level < 3 else {}
@@ -80,11 +117,11 @@ def require_pair(function: str, mesh: Any, names: str) -> tuple[int, int]:
 
 
 def planned_state(step: Step, state: TrainState) -> TrainState:
-    """Return the state of a planned step, as tensors without values, for the parameters of another state.
+    """Return the state of a planned step, as fake tensors.
 
     Args:
         step: the planned step.
-        state: a state of the step that was planned, of whole tensors or divided over any mesh.
+        state: a state of the step before it was planned, with whole tensors or divided over any mesh.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     parts = state.params, state.frozen, state.buffers

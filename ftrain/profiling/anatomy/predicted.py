@@ -1,4 +1,4 @@
-"""The memory and the work of a step, predicted by running it on fake tensors."""
+"""Predict the memory and the work of a step by running it on fake tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ftrain.types import Gradients, Hyper, LossFn, LossOutput, Metrics, PyTree, 
 
 
 def abstract_state(step: Step, module: nn.Module) -> TrainState:
-    """Return the state of a step whose loss is that of a module, as fake tensors."""
+    """Return the initial state of a step whose loss has a module, as fake tensors."""
     mode, slots = FakeTensorMode(allow_non_fake_inputs=True), slots_of(module)
     fakes: dict[str, Tensor] = {}
     for slot in slots:
@@ -36,37 +36,37 @@ def abstract_state(step: Step, module: nn.Module) -> TrainState:
 
 @contextmanager
 def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
-    """Context in which a step runs on fake tensors, none of which stays in its module.
+    """Context in which a step runs on fake tensors. Attributes of its module that the run sets are restored.
 
     Args:
-        function: the public function that runs the step, for errors.
+        function: name of the caller, for errors.
         step: the step.
         mode: the mode of the fake tensors.
 
     Raises:
-        TraceError: when the step asks for the value of a tensor.
+        TraceError: if the step reads the value of a tensor.
     """
     try:
         with preserve_attributes(step.base.module), mode, torch.no_grad(), step.loss.scope(True):
             yield
     except NEEDS_VALUES as error:
         raise TraceError(
-            f"{function}: runs the step on tensors without values, and {step.base.text} asks for one "
-            f"({getattr(error, 'func', error)}); use torch.where or a mask in place of .item(), bool() and shapes that "
+            f"{function}: runs the step on fake tensors, which have no values, and {step.base.text} reads a value "
+            f"({getattr(error, 'func', error)}); use torch.where or a mask instead of .item(), bool() and shapes that "
             "depend on values"
         ) from error
 
 
 def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
-    """Run a step eagerly on fake tensors, and return what it allocates; a compiled step as if it were eager.
+    """Run a step eagerly on fake tensors, even if it is compiled, and return what it allocates and computes.
 
     Args:
-        step: the step; one that is `sharded`, on a planned mesh.
-        state: of the step.
-        batch: of the whole run.
+        step: the step. If it is `sharded`, its mesh must be a planned one.
+        state: its state.
+        batch: the batch of all ranks.
 
     Raises:
-        TraceError: when the step asks for the value of a tensor.
+        TraceError: if the step reads the value of a tensor.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hyper = {name: float(schedule(0)) for name, schedule in step.optimizer.schedules.items()}
@@ -100,7 +100,7 @@ def predict(step: Step, state: TrainState, batch: PyTree) -> Timeline:
 
 
 class _RecordedRun(Eager):
-    """Runs a step operation by operation, and tells a recorder what its tensors are for."""
+    """Runs a step operation by operation, and marks the kinds of its tensors in a recorder."""
 
     def __init__(self, step: Step, recorder: AllocationRecorder) -> None:
         super().__init__(step, around_loss=self._counting, around_update=self._marking)
@@ -132,16 +132,16 @@ class _RecordedRun(Eager):
 
 
 def _fake(mode: FakeTensorMode, leaf: Any) -> Any:
-    """Return a fake tensor like a tensor, and a DTensor of one for a DTensor; other leaves as they are."""
+    """Return a fake tensor for a tensor, a DTensor of one for a DTensor, and other leaves unchanged."""
     if dtensor.is_dtensor(leaf):
         return dtensor.with_local_part(leaf, fake_like(mode, dtensor.local_part(leaf), tree.HOST))
-    # On the CPU, whatever the device: the size of a tensor does not depend on it.
+    # On the CPU: the size of a tensor does not depend on the device.
     return fake_like(mode, leaf, tree.HOST) if isinstance(leaf, Tensor) else leaf
 
 
 def _is_offloaded(state: TrainState) -> list[bool]:
-    """Return for each tensor of the optimizer's state whether it is kept outside of the device's memory."""
-    # A meta tensor stands for one that will be on the device.
+    """Return for each tensor of the optimizer state whether it is outside the memory of the device."""
+    # A meta tensor represents one that will be on the device.
     resident = tree.device_of(state.params), torch.device("meta")
     return [
         is_in_file(leaf) or (leaf.device not in resident and leaf.ndim > 0) or _materialized(leaf) is not leaf
@@ -150,12 +150,12 @@ def _is_offloaded(state: TrainState) -> list[bool]:
 
 
 def _materialized(leaf: Any) -> Any:
-    """Return a full-size tensor for an abstract one that stands for an offloaded tensor; other leaves as they are."""
+    """Return a full-size tensor for an abstract one that represents an offloaded tensor; other leaves unchanged."""
     if isinstance(leaf, Tensor) and is_abstract(leaf) and leaf.untyped_storage().nbytes() < leaf.nbytes:
         return torch.empty_like(leaf, memory_format=torch.contiguous_format)
     return leaf
 
 
 def _tensors(node: PyTree) -> list[Any]:
-    """Return the tensors of a tree; of DTensors the part of this rank."""
+    """Return the tensors of a tree; for DTensors, their local tensors."""
     return [dtensor.local_part(leaf) for leaf in tree.leaves(node) if isinstance(leaf, Tensor)]

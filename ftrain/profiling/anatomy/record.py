@@ -1,17 +1,19 @@
-"""The result of `anatomy`: numbers, a table and a picture."""
+"""The result of `anatomy`: numbers, a table and a plot."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from ftrain.profiling.anatomy.drawing import draw
+from ftrain._plotting import as_file, blank, save
+from ftrain.backends.format_bytes import unit_of
 from ftrain.profiling.anatomy.kinds import ACTIVATIONS, COPIES, GRADIENTS, KINDS, OPTIMIZER, PARAMETERS
-from ftrain.profiling.anatomy.mesh_layout import MeshLayout
+from ftrain.profiling.anatomy.planned import MeshLayout
 from ftrain.profiling.anatomy.timeline import Allocation, Timeline
 from ftrain.step.flops import GROUPS
 from ftrain.step.traffic import Traffic, traffic_of
@@ -20,24 +22,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WEIGHTS = PARAMETERS, COPIES, OPTIMIZER, GRADIENTS
-"""The kinds that are counted in bytes a parameter."""
+"""The kinds that count in bytes per parameter."""
 
+FLOP_UNITS = "FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"
 MOST_SHOWN = 12
-OVERHEAD = "what the framework and its kernels take for themselves"
+OVERHEAD = "what the framework and its kernels allocate for their own use"
 EAGER = "as if the step ran eagerly; compiled, it usually takes less"
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Where the memory and the work of a step go; `print` shows it.
+    """The memory and the work of a step; `print` shows it as a table.
 
     Args:
-        timeline: every allocation and operation, as predicted; of a compiled step, those of the eager one.
-        params: number of trained parameters, whole ones.
-        compiled: whether the step is compiled, so that `peak`, that of the eager step, is usually too high.
-        measured: bytes at the peak, measured; None where nothing was measured.
-        seconds: time by group, measured; None where nothing was measured.
-        layout: how the step is divided over ranks, of which this is the first; None for one that is not.
+        timeline: all allocations and operations, predicted for the eager step even if the step is compiled.
+        params: number of trained parameters, over all ranks.
+        compiled: whether the step is compiled. Its `peak` is then usually too high, since it is that of the eager step.
+        measured: bytes at the peak, measured; None if nothing was measured.
+        seconds: time by group of operations, measured; None if nothing was measured.
+        layout: how the step is divided over ranks, of which this is the first; None without ranks.
     """
 
     timeline: Timeline = field(repr=False)
@@ -49,12 +52,12 @@ class Anatomy:
 
     @cached_property
     def peak(self) -> int:
-        """Bytes at the peak, predicted; of a compiled step, those of the eager one."""
+        """Bytes at the peak, predicted for the eager step."""
         return max(self.timeline.curve(), default=0)
 
     @cached_property
     def at_peak(self) -> dict[str, int]:
-        """Bytes at the peak, by what they are for."""
+        """Bytes at the peak, by kind."""
         sizes = Counter[str]()
         for allocation in self._alive_at_peak:
             sizes[allocation.kind] += allocation.size
@@ -62,7 +65,7 @@ class Anatomy:
 
     @cached_property
     def activations(self) -> dict[str, int]:
-        """Bytes at the peak that are kept for the backward pass, by the module that computed them."""
+        """Bytes at the peak that are saved for the backward pass, by the module that computed them."""
         sizes = Counter[str]()
         for allocation in self._alive_at_peak:
             if allocation.kind == ACTIVATIONS:
@@ -77,7 +80,7 @@ class Anatomy:
 
     @cached_property
     def most(self) -> dict[str, int]:
-        """The most bytes of each kind, whenever that is."""
+        """The most bytes of each kind at any time."""
         return {kind: max(self.timeline.curve(kind), default=0) for kind in KINDS}
 
     @cached_property
@@ -90,12 +93,12 @@ class Anatomy:
 
     @cached_property
     def traffic(self) -> list[Traffic]:
-        """What each rank sends in a step, by kind of collective and axis of the mesh; most first."""
+        """Bytes that each rank sends in a step, by kind of collective and axis of the mesh; most first."""
         return [] if self.layout is None else traffic_of(self.timeline.collectives, self.layout.sizes)
 
     @property
     def at_rest(self) -> Counter[str]:
-        """Bytes that are allocated before the step, by what they are for."""
+        """Bytes that are allocated before the step, by kind."""
         by_kind = Counter[str]()
         for allocation in self.timeline.allocations:
             if not allocation.phase:
@@ -104,26 +107,26 @@ class Anatomy:
 
     @property
     def measured_ratio(self) -> float | None:
-        """The measured peak divided by the predicted one; None where nothing was measured."""
+        """The measured peak divided by the predicted one; None if nothing was measured."""
         return None if self.measured is None else self.measured / max(self.peak, 1)
 
     @property
     def overhead(self) -> int | None:
-        """Measured bytes beyond the predicted ones: what kernels allocate for their own use.
+        """Measured minus predicted bytes: what kernels allocate for their own use.
 
-        None where nothing was measured, and of a compiled step, whose tensors are not those that were predicted.
+        None if nothing was measured, and for a compiled step, whose tensors are not those of the prediction.
         """
         return None if self.measured is None or self.compiled else self.measured - self.peak
 
     @property
-    def bytes_a_parameter(self) -> dict[str, float]:
-        """Bytes for each trained parameter: weights, their copies, optimizer state and gradients."""
+    def bytes_per_parameter(self) -> dict[str, float]:
+        """Bytes per trained parameter: of weights, their copies, optimizer state and gradients."""
         return {kind: self.most[kind] / max(self.params, 1) for kind in WEIGHTS if self.most.get(kind)}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all but the timeline as dicts, text and numbers, which JSON can hold: bytes, operations, seconds."""
+        """Return everything except the timeline as dicts, strings and numbers, for JSON: bytes, FLOPs, seconds."""
         totals = "peak", "compiled", "measured", "measured_ratio", "overhead", "params"
-        tables = "at_peak", "at_rest", "activations", "most", "bytes_a_parameter", "flops"
+        tables = "at_peak", "at_rest", "activations", "most", "bytes_per_parameter", "flops"
         return {
             **{name: getattr(self, name) for name in totals},
             **{name: dict(getattr(self, name)) for name in tables},
@@ -133,24 +136,45 @@ class Anatomy:
         }
 
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
-        """Draw the memory over the operations of the step; needs matplotlib.
+        """Plot the memory over the operations of the step.
 
         Args:
             path: a PNG or SVG file to write. Default: none.
 
         Raises:
             OptionError: for a path with another suffix.
-            FtrainError: when matplotlib is not installed.
+            FtrainError: if matplotlib is not installed.
         """
-        curves = {kind: self.timeline.curve(kind) for kind in KINDS if self.most.get(kind)}
-        return draw(curves, [each.phase for each in self.timeline.operations], path)
+        file, figure = as_file(path), blank(8.0, 4.0)
+        axes, phases = figure.add_subplot(), [each.phase for each in self.timeline.operations]
+        kinds = [kind for kind in KINDS if self.most.get(kind)]
+        mebibytes = [[size / 2**20 for size in self.timeline.curve(kind)] for kind in kinds]
+        axes.stackplot(range(len(phases)), mebibytes, labels=kinds, linewidth=0, step="post")
+        axes.set(xlabel="operation", ylabel="MiB")
+        axes.margins(x=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        start = 0
+        for phase, operations in groupby(phases):
+            length = len(list(operations))
+            is_wide_enough_for_text = length > len(phases) / 20
+            if is_wide_enough_for_text:
+                axes.axvline(start, color="black", linewidth=0.5, alpha=0.4)
+                middle, above = start + length / 2, axes.get_xaxis_transform()
+                axes.text(middle, 1.0, phase, ha="center", va="bottom", transform=above)
+            start += length
+        figure.legend(loc="outside right upper", frameon=False, reverse=True)
+        return save(figure, file)
 
     def __repr__(self) -> str:
-        return "\n".join([*self._memory(), *self._sent(), "", *self._work()])
+        return "\n".join([*self._memory_lines(), *self._traffic_lines(), "", *self._work_lines()])
 
-    def _memory(self) -> list[str]:
-        unit, name = _unit(self.peak, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-        peak = f"{self.peak / unit:,.1f} {name} at the peak{self._where()}, predicted"
+    def _memory_lines(self) -> list[str]:
+        unit, name = unit_of(self.peak)
+        on_rank = ""
+        if self.layout is not None:
+            replicate, shard, level = self.layout
+            on_rank = f" of one of {self.layout.ranks:,} ranks (replicate={replicate}, shard={shard}, level={level})"
+        peak = f"{self.peak / unit:,.1f} {name} at the peak{on_rank}, predicted"
         if self.compiled:
             peak += f" {EAGER}"
         if self.measured is not None and self.measured_ratio is not None:
@@ -160,30 +184,22 @@ class Anatomy:
         for kind, size in self.at_peak.items():
             lines.append(f"  {kind:<26} {size / unit:>12,.1f} {name}  {size / self.peak:6.1%}")
             if kind == ACTIVATIONS:
-                lines += [f"    {part or '(loss)':<24} {held / unit:>12,.1f} {name}" for part, held in self._shown()]
+                blocks = list(self.activations.items())
+                others = sum(size for _, size in blocks[MOST_SHOWN:])
+                shown = blocks[:MOST_SHOWN] + ([("(others)", others)] if others else [])
+                lines += [f"    {block or '(loss)':<24} {size / unit:>12,.1f} {name}" for block, size in shown]
         if self.overhead is not None:
             lines.append(f"  {'measured beyond that':<26} {self.overhead / unit:>12,.1f} {name}  {OVERHEAD}")
-        each = self.bytes_a_parameter
-        parts = " + ".join(f"{value:.3g} {kind}" for kind, value in each.items())
-        return [*lines, f"{sum(each.values()):.3g} bytes a parameter: {parts}"]
+        by_kind = self.bytes_per_parameter
+        terms = " + ".join(f"{value:.3g} {kind}" for kind, value in by_kind.items())
+        return [*lines, f"{sum(by_kind.values()):.3g} bytes per parameter: {terms}"]
 
-    def _shown(self) -> list[tuple[str, int]]:
-        modules = list(self.activations.items())
-        others = sum(size for _, size in modules[MOST_SHOWN:])
-        return [*modules[:MOST_SHOWN], ("(others)", others)] if others else modules[:MOST_SHOWN]
-
-    def _where(self) -> str:
-        if self.layout is None:
-            return ""
-        replicate, shard, level = self.layout
-        return f" of one of {self.layout.ranks:,} ranks (replicate={replicate}, shard={shard}, level={level})"
-
-    def _sent(self) -> list[str]:
+    def _traffic_lines(self) -> list[str]:
         if not self.traffic:
             return []
         total = sum(row.sent for row in self.traffic)
-        unit, name = _unit(total, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-        lines = ["", f"{total / unit:,.1f} {name} sent by each rank in a step, if collectives are rings"]
+        unit, name = unit_of(total)
+        lines = ["", f"{total / unit:,.1f} {name} sent by each rank per step, if collectives are rings"]
         for row in self.traffic:
             what = f"{row.kind}, {row.axis}"
             lines.append(
@@ -191,10 +207,10 @@ class Anatomy:
             )
         return lines
 
-    def _work(self) -> list[str]:
+    def _work_lines(self) -> list[str]:
         total = sum(self.flops.values())
-        unit, name = _unit(total, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
-        lines = [f"{total / unit:,.2f} {name} a step"]
+        unit, name = unit_of(total, 1000, FLOP_UNITS)
+        lines = [f"{total / unit:,.2f} {name}/step"]
         total_seconds = sum((self.seconds or {}).values())
         for group in GROUPS:
             count = self.flops.get(group, 0)
@@ -206,14 +222,8 @@ class Anatomy:
         return lines
 
 
-def _unit(value: int, base: int, names: Sequence[str]) -> tuple[int, str]:
-    """Return the largest unit that is at most the value, and its name."""
-    power = max((n for n in range(len(names)) if value >= base**n), default=0)
-    return base**power, names[power]
-
-
 def _block(name: str) -> str:
-    """Return the name under which a table shows a module: its first numbered part, or its first part.
+    """Return the block of a module, by which the table groups: up to its first number, or else its first part.
 
     >>> _block("blocks.0.feed.up"), _block("head"), _block("model.layers.11.mlp")
     ('blocks.0', 'head', 'model.layers.11')

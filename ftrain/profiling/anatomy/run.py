@@ -1,4 +1,4 @@
-"""Where the memory and the work of a step go."""
+"""`anatomy`: the memory and the work of a step."""
 
 from __future__ import annotations
 
@@ -26,51 +26,51 @@ def anatomy(
     mesh: tuple[int, int] | None = None,
     level: int | None = None,
 ) -> Anatomy:
-    """Return where the memory and the work of a step go: predicted, and measured.
+    """Return the memory and the work of a step, predicted and measured.
 
-    The prediction runs the step operation by operation on fake tensors, so that a model may be larger than this
-    machine. It counts the state, the batch and every tensor that the step allocates. It does not count constants that
-    the loss holds, nor what is only measured: what kernels allocate for their own use (on a CPU, that of convolutions
-    and of `nn.LSTM` can be as large as the activations), and the saved state of torch's generator (5 KB on a CPU). The
-    groups of operations are those of Ivanov et al. 2021 (arXiv:2007.00072).
+    The prediction runs the step operation by operation on fake tensors, so a model may be larger than this machine. It
+    counts the state, the batch and every tensor that the step allocates. It does not count constants of the loss, the
+    saved state of torch's generator (5 KB on a CPU), and what kernels allocate for their own use, which is only
+    measured; with convolutions and `nn.LSTM` on a CPU it can be as large as the activations. The groups of operations
+    are those of Ivanov et al. 2021 (arXiv:2007.00072).
 
-    A compiled step is predicted as if it ran eagerly. It usually takes less, since Inductor fuses operations and so
-    stores fewer results, but may take more where Inductor copies the inputs of convolutions into the channels-last
-    layout and keeps the copies for the backward pass. Where a step is measured, the ratio is shown.
+    A compiled step is predicted as if it ran eagerly. It usually takes less, since Inductor fuses operations and stores
+    fewer results. It may take more with convolutions, whose inputs Inductor copies into the channels-last layout and
+    keeps for the backward pass. If the step is measured, the ratio is shown.
 
-    On many ranks it is the anatomy of the first of them, which has the most, and what it sends. With `mesh` the ranks
-    need not exist: the step runs as that rank would, on fake tensors, and nothing communicates.
+    On many ranks, this is the anatomy of the first rank, which needs the most memory, and the bytes that it sends. With
+    `mesh` the ranks need not exist: the step of the first rank runs on fake tensors, without communication.
 
     Args:
         step: the step.
-        state: a state of it, which is left as it is. Default: that of the module of its loss, which may be on the
-            ``meta`` device; then nothing is measured.
-        batch: a batch of tensors; with ``meta`` tensors, nothing is measured.
-        measure: also run the step twice on a copy of the state, and measure its peak and its time; a step of several
-            ranks must then be measured on each. Never with `mesh` or `level`.
-        mesh: the ranks to plan for, as (replicate, shard); the batch is that of all of them. Default: those of the
-            step.
-        level: the level of `sharded` to plan for. Default: that of the step, or that of `sharded` by default.
+        state: its state, which does not change. Default: the state of the module of its loss, which may be on the
+            ``meta`` device; nothing is measured then.
+        batch: a batch of tensors; on the ``meta`` device, nothing is measured.
+        measure: whether to measure peak and time too, by running the step twice on a copy of the state. On several
+            ranks, all ranks must call this. Nothing is measured with `mesh` or `level`.
+        mesh: the ranks to plan for, as (replicate, shard), for the batch of all ranks. Default: the ranks of the step.
+        level: the level of `sharded` to plan for. Default: that of the step, or else the default of `sharded`.
 
     Raises:
-        ComposeError: for what is no `Step`; for a step that cannot be on ranks, or not at this level.
-        OptionError: for a mesh that is no pair of sizes, another level, or a level without ranks.
-        StructureError: for the state of another step, or no state where the loss is no module.
-        TraceError: when the step asks for the value of a tensor.
-        RankError: when a step on ranks is measured, and another rank does not call this.
+        ComposeError: if `step` is not a `Step`, or cannot run on ranks or at this level.
+        OptionError: for an invalid mesh or level, or a level without ranks.
+        StructureError: if the state is of another step, or missing while the loss has no module.
+        TraceError: if the step reads the value of a tensor.
+        RankError: if a step on ranks is measured, and another rank does not call this.
     """
     require_step("anatomy", step, state)
     batch = tree.as_tree(batch)
     if state is not None:
         step.require(state)
-    is_for_others = mesh is not None or level is not None
-    on_ranks = plan("anatomy", step, mesh, level) if is_for_others or layout_of(step) else step
-    started = whole_state(step, state)
-    started = started if layout_of(on_ranks) is None else planned_state(on_ranks, started)
-    params = sum(leaf.numel() for leaf in tree.leaves(started.params))
-    predicted = Anatomy(predict(on_ranks, started, batch), params, step.is_compiled, layout=layout_of(on_ranks))
+    is_for_other_ranks = mesh is not None or level is not None
+    to_predict = plan("anatomy", step, mesh, level) if is_for_other_ranks or layout_of(step) else step
+    layout, initial = layout_of(to_predict), whole_state(step, state)
+    if layout is not None:
+        initial = planned_state(to_predict, initial)
+    params = sum(leaf.numel() for leaf in tree.leaves(initial.params))
+    predicted = Anatomy(predict(to_predict, initial, batch), params, step.is_compiled, layout=layout)
     is_meta = any(tree.is_tensor(leaf) and leaf.is_meta for leaf in tree.leaves(batch))
-    if not measure or state is None or is_for_others or is_planned(step) or is_meta:
+    if not measure or state is None or is_for_other_ranks or is_planned(step) or is_meta:
         return predicted
     if ranks_of(step.wrappers) > 1:
         require_all_ranks("anatomy")
@@ -81,14 +81,14 @@ def anatomy(
 
 
 def whole_state(step: Step, state: TrainState | None) -> TrainState:
-    """Return a state, or without one that of the module of a step, on one device and as tensors without values.
+    """Return a state, or without one the initial state of a step on one device, as fake tensors.
 
     Raises:
-        StructureError: for no state where the loss is no module.
+        StructureError: if there is no state and the loss has no module.
     """
     if state is not None:
         return state
     if step.base.module is None:
         text = step.base.text
-        raise StructureError(f"anatomy: {text} is no module; pass a state: anatomy(step, step.init(params), batch)")
+        raise StructureError(f"anatomy: {text} has no module; pass a state: anatomy(step, step.init(params), batch)")
     return abstract_state(remove_wrapper(step, SHARDED), step.base.module)

@@ -1,4 +1,4 @@
-"""The memory of a step: every allocation with its size, its purpose and its lifetime, and every operation."""
+"""Record the allocations of a step, with size, kind and lifetime, and its operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 """The phases of a step."""
 
 COPYING = "clone", "cat", "split_with_sizes_copy"
-"""Operations whose result has the values of their first tensor in other memory."""
+"""Operations that copy their first tensor."""
 
 
 @dataclass
@@ -31,18 +31,18 @@ class Allocation:
     Args:
         size: bytes.
         start: index of the operation that allocated it.
-        phase: the phase of the step in which it was allocated; ``""`` when the step began with it.
         module: dotted name of the module that was running.
-        kind: what it is for, where that is known.
-        cast_of: the allocation of which it is a copy in another dtype, if it is one.
-        is_gathered: whether it joins the parts of all ranks.
+        phase: the phase of the step in which it was allocated; ``""`` if it was there before the step.
+        kind: one of `kinds.KINDS`; ``""`` until it is known.
+        cast_of: the allocation that this one is a copy of, in another dtype.
+        is_gathered: whether it was gathered from all ranks.
         end: index of the first operation after it was freed; None while it is alive.
     """
 
     size: int
     start: int
-    phase: str
     module: str
+    phase: str = ""
     kind: str = ""
     cast_of: Allocation | None = None
     is_gathered: bool = False
@@ -71,7 +71,7 @@ class Timeline:
     losses: list[tuple[int, int]] = field(default_factory=list)
 
     def end(self, allocation: Allocation) -> int:
-        """Return the index of the first operation after an allocation was freed; their number if it never was."""
+        """Return the index of the first operation after an allocation was freed; if never, the number of operations."""
         return len(self.operations) if allocation.end is None else allocation.end
 
     def curve(self, *kinds: str) -> list[int]:
@@ -88,8 +88,8 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the allocations and operations that run in this context.
 
     Args:
-        tensors_by_kind: kind -> tensors with which the step begins.
-        module: whose submodules name the allocations; None for a loss without a module.
+        tensors_by_kind: kind -> tensors that exist before the step.
+        module: the module whose submodules name the allocations; None for a loss without a module.
 
     Attributes:
         timeline: what was recorded.
@@ -105,20 +105,13 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors:
                 self._add(tensor, kind=kind)
 
-    def _add(
-        self,
-        tensor: Tensor,
-        phase: str = "",
-        kind: str = "",
-        cast_of: Allocation | None = None,
-        is_gathered: bool = False,
-    ) -> None:
-        """Record the memory of a tensor, unless it is recorded already."""
+    def _add(self, tensor: Tensor, **fields: Any) -> None:
+        """Record the memory of a tensor, with these fields of `Allocation`, unless it is recorded already."""
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         if key in self._live:
             return
         start = len(self.timeline.operations)
-        self._live[key] = Allocation(storage.nbytes(), start, phase, self.running.name, kind, cast_of, is_gathered)
+        self._live[key] = Allocation(storage.nbytes(), start, self.running.name, **fields)
         self.timeline.allocations.append(self._live[key])
         weakref.finalize(storage, self._free, key)
 
@@ -126,12 +119,12 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live.pop(key).end = len(self.timeline.operations)
 
     def leave_out(self, tensors: Sequence[Tensor]) -> None:
-        """Count no bytes for tensors that are kept outside of the device's memory."""
+        """Count no bytes for tensors that are outside the memory of the device."""
         for tensor in tensors:
             self._live[storage_id(tensor)].size = 0
 
     def mark(self, tensors: Sequence[Tensor], kind: str) -> None:
-        """Set what the memory of tensors is for, where that is not known yet."""
+        """Set the kind of the memory of tensors, unless it is known already."""
         for tensor in tensors:
             allocation = self._live.get(storage_id(tensor))
             if allocation is not None and not allocation.kind:
@@ -140,19 +133,19 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record it."""
         if func is torch.ops.prim.device.default:
-            return args[0].device  # Half of all calls; that of a fake tensor is known.
+            return args[0].device  # A shortcut for half of all calls.
         kwargs = kwargs or {}
         name, phase = func.overloadpacket.__name__, current_phase()
         is_collective = func.namespace == "_c10d_functional"
         if is_collective and name == "wait_tensor":
-            return args[0]  # As the real operation does; that of fake tensors returns a new tensor.
+            return args[0]  # As the real operation does; the one for fake tensors returns a new tensor.
         if is_collective:
-            forget_value(args[0])  # Else it would be sent, in a group that there is not.
-        # Fused optimizer kernels write in place and return nothing. Some have no fake kernel: torch would run the real
-        # one on tensors of that size.
+            forget_value(args[0])  # Otherwise torch sends the value, to a group that does not exist.
+        # Fused optimizer kernels write in place and return nothing. For those without a fake kernel, torch would
+        # allocate real tensors and run the real one.
         is_fused_update = name.startswith("_fused_") and name.endswith("_")
         returned = None if is_fused_update else func(*args, **kwargs)
-        # A view allocates nothing; one of a constant that the loss holds is not recorded as memory of the step.
+        # A view allocates nothing. Recording it would count the memory of a constant that the loss holds.
         if is_view(func):
             return returned
         operation = name.removesuffix("_")  # Some write in place.
@@ -164,20 +157,20 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree.leaves(returned):
             if isinstance(leaf, Tensor):
                 is_gathered = is_copied or (is_collective and name == "all_gather_into_tensor")
-                self._add(leaf, phase, cast_of=cast_of, is_gathered=is_gathered)
+                self._add(leaf, phase=phase, cast_of=cast_of, is_gathered=is_gathered)
         count = flops(func, name, args, kwargs, returned)
         self.timeline.operations.append(Operation(group_of(name), phase, count))
         return returned
 
     def _source(self, args: Any) -> Allocation | None:
-        """Return the memory of the first tensor among arguments."""
+        """Return the allocation of the first tensor among the arguments."""
         first = args[0] if isinstance(args[0], Tensor) else args[0][0]
         return self._live.get(storage_id(first))
 
 
 def current_phase() -> str:
-    """Return the phase of the step in which the calling thread is."""
-    # The autograd engine has a task while it computes gradients, which includes rematerialisation.
+    """Return the phase of the step that the calling thread runs."""
+    # The autograd engine has a task while it computes gradients, rematerialisation included.
     if in_backward():
         return BACKWARD
     return FORWARD if torch.is_grad_enabled() else UPDATE

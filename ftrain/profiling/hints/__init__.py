@@ -1,4 +1,4 @@
-"""What makes a step slow, and what to do about it."""
+"""`hints`: what makes a step slow, and what to do about it."""
 
 from ftrain.profiling.hints.facts import Facts as Facts
 from ftrain.profiling.hints.facts import Remedy as Remedy

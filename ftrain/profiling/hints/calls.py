@@ -1,4 +1,4 @@
-"""The matrix products and attention calls of a loss, recorded while it runs on fake tensors."""
+"""Record the matmuls and attention calls of a loss while it runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ftrain import random, tree
 from ftrain._torch import FakeTensorMode, TorchDispatchMode, dtensor, fake_like
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.predicted import fake_run
-from ftrain.profiling.hints.facts import FASTEST, MIDDLING, SLOWEST, Attention, Product
+from ftrain.profiling.hints.facts import FASTEST, MIDDLE, SLOWEST, Attention, Matmul
 from ftrain.profiling.step_variants import remove_wrapper
 from ftrain.step.blocks import is_unrecorded
 from ftrain.step.core import assemble
@@ -28,7 +28,7 @@ from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainStat
 
 _aten = torch.ops.aten
 FIRST_FACTOR = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
-"""Product -> index of its first factor among its arguments; the second factor follows."""
+"""Matmul -> index of its first factor among its arguments; the second factor follows."""
 
 PARAMETERS = {
     F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
@@ -37,17 +37,17 @@ PARAMETERS = {
 """Function of attention -> names of its parameters, in order."""
 
 PLAIN = {"attn_mask": None, "key_padding_mask": None, "dropout_p": 0.0, "need_weights": False}
-"""Arguments of attention that may force a slower kernel, with the values that do not."""
+"""Argument of attention that may force a slower kernel -> the value that does not."""
 
 
-def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Product], list[Attention]]:
-    """Return the products and attention calls of the loss of a step on one rank, in all its microbatches.
+def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Matmul], list[Attention]]:
+    """Return the matmuls and attention calls in the forward pass of a step on one rank, over all microbatches.
 
     Raises:
-        TraceError: when the step asks for the value of a tensor.
+        TraceError: if the step reads the value of a tensor.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # Of one rank each part is the whole.
+    # On one rank the local tensor is the whole tensor.
     step, state = remove_wrapper(step, SHARDED), tree.map(dtensor.local_part, replace(state, step=None, rng=None))
     state, batch = tree.map(
         lambda leaf: _fake_on_device(mode, leaf) if isinstance(leaf, Tensor) else leaf, (state, batch)
@@ -74,7 +74,7 @@ def record_calls(step: Step, state: TrainState, batch: PyTree) -> tuple[list[Pro
     run = assemble(step, around_loss=recording, around_update=skipping)
     with fake_run("hints", step, mode):
         run(state, batch, {}, key)
-    return recorder.products, recorder.attentions
+    return recorder.matmuls, recorder.attentions
 
 
 def _fake_on_device(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -82,18 +82,18 @@ def _fake_on_device(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records products, and which kernels of attention run."""
+    """Records matmuls, and which kernels of attention run."""
 
     def __init__(self, module: nn.Module | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.products: list[Product] = []
+        self.matmuls: list[Matmul] = []
         self.attentions: list[Attention] = []
         self.running = Running(module)
         self._ranks: list[int] = []
         self._is_trial = False
 
     def run(self, call: Callable[[], Any]) -> tuple[Any, int]:
-        """Return the result of a call, and the rank of the slowest attention kernel that it ran."""
+        """Return the result of a call, and the rank of the slowest attention kernel that it runs."""
         outer_ranks, self._ranks = self._ranks, []
         try:
             return call(), min(self._ranks, default=SLOWEST)
@@ -101,10 +101,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._ranks = outer_ranks
 
     def try_rank(self, call: Callable[[], Any]) -> int:
-        """Return the rank of a call that is not part of the loss, and is not recorded."""
+        """Return the rank of a call that is not part of the loss, without recording its matmuls."""
         self._is_trial = True
         try:
-            # Otherwise a rematerialised block would count what the call saves for a gradient.
+            # Otherwise a rematerialised block would count the tensors that the call saves for its gradient.
             with saved_tensors_hooks(_same, _same):
                 return self.run(call)[1]
         finally:
@@ -121,13 +121,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             columns = second.shape[-1]
             flops = 2 * rows * inner * columns * (batch[0] if batch else 1)
             is_exact = _is_exact(first.dtype)
-            self.products.append(Product(self.running.name, rows, inner, columns, first.dtype, is_exact, flops))
+            self.matmuls.append(Matmul(self.running.name, rows, inner, columns, first.dtype, is_exact, flops))
         return returned
 
 
 def kernel_rank(operation: Any) -> int:
-    """Return the rank of an operation that is a fused kernel of attention."""
-    return MIDDLING if "efficient" in operation.name() else FASTEST
+    """Return the rank of a fused attention kernel."""
+    return MIDDLE if "efficient" in operation.name() else FASTEST
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def _is_exact(dtype: torch.dtype) -> bool:
     try:
         exact = torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:
-        # The user has set precisions for single devices, which torch cannot report; a hint is not needed then.
+        # Torch cannot report it after a precision was set for a single device; no hint is needed then.
         exact = False
     return dtype == torch.float64 or (dtype == torch.float32 and exact)
 
@@ -151,12 +151,12 @@ class _AttentionRecorder(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function; attention again with plain values in place of arguments that may matter."""
+        """Run a function; run attention again with other arguments, to find those that force a slower kernel."""
         kwargs = kwargs or {}
         if func not in PARAMETERS or is_unrecorded():
             return func(*args, **kwargs)
         returned, rank = self._recorder.run(partial(func, *args, **kwargs))
-        # What `multi_head_attention_forward` does by default.
+        # The default of `multi_head_attention_forward`.
         arguments: dict[str, Any] = {"need_weights": True} if "need_weights" in PARAMETERS[func] else {}
         arguments |= {**dict(zip(PARAMETERS[func], args, strict=False)), **kwargs}
         suspects = {

@@ -1,4 +1,4 @@
-"""The facts about a step, its batch and its device that the rules of hints read."""
+"""Facts about a step, its batch and its device, which the rules of hints read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from ftrain.profiling.timing import Interval, Loading
 
-SLOWEST, MIDDLING, FASTEST = range(3)
-"""Ranks of the kernels of attention: no fused kernel, the memory-efficient one, and the flash kernel."""
+SLOWEST, MIDDLE, FASTEST = range(3)
+"""Ranks of attention kernels: not fused, memory-efficient, and flash."""
 
 
 class Remedy(Enum):
-    """What rules advise that may have been measured before, and in whose place the measurement stands."""
+    """Advice of a rule that `ftrain.ladder` measures, so that it is not given if it was measured not to help."""
 
     LARGER_BATCH = auto()
     BFLOAT16 = auto()
@@ -23,15 +23,15 @@ class Remedy(Enum):
 
 
 @dataclass(frozen=True)
-class Product:
-    """A product of matrices, ``(rows, inner) @ (inner, columns)``.
+class Matmul:
+    """A matrix multiplication, ``(rows, inner) @ (inner, columns)``.
 
     Args:
         module: dotted name of the module that computes it.
-        rows: of the result.
+        rows: rows of the first matrix.
         inner: length of the axis that is summed over.
-        columns: of the result.
-        dtype: of the factors.
+        columns: columns of the second matrix.
+        dtype: dtype of the matrices.
         exact: whether it is computed in float32 or float64, and not in TF32.
         flops: floating-point operations.
     """
@@ -47,12 +47,12 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """A call of `scaled_dot_product_attention`, or of attention in another form.
+    """A call of `scaled_dot_product_attention` or `multi_head_attention_forward`.
 
     Args:
         module: dotted name of the module that computes it.
-        rank: of its kernel, `SLOWEST` to `FASTEST`.
-        causes: argument -> its value, for those that force a slower kernel.
+        rank: rank of its kernel, `SLOWEST` to `FASTEST`.
+        causes: name -> value of the arguments that force a slower kernel.
     """
 
     module: str
@@ -62,28 +62,27 @@ class Attention:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the rules of hints read.
+    """All facts that the rules of hints read.
 
     Args:
-        products: of one forward pass.
-        attentions: of one forward pass.
+        matmuls: matrix multiplications of the forward pass, in all microbatches.
+        attentions: calls of attention of the forward pass, in all microbatches.
         compiled: whether the step is compiled.
         mixed: whether the step has mixed precision.
-        operations: number of operations of a step.
-        flops: floating-point operations of its products.
-        multiple: dtype -> the number of which lengths of axes should be multiples.
+        operations: number of operations of the step.
+        flops: floating-point operations of all matmuls of the step.
+        multiple: dtype -> number that lengths of axes should be multiples of.
         tf32: whether the device has TF32.
-        rates: dtype -> floating-point operations per second in a large product.
-        gain: time of its largest product in float32, divided by that in bfloat16.
-        launch: seconds that the smallest operation takes.
-        seconds: of a step.
-        doubled: examples per second with twice the batch, relative to the batch; None where it was not measured.
+        rates: dtype -> floating-point operations per second of a large matmul.
+        gain: time of the largest matmul of the step in float32, divided by its time in bfloat16.
+        launch: seconds to launch an operation.
+        seconds: seconds of the step.
         loading: seconds to load a batch; None without data.
-        tried: remedy -> examples per second with it, relative to the step as it is, where it was measured.
-        emulated: the narrow dtypes in which the device multiplies by converting to float32 and back.
+        tried: remedy -> examples per second with it, relative to the step, for those that were measured.
+        emulated: the dtypes that the device emulates: it converts to float32 and back.
     """
 
-    products: Sequence[Product]
+    matmuls: Sequence[Matmul]
     attentions: Sequence[Attention]
     compiled: bool
     mixed: bool
@@ -95,7 +94,6 @@ class Facts:
     gain: float
     launch: float
     seconds: float
-    doubled: Interval | None = None
     loading: Loading | None = None
     tried: Mapping[Remedy, Interval] = field(default_factory=dict)
     emulated: Sequence[torch.dtype] = ()

@@ -1,4 +1,4 @@
-"""The techniques of the performance guides, measured on a step: alone, and one on top of the other."""
+"""Measure the techniques of the performance guides on a step: alone, and stacked."""
 
 from ftrain.profiling.ladder.record import Ladder as Ladder
 from ftrain.profiling.ladder.run import ladder as ladder

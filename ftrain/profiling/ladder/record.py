@@ -1,4 +1,4 @@
-"""What a ladder found: a row for each technique, as numbers, a table and a picture."""
+"""The result of `ladder`: a row for each technique, as numbers, a table and a plot."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from itertools import groupby
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from ftrain._plotting import as_file, blank, save
+from ftrain.backends.format_bytes import unit_of
 from ftrain.profiling.hints import Hint
-from ftrain.profiling.ladder.drawing import draw
 from ftrain.profiling.timing import Interval, Loading
 
 if TYPE_CHECKING:
@@ -20,30 +21,29 @@ WIDTH = 100
 ALONE, FASTER, SMALLER = "alone", "stacked for speed", "stacked for memory"
 COLUMNS = "{:<22} {:<25}{:>7} {:<12}{:>8}{:>6}{:>8}{:>5}{:>5}"
 LEAST_ROUNDS = 6
-"""Of fewer, not even all hold the median 95 times in 100."""
+"""With fewer, even the range of all is narrower than the 95% confidence interval of the median."""
 
-EMULATED = "emulated: the device converts that dtype to float32 and back, which is slower than float32 by itself."
-UNITS = (2**30, "GiB"), (2**20, "MiB")
+EMULATED = "emulated: the device converts that dtype to float32 and back, which is slower than float32."
 
 
 @dataclass(frozen=True)
 class Row:
-    """A technique, and what it brings.
+    """A technique with its time and memory.
 
     Args:
-        group: `ALONE`, or in which stack, where a row has what the rows above it have.
-        method: what the guides call it; empty for the step as given.
-        name: how it is written.
-        examples: in a batch.
-        seconds: of a step, the median round with its interval; None where it did not run.
-        speed: examples a second, relative to the step as given in the same round; None where it did not run.
-        at_rest: bytes of its state and its batch; None where it did not run.
-        predicted: bytes at the peak, predicted; None where that was not possible.
-        measured: bytes at the peak, measured.
-        bytes_a_parameter: of weights, their copies, optimizer state and gradients.
-        rates: what was asked for beside examples, a second.
-        note: why there are no numbers, or what it has taken the place of.
-        emulated: whether the device converts the narrow dtype of its products to float32 and back.
+        group: `ALONE`, or the name of a stack, in which each row has the techniques of the rows above it too.
+        method: name of the method in the performance guides; empty for the step as given.
+        name: the technique as code.
+        examples: examples of a batch.
+        seconds: time of a step, over the rounds; None if it did not run.
+        speed: examples per second, relative to the step as given in the same round; None if one of them did not run.
+        at_rest: bytes of state and batch; None if the technique does not apply.
+        predicted: bytes at the peak, predicted; None if that was not possible.
+        measured: bytes at the peak, measured; None if nothing was measured.
+        bytes_per_parameter: bytes of weights, their copies, optimizer state and gradients per trained parameter.
+        rates: name -> count per second, of what `throughput` counts.
+        note: why there are no numbers, or which wrapper was replaced.
+        emulated: whether the device emulates the narrow dtype of the step.
     """
 
     group: str
@@ -55,32 +55,32 @@ class Row:
     at_rest: int | None = None
     predicted: int | None = None
     measured: int | None = None
-    bytes_a_parameter: float | None = None
+    bytes_per_parameter: float | None = None
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
     note: str = ""
     emulated: bool = False
 
     @property
     def peak(self) -> int | None:
-        """Bytes at the peak, measured if they were."""
+        """Bytes at the peak: measured, or else predicted."""
         return self.measured if self.measured is not None else self.predicted
 
     @property
     def rate(self) -> float | None:
-        """Examples a second."""
+        """Examples per second."""
         return self.examples / self.seconds.median if self.seconds else None
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """What `ftrain.ladder` measured; `print` shows it.
+    """The result of `ftrain.ladder`; `print` shows it as a table.
 
     Args:
-        title: of what, and where.
-        rows: the step as given first, then each technique alone, then stacked.
-        rounds: how often each was timed.
-        loading: seconds of the data, where there was any.
-        hints: what costs speed.
+        title: what was measured, and where.
+        rows: first the step as given, then each technique alone, then the stacks.
+        rounds: number of times that each was timed.
+        loading: times of the data; None if there was no data.
+        hints: what makes the step slow.
     """
 
     title: str
@@ -90,11 +90,11 @@ class Ladder:
     hints: Sequence[Hint] = ()
 
     def __getitem__(self, name: str) -> Row:
-        """Return the row of a technique alone, by how it is written."""
+        """Return the row of a technique alone, by its name."""
         return {row.name: row for row in reversed(self.rows) if row.group == ALONE}[name]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as lists, dicts, text and numbers, such as JSON can hold."""
+        """Return everything as lists, dicts, strings and numbers, for JSON."""
         rows = [{**dataclasses.asdict(row), "peak": row.peak, "rate": row.rate} for row in self.rows]
         for row in rows:
             row |= {key: row[key] and row[key]._asdict() for key in ("seconds", "speed")}
@@ -103,33 +103,46 @@ class Ladder:
         return {"title": self.title, "rounds": self.rounds, "rows": rows, "loading": loading, "hints": hints}
 
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
-        """Draw speed against memory, relative to the step as given, into a PNG or SVG if there is a path.
+        """Plot speed against memory, relative to the step as given.
+
+        Args:
+            path: a PNG or SVG file to write. Default: none.
 
         Raises:
-            OptionError: for a path that ends in something else.
-            FtrainError: when matplotlib is not installed.
+            OptionError: for a path with another suffix.
+            FtrainError: if matplotlib is not installed.
         """
-        base = self.rows[0].peak or 1
-        shown = [
-            (row.name, row.group, row.speed.median, row.peak / base) for row in self.rows if row.speed and row.peak
-        ]
-        return draw(shown, path)
+        file, figure = as_file(path), blank(9.0, 4.5)
+        axes, base = figure.add_subplot(), self.rows[0].peak or 1
+        colours = {group: f"C{number}" for number, group in enumerate((ALONE, FASTER, SMALLER))}
+        points = [(row, row.speed.median, row.peak / base) for row in self.rows if row.speed and row.peak]
+        for number, (row, speed, memory) in enumerate(points):
+            colour = colours[row.group]
+            axes.plot(speed, memory, "o", color=colour, label=f"{number}  {row.name}")
+            offset = (4, 4)
+            axes.annotate(str(number), (speed, memory), offset, textcoords="offset points", fontsize=8, color=colour)
+        axes.axhline(1, color="black", linewidth=0.5, alpha=0.4)
+        axes.axvline(1, color="black", linewidth=0.5, alpha=0.4)
+        axes.set(xlabel="examples/s, relative to the step as given", ylabel="peak of memory, relative")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8, handletextpad=0.2)
+        return save(figure, file)
 
     def __repr__(self) -> str:
         rates = next(iter(self.rows[0].rates), "examples")
         base = self.rows[0].peak or 0
-        unit, name = next((each for each in UNITS if base >= each[0]), UNITS[-1])
-        head = f"{'method':<22} {'technique':<25}{'ms a step':>9}{f'{rates}/s':>19}{name:>14}{'B/par':>10}"
+        unit, name = unit_of(base)
+        head = f"{'method':<22} {'technique':<25}{'ms/step':>7}{f'{rates}/s':>21}{name:>14}{'B/par':>10}"
         lines = [self.title, "", head]
         for group, rows in groupby(self.rows, lambda row: row.group):
             if group != ALONE:
                 lines.append(group)
             last_method = None
             for row in rows:
-                lines.append(_shown(row, "" if row.method == last_method else row.method, base, unit))
+                lines.append(_line(row, "" if row.method == last_method else row.method, base, unit))
                 last_method = row.method
         if self.loading is not None:
-            lines.append(_loaded(self.loading))
+            lines.append(_loading_line(self.loading))
         lines += ["", *_legend(self.rounds)]
         if any(row.emulated for row in self.rows):
             lines.append(EMULATED)
@@ -139,14 +152,15 @@ class Ladder:
 
 def _legend(rounds: int) -> list[str]:
     count = "1 round" if rounds == 1 else f"{rounds} rounds"
-    interval = "that holds it 95 times in 100" if rounds >= LEAST_ROUNDS else "of all"
+    interval = "95% confidence interval" if rounds >= LEAST_ROUNDS else "full range"
     return [
-        f"Of {count} the median, and the range {interval}; ~ is predicted.",
-        "x and % are of the step as given; B/par: bytes a parameter (weights, optimizer state, gradients).",
+        f"Median of {count} with its {interval}; ~ is predicted.",
+        "x and % are relative to the step as given.",
+        "B/par: bytes per parameter (weights, optimizer state, gradients).",
     ]
 
 
-def _shown(row: Row, method: str, base: int, unit: int) -> str:
+def _line(row: Row, method: str, base: int, unit: int) -> str:
     if row.seconds is None:
         note = " ".join(row.note.split())
         text = f"{method:<22} {row.name:<25} {note}"
@@ -164,10 +178,10 @@ def _shown(row: Row, method: str, base: int, unit: int) -> str:
         f"x{row.speed.median:.2f}" if row.speed else "",
         peak,
         f"{row.peak / base:.0%}" if row.peak and base else "",
-        "" if row.bytes_a_parameter is None else f"{row.bytes_a_parameter:.3g}",
+        "" if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.3g}",
     ).rstrip()
 
 
-def _loaded(loading: Loading) -> str:
-    text = f"{loading.alone * 1e3:.3g} ms a batch; the device waits {loading.waiting:.0%} of the time"
+def _loading_line(loading: Loading) -> str:
+    text = f"{loading.alone * 1e3:.3g} ms/batch; the device waits {loading.waiting:.0%} of the time"
     return f"{'data preloading':<22} {'data as given':<25} {text}"

@@ -1,4 +1,4 @@
-"""The techniques of the performance guides: what each makes of a step and its batch."""
+"""The techniques of the performance guides: each changes a step or its batch."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Technique:
-    """One technique.
+    """A technique that `ftrain.ladder` tries.
 
     Args:
-        method: what the guides call it.
-        name: how it is written.
-        apply: ``Case -> Case``; raises an `FtrainError` that says why where it does not apply.
-        stacks: whether it is tried on top of others, for which it must leave the batch as it is.
-        remedy: which advice of `ftrain.hints` it is, if it is one: there is no such hint where it was no faster.
+        method: the name of the method in the performance guides.
+        name: the technique as code.
+        apply: ``Case -> Case``; raises an `FtrainError` if it does not apply, which says why.
+        stacks: whether it is tried on top of others. It must then leave the batch as it is.
+        remedy: the advice of `ftrain.hints` that it follows. If it was measured to be no faster, there is no such hint.
     """
 
     method: str
@@ -61,18 +61,18 @@ class Technique:
 
 
 def replaced_wrappers(original: Step, variant: Step) -> str:
-    """Return which wrappers of a variant have replaced those of the original step, as they print; "" for none."""
-    gone, new = _others(original, variant), _others(variant, original)
-    return f"{_texts(variant, new)} in place of {_texts(original, gone)}" if gone else ""
+    """Return text that says which wrappers of a variant replace those of the original step; "" for none."""
+    removed, added = _only_in(original, variant), _only_in(variant, original)
+    return f"{_texts(variant, added)} in place of {_texts(original, removed)}" if removed else ""
 
 
-def _others(step: Step, other: Step) -> list[Wrapper]:
-    """Return the wrappers of a step that another one has not."""
-    return [each for each in step.wrappers if not any(are_same(each, its) for its in other.wrappers)]
+def _only_in(step: Step, other: Step) -> list[Wrapper]:
+    """Return the wrappers of a step that another step does not have."""
+    return [mine for mine in step.wrappers if not any(are_same(mine, its) for its in other.wrappers)]
 
 
 def _texts(step: Step, wrappers: Sequence[Wrapper]) -> str:
-    """Return how some wrappers of a step print there: those of the loss know its blocks."""
+    """Return the texts of some wrappers in a step: those of the loss depend on its blocks."""
     loss, texts = step.base, {each.name: [each.text] for each in step.wrappers}
     of_loss = [(each.name, each.loss) for each in step.wrappers if each.loss is not None]
     for name, part in sorted(of_loss, key=lambda pair: pair[1].order):
@@ -90,7 +90,7 @@ def _halve(case: Case) -> Case:
     length, microbatches = length_of(case.batch), microbatches_of(case.step)
     if not length or length % (2 * microbatches):
         examples = "1 example" if length == 1 else f"{length} examples"
-        more = f" and each taken in {microbatches} equal pieces" if microbatches > 1 else ""
+        more = f" into batches of {microbatches} equal microbatches" if microbatches > 1 else ""
         raise BatchError(f"{examples} cannot be halved{more}")
     return dataclasses.replace(case, batch=split_batch(case.batch, 2)[0])
 
@@ -102,7 +102,7 @@ def _double_microbatches(case: Case) -> Case:
 def _wrapping(
     method: str, factory: Callable[..., Wrapper], *args: Any, remedy: Remedy | None = None, **options: Any
 ) -> Technique:
-    """Return the technique that is a wrapper, written as its call; it replaces a wrapper of its name."""
+    """Return the technique of a wrapper, whose name is the call that makes it; it replaces a wrapper of that name."""
 
     def apply(case: Case) -> Case:
         return dataclasses.replace(case, step=add_wrapper(case.step, factory(*args, **options)))
@@ -118,8 +118,8 @@ def _optimizer(name: str) -> Technique:
     return Technique("optimizer choice", name, apply)
 
 
-def _emptied_cache(method: str) -> Technique:
-    technique = _wrapping(method, empty_cache, every=1)
+def _emptied_cache() -> Technique:
+    technique = _wrapping("emptied cache", empty_cache, every=1)
 
     def apply(case: Case) -> Case:
         record = backends.of(tree.device_of(case.batch))
@@ -146,8 +146,8 @@ TECHNIQUES: tuple[Technique, ...] = (
     _wrapping("offload", offload, "activations"),
     _wrapping("offload", offload, "opt_state"),
     _wrapping("update in backward", update_in_backward),
-    _emptied_cache("emptied cache"),
+    _emptied_cache(),
     _wrapping("donation", donated),
     _wrapping("torch.compile", compiled, remedy=Remedy.COMPILE),
 )
-"""What `ftrain.ladder` tries, in its order."""
+"""All techniques, in the order of the table."""

@@ -1,4 +1,4 @@
-"""The microbatch and the rematerialisation that suit a step and a limit of memory."""
+"""Choose microbatches and rematerialisation for a step and a limit of memory."""
 
 from ftrain.profiling.tuning.record import Trials as Trials
 from ftrain.profiling.tuning.run import trials as trials

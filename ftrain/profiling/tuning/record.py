@@ -1,17 +1,25 @@
-"""What `tune` tried, and how it prints."""
+"""The candidates of `tune` and their results."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from ftrain.backends.format_bytes import format_bytes
+from ftrain.profiling.anatomy.planned import MeshLayout
 from ftrain.profiling.hints import Hint
 from ftrain.profiling.timing import Interval
 from ftrain.step.step import Step
 from ftrain.step.wrapper import Wrapper
 from ftrain.transforms.remat.wrapper import remat
+
+FLOPS, NODE, NETWORK = 400e12, 400e9, 50e9
+"""Assumed rates of a device: FLOPs per second; bytes per second within its node, and to other nodes.
+
+For an H100 (NVIDIA's data sheet): 40% of the dense bfloat16 rate, most of the NVLink rate, and a network of 400 Gbit/s.
+Only the ratios matter, and an A100 has similar ones."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +27,8 @@ class Remat:
     """A choice of rematerialisation.
 
     Args:
-        text: how it prints.
-        wrapper: that makes it so; None for one that needs no wrapper.
+        text: its name in the table.
+        wrapper: the wrapper; None if the choice needs none.
     """
 
     text: str
@@ -28,7 +36,7 @@ class Remat:
 
 
 UNCHANGED, ANY = Remat("as given"), Remat("any")
-"""What the step of the user has, and what stands for all choices where none applies."""
+"""The choice of the step of the user, and a row for all choices where none applies."""
 
 NO_REMAT, FULL, DOTS = Remat("none"), Remat("full", remat()), Remat("dots", remat("dots"))
 BUDGETS = tuple(Remat(f"budget={share:g}", remat(budget=share)) for share in (0.75, 0.5, 0.25))
@@ -36,44 +44,51 @@ BUDGETS = tuple(Remat(f"budget={share:g}", remat(budget=share)) for share in (0.
 
 @dataclass(frozen=True)
 class Trial:
-    """A number of microbatches with a policy of rematerialisation, and the results.
+    """A candidate of `tune`: a number of microbatches with a choice of rematerialisation.
 
     Args:
-        pieces: number of microbatches.
+        microbatches: number of microbatches.
         remat: what is rematerialised.
-        step: the step composed so.
-        predicted: peak memory in bytes; None where it could not be predicted.
-        flops: floating-point operations of a step.
-        seconds: of a step; None where it was not timed.
-        measured: peak memory in bytes; of the fastest alone.
-        verdict: why it was chosen, or was not.
+        step: the step with both.
+        predicted: bytes at the peak, predicted; None if that was not possible.
+        fits: whether these bytes are within the limit.
+        flops: floating-point operations of the step.
+        seconds: time of the step; None if it was not timed.
+        measured: bytes at the peak, measured; None if nothing was measured.
+        verdict: why it was chosen, or why not.
     """
 
-    pieces: int
+    microbatches: int
     remat: Remat
     step: Step = dataclasses.field(repr=False)
     predicted: int | None = None
+    fits: bool = False
     flops: int = 0
     seconds: Interval | None = None
     measured: int | None = None
     verdict: str = ""
 
     @property
+    def setting(self) -> str:
+        """What distinguishes it, for messages."""
+        return f"microbatches={self.microbatches}, remat={self.policy}"
+
+    @property
     def policy(self) -> str:
-        """What is rematerialised, as it prints."""
+        """The name of the choice of rematerialisation."""
         return self.remat.text
 
 
 @dataclass(frozen=True)
 class Trials:
-    """What `tune` tried; `print` shows it.
+    """The result of `trials`; `print` shows it as a table.
 
     Args:
-        step: the one that was chosen.
-        rows: all that were tried.
+        step: the step that was chosen.
+        rows: all candidates.
         memory: the limit in bytes.
-        examples: in a batch.
-        hints: what makes the chosen step slow; none where nothing was timed.
+        examples: number of examples of the batch.
+        hints: what makes the chosen step slow; empty if nothing was timed.
     """
 
     step: Step
@@ -85,17 +100,75 @@ class Trials:
     def __repr__(self) -> str:
         least = min((row.flops for row in self.rows if row.flops), default=1)
         lines = [f"{self.examples:,} examples within {format_bytes(self.memory)}", ""]
-        lines.append(f"{'pieces':>6}  {'remat':<12} {'predicted':>12} {'FLOP':>6} {'ms a step':>10} {'examples/s':>11}")
+        lines.append(
+            f"{'microbatches':>12}  {'remat':<12} {'predicted':>12} {'FLOP':>6} {'ms/step':>10} {'examples/s':>11}"
+        )
         for row in self.rows:
-            took = row.seconds.median if row.seconds else None
+            seconds = row.seconds.median if row.seconds else None
             cells = [
-                f"{row.pieces:>6}  {row.policy:<12}",
+                f"{row.microbatches:>12}  {row.policy:<12}",
                 f"{'' if row.predicted is None else format_bytes(row.predicted):>12}",
                 f"{f'x{row.flops / least:.2f}' if row.flops else '':>6}",
-                f"{'' if took is None else f'{took * 1e3:,.1f}':>10}",
-                f"{'' if took is None else f'{self.examples / took:,.1f}':>11}",
+                f"{'' if seconds is None else f'{seconds * 1e3:,.1f}':>10}",
+                f"{'' if seconds is None else f'{self.examples / seconds:,.1f}':>11}",
             ]
             lines.append(f"{' '.join(cells)}  {row.verdict}".rstrip())
         if self.hints:
             lines += ["", *(f"  {hint}" for hint in self.hints)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshTrial(Trial):
+    """A candidate of `tune` for a mesh, which has a layout of ranks too.
+
+    Args:
+        layout: how the step is divided over ranks.
+        sent: bytes that each rank sends per step.
+        between: the part of these bytes that goes to other nodes.
+    """
+
+    layout: MeshLayout
+    sent: int = 0
+    between: int = 0
+
+    @property
+    def estimate(self) -> float:
+        """Seconds of the step at the rates `FLOPS`, `NODE` and `NETWORK`, without overlap."""
+        return self.flops / FLOPS + (self.sent - self.between) / NODE + self.between / NETWORK
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshTrials(Trials):
+    """The result of `trials` for a mesh; `print` shows it as a table.
+
+    Args:
+        mesh: (nodes, devices per node).
+    """
+
+    mesh: tuple[int, int]
+
+    def __repr__(self) -> str:
+        nodes, devices = self.mesh
+        lines = [
+            f"{nodes} x {devices} ranks, {self.examples:,} examples, each rank within {format_bytes(self.memory)}",
+            f"Seconds are an estimate, at {FLOPS / 1e12:.0f} TFLOP/s, {NODE / 1e9:.0f} GB/s in a node and "
+            f"{NETWORK / 1e9:.0f} GB/s between nodes, without overlap",
+            "",
+            f"{'replicate x shard':>17} {'level':>5} {'microbatches':>12}  {'remat':<5} {'predicted':>10} {'FLOP':>6} "
+            f"{'sent':>10} {'to nodes':>10} {'seconds':>8}",
+        ]
+        least = min((row.flops for row in self.rows if row.flops), default=1)
+        for row in cast("list[MeshTrial]", self.rows):
+            cells = [
+                f"{f'{row.layout.replicate} x {row.layout.shard}':>17} {row.layout.level:>5}",
+                f"{row.microbatches:>12}  {row.policy:<5}",
+                f"{'' if row.predicted is None else format_bytes(row.predicted):>10}",
+            ]
+            if row.flops:
+                cells += [
+                    f"{f'x{row.flops / least:.2f}':>6} {format_bytes(row.sent):>10} {format_bytes(row.between):>10}"
+                ]
+                cells += [f"{row.estimate:>8,.3g}"]
+            lines.append(f"{' '.join(cells)}  {row.verdict}".rstrip())
         return "\n".join(lines)

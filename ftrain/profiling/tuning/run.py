@@ -1,4 +1,4 @@
-"""The microbatch and the rematerialisation that make a step fastest within so much memory."""
+"""`tune`: the microbatches and the rematerialisation that make a step fastest within a limit of memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from ftrain.step.step import Step
 from ftrain.types import PyTree, TrainState
 
 MOST = 6
-"""Candidates that are timed."""
+"""The number of candidates that are timed."""
 
-UNTRIED = "computes more, or in more pieces"
 ROUNDS = 5
 log = logging.getLogger("ftrain")
 
@@ -37,38 +36,37 @@ def tune(
     rounds: int = ROUNDS,
     mesh: tuple[int, int] | None = None,
 ) -> Step:
-    """Return the same step with the microbatch and the rematerialisation that make it fastest within so much memory.
+    """Return the step with the microbatches and the rematerialisation that make it fastest within a limit of memory.
 
-    The batch stays as it is, and with it the update: by the law of `accumulate` it is the same in any number of pieces
-    (dropout and batch statistics are of each piece), and by that of `remat` whatever is kept. A loss that is seen to be
-    another one over the halves of the batch (a sum; a plain number over padding of different lengths; one that compares
-    examples) is under no such law, and its batch stays in the pieces in which it is given. What cannot fit is ruled
-    out by prediction and never runs, so that a model may be larger than this machine; of what can, the few that compute
-    least are timed, and the fastest is taken whose peak is measured within the limit. `ftrain.trials` returns the same
-    with all that was tried, and with what costs the chosen step its speed (`ftrain.hints`), which is also logged.
+    The update stays the same, by the laws of `accumulate` and `remat`; dropout and batch statistics are those of each
+    microbatch. If the loss of the batch differs from that of its halves (a sum; a plain number over padding of
+    different lengths; a loss that compares examples), the number of microbatches does not change. Candidates that do
+    not fit by prediction never run, so a model may be larger than this machine. Of the others, the few that compute
+    least are timed, and the fastest is chosen whose measured peak is within the limit. `ftrain.trials` returns all
+    candidates, and what makes the chosen step slow (`ftrain.hints`), which is also logged.
 
     Args:
-        step: the step. `accumulate` and `remat` may be in it already, and are then chosen anew.
-        state: a state of it, which is not changed; copies run beside it. Without one, that of the module of its
-            loss, which may be on the device ``meta``; nothing is timed then, and what computes least is taken.
-        batch: a batch, as large as those to come; on ``meta``, nothing is timed.
-        memory: bytes for state, batch and step together, as a number or as in ``"8GB"`` (10^9) and ``"8GiB"`` (2^30);
-            by default what is free on the device, plus what the state takes. The step is measured as it is passed:
-            `fit` donates, and then takes less; add ``ft.donated()`` to measure that.
-        rounds: how often each is timed.
-        mesh: ranks to plan for, as (nodes, devices of each); they need not exist, and nothing is timed. Chosen anew are
-            then `sharded`, `accumulate` and `remat`, for the batch of all ranks and the memory of one. The step that is
-            returned has `sharded` on ranks that do not exist: make it with ``ft.parallel.mesh`` where they do. Least is
-            an estimate of the time, from operations and bytes that are predicted (`Trials` prints how).
+        step: the step. If it has `accumulate` or `remat`, they are chosen anew.
+        state: its state, which does not change; copies run beside it. Default: the state of the module of its loss,
+            which may be on the device ``meta``. Nothing is timed then, and the candidate that computes least is chosen.
+        batch: a batch of the size to train with; on ``meta``, nothing is timed.
+        memory: bytes for state, batch and step together, as a number or as in ``"8GB"`` (10^9) and ``"8GiB"`` (2^30).
+            Default: the free memory of the device, and what the state takes. The step is measured as it is passed;
+            `fit` donates and then needs less, so add ``ft.donated()`` to measure that.
+        rounds: number of times that each candidate is timed.
+        mesh: ranks to plan for, as (nodes, devices per node). They need not exist, and nothing is timed. `sharded`,
+            `accumulate` and `remat` are then chosen for the batch of all ranks and the memory of one, by an estimate of
+            the time from predicted operations and bytes (`print` of the `Trials` shows its rates). The step that is
+            returned is `sharded` on ranks that do not exist; make it with ``ft.parallel.mesh`` where they do.
 
     Raises:
-        ComposeError: when `step` is no `Step`, or runs on several ranks and is to be timed.
-        StructureError: when the state is that of another step, or is None and the loss is no module.
-        ConsumedError: when the state was donated.
-        OptionError: when `memory` is no amount, or less than the state takes; the message says what takes it.
-        BatchError: when the ranks of `mesh` do not divide the batch.
-        DeviceError: when nothing fits, with the anatomy of what takes least, or when the device cannot tell what is
-            free.
+        ComposeError: if `step` is not a `Step`, or runs on several ranks and would be timed.
+        StructureError: if the state is of another step, or missing while the loss has no module.
+        ConsumedError: if the state was donated.
+        OptionError: for an invalid amount of memory, or one smaller than the state; the message lists its parts.
+        BatchError: if the ranks of `mesh` do not divide the batch.
+        DeviceError: if nothing fits, with the anatomy of the candidate that needs least, or if the device does not
+            report its free memory.
     """
     tried = trials(step, state, batch, memory=memory, rounds=rounds, mesh=mesh)
     log.info("tune: %s\n%s", tried.step, tried)
@@ -84,10 +82,10 @@ def trials(
     rounds: int = ROUNDS,
     mesh: tuple[int, int] | None = None,
 ) -> Trials:
-    """Do what `tune` does, with the same arguments, and return all that was tried with the step that was chosen.
+    """Return all candidates of `tune`, with the same arguments and errors, and the step that was chosen.
 
     Raises:
-        FtrainError: as `tune` does.
+        FtrainError: as `tune`.
     """
     require_step("tune", step, state)
     require_positive("tune", "rounds", rounds)
@@ -100,26 +98,25 @@ def trials(
         batch = tree.to(tree.as_tree(batch), tree.device_of(state.params))
     search = Search(step, state, tree.as_tree(batch), memory)
     rows = search.predict()
-    fitting = [row for row in rows if not row.verdict]
+    fitting = [row for row in rows if row.fits]
     if not fitting:
         raise _nothing_fits(search, rows)
-    as_asked = search.given_microbatches, search.given_remat
-    fitting.sort(key=lambda row: ((row.pieces, row.remat) != as_asked, row.flops, row.pieces))
+    original = search.current_microbatches, search.current_remat
+    fitting.sort(key=lambda row: ((row.microbatches, row.remat) != original, row.flops, row.microbatches))
     best, *slower = _choose(search, _time(search, fitting[:MOST], rounds))
-    by_candidate = {(row.pieces, row.remat): row for row in [*rows, best, *slower]}
-    rows = [row if row.verdict else dataclasses.replace(row, verdict=UNTRIED) for row in by_candidate.values()]
+    by_candidate = {(row.microbatches, row.remat): row for row in [*rows, best, *slower]}
     examples = tree.batch_length(search.batch) or 1
-    return Trials(best.step, rows, search.memory, examples, _hints(search, best))
+    return Trials(best.step, [*by_candidate.values()], search.memory, examples, _hints(search, best))
 
 
 def _time(search: Search, rows: Sequence[Trial], rounds: int) -> list[Trial]:
-    """Return candidates with their times, fastest first; where nothing can run, those that compute least."""
+    """Return candidates with their times, fastest first; if they cannot run, those that compute least first."""
     if search.original is None:
-        return sorted(rows, key=lambda row: (row.flops, row.pieces))
+        return sorted(rows, key=lambda row: (row.flops, row.microbatches))
     racers = {
-        str(index): search.original.racer(row.step, search.batch, row.predicted or 0) for index, row in enumerate(rows)
+        index: search.original.racer(row.step, search.batch, row.predicted or 0) for index, row in enumerate(rows)
     }
-    times = race(racers, rounds, is_result=lambda name, error: is_out_of_memory(error))
+    times = race(racers, rounds, is_result=lambda index, error: is_out_of_memory(error))
     timed = [
         dataclasses.replace(row, verdict="ran out of memory")
         if isinstance(seconds, Exception)
@@ -130,23 +127,22 @@ def _time(search: Search, rows: Sequence[Trial], rounds: int) -> list[Trial]:
 
 
 def _choose(search: Search, rows: Sequence[Trial]) -> list[Trial]:
-    """Return the candidates, the first one whose peak is measured within the limit in front."""
+    """Return the candidates, after moving the first one whose measured peak is within the limit to the front."""
     measured = list(rows)
     for index, row in enumerate(rows):
         if row.seconds is None and search.original is not None:
             continue
         peak = _measured_peak(search, row.step)
         if peak is None or peak <= search.memory:
-            verdict = "<- computes least"
-            if row.seconds is not None:
-                verdict = f"<- fastest; {'not measured' if peak is None else f'{format_bytes(peak)} measured'}"
+            memory = "not measured" if peak is None else f"{format_bytes(peak)} measured"
+            verdict = "<- computes least" if row.seconds is None else f"<- fastest; {memory}"
             return [dataclasses.replace(row, measured=peak, verdict=verdict), *measured[:index], *measured[index + 1 :]]
         measured[index] = dataclasses.replace(row, measured=peak, verdict=f"takes {format_bytes(peak)}, measured")
     raise _nothing_fits(search, measured)
 
 
 def _measured_peak(search: Search, step: Step) -> int | None:
-    """Return the bytes at the peak; None where nothing runs, or the copy of the state that it takes does not fit."""
+    """Return the measured bytes at the peak; None if nothing can run, or a copy of the state does not fit."""
     if search.original is None:
         return None
     at_rest = anatomy(step, search.outline(step), search.batch, measure=False).at_rest.total()
@@ -157,14 +153,14 @@ def _hints(search: Search, best: Trial) -> list[Hint]:
     """Return what makes the chosen step slow."""
     if search.original is None or best.seconds is None:
         return []
-    parts = anatomy(best.step, search.outline(best.step), search.batch, measure=False)
+    predicted = anatomy(best.step, search.outline(best.step), search.batch, measure=False)
     try:
         state = search.original.state_for(best.step)
-        return run_rules(facts_of(best.step, state, search.batch, parts, best.seconds.median))
+        return run_rules(facts_of(best.step, state, search.batch, predicted, best.seconds.median))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        # The step fits, but not with another state beside it.
+        # The step fits, but not with a second state beside it.
         release(error, search.original.device)
         return []
 
@@ -172,11 +168,12 @@ def _hints(search: Search, best: Trial) -> list[Hint]:
 def _nothing_fits(search: Search, rows: Sequence[Trial]) -> DeviceError:
     known = [row for row in rows if row.predicted is not None]
     if not known:
-        return DeviceError(f"tune: nothing could be tried: {rows[0].verdict}")
+        return DeviceError(f"tune: nothing could be predicted: {rows[0].verdict}")
     least = min(known, key=lambda row: row.measured or row.predicted or 0)
-    size, limit = format_bytes(least.measured or least.predicted or 0), format_bytes(search.memory)
-    pieces = f"{least.pieces} {'piece' if least.pieces == 1 else 'pieces'}"
-    lines = [f"tune: nothing fits into {limit}; in {pieces} with remat={least.policy} it is {size}"]
-    if search.reason_to_keep_microbatches:
-        lines.append(f"Other pieces do not apply: {search.reason_to_keep_microbatches}")
+    lines = [
+        f"tune: nothing fits into {format_bytes(search.memory)}; with {least.setting} the peak is "
+        f"{format_bytes(least.measured or least.predicted or 0)}"
+    ]
+    if search.reason_to_keep_microbatches is not None:
+        lines.append(f"The number of microbatches does not change: {search.reason_to_keep_microbatches}")
     return DeviceError("\n".join([*lines, *search.shortage(least)]))
