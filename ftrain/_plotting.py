@@ -16,7 +16,7 @@ _METADATA: dict[str, dict[str, str | None]] = {".png": {}, ".svg": {"Date": None
 
 
 def as_file(path: str | PathLike[str] | None) -> Path | None:
-    """Return the path of an image file; raises an OptionError if it ends neither in .png nor in .svg."""
+    """Return the path of an image file. Raises an OptionError if it ends neither in .png nor in .svg."""
     if path is None:
         return None
     file = Path(path)
@@ -26,7 +26,7 @@ def as_file(path: str | PathLike[str] | None) -> Path | None:
 
 
 def blank(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in inches, outside of pyplot; raises an FtrainError without matplotlib."""
+    """Return an empty figure of this size in inches, outside of pyplot. Raises an FtrainError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

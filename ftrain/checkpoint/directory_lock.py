@@ -84,7 +84,7 @@ def require_held(held: files.Lock) -> None:
 
 @contextmanager
 def system_errors(directory: Path) -> Iterator[None]:
-    """Context that raises a CheckpointError with the name of a directory in place of an OSError."""
+    """Context that names the directory of a system error. Raises a CheckpointError in place of an OSError."""
     try:
         yield
     except BlockingIOError as error:

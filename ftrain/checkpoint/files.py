@@ -146,7 +146,7 @@ def append(path: Path, data: bytes, offset: int) -> None:
 
 
 def write(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of `data`, in several calls if necessary; raises an OSError if the system writes nothing."""
+    """Write all of `data`, in several calls if necessary. Raises an OSError if the system writes nothing."""
     remaining = memoryview(data).cast("B")
     while remaining:
         count = os.write(descriptor, remaining)
@@ -212,7 +212,7 @@ def is_abandoned(path: Path) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Context of a file to read; raises an OSError for a link, a directory or a device, before it is opened."""
+    """Context of a file to read. Raises an OSError for a link, a directory or a device, before it is opened."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file (a link, a directory or a device)", str(path))
     descriptor = os.open(path, os.O_RDONLY | NO_LINKS | NONBLOCKING)
@@ -230,7 +230,7 @@ def size(descriptor: int) -> int:
 
 
 def read_into(descriptor: int, target: memoryview, offset: int) -> None:
-    """Fill `target` with the bytes of a file from `offset` on; raises an OSError if the file ends before."""
+    """Fill `target` with the bytes of a file from `offset` on. Raises an OSError if the file ends before."""
     while target:
         count = os.preadv(descriptor, [target], offset)
         if not count:
@@ -239,7 +239,7 @@ def read_into(descriptor: int, target: memoryview, offset: int) -> None:
 
 
 def read(path: Path, most: int) -> bytes:
-    """Return the bytes of a regular file; raises an OSError when it has more than `most` bytes."""
+    """Return the bytes of a regular file. Raises an OSError when it has more than `most` bytes."""
     with opened(path) as descriptor:
         length = size(descriptor)
         if length > most:

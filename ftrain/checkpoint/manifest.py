@@ -106,7 +106,7 @@ def signed(text: bytes) -> bytes:
 
 
 def parse(data: bytes) -> Manifest:
-    """Read and check a manifest; raises a CheckpointError for anything that `dump` would not have written."""
+    """Read and check a manifest. Raises a CheckpointError for anything that `dump` would not have written."""
     # Checked before parsing, which may take a hundred times as long and as much memory.
     if data != signed(data[: -len(signed(b""))]):
         raise CheckpointError(f"{NAME}: its own digest does not match; it was changed after it was written")

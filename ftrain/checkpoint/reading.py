@@ -165,7 +165,7 @@ def _error_names(path: Path) -> Iterator[None]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint; raises a CheckpointError unless it lists the files in the directory."""
+    """Read the manifest of a checkpoint. Raises a CheckpointError unless it lists the files in the directory."""
     with _error_names(path):
         return _read_manifest(path)
 

@@ -20,7 +20,7 @@ from ftrain.errors import CheckpointError
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first, or the path of one; raises a CheckpointError if there is none."""
+    """Return the checkpoints of a run, oldest first, or the path of one. Raises a CheckpointError if there is none."""
     run = Checkpoints(path, every=1)
     paths = [run.path(step) for step in run.steps()] or [path]
     if not paths[-1].is_dir():

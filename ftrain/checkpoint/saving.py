@@ -132,7 +132,7 @@ def require_savable(tree: PyTree, texts: Mapping[str, str]) -> None:
 
 
 def place_leaves(flat: FlatTree, texts: Mapping[str, str]) -> list[Placement]:
-    """Choose a file and a name in it for each tensor; raises an OptionError if a name in `texts` is not possible."""
+    """Choose a file and a name in it for each tensor. Raises an OptionError if a name in `texts` is not possible."""
     used: set[tuple[str, str]] = set()
     placements = []
     for leaf in flat.leaves:

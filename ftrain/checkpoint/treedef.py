@@ -256,7 +256,7 @@ def _parse_leaf(node: Json, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
 
 
 def encode(value: Any) -> Json:
-    """Encode a bool, int, float, complex, str or bytes exactly; raises a CheckpointError for other (sub)classes.
+    """Encode a bool, int, float, complex, str or bytes exactly. Raises a CheckpointError for other (sub)classes.
 
     >>> encode(0.1), encode(3), encode("x")
     ({'float': '0x1.999999999999ap-4'}, 3, 'x')
@@ -274,7 +274,7 @@ def encode(value: Any) -> Json:
 
 
 def decode(node: Json) -> Any:
-    """Decode a value of `encode`; raises a CheckpointError for JSON that `encode` does not write."""
+    """Decode a value of `encode`. Raises a CheckpointError for JSON that `encode` does not write."""
     try:
         if type(node) in (bool, int, str):
             return node
@@ -292,7 +292,7 @@ def decode(node: Json) -> Any:
 
 
 def children(treedef: Json) -> dict[Any, Json]:
-    """Return the children of a container by key; raises a CheckpointError for a leaf."""
+    """Return the children of a container by key. Raises a CheckpointError for a leaf."""
     if not _is_container(treedef):
         raise CheckpointError("load: the manifest has a leaf where a container is expected")
     _, keys, nodes = _parse_container(treedef)

@@ -123,7 +123,7 @@ def ends_path(path: Path) -> Path:
 
 
 class _TokenArray:
-    """An array of tokens. Each process memory-maps the file when it first reads it; raises a DataError if it cannot."""
+    """An array of tokens. Each process memory-maps the file when it first reads it. Raises a DataError if it cannot."""
 
     def __init__(self, source: str | Path | Tokens) -> None:
         self._path = None if isinstance(source, np.ndarray) else Path(source)

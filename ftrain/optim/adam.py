@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ftrain.errors import require_positive
 from ftrain.optim.elementwise import (
     COUNT,
     ZERO_COUNT,
+    Fused,
     Number,
     Part,
     average,
@@ -53,8 +54,15 @@ def adam(
     for weight decay.
     """
     storage = low_precision("adam", state_dtype, stochastic_rounding, _moments(amsgrad))
-    flags = {"amsgrad": amsgrad, "maximize": maximize, "decoupled": False}
-    return _adam("adam", lr, b1, b2, eps, weight_decay, decay_mask, storage=storage, **flags)
+    options: dict[str, Any] = {
+        "b1": b1,
+        "b2": b2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "amsgrad": amsgrad,
+        "maximize": maximize,
+    }
+    return _adam("adam", lr, decay_mask=decay_mask, storage=storage, decoupled=False, **options)
 
 
 def adamw(
@@ -92,8 +100,15 @@ def adamw(
     * `amsgrad`: divide by the largest :math:`v` so far (Reddi et al. 2018, arXiv:1904.09237).
     """
     storage = low_precision("adamw", state_dtype, stochastic_rounding, _moments(amsgrad))
-    flags = {"amsgrad": amsgrad, "maximize": maximize, "decoupled": True}
-    return _adam("adamw", lr, b1, b2, eps, weight_decay, decay_mask, storage=storage, **flags)
+    options: dict[str, Any] = {
+        "b1": b1,
+        "b2": b2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "amsgrad": amsgrad,
+        "maximize": maximize,
+    }
+    return _adam("adamw", lr, decay_mask=decay_mask, storage=storage, decoupled=True, **options)
 
 
 def adamw_8bit(
@@ -129,7 +144,8 @@ def adamw_8bit(
         "stochastic_rounding": stochastic_rounding,
     }
     storage = Storage(formats, stochastic_rounding, tuple(text for text, is_shown in shown.items() if is_shown))
-    return _adam("adamw_8bit", lr, b1, b2, eps, weight_decay, decay_mask, storage=storage, decoupled=True)
+    options: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    return _adam("adamw_8bit", lr, decay_mask=decay_mask, storage=storage, decoupled=True, **options)
 
 
 def _moments(amsgrad: bool) -> list[str]:
@@ -139,12 +155,12 @@ def _moments(amsgrad: bool) -> list[str]:
 def _adam(
     name: str,
     lr: float | Schedule,
+    *,
     b1: float,
     b2: float,
     eps: float,
     weight_decay: float,
     decay_mask: Mask,
-    *,
     storage: Storage | None,
     decoupled: bool,
     amsgrad: bool = False,
@@ -167,24 +183,7 @@ def _adam(
         descend_quotient(p, mu, largest.sqrt().div_(root).add_(eps), size)
 
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-
-    def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
-        kernel(
-            part.leaf,
-            part.grad,
-            part.state["mu"],
-            part.state["nu"],
-            part.state["nu_max"] if amsgrad else [],
-            [shared[COUNT]] * len(part.leaf),
-            lr=rate,
-            beta1=b1,
-            beta2=b2,
-            weight_decay=weight_decay if part.decay else 0.0,
-            eps=eps,
-            amsgrad=amsgrad,
-            maximize=maximize,
-        )
-
+    scalars = {"beta1": b1, "beta2": b2, "eps": eps, "amsgrad": amsgrad, "maximize": maximize}
     return leafwise(
         name,
         lr,
@@ -192,7 +191,7 @@ def _adam(
         state=dict.fromkeys(_moments(amsgrad), torch.zeros_like),
         shared={COUNT: ZERO_COUNT},
         constants=constants,
-        fused=fused,
+        fused=_fused(kernel, weight_decay, scalars),
         storage=storage,
         by_element=True,
         weight_decay=weight_decay,
@@ -200,3 +199,16 @@ def _adam(
         shown={"amsgrad": amsgrad, "maximize": maximize},
         options={"b1": b1, "b2": b2, "eps": eps},
     )
+
+
+def _fused(kernel: Callable[..., Any], weight_decay: float, scalars: Mapping[str, Any]) -> Fused:
+    """Return the update by a fused kernel of torch, which takes all leaves of a part."""
+
+    def fused(part: Part, rate: float, shared: Mapping[str, Tensor]) -> None:
+        mu, nu = part.state["mu"], part.state["nu"]
+        largest = part.state["nu_max"] if scalars["amsgrad"] else []
+        decay = weight_decay if part.decay else 0.0
+        counts = [shared[COUNT]] * len(part.leaf)
+        kernel(part.leaf, part.grad, mu, nu, largest, counts, lr=rate, weight_decay=decay, **scalars)
+
+    return fused

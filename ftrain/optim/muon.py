@@ -111,12 +111,7 @@ def muon(
             "adjust_lr_fn": adjust_lr_fn,
         },
     )
-
-    def init(params: PyTree) -> PyTree:
-        _require_matrices(params)
-        return optimizer.init(params)
-
-    return replace(optimizer, init=init)
+    return replace(optimizer, init=lambda params: optimizer.init(_require_matrices(params)))
 
 
 def _orthogonal(
@@ -143,10 +138,12 @@ def _iterated(matrix: Tensor, coefficients: tuple[float, float, float], steps: i
     return (x.mT if tall else x).to(matrix.dtype)
 
 
-def _require_matrices(params: PyTree) -> None:
+def _require_matrices(params: PyTree) -> PyTree:
+    """Return the parameters; raises a StructureError if one is not a matrix."""
     for name, leaf in zip(tree.leaf_names(params), tree.leaves(params), strict=True):
         if leaf.ndim != 2:
             raise StructureError(
                 f"muon: the parameter {name} has the shape {list(leaf.shape)}, needs two axes; use "
                 "ft.optim.partition to give parameters that are not matrices to another optimizer"
             )
+    return params

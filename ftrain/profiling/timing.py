@@ -126,7 +126,10 @@ def race(
     Args:
         racers: key -> racer.
         rounds: number of turns of each.
-        is_result: ``(key, error) -> bool``, whether an error of a racer is returned; other errors are raised.
+        is_result: ``(key, error) -> bool``, whether an error of a racer is returned.
+
+    Raises:
+        Exception: any other error of a racer.
     """
     times: dict[K, list[float]] = {key: [] for key in racers}
     errors: dict[K, Exception] = {}

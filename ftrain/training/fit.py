@@ -16,7 +16,6 @@ from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, Stop
 from ftrain.training.loggers import Logger
 from ftrain.training.metrics import Evaluate
-from ftrain.training.nonfinite_loss import NonFiniteLossCheck
 from ftrain.training.options import Options
 from ftrain.training.progress import Count, Lines, show
 from ftrain.training.resume import RunCheckpoints
@@ -154,7 +153,6 @@ def fit(
         options.require_valid(step, state, ranks)
         if agreement.is_first:
             options.warn_if_best_is_missed()
-        check_loss = NonFiniteLossCheck(on_nonfinite, checkpoints, is_first=agreement.is_first)
         saves = RunCheckpoints(checkpoints, data, resume, is_first=agreement.is_first)
         with (
             checkpoints or nullcontext(),
@@ -166,27 +164,32 @@ def fit(
             votes = StepVotes(agreement, received, compares_batches=compares_batches, log_every=log_every)
             donating = step.donating if isinstance(step, Step) and donate else step
             point = saves.load(state, donate=donating is not step)
-            run = Run(donating, data, options, point, saves, check_loss, display, votes, agreement)
+            run = Run(donating, data, options, point, checkpoints=saves, display=display, votes=votes)
             # The run alone holds a state from here on, so that the memory of the first one can be freed.
             del state, point
-            try:
-                run.start()
-                records = run.steps()
-                for record in records:
-                    run.after_step(record, records)
-                    if run.is_ending:
-                        break
-                run.finish()
-                # Data that reports its position continues from there in the next run.
-                records.close()
-            except BaseException as error:
-                run.rescue(error)
-                raise
+            _train(run)
     data_ended = steps is None or run.step < steps
     run.history.stopped = "interrupt" if votes.agreed_signal() else run.stopped or ("data" if data_ended else "steps")
     if checkpoints and (number := votes.agreed_signal()):
         raise _interrupted(number, checkpoints, run.result, prints=agreement.is_first)
     return run.result
+
+
+def _train(run: Run) -> None:
+    """Make the steps of a run, and what belongs before, between and after them."""
+    try:
+        run.start()
+        records = run.steps()
+        for record in records:
+            run.after_step(record, records)
+            if run.is_ending:
+                break
+        run.finish()
+        # Data that reports its position continues from there in the next run.
+        records.close()
+    except BaseException as error:
+        run.rescue(error)
+        raise
 
 
 def _interrupted(

@@ -44,6 +44,6 @@ def warn_if_not_additive(function: str, loss: Loss, state: TrainState, batch: Py
                 "the update depends on how a batch is split. Return ft.Mean(total, weight): of a sum over examples the "
                 "weight is their number (use a learning rate for the mean), of a mean over tokens the number of "
                 "tokens. A loss that compares the examples of a batch cannot be split without changing it",
-                stacklevel=5,
+                stacklevel=6,
             )
             return

@@ -45,7 +45,7 @@ class NonFiniteLossCheck:
         if self._checkpoints is not None and good:
             self._checkpoints.pin(good)
             text += f". The checkpoint of step {good}, the newest before it, is pinned: it will not be removed"
-        warnings.warn(f"{text}. on_nonfinite='raise' stops the run instead", stacklevel=8)
+        warnings.warn(f"{text}. on_nonfinite='raise' stops the run instead", stacklevel=9)
 
     def _newest_good_step(self, step: int) -> int | None:
         if self._checkpoints is None:

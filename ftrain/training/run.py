@@ -66,15 +66,16 @@ class Run:
         data: Iterable[PyTree],
         options: Options,
         point: ResumePoint,
+        *,
         checkpoints: RunCheckpoints,
-        check_loss: NonFiniteLossCheck,
         display: Display,
         votes: StepVotes,
-        agreement: Agreement,
     ) -> None:
+        agreement = votes.agreement
         self._step, self._data, self._options = step, data, options
-        self._checkpoints, self._check_loss, self._display = checkpoints, check_loss, display
+        self._checkpoints, self._display = checkpoints, display
         self._votes, self._agreement = votes, agreement
+        self._check_loss = NonFiniteLossCheck(options.on_nonfinite, options.checkpoints, is_first=agreement.is_first)
         self._loggers = options.loggers if agreement.is_first else ()
         self._throughput = Throughput(time.perf_counter(), options.throughput)
         ranks = step.loss.ranks if isinstance(step, Step) else None

@@ -38,7 +38,7 @@ class StepVotes:
         compares_batches: bool,
         log_every: int,
     ) -> None:
-        self._agreement, self._received, self._log_every = agreement, received, log_every
+        self.agreement, self._received, self._log_every = agreement, received, log_every
         self._compares = compares_batches and not agreement.is_alone
         self._agreed = 0
         self._numbers: dict[tuple[tuple[int, ...], ...], int] = {}
@@ -47,7 +47,7 @@ class StepVotes:
 
     def agreed_signal(self) -> signal.Signals | None:
         """Return the signal on which the ranks have agreed, or None; on one rank, the signal that it has received."""
-        number = (self._received() or 0) if self._agreement.is_alone else self._agreed
+        number = (self._received() or 0) if self.agreement.is_alone else self._agreed
         return signal.Signals(number) if number else None
 
     def after_step(self, batch: PyTree, step: int) -> bool:
@@ -55,7 +55,7 @@ class StepVotes:
 
         Raises a BatchError on every rank when their batches of the previous step differ.
         """
-        if self._agreement.is_alone:
+        if self.agreement.is_alone:
             return self._received() is not None
         if not self._agreed:
             shapes = self._number_of(batch) if self._compares else 0
@@ -65,18 +65,18 @@ class StepVotes:
 
     def at_end(self, batch: PyTree = None) -> None:
         """Wait for the other ranks, and agree; compare some elements of `batch`, the last one, if it is not None."""
-        self._agreement.tell_place("at the end of the run")
-        if batch is not None and not self._agreement.is_alone and not self._agreed:
+        self.agreement.tell_place("at the end of the run")
+        if batch is not None and not self.agreement.is_alone and not self._agreed:
             self._vote(self._number, self._digest(batch))
-        self._read(self._agreement.last_vote())
-        self._agreed = self._agreed or self._agreement.largest(self._received() or 0)
+        self._read(self.agreement.last_vote())
+        self._agreed = self._agreed or self.agreement.largest(self._received() or 0)
 
     def _digest(self, batch: PyTree) -> int:
         return digest(tree.map(_sample, batch)) if self._compares else 0
 
     def _vote(self, shapes: int, values: int) -> None:
         """Send a vote, and read the votes after the previous step."""
-        self._read(self._agreement.vote(self._received() or 0, shapes, -shapes, values, -values))
+        self._read(self.agreement.vote(self._received() or 0, shapes, -shapes, values, -values))
 
     def _read(self, largest: list[int]) -> None:
         """Read the largest number of all ranks for each number of a vote; [] if there was no vote."""
