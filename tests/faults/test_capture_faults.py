@@ -49,7 +49,7 @@ def test_a_tensor_kept_from_a_capture_is_refused_and_not_used():
     step = ft.train_step(ft.from_module(nn.Linear(3, 1), criterion), ft.optim.sgd(0.1))
     step = ft.compiled(backend="eager", lowering="whole")(step)
     state, _ = step(step.init(), torch.ones(2, 3))
-    with pytest.raises(TraceError, match="made while another graph was captured"):
+    with pytest.raises(TraceError, match="created while another graph was captured"):
         step(state, torch.ones(4, 3))
 
 

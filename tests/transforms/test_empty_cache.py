@@ -88,5 +88,5 @@ def test_it_is_printed_and_applied_once():
     assert repr(step).endswith("step    eager(donate) <- empty_cache(every=5)")
     with pytest.raises(ComposeError, match="already has the wrapper empty_cache"):
         ft.empty_cache(2)(step)
-    with pytest.raises(ComposeError, match="needs every"):
+    with pytest.raises(ComposeError, match="needs the argument every"):
         ft.empty_cache(step)
