@@ -8,7 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ftrain as ft
 from ftrain.parallel.mesh import groups
-from ftrain.step.traffic import NAMES
+from ftrain.step.traffic import KINDS
 from tests.parallel.collectives import Recorder
 
 WIDTH, BLOCKS = 8, 3
@@ -178,5 +178,5 @@ def test_every_line_of_the_pipeline_shows_what_it_sends(mesh, level, options, wr
     state, _ = step(step.init(), batch := {"x": torch.randn(16, WIDTH)})
     with Recorder(groups(ranks)) as recorder:
         step(state, batch)
-    issued = {NAMES[each.operation.removesuffix("_")] for each in recorder.collectives}
-    assert {kind for kind in NAMES.values() if f"{kind} of" in "; ".join(sent)} == issued
+    issued = {KINDS[each.operation.removesuffix("_")] for each in recorder.collectives}
+    assert {kind for kind in KINDS.values() if f"{kind} of" in "; ".join(sent)} == issued
