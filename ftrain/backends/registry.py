@@ -329,5 +329,5 @@ def _load_entry_points() -> None:
         try:
             register(point.load())
         except Exception as error:
-            # Reported when this backend is requested; until then the error of another package stops nobody.
+            # Reported when this backend is requested; until then the error of another package is ignored.
             _broken[point.name] = f"{type(error).__name__}: {error}"
