@@ -1,12 +1,18 @@
-"""The errors that ftrain raises, and checks of arguments.
+"""The errors that ftrain raises, its warnings, and checks of arguments.
 
 A message names the function, the argument or tree path, what was found, what is needed and what to do.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import os
+import warnings
+from pathlib import Path
 from typing import Any, SupportsIndex
 
+import torch
 from torch import nn
 
 __all__ = [
@@ -98,6 +104,20 @@ class CheckpointError(FtrainError, RuntimeError):
 
 class RankError(FtrainError, RuntimeError):
     """Another rank of the run failed, died or hangs; the message names it."""
+
+
+NOT_THE_USERS = (f"{Path(__file__).parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
+"""Where a warning does not point."""
+
+
+def warn(message: str) -> None:
+    """Warn, and point at the innermost line outside of ftrain and torch: the call in the user's program."""
+    frame: Any = inspect.currentframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
+    warnings.warn_explicit(message, UserWarning, *place, registry)
 
 
 def require_positive(function: str, name: str, value: Any) -> None:

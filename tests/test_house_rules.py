@@ -67,6 +67,15 @@ def test_no_drawers():
     assert not [path for path in FILES if {"utils", "util", "common", "helpers", "misc"} & {path.stem, *path.parts}]
 
 
+def test_warnings_point_at_the_users_call():
+    def elsewhere(path):
+        calls = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute))
+        return where(path, (node for node in calls if ast.unparse(node) == "warnings.warn"))
+
+    # That of torch's version is told at the import.
+    assert not offenders(elsewhere, leaving_out={"_torch"})
+
+
 def test_no_asserts():
     assert not offenders(
         lambda path: where(path, (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +31,7 @@ from ftrain.checkpoint.replacing import current_path, discard, finish_replacemen
 from ftrain.checkpoint.saving import LocalTree, Notes, copied_to_host, local_tree, remove_abandoned, write
 from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
 from ftrain.checkpoint.treedef import flatten
-from ftrain.errors import CheckpointError, OptionError, require_positive
+from ftrain.errors import CheckpointError, OptionError, require_positive, warn
 from ftrain.tree import device_off_host
 from ftrain.types import PyTree
 
@@ -283,10 +282,9 @@ class Checkpoints:
                 errors.append(str(error))
                 continue
             if errors and ranks.is_first:
-                warnings.warn(
+                warn(
                     f"Checkpoints: going back to step {step}, since newer checkpoints are damaged:\n  "
-                    + "\n  ".join(errors),
-                    stacklevel=2,
+                    + "\n  ".join(errors)
                 )
             self._run = loaded.manifest.run
             return loaded

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ftrain.checkpoint import files
-from ftrain.errors import CheckpointError
+from ftrain.errors import CheckpointError, warn
 
 LOCK = ".lock"
 MAX_HOLDER_BYTES = 4096
@@ -24,10 +23,9 @@ def lock_directory(directory: Path) -> files.Lock:
     """Lock a directory for this process; warn if the file system has no locks."""
     held = files.lock(directory / LOCK, {"host": socket.gethostname(), "process": os.getpid()})
     if not held.excludes:
-        warnings.warn(
+        warn(
             f"Checkpoints: the file system of {directory} has no locks, so nothing keeps another process from writing "
-            "there; make sure that none does",
-            stacklevel=6,
+            "there; make sure that none does"
         )
     return held
 

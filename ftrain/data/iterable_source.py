@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
@@ -16,6 +15,7 @@ from ftrain.data.batch_dataset import Collate
 from ftrain.data.fetched_batch import FetchedBatch, Position, ReadError
 from ftrain.data.stateful import has_position, position, seek
 from ftrain.data.worker_pool import WorkerOptions, read_in_one_worker
+from ftrain.errors import warn
 
 START: Position = {"batch": 0, "ended": 0}
 """The start of an epoch. ``ended`` is 1 once the dataset has raised StopIteration: it may then be at its start again,
@@ -137,10 +137,9 @@ class IterableSource:
             DataError: when the dataset cannot be set to the position, or the worker fails.
         """
         if position["batch"] and "source" not in position and not position["ended"]:
-            warnings.warn(
+            warn(
                 f"loader: {type(self._stream.dataset).__name__} has neither state_dict nor get_state, so "
-                f"{position['batch'] * self._stream.batch_size} samples are read again and thrown away to resume",
-                stacklevel=2,
+                f"{position['batch'] * self._stream.batch_size} samples are read again and thrown away to resume"
             )
         stream = replace(self._stream, epoch=epoch, position=position)
         if self._options.num_workers:

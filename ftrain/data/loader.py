@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import get_all_start_methods
 from typing import Any, Literal, TypeAlias
@@ -18,7 +17,7 @@ from ftrain.data.iterable_source import IterableBatchDataset, IterableSource
 from ftrain.data.map_source import MapSource
 from ftrain.data.packing import packed
 from ftrain.data.worker_pool import WorkerOptions, WorkerPool
-from ftrain.errors import ComposeError, DataError, OptionError, require_positive, require_range
+from ftrain.errors import ComposeError, DataError, OptionError, require_positive, require_range, warn
 from ftrain.types import PyTree
 
 Source: TypeAlias = MapSource | IterableSource
@@ -132,10 +131,9 @@ class Loader:
     def _count_skipped(self, errors: Sequence[ReadError]) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"loader: {errors[0].subject}: {errors[0].message}; it is left out. loader.skipped counts such "
-                "samples; there is no further warning",
-                stacklevel=3,
+                "samples; there is no further warning"
             )
         self.skipped += len(errors)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ftrain import _torch, random, tree
-from ftrain.errors import BatchError, StructureError
+from ftrain.errors import BatchError, StructureError, warn
 from ftrain.parallel.mesh import Group
 from ftrain.step.across_ranks import DIFFERENT_BATCHES
 from ftrain.types import PyTree, TrainState
@@ -149,11 +148,10 @@ def _warn_of_same_rows(ranks: Group, number: int, device: torch.device) -> None:
     for rank, each in enumerate(ranks.sum(numbers).tolist()):
         first = first_with.setdefault(each, rank)
         if first != rank and not ranks.rank:
-            warnings.warn(
+            warn(
                 f"sharded: ranks {first} and {rank} have read the same first batch; with batches='rows' each must read "
                 "its own part, or examples count several times: "
-                "ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size()), or a DistributedSampler",
-                stacklevel=2,
+                "ft.data.loader(..., rank=mesh.get_rank(), num_ranks=mesh.size()), or a DistributedSampler"
             )
             return
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.backends.oom import is_out_of_memory, release
-from ftrain.errors import BatchError, ComposeError, DataError, DeviceError, LossError, OptionError, require_order
+from ftrain.errors import BatchError, ComposeError, DataError, DeviceError, LossError, OptionError, require_order, warn
 from ftrain.step.across_ranks import (
     DIFFERENT_BATCHES,
     Share,
@@ -352,11 +351,10 @@ def _length(batch: PyTree, text: str, plain: list[str]) -> int:
     first = counted[0]
     if other := next((index for index in counted if lengths[index] != lengths[first]), None):
         names = tree.leaf_names(batch)
-        warnings.warn(
+        warn(
             f"{text}: {tree.path('batch', names[first])} has {lengths[first]} rows and "
             f"{tree.path('batch', names[other])} {lengths[other]}; an evaluation weights results that are not a Mean "
-            f"({', '.join(plain)}) by the first number: return ft.Mean(total, weight)",
-            stacklevel=2,
+            f"({', '.join(plain)}) by the first number: return ft.Mean(total, weight)"
         )
     return lengths[first] or 0
 

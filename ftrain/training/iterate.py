@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ftrain import data as sources
 from ftrain import tree
-from ftrain.errors import ComposeError, DataError, OptionError, require_callable, require_positive
+from ftrain.errors import ComposeError, DataError, OptionError, require_callable, require_positive, warn
 from ftrain.tree import device_off_host
 from ftrain.tree.fast_flatten import Flattener
 from ftrain.types import LossRanks, Metrics, PyTree, TrainState, consume, is_donatable, mark_donatable
@@ -159,10 +158,9 @@ def _rest_of_pass(data: Iterable[PyTree], position: Position) -> Iterable[PyTree
         return (data[index] for index in range(position.batch, len(data)))
     if position.batch:
         has = "had no position in the run that is resumed" if sources.position(data) else "has no position to save"
-        warnings.warn(
+        warn(
             f"fit: {type(data).__name__} {has}, so {position.batch} batches are read again and "
-            "skipped; the run is the same only if they come in the same order (ftrain.data.loader saves its position)",
-            stacklevel=3,
+            "skipped; the run is the same only if they come in the same order (ftrain.data.loader saves its position)"
         )
     return itertools.islice(data, position.batch, None)
 

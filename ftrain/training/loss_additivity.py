@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 from ftrain import tree
+from ftrain.errors import warn
 from ftrain.step.evaluate import EvalStep
 from ftrain.step.microbatch import combined, is_combined, most_pieces
 from ftrain.types import Loss, Mean, PyTree, TrainState
@@ -39,11 +38,10 @@ def warn_if_not_additive(function: str, loss: Loss, state: TrainState, batch: Py
     for pair, other in pairs:
         if is_first and not is_combined(loss, state.params, pair, (first, other)):
             together, separate = float(pair), combined((first, other))
-            warnings.warn(
+            warn(
                 f"{function}: the loss of two examples is {together:.4g}, and over each alone {separate:.4g}, so that "
                 "the update depends on how a batch is split. Return ft.Mean(total, weight): of a sum over examples the "
                 "weight is their number (use a learning rate for the mean), of a mean over tokens the number of "
-                "tokens. A loss that compares the examples of a batch cannot be split without changing it",
-                stacklevel=6,
+                "tokens. A loss that compares the examples of a batch cannot be split without changing it"
             )
             return

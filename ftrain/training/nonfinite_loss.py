@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftrain.checkpoint import Checkpoints
-from ftrain.errors import NonFiniteError, OptionError
+from ftrain.errors import NonFiniteError, OptionError, warn
 
 WARN, RAISE, IGNORE = "warn", "raise", "ignore"
 
@@ -45,7 +44,7 @@ class NonFiniteLossCheck:
         if self._checkpoints is not None and good:
             self._checkpoints.pin(good)
             text += f". The checkpoint of step {good}, the newest before it, is pinned: it will not be removed"
-        warnings.warn(f"{text}. on_nonfinite='raise' stops the run instead", stacklevel=9)
+        warn(f"{text}. on_nonfinite='raise' stops the run instead")
 
     def _newest_good_step(self, step: int) -> int | None:
         if self._checkpoints is None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ftrain.checkpoint import Checkpoints
-from ftrain.errors import ComposeError, OptionError, require_callable, require_positive
+from ftrain.errors import ComposeError, OptionError, require_callable, require_positive, warn
 from ftrain.step.evaluate import EvalStep
 from ftrain.step.microbatch import SPLIT, require_on_oom
 from ftrain.step.step import Step
@@ -113,9 +112,8 @@ class Options:
         checkpoints, every = self.checkpoints, self.evaluate_every
         best = "" if checkpoints is None else checkpoints.best or ""
         if checkpoints and every and best.startswith("eval_") and every % checkpoints.every:
-            warnings.warn(
+            warn(
                 f"fit: evaluate_every={every} is not a multiple of Checkpoints(every={checkpoints.every}): some "
                 f"evaluations are of steps that are not saved and cannot become the best by {best!r}. Evaluate at "
-                "steps that are saved, or save more often",
-                stacklevel=3,
+                "steps that are saved, or save more often"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from ftrain.checkpoint.manifest import environment
 from ftrain.checkpoint.reading import read_manifest
 from ftrain.checkpoint.saving import require_savable
 from ftrain.checkpoint.treedef import flatten, items_by_path
-from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError
+from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, warn
 from ftrain.parallel.compression.memory import SLOT
 from ftrain.parallel.state import divided
 from ftrain.training.history import History, record_of, unpack
@@ -132,7 +131,7 @@ class RunCheckpoints:
             return None
         if self._is_first and SLOT in loaded.parts["state"].slots:
             fate = "is divided equally over those of this run" if SLOT in state.slots else "is dropped"
-            warnings.warn(f"fit: {loaded.path} is of other ranks; what these had not sent yet {fate}", stacklevel=5)
+            warn(f"fit: {loaded.path} is of other ranks; what these had not sent yet {fate}")
         return loaded._replace(parts={**loaded.parts, "state": divided(loaded.parts["state"], like=state)})
 
     def reload(self, state: TrainState, step: int) -> ResumePoint:
@@ -280,8 +279,7 @@ def _warn_of_environment(checkpoint: LoadedCheckpoint, device: torch.device) -> 
         if saved.get(name) != value
     ]
     if differences:
-        warnings.warn(
+        warn(
             f"fit: continues from {checkpoint.path}, which was written in another environment; the run may differ in "
-            "the last bits from one that was not interrupted:\n  " + "\n  ".join(differences),
-            stacklevel=4,
+            "the last bits from one that was not interrupted:\n  " + "\n  ".join(differences)
         )
