@@ -355,8 +355,13 @@ STACKS = {
 
 
 class TestPipelines:
-    @pytest.mark.parametrize("tied", [True, False])
-    @pytest.mark.parametrize("stack", STACKS)
+    @pytest.mark.parametrize(
+        ("stack", "tied"),
+        [
+            pytest.param(stack, tied, marks=[] if tied or stack == "plain" else pytest.mark.exhaustive)
+            for stack, tied in itertools.product(STACKS, (True, False))
+        ],
+    )
     def test_equals_the_plain_loss_eager_and_captured(self, stack, tied):
         wrappers = STACKS[stack]
         wanted = train(unfused, *wrappers, tied=tied)[0]
