@@ -187,7 +187,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
 def test_damage_is_found_and_named(run, kind):
-    count = times(20_000 // len(KINDS), 30)
+    count = times(20_000 // len(KINDS), 15)
     draw, routes = random.Random(kind.__name__), itertools.cycle(ROUTES.items())
     silent = []
     with tally(f"damage: {kind.__name__}") as tries:

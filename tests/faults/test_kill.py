@@ -58,7 +58,7 @@ def heard(child):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_is_killed_while_it_saves(mode, fast):
     draw, directory, options, within, left = random.Random(mode), fast / "run", MODES[mode], 0, 0
-    count = times(3400, 24)
+    count = times(3400, 12)
     span = took(directory, options)
     known = newest(directory)
     with tally(f"SIGKILL in a save, {mode}") as tries:
@@ -244,7 +244,7 @@ def test_a_run_is_killed_again_and_again(data, fast):
     assert [line["step"] for line in whole[1] if "loss" in line] == list(range(1, STEPS + 1))
     assert {line.get("skipped") for line in whole[1] if "loss" in line} == {0.0, 1.0}
     with tally(f"SIGKILL in a run, {data}") as tries:
-        while kills + len(tries.failures) < times(200, 6):
+        while kills + len(tries.failures) < times(200, 4):
             directory = fast / str(runs)
             directory.mkdir()
             runs += 1

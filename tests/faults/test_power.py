@@ -31,7 +31,7 @@ from tests.faults.saves import (
 
 __all__ = ["fast"]
 
-MOST = times(512, 4)
+MOST = times(512, 2)
 PINNED = 2
 
 
