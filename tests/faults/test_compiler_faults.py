@@ -26,6 +26,8 @@ def _backends():
     """Compilers that fail, one that fails on whole steps, one whose code fails, and one that waits for a line."""
     from torch._dynamo.backends import registry
 
+    # Torch registers its own at the first question, and not again.
+    torch.compiler.list_backends()
     before = dict(registry._COMPILER_FNS), dict(registry._BACKENDS)
 
     def failing(error):
