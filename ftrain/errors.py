@@ -106,14 +106,15 @@ class RankError(FtrainError, RuntimeError):
     """Another rank of the run failed, died or hangs; the message names it."""
 
 
-NOT_THE_USERS = (f"{Path(__file__).parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
-"""Where a warning does not point."""
+LIBRARIES = f"{Path(__file__).parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
+"""How the names of files of ftrain and torch begin: a message that names a line of the user's skips these."""
 
 
 def warn(message: str) -> None:
-    """Warn, and point at the innermost line outside of ftrain and torch: the call in the user's program."""
+    """Issue a UserWarning at the innermost line outside of ftrain and torch: the call in the user's program."""
+    skipped = (*LIBRARIES, contextlib.__file__)
     frame: Any = inspect.currentframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
         frame = frame.f_back
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")

@@ -109,7 +109,7 @@ def test_a_whole_graph_has_no_random_operation(monkeypatch):
     seen = []
     capture = capturing.capture
     monkeypatch.setattr(capturing, "capture", lambda *args: seen.append(capture(*args)) or seen[-1])
-    _, step = build(("remat",))
+    _, step = build(("remat", "accumulate"))
     step = ft.compiled(backend="eager")(step)
     step(step.init(), make_batch(0))
     targets = [node.target for node in seen[0].graph.nodes if isinstance(node.target, torch._ops.OpOverload)]

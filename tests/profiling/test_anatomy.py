@@ -141,7 +141,7 @@ def live_peak(step, state, batch):
     return mode.peak
 
 
-# Each wrapper with one model; with the others those that depend on the operations of the model.
+# Each wrapper with one model; with the others some that depend on the operations of the model.
 BY_OPERATIONS = {"plain", "bf16", "remat"}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, fx
 
 from ftrain import _torch
 from ftrain._torch import compile as torch_compile
-from ftrain.errors import FtrainError, OptionError, TraceError
+from ftrain.errors import LIBRARIES, FtrainError, OptionError, TraceError
 from ftrain.step.traffic import collectives_of
 
 Flat: TypeAlias = Callable[..., Sequence[Tensor]]
@@ -43,8 +42,6 @@ parameters are gathered before the first block."""
 
 VECTOR_BITS = {"AVX512": 512, "AVX2": 256}
 """The width of a CPU's vectors, by torch's name of its capability."""
-
-LIBRARIES = Path(torch.__file__).parent, Path(_torch.__file__).parents[1]
 
 
 def capture(function: Flat, inputs: Sequence[Tensor], rehearse: Callable[[], object]) -> fx.GraphModule:
@@ -101,7 +98,7 @@ def _reason(error: Exception) -> str:
 def _where(error: BaseException) -> str:
     """Return the innermost line of the user's own code in a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if not any(part in Path(frame.filename).parents for part in LIBRARIES)]
+    user_frames = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
     if not user_frames:
         return "torch"
     return f"{user_frames[-1].filename}:{user_frames[-1].lineno}: {user_frames[-1].line}"
