@@ -156,8 +156,8 @@ def test_remat_turns_off_a_cache_that_would_be_filled_twice(caplog):
     assert line.startswith("remat: LlamaForCausalLM runs without its cache of keys and values (use_cache=False)")
 
 
-FAST = ["gpt2", "resnet", "patch tst", "mamba"]
-"""One each of language, images, series and state spaces."""
+FAST = ["gpt2", "resnet", "patch tst", "mamba", "whisper"]
+"""One each of language, images, series, state spaces and audio."""
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
