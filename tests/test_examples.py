@@ -74,29 +74,39 @@ def test_train_lm_learns_and_writes_plain_files(tmp_path: Path, options: list[st
 
 
 @pytest.mark.parametrize(
-    ("steps", "ranks"),
+    ("size", "steps", "options"),
     [
-        (4, ["--replicate", "2", "--shard", "2"]),
-        pytest.param(30, ["--shard", "4"], marks=pytest.mark.exhaustive),
-        pytest.param(30, ["--replicate", "4", "--level", "0"], marks=pytest.mark.exhaustive),
+        (2, 4, "--shard 2"),
+        pytest.param(4, 30, "--replicate 2 --shard 2", marks=pytest.mark.exhaustive),
+        pytest.param(4, 30, "--shard 4", marks=pytest.mark.exhaustive),
+        pytest.param(4, 30, "--replicate 4 --level 0", marks=pytest.mark.exhaustive),
     ],
-    ids=["copies", "shards", "level-0"],
 )
-def test_train_lm_prints_the_same_losses_on_four_ranks(tmp_path: Path, steps: int, ranks: list[str]) -> None:
+def test_train_lm_prints_the_same_losses_on_ranks(tmp_path: Path, size: int, steps: int, options: str) -> None:
     # Where "auto" is bfloat16, ranks round otherwise than one does.
-    options = [*TINY.split(), "--steps", str(steps), "--layers", "2", "--accumulate", "2", "--no-compile"]
-    options += ["--amp", "none", "--out"]
-    run("train_lm.py", *options, str(tmp_path / "alone"))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    run("train_lm.py", *options, str(tmp_path / "four"), *ranks, launcher=launcher)
-    records = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("four", "alone")]
+    alone = [
+        *TINY.split(),
+        "--steps",
+        str(steps),
+        "--layers",
+        "2",
+        "--accumulate",
+        "2",
+        "--no-compile",
+        "--amp",
+        "none",
+    ]
+    run("train_lm.py", *alone, "--out", str(tmp_path / "alone"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    run("train_lm.py", *alone, *options.split(), "--out", str(tmp_path / "ranks"), launcher=launcher)
+    records = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("ranks", "alone")]
     assert len(records[0]) == len(records[1]) == steps + 1
     for ours, theirs in zip(*(map(json.loads, lines) for lines in records), strict=True):
         assert ours.keys() == theirs.keys()
         assert ours.get("bpb", ours.get("eval_bpb")) == pytest.approx(
             theirs.get("bpb", theirs.get("eval_bpb")), rel=1e-5
         )
-    found, needed = (load_file(tmp_path / name / "model.safetensors") for name in ("four", "alone"))
+    found, needed = (load_file(tmp_path / name / "model.safetensors") for name in ("ranks", "alone"))
     assert found.keys() == needed.keys()
     assert all((found[name] - needed[name]).abs().max() < 1e-3 for name in needed)
 

@@ -13,7 +13,7 @@ import ftrain as ft
 from ftrain.parallel.agreement import Agreement
 from ftrain.parallel.stand_in import GraphStandIn
 
-WIDTH, BLOCKS = 8, 4
+WIDTH, BLOCKS = 8, 3
 
 
 @contextmanager

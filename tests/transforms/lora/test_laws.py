@@ -77,7 +77,7 @@ def test_a_step_is_pure_and_donation_changes_no_bit(names):
 
 @pytest.mark.parametrize(
     "names",
-    choose(NAMES[: -len(STACKS) + 1], [(), ("remat",), STACKS[0]]),
+    choose(NAMES[: -len(STACKS) + 1], [(), ("remat",)]),
     ids=label,
 )
 def test_captured_is_eager(names):
