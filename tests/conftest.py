@@ -1,5 +1,7 @@
 """Settings of every test: one thread, so that results do not depend on how many cores there are."""
 
+import gc
+
 import hypothesis
 import pytest
 import torch
@@ -9,6 +11,12 @@ torch.set_num_threads(1)
 # The same examples every time, and no deadline: the first call of an operation may load a library.
 hypothesis.settings.register_profile("ftrain", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("ftrain")
+
+
+def pytest_collection_finish():
+    """Leave out what is imported and collected by now whenever garbage is looked for: it stays until the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
