@@ -73,7 +73,10 @@ def tree_class(kind: type[T]) -> type[T]:
         return tuple([getattr(node, name) for name in names]), tuple([getattr(node, s) for s in static]), names
 
     def unflatten(values: tuple[Any, ...], children: Iterable[Any]) -> Any:
-        return kind(**dict(zip(names, children, strict=True)), **dict(zip(static, values, strict=True)))
+        node = object.__new__(kind)
+        vars(node).update(zip(names, children, strict=True))
+        vars(node).update(zip(static, values, strict=True))
+        return node
 
     def restore(children: Mapping[str, Any], values: Sequence[Any]) -> Any:
         if children.keys() != set(names) or len(values) != len(static):

@@ -148,6 +148,12 @@ def _in_another_thread(module: nn.Module) -> LossError:
     )
 
 
+def _set_modes(parts: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    for part, mode in zip(parts, modes, strict=True):
+        # nn.Module.__setattr__ looks for parameters and takes ten times as long.
+        part.__dict__["training"] = mode
+
+
 class DuringStep:
     """Context of a step, in which a module and its children are in training or evaluation mode.
 
@@ -168,10 +174,9 @@ class DuringStep:
         self._modes = [*map(_is_training, borrowed.parts)]
         if borrowed.overrides_train:
             borrowed.module.train(self._training)
-        else:
-            # nn.Module.__setattr__ looks for parameters and takes ten times as long.
-            for part in borrowed.parts:
-                part.__dict__["training"] = self._training
+        elif self._modes.count(self._training) < len(self._modes):
+            # A model has hundreds of modules, which mostly have their mode already.
+            _set_modes(borrowed.parts, [self._training] * len(borrowed.parts))
         borrowed.steps += 1
 
     def __exit__(self, *error: object) -> None:
@@ -179,8 +184,8 @@ class DuringStep:
         borrowed.steps -= 1
         if borrowed.steps == 0:
             borrowed.restore()
-        for part, mode in zip(borrowed.parts, self._modes, strict=True):
-            part.__dict__["training"] = mode
+        if [*map(_is_training, borrowed.parts)] != self._modes:
+            _set_modes(borrowed.parts, self._modes)
         if self._is_outermost:
             del _threads[id(borrowed.module)]
 

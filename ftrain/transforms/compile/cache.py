@@ -114,12 +114,12 @@ class CompiledCache:
     def __call__(self, carry: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
         """Run the function."""
         arguments = (carry, *rest)
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             for graph in self.graphs:
                 leaves = graph.read(arguments)
                 if leaves is not None:
-                    return graph(leaves)
-            return self.graph_for(*arguments)(tree.leaves(arguments))
+                    return graph(carry, leaves)
+            return self.graph_for(*arguments)(carry, tree.leaves(arguments))
 
     def graph_for(self, *arguments: PyTree) -> Graph:
         """Return the graph for arguments like these, which is compiled if there is none."""
@@ -172,7 +172,8 @@ class Graph:
                 spec, [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             )
             new, extra = function(carry, *rest)
-            old_leaves, (new_leaves, self._spec) = tree.leaves(carry), tree.flatten(new)
+            (old_leaves, old_spec), (new_leaves, self._spec) = tree.flatten(carry), tree.flatten(new)
+            self._overwrites = self._donate and self._spec == old_spec
             self._changed = [i for i, (a, b) in enumerate(zip(new_leaves, old_leaves, strict=True)) if a is not b]
             self._size = len(old_leaves)
             extras, self._extra_spec = tree.flatten(extra)
@@ -204,11 +205,13 @@ class Graph:
     def _tensors(self, leaves: list[Any]) -> list[Tensor]:
         return [leaves[index] for index in self._tensor_indices] if self._others else leaves
 
-    def __call__(self, leaves: list[Any]) -> tuple[PyTree, PyTree]:
-        """Run the graph on the leaves of its arguments."""
+    def __call__(self, carry: PyTree, leaves: list[Any]) -> tuple[PyTree, PyTree]:
+        """Run the graph on the leaves of its arguments, of which `carry` is the first."""
         tensors, stand_in = self._tensors(leaves), running_graphs()
         outputs = iter(self._run(*tensors) if stand_in is None else stand_in.run(self._run, self.captured, tensors))
         extra = tree.unflatten(self._extra_spec, [next(outputs) if e is None else e for e in self._extras])
+        if self._overwrites:
+            return carry, extra
         carried = leaves[: self._size]
         if not self._donate:
             for i in self._changed:
