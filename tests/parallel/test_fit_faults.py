@@ -75,7 +75,7 @@ FAULTS = {
     "position": (
         lambda step, is_faulty: {"data": Data(failing_position=is_faulty)},
         "OSError: no position",
-        "failed: OSError: no position",
+        "failed after step 3: OSError: no position",
     ),
     "log": (
         lambda step, is_faulty: {"steps": STEPS, "loggers": [Log()] if is_faulty else []},
