@@ -74,8 +74,7 @@ def tree_class(kind: type[T]) -> type[T]:
 
     def unflatten(values: tuple[Any, ...], children: Iterable[Any]) -> Any:
         node = object.__new__(kind)
-        vars(node).update(zip(names, children, strict=True))
-        vars(node).update(zip(static, values, strict=True))
+        vars(node).update(zip(names + static, (*children, *values), strict=True))
         return node
 
     def restore(children: Mapping[str, Any], values: Sequence[Any]) -> Any:
@@ -389,15 +388,13 @@ class Optimizer:
 
 
 class Runner(Protocol):
-    """Calls a `Core`, eagerly or compiled, with the scheduled values and the key that the host has computed."""
+    """Calls a `Core`, eagerly or compiled, with the scheduled values and the key data that the host has computed."""
 
     @property
     def text(self) -> str:
         """Its name and options, for `print`."""
-        ...
 
     def __call__(
-        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
+        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], key_data: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
-        """Return the next state, whose `step` and `rng` the caller sets, and the metrics; `words` are its key."""
-        ...
+        """Return the next state, whose `step` and `rng` the caller sets, and the metrics."""

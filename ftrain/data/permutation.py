@@ -62,30 +62,30 @@ def shuffled(index: npt.ArrayLike, size: int, *, seed: int = 0, epoch: int = 0) 
     return permuted(positions, size, rng_streams.stream(seed, epoch, rng_streams.ORDER))
 
 
-def permuted(positions: Indices, size: int, words: tuple[int, int]) -> Indices:
+def permuted(positions: Indices, size: int, key_data: tuple[int, int]) -> Indices:
     """Return `shuffled` for given key data, without a check of the range."""
-    return sorted_draws(size, words)[positions] if size <= BLOCK else feistel(positions, size, words)
+    return sorted_draws(size, key_data)[positions] if size <= BLOCK else feistel(positions, size, key_data)
 
 
 @functools.lru_cache(maxsize=8)
-def sorted_draws(size: int, words: tuple[int, int]) -> Indices:
+def sorted_draws(size: int, key_data: tuple[int, int]) -> Indices:
     """Return `random.permutation`, computed on the host: ``0 .. size - 1`` sorted by 63-bit draws, two per block."""
-    block = philox_host(words, (np.arange((size + 1) // 2, dtype=np.uint64), 0, 0, 0))
+    block = philox_host(key_data, (np.arange((size + 1) // 2, dtype=np.uint64), 0, 0, 0))
     draws = np.stack([block[0] << 31 | block[1] >> 1, block[2] << 31 | block[3] >> 1], -1).reshape(-1)
     return np.argsort(draws[:size], kind="stable").astype(np.int64)
 
 
-def feistel(positions: Indices, size: int, words: tuple[int, int]) -> Indices:
+def feistel(positions: Indices, size: int, key_data: tuple[int, int]) -> Indices:
     """Return the elements at some positions of the permutation that the Feistel network computes."""
     # Even, so that one round can be an odd permutation: otherwise only half of all permutations could be reached.
     left = math.isqrt(max(size - 1, 0)) + 1
     left += left % 2
     right = max(-(-size // left), 1)
     # Arrays of at least one axis overflow silently in numpy; scalars cause a warning.
-    elements = _rounds(positions.astype(np.uint64).reshape(-1), left, right, words)
+    elements = _rounds(positions.astype(np.uint64).reshape(-1), left, right, key_data)
     outside = np.flatnonzero(elements >= size)
     while outside.size:
-        elements[outside] = _rounds(elements[outside], left, right, words)
+        elements[outside] = _rounds(elements[outside], left, right, key_data)
         outside = outside[elements[outside] >= size]
     return elements.astype(np.int64).reshape(positions.shape)
 
@@ -94,9 +94,9 @@ ORDERS: dict[int, Permutation] = {1: feistel, 2: permuted}
 """The permutation of each version of the order. A saved position without a version is of version 1."""
 
 
-def _rounds(values: _UInts, left: int, right: int, words: tuple[int, int]) -> _UInts:
+def _rounds(values: _UInts, left: int, right: int, key_data: tuple[int, int]) -> _UInts:
     a, b = np.uint64(left), np.uint64(right)
-    keys = _round_keys(words)
+    keys = _round_keys(key_data)
     x, y = values // b, values % b
     for first, second in zip(keys[::2], keys[1::2], strict=True):
         x = (x + _mix(y ^ first) % a) % a
@@ -112,6 +112,6 @@ def _mix(value: _UInts) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _round_keys(words: tuple[int, int]) -> list[np.uint64]:
-    folded = (random.fold_in_key_data(words, number) for number in range(ROUNDS))
+def _round_keys(key_data: tuple[int, int]) -> list[np.uint64]:
+    folded = (random.fold_in_key_data(key_data, number) for number in range(ROUNDS))
     return [np.uint64(high << 32 | low) for low, high in folded]

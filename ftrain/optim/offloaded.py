@@ -60,9 +60,9 @@ def offload_state(function: str, optimizer: Optimizer, target: OffloadTarget) ->
         state, spec = tree.flatten(on_meta)
         transfers = _Transfers.of(target, params)
         for group in param_groups(function, optimizer, params, on_meta, _groups(leaves)):
-            group_params = dict(zip(group.names, [leaves[index] for index in group.places], strict=True))
+            group_params = dict(zip(group.names, [leaves[index] for index in group.indices], strict=True))
             group_state = tree.leaves(group.optimizer.init(group_params))
-            for index, leaf in zip(group.state_places, transfers.store(group_state, None), strict=True):
+            for index, leaf in zip(group.state_indices, transfers.store(group_state, None), strict=True):
                 state[index] = leaf
         transfers.copier.wait()
         return tree.unflatten(spec, state)
@@ -80,7 +80,7 @@ def offload_state(function: str, optimizer: Optimizer, target: OffloadTarget) ->
             prefetched = None
             if transfers.copier.ahead and following is not None:
                 prefetched = transfers.fetch(grouped.state_of(following))
-            new = grouped.make(group, [gradients[index] for index in group.places], [get() for get in fetched])
+            new = grouped.make(group, [gradients[index] for index in group.indices], [get() for get in fetched])
             grouped.keep(group, transfers.store(new, old if donate else None))
         transfers.copier.wait()
         return grouped.finish()

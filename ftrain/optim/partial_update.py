@@ -24,21 +24,21 @@ class ParamGroup:
     Args:
         optimizer: optimizer of these parameters, as a dict by name.
         names: names of the parameters.
-        places: indices of the parameters among the leaves of all parameters.
-        state_places: indices of the leaves of their state among the leaves of the whole state.
+        indices: indices of the parameters among the leaves of all parameters.
+        state_indices: indices of the leaves of their state among the leaves of the whole state.
         state_spec: structure of their state.
     """
 
     optimizer: Optimizer
     names: list[str]
-    places: list[int]
-    state_places: list[int]
+    indices: list[int]
+    state_indices: list[int]
     state_spec: optree.PyTreeSpec
 
     def update(
         self, grads: Sequence[Tensor], state: Sequence[Tensor], params: Sequence[Tensor], hyper: Hyper, *, donate: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the updated parameters, and the leaves of their state, in the order of `names` and `state_places`."""
+        """Return the updated parameters, and the leaves of their state, in the order of `names` and `state_indices`."""
         grads_by_name, params_by_name = (dict(zip(self.names, leaves, strict=True)) for leaves in (grads, params))
         opt_state = tree.unflatten(self.state_spec, list(state))
         new_params, new_state = self.optimizer.update(grads_by_name, opt_state, params_by_name, hyper, donate=donate)
@@ -65,13 +65,13 @@ class GroupedUpdate:
         self.groups, self._specs, self._hyper, self._donate = groups, specs, hyper, donate
         self._params, self._state = params, state
         self._new_params, self._new_state = list(params), list(state)
-        counts = Counter(index for group in groups for index in group.state_places)
+        counts = Counter(index for group in groups for index in group.state_indices)
         # State that several groups read, such as the count of updates, must have its old value for each of them.
         self._shared = {index for index, count in counts.items() if count > 1}
 
     def state_of(self, group: ParamGroup) -> list[Tensor]:
         """Return the leaves of the state of a group, which its optimizer may write if the state is donated."""
-        return [self._state[i].clone() if i in self._shared else self._state[i] for i in group.state_places]
+        return [self._state[i].clone() if i in self._shared else self._state[i] for i in group.state_indices]
 
     def make(self, group: ParamGroup, grads: Sequence[Tensor], state: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Update the parameters of one group, and return the leaves of its new state.
@@ -79,18 +79,18 @@ class GroupedUpdate:
         `state` is needed if the leaves of its state were copied from elsewhere. Default: `state_of` the group.
         """
         old_state = self.state_of(group) if state is None else state
-        old_params = [self._params[index] for index in group.places]
+        old_params = [self._params[index] for index in group.indices]
         params, new_state = group.update(grads, old_state, old_params, self._hyper, donate=self._donate)
-        for index, leaf in zip(group.places, params, strict=True):
+        for index, leaf in zip(group.indices, params, strict=True):
             self._new_params[index] = leaf
-        for index, leaf, old in zip(group.state_places, new_state, old_state, strict=True):
+        for index, leaf, old in zip(group.state_indices, new_state, old_state, strict=True):
             # A leaf that the optimizer did not replace keeps the tensor of the whole state.
             self._new_state[index] = self._state[index] if leaf is old and index not in self._shared else leaf
         return new_state
 
     def keep(self, group: ParamGroup, state: Sequence[Tensor]) -> None:
         """Replace the leaves of the new state of a group, when `make` got copies of them."""
-        for index, leaf in zip(group.state_places, state, strict=True):
+        for index, leaf in zip(group.state_indices, state, strict=True):
             if index not in self._shared:
                 self._new_state[index] = leaf
 

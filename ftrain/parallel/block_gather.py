@@ -36,11 +36,11 @@ class _View(NamedTuple):
 
     Args:
         number: number of this view among those that autograd saves for a block.
-        place: the number of the gathered tensor.
+        whole: index of the gathered tensor.
     """
 
     number: int
-    place: int
+    whole: int
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
@@ -220,10 +220,10 @@ class _Again:
     ) -> None:
         self._tell = tell
         self._ahead, self._names, self._gathered_again = ahead, names, gathered_again
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self._sources: dict[tuple[Any, int], int] = {}
         self._strides: list[tuple[int, ...]] = []
-        self._places_of_views: list[int] = []
+        self._indices_of_views: list[int] = []
         self._unread: dict[int, set[int]] = {}
         self._wholes: dict[int, Tensor] = {}
         self._nbytes: dict[int, int] = {}
@@ -241,7 +241,7 @@ class _Again:
             yield
             return
         divided = [(index, whole) for index, whole in enumerate(wholes) if params.parts[self._names[index]]]
-        self._places = {_torch.storage_id(whole): index for index, whole in divided}
+        self._indices = {_torch.storage_id(whole): index for index, whole in divided}
         self._sources = {(whole.grad_fn, whole.output_nr): index for index, whole in divided if whole.requires_grad}
         self._strides = [whole.stride() for whole in wholes]
         try:
@@ -250,29 +250,29 @@ class _Again:
         finally:
             # Only while the forward runs, when they exist: the number of freed memory may come back for other memory,
             # and the nodes hold this object.
-            self._places, self._sources = {}, {}
+            self._indices, self._sources = {}, {}
 
     def _pack(self, tensor: Tensor) -> Any:
         """Return what is saved for a tensor."""
         base = _torch.base_of(tensor)
-        place = self._places.get(_torch.storage_id(tensor))
-        if place is None:
-            place = self._cast_of(base)
+        index = self._indices.get(_torch.storage_id(tensor))
+        if index is None:
+            index = self._cast_of(base)
         # A view as complex numbers has another dtype; one of the imaginary parts of a conjugate is marked as negative.
-        if place is None or tensor.dtype != base.dtype or tensor.is_neg():
+        if index is None or tensor.dtype != base.dtype or tensor.is_neg():
             return tensor
         self.is_needed = True
-        self._places_of_views.append(place)
-        number = len(self._places_of_views) - 1
-        return _View(number, place, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        self._indices_of_views.append(index)
+        number = len(self._indices_of_views) - 1
+        return _View(number, index, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _cast_of(self, tensor: Tensor) -> int | None:
         """Return the number of the gathered tensor of which a tensor is a cast; autocast makes one for each use."""
         source = _torch.cast_from(tensor)
-        place = None if source is None else self._sources.get(source)
-        if place is None or tensor.stride() != self._strides[place] or _torch.version_of(tensor):
+        index = None if source is None else self._sources.get(source)
+        if index is None or tensor.stride() != self._strides[index] or _torch.version_of(tensor):
             return None  # Made contiguous, say, or written to.
-        return place
+        return index
 
     def _unpack(self, saved: Any) -> Tensor:
         """Return the tensor that was saved."""
@@ -282,34 +282,34 @@ class _Again:
         if node != self._node:
             # Not when they are read for the last time: a function may ask twice for what it has saved.
             self._node = node
-            for place in [place for place, numbers in self._unread.items() if not numbers]:
-                self._wholes.pop(place, None)
-        whole = self.whole(saved.place)
-        self._unread[saved.place].discard(saved.number)
+            for index in [index for index, numbers in self._unread.items() if not numbers]:
+                self._wholes.pop(index, None)
+        whole = self.whole(saved.whole)
+        self._unread[saved.whole].discard(saved.number)
         if not self._has_started_before and self._is_half_read():
             self.start_before()
         return whole.to(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset)
 
-    def whole(self, place: int) -> Tensor:
+    def whole(self, index: int) -> Tensor:
         """Return the tensor with a number, gathered again."""
-        if place not in self._wholes:
+        if index not in self._wholes:
             self.forget()
             self._tell()
             self._wholes = dict(enumerate(self._ahead.take(self._names)))
-            self._unread = {read: set() for read in self._places_of_views}
-            for number, read in enumerate(self._places_of_views):
+            self._unread = {read: set() for read in self._indices_of_views}
+            for number, read in enumerate(self._indices_of_views):
                 self._unread[read].add(number)
             self._nbytes = {read: self._wholes[read].nbytes for read in self._unread}
             # A block that trains nothing has no gradient that says when it is done: the next block but one does.
             self._gathered_again.append(self)
             if len(self._gathered_again) > MOST_BLOCKS:
                 self._gathered_again[0].forget()
-        return self._wholes[place]
+        return self._wholes[index]
 
     def _is_half_read(self) -> bool:
         """Return whether less than half of the parameters that the backward pass needs will be read after this one."""
         # In bytes of parameters, which are the same on all ranks.
-        left = sum(nbytes for place, nbytes in self._nbytes.items() if self._unread[place])
+        left = sum(nbytes for index, nbytes in self._nbytes.items() if self._unread[index])
         return left < sum(self._nbytes.values()) / 2
 
     def start_before(self) -> None:
@@ -333,13 +333,13 @@ class _Again:
 
 def _parameters(block: nn.Module, module: nn.Module) -> list[Slot]:
     """Return the slots of the parameters of a block, with their names in the whole module."""
-    names = {(id(slot.place), slot.key): slot.name for slot in slots_of(module)}
-    return [slot._replace(name=names[id(slot.place), slot.key]) for slot in slots_of(block) if not slot.is_buffer]
+    names = {(id(slot.tensors), slot.key): slot.name for slot in slots_of(module)}
+    return [slot._replace(name=names[id(slot.tensors), slot.key]) for slot in slots_of(block) if not slot.is_buffer]
 
 
 def _only_in(blocks: Any, everywhere: Sequence[Slot]) -> set[str]:
     """Return the names of parameters that are used only in blocks."""
-    within = {(id(slot.place), slot.key) for slots in blocks for slot in slots}
-    outside = {slot.name for slot in everywhere if (id(slot.place), slot.key) not in within}
-    floating = {slot.name for slots in blocks for slot in slots if slot.place[slot.key].is_floating_point()}
+    within = {(id(slot.tensors), slot.key) for slots in blocks for slot in slots}
+    outside = {slot.name for slot in everywhere if (id(slot.tensors), slot.key) not in within}
+    floating = {slot.name for slots in blocks for slot in slots if slot.tensors[slot.key].is_floating_point()}
     return floating - outside

@@ -46,8 +46,8 @@ class Rows:
         """Return the key with which these examples draw as in the whole batch, given the key of the whole batch."""
         if key is None:
             return None
-        words, first = (key, 0) if key.shape[0] == 2 else (key[:2], key[2])
-        return random.for_examples(words, self._number_of(first), max(self.length, 1))
+        key_data, first = (key, 0) if key.shape[0] == 2 else (key[:2], key[2])
+        return random.for_examples(key_data, self._number_of(first), max(self.length, 1))
 
     @contextmanager
     def stock_draws(self) -> Iterator[None]:

@@ -118,7 +118,7 @@ def sharded(
         grad=OnGrad(of_rank.gradient.of, reads_gradients=reduction.needs_all, across_ranks=True),
         update=OnUpdate(optimizer=of_rank.on_optimizer),
         validate=of_rank.validate,
-        step=OnStep(place=of_rank.place, on_ranks=of_rank.on_ranks, ranks=mesh.size()),
+        step=OnStep(distribute=of_rank.distribute, on_ranks=of_rank.on_ranks, ranks=mesh.size()),
         slot=reduction.slot,
         sends=of_rank.sends,
     )
@@ -187,7 +187,7 @@ class _RankStep:
             return optimizer.offloaded(partial(whole_update, ranks=self._shard))
         return whole_update(optimizer, self._shard)
 
-    def place(self, params: PyTree, frozen: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    def distribute(self, params: PyTree, frozen: PyTree, buffers: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """Return the tensors of the first rank on the device of every rank; as DTensors if the level shards them."""
         leaves, spec = tree.flatten((params, frozen, buffers))
         require_ranks(self._mesh, leaves)

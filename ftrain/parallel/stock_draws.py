@@ -57,8 +57,8 @@ class StockDraws:
                     int(state.step),
                 )
                 return result, nullcontext()
-        words = random.fold_in_key_data(random.key_data(state.rng), int(state.step))
-        with torch_ops.Keyed(random.wrap_key_data(random.stock_key_data(words))) as stream:
+        key_data = random.fold_in_key_data(random.key_data(state.rng), int(state.step))
+        with torch_ops.Keyed(random.wrap_key_data(random.stock_key_data(key_data))) as stream:
             result = function()
         if self._is_drawing is None:
             draws = torch.tensor(stream.offset, device=device)

@@ -69,17 +69,17 @@ def within(region: Region | None, function: Callable[..., Any], *args: Any, **kw
 def forwarding(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Context in which modules run other functions instead of their `forward`."""
     # An attribute of the instance hides the method of the class until it is deleted again.
-    places = [(part.__dict__, part.__dict__.get("forward"), forward) for part, forward in forwards]
+    attributes = [(part.__dict__, part.__dict__.get("forward"), forward) for part, forward in forwards]
     try:
-        for place, _, forward in places:
-            place["forward"] = forward
+        for of_part, _, forward in attributes:
+            of_part["forward"] = forward
         yield
     finally:
-        for place, replaced, _ in places:
+        for of_part, replaced, _ in attributes:
             if replaced is None:
-                del place["forward"]
+                del of_part["forward"]
             else:
-                place["forward"] = replaced
+                of_part["forward"] = replaced
 
 
 @contextmanager

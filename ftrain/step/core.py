@@ -174,13 +174,13 @@ class Eager:
         self.text = "eager(donate)" if step.donate else "eager"
 
     def __call__(
-        self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
+        self, state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
         """Return the next state and the metrics."""
         device = tree.device_of(state.params)
-        rng = random.to_device(random.wrap_key_data(words), device) if self._loss_needs_rng else None
+        rng = random.to_device(random.wrap_key_data(key_data), device) if self._loss_needs_rng else None
         if self._optimizer_needs_rng:
-            hyper = {**hyper, RNG: random.to_device(random.wrap_key_data(random.update_key_data(words)), device)}
+            hyper = {**hyper, RNG: random.to_device(random.wrap_key_data(random.update_key_data(key_data)), device)}
         backend = self._backends.get(device) or self._backends.setdefault(device, backends.of(device))
-        with torch.set_grad_enabled(False), backend.seeded(random.seed_of(words)), backend.deterministic():
+        with torch.set_grad_enabled(False), backend.seeded(random.seed_of(key_data)), backend.deterministic():
             return self._core(state, batch, hyper, rng)

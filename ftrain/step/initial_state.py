@@ -62,10 +62,10 @@ def initial_parts(
     params = initial_params if is_of_module else params
     if names is not None:
         names |= set(tree.leaf_names(params)) - initial_params.keys()
-    places = [wrapper.step.place for wrapper in step.wrappers if wrapper.step and wrapper.step.place]
-    placement = _Placement(select_trainable(trainable, names, params), adapters, seed, device, donate, places)
-    # Also with `places`, so that all ranks place block by block: the module of some may be on the device meta.
-    if is_of_module and module is not None and buffers is None and (places or path or _is_on_meta(module)):
+    distribute = [wrapper.step.distribute for wrapper in step.wrappers if wrapper.step and wrapper.step.distribute]
+    placement = _Placement(select_trainable(trainable, names, params), adapters, seed, device, donate, distribute)
+    # Also with `distribute`, so that all ranks distribute block by block: the module of some may be on the device meta.
+    if is_of_module and module is not None and buffers is None and (distribute or path or _is_on_meta(module)):
         return placement.of_module(module, (list(params), list(initial_buffers)), path)
     return placement.of_trees(params, initial_buffers if buffers is None else buffers)
 
@@ -80,7 +80,7 @@ class _Placement:
         seed: the seed of random initial values.
         device: the device of the state; None: the device of the tensors.
         donate: whether to use the tensors without copying them.
-        places: the `OnStep.place` of the wrappers.
+        distribute: the `OnStep.distribute` of the wrappers.
     """
 
     is_trainable: Select
@@ -88,7 +88,7 @@ class _Placement:
     seed: int
     device: torch.device | None
     donate: bool
-    places: Sequence[Callable[[PyTree, PyTree, PyTree], Parts]]
+    distribute: Sequence[Callable[[PyTree, PyTree, PyTree], Parts]]
 
     def of_trees(self, params: PyTree, buffers: PyTree) -> Parts:
         """Return the parts of a state with these tensors."""
@@ -104,8 +104,8 @@ class _Placement:
         parts = params, frozen if tree.leaves(frozen) else None, buffers
         if self.device is not None:
             parts = tree.to(parts, self.device)
-        for place in self.places:
-            parts = place(*parts)
+        for distribute in self.distribute:
+            parts = distribute(*parts)
         placed: Parts = _read(parts)
         return placed
 

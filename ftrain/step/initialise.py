@@ -43,8 +43,10 @@ def initialised(
     first_slots = list({slot.name: slot for slot in reversed(slots)}.values())[::-1]
     initialisers = dict(_with_initialisers(module, None))
     for number, unit in enumerate(_units(module)):
-        places = {id(place) for part in unit for place in (_torch.parameters_of(part), _torch.buffers_of(part))}
-        tensors: dict[str, Any] = {slot.name: slot.place[slot.key] for slot in first_slots if id(slot.place) in places}
+        dicts = {id(tensors) for part in unit for tensors in (_torch.parameters_of(part), _torch.buffers_of(part))}
+        tensors: dict[str, Any] = {
+            slot.name: slot.tensors[slot.key] for slot in first_slots if id(slot.tensors) in dicts
+        }
         created = {name for name, tensor in tensors.items() if tensor.is_meta} - stored.keys()
         if created:
             members = set(unit)
@@ -52,12 +54,12 @@ def initialised(
             around = [part for part in module.modules() if part in members or unit[0] in set(part.modules())]
             with preserve_attributes(module), torch.no_grad(), drawing:
                 for slot in slots:
-                    has_memory = id(slot.place) in places and slot.name not in stored
-                    slot.place[slot.key] = drawing.watched(_copy(slot, device if has_memory else _META))
+                    has_memory = id(slot.tensors) in dicts and slot.name not in stored
+                    slot.tensors[slot.key] = drawing.watched(_copy(slot, device if has_memory else _META))
                 # Children come before the modules around them.
                 for part in reversed(around):
                     _initialise(part, initialisers.get(part))
-                tensors |= {slot.name: slot.place[slot.key] for slot in first_slots if slot.name in created}
+                tensors |= {slot.name: slot.tensors[slot.key] for slot in first_slots if slot.name in created}
             _require_written(module, [name for name in created if not drawing.has_written(tensors[name])])
         kept = tensors.keys() - created - stored.keys()
         yield {
@@ -100,7 +102,7 @@ def _initialise(part: nn.Module, initialiser: _Initialiser | None) -> None:
 
 def _copy(slot: Slot, device: torch.device) -> Tensor:
     """Return a copy of the tensor in a slot on a device; without values if one of them is on meta."""
-    tensor: Tensor = slot.place[slot.key]
+    tensor: Tensor = slot.tensors[slot.key]
     is_empty = tensor.is_meta or device.type == _META.type
     copy = torch.empty_like(tensor, device=device) if is_empty else tensor.detach().clone()
     return copy if slot.is_buffer else nn.Parameter(copy, tensor.requires_grad)

@@ -83,10 +83,10 @@ def from_module(module: nn.Module, criterion: Criterion | None = None) -> Loss:
         copies = {name: buffer.clone() for name, buffer in buffers.items()} if buffers else {}
         values = _values(slots, {**copies, **params}, text)
         # Otherwise Dynamo would capture that the tensors stay in the module after the run.
-        with preserve_dicts(borrowed.places) if is_dynamo_compiling() else borrowed:
+        with preserve_dicts(borrowed.dicts) if is_dynamo_compiling() else borrowed:
             put(slots, values)
             returned = run(module, batch, rng=rng) if needs_rng else run(module, batch)
-            new_buffers = {slot.name: slot.place[slot.key] for slot in buffer_slots}
+            new_buffers = {slot.name: slot.tensors[slot.key] for slot in buffer_slots}
             if shared and not is_dynamo_compiling():
                 _require_unwritten(shared, slots, values, new_buffers, text)
         mean, metrics, _ = normalise(returned, None, text)

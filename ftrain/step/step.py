@@ -245,9 +245,9 @@ class Step:
         if self.donate and not is_donatable(argument):
             # Others may hold the tensors of a state that was not made by `init` or a donating step.
             state = tree.clone(state)
-        count, key, hyper, words = state.step, state.rng, *self._host_values(state)
+        count, key, hyper, key_data = state.step, state.rng, *self._host_values(state)
         with self.loss.scope(True):
-            new, metrics = run(state, batch, hyper, words)
+            new, metrics = run(state, batch, hyper, key_data)
         new = replace(new, step=count + 1, rng=key)
         vars(new)["_origin"] = self._origin
         if self.donate:
@@ -283,7 +283,7 @@ class Step:
         return lowered[0]
 
     def _host_values(self, state: TrainState) -> tuple[dict[str, float], tuple[int, int]]:
-        """Return the scheduled values of a step, and the words of its key."""
+        """Return the scheduled values of a step, and the data of its key."""
         count = int(state.step)
         factors = self.optimizer.factors(state.opt_state) if self.optimizer.factors else {}
         hyper = {}

@@ -21,9 +21,9 @@ _is_training = attrgetter("training")
 
 
 class Slot(NamedTuple):
-    """A place in a module that holds a tensor: a dict, the key in it, and the dotted name of the tensor."""
+    """Where a module holds a tensor: the dict of its tensors, the key in it, and the dotted name of the tensor."""
 
-    place: dict[str, Any]
+    tensors: dict[str, Any]
     key: str
     name: str
     is_buffer: bool
@@ -39,10 +39,10 @@ def slots_of(module: nn.Module) -> list[Slot]:
     """Return the slots of all parameters and buffers; the slots of a tied tensor have the name of the first one."""
     names = {id(tensor): name for name, tensor in named_tensors(module)}
     return [
-        Slot(place, key, names[id(tensor)], place is _torch.buffers_of(part))
+        Slot(tensors, key, names[id(tensor)], tensors is _torch.buffers_of(part))
         for part in module.modules()
-        for place in (_torch.parameters_of(part), _torch.buffers_of(part))
-        for key, tensor in place.items()
+        for tensors in (_torch.parameters_of(part), _torch.buffers_of(part))
+        for key, tensor in tensors.items()
         if tensor is not None
     ]
 
@@ -54,7 +54,7 @@ class bound:  # noqa: N801
         self._slots, self._values = slots, values
 
     def __enter__(self) -> None:
-        self._old_values = [place[key] for place, key, _, _ in self._slots]
+        self._old_values = [tensors[key] for tensors, key, _, _ in self._slots]
         put(self._slots, self._values)
 
     def __exit__(self, *error: object) -> None:
@@ -63,28 +63,28 @@ class bound:  # noqa: N801
 
 def put(slots: Sequence[Slot], values: Sequence[Any]) -> None:
     """Put tensors into slots."""
-    for (place, key, _, _), value in zip(slots, values, strict=True):
-        place[key] = value
+    for (tensors, key, _, _), value in zip(slots, values, strict=True):
+        tensors[key] = value
 
 
 class preserve_dicts:  # noqa: N801
     """Context that restores the items of dicts at its end."""
 
-    def __init__(self, places: Sequence[dict[str, Any]]) -> None:
-        self._places = places
+    def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
+        self._dicts = dicts
 
     def __enter__(self) -> None:
-        self._copies = [*map(dict.copy, self._places)]
+        self._copies = [*map(dict.copy, self._dicts)]
 
     def __exit__(self, *error: object) -> None:
-        refill(self._places, self._copies)
+        refill(self._dicts, self._copies)
 
 
-def refill(places: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> None:
+def refill(dicts: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> None:
     """Replace the items of each dict by those of another one."""
     # A module has hundreds of dicts, so this avoids a Python loop over them.
-    deque(map(dict.clear, places), maxlen=0)
-    deque(map(dict.update, places, held), maxlen=0)
+    deque(map(dict.clear, dicts), maxlen=0)
+    deque(map(dict.update, dicts, held), maxlen=0)
 
 
 class BorrowedModule:
@@ -96,8 +96,8 @@ class BorrowedModule:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.parts = module, list(module.modules())
-        self.places: list[dict[str, Any]] = [
-            place for part in self.parts for place in (_torch.parameters_of(part), _torch.buffers_of(part))
+        self.dicts: list[dict[str, Any]] = [
+            tensors for part in self.parts for tensors in (_torch.parameters_of(part), _torch.buffers_of(part))
         ]
         self.overrides_train = any(type(part).train is not nn.Module.train for part in self.parts)
         # The items that the dicts hold outside of all runs; None when they hold them now.
@@ -107,23 +107,23 @@ class BorrowedModule:
         self._runs: list[list[dict[str, Any]] | None] = []
 
     def __enter__(self) -> None:
-        self._runs.append([*map(dict.copy, self.places)] if self._runs else None)
+        self._runs.append([*map(dict.copy, self.dicts)] if self._runs else None)
         if self._original is None:
-            self._original = [*map(dict.copy, self.places)]
+            self._original = [*map(dict.copy, self.dicts)]
         else:
-            refill(self.places, self._original)
+            refill(self.dicts, self._original)
 
     def __exit__(self, *error: object) -> None:
         outer = self._runs.pop()
         if outer is not None:
-            refill(self.places, outer)
+            refill(self.dicts, outer)
         elif self.steps == 0:
             self.restore()
 
     def restore(self) -> None:
         """Restore the items that the dicts hold outside of all runs."""
         if self._original is not None:
-            refill(self.places, self._original)
+            refill(self.dicts, self._original)
             self._original = None
 
 
@@ -197,7 +197,10 @@ def preserve_attributes(module: nn.Module | None) -> Iterator[None]:
     Models cache masks and tables between runs; those of a run on fake tensors must not stay.
     """
     attributes = [] if module is None else [vars(part) for part in module.modules()]
-    containers = [*attributes, *(each for place in attributes for each in place.values() if type(each) in (dict, list))]
+    containers = [
+        *attributes,
+        *(each for of_part in attributes for each in of_part.values() if type(each) in (dict, list)),
+    ]
     copies = [container.copy() for container in containers]
     try:
         yield
@@ -251,6 +254,6 @@ def _replace(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         for name, old in named_tensors(module)
         if name in tensors
     }
-    for place, key, name, _ in slots_of(module):
+    for tensors_of_part, key, name, _ in slots_of(module):
         if name in new:
-            place[key] = new[name]
+            tensors_of_part[key] = new[name]

@@ -93,8 +93,8 @@ class OnStep:
         wrap_function: ``function -> function``, for plain functions ``(state, batch) -> (state, metrics)``.
         donate: whether the step reuses the memory of its state.
         on_step_end: ``(Backend, steps) -> None``, called on the host after each step with the number of steps so far.
-        place: ``(params, frozen, buffers) -> (params, frozen, buffers)``, called by `Step.init`: returns the tensors
-            of the first rank on all ranks, or DTensors.
+        distribute: ``(params, frozen, buffers) -> (params, frozen, buffers)``, called by `Step.init`: returns the
+            tensors of the first rank on all ranks, or DTensors.
         on_ranks: ``(Step, state, batch) -> (local state, local batch, around)``: the input of this rank, and
             ``runner -> runner``, whose result is a state of all ranks.
         ranks: the number of ranks that compute the step together.
@@ -104,7 +104,7 @@ class OnStep:
     wrap_function: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     donate: bool = False
     on_step_end: Callable[[Backend, int], None] | None = None
-    place: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]] | None = None
+    distribute: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]] | None = None
     on_ranks: OnRanks | None = None
     ranks: int = 1
 

@@ -56,7 +56,7 @@ def _make_update(optimizer: Optimizer) -> UpdateFn:
         if gradients.stream_grads is None:
             raise ComposeError(f"{NAME}: a grad wrapper dropped Gradients.stream_grads; use dataclasses.replace")
         grouped = splitter.begin(state.params, state.opt_state, hyper, donate=donate)
-        group_of = {place: group for group in grouped.groups for place in group.places}
+        group_of = {place: group for group in grouped.groups for place in group.indices}
         leaves = tree.leaves(state.params)
         waiting: dict[int, dict[int, Tensor]] = {}
 
@@ -64,12 +64,12 @@ def _make_update(optimizer: Optimizer) -> UpdateFn:
             group = group_of[index]
             grads = waiting.setdefault(id(group), {})
             grads[index] = grad
-            if len(grads) == len(group.places):
+            if len(grads) == len(group.indices):
                 del waiting[id(group)]
-                grouped.make(group, [grads[place] for place in group.places])
+                grouped.make(group, [grads[place] for place in group.indices])
                 if donate:
                     # Fused kernels do not count their writes, which the checks of later reads rely on.
-                    increment_version([leaves[place] for place in group.places])
+                    increment_version([leaves[place] for place in group.indices])
 
         try:
             gradients.stream_grads(take)

@@ -55,7 +55,7 @@ def run(optimizer, cut, dtype, *, donate, steps=3):
         update = apart.begin(params, state, hyper, donate=donate)
         leaves = tree.leaves(grads)
         for group in update.groups:
-            update.make(group, [leaves[place] for place in group.places])
+            update.make(group, [leaves[place] for place in group.indices])
         new = update.finish()
         if not donate:
             assert_equal((params, state), before)
@@ -96,7 +96,7 @@ def test_strides_of_axes_of_one_element(name):
             params, optimizer.init(params), {"lr": 0.1, RNG: ft.random.key(0)}, donate=False
         )
         for group in update.groups:
-            update.make(group, [torch.ones_like(tree.leaves(params)[place]) for place in group.places])
+            update.make(group, [torch.ones_like(tree.leaves(params)[place]) for place in group.indices])
         found.append(update.finish())
     assert_equal(found[0], found[1])
 
@@ -114,7 +114,7 @@ def test_one_leaf_that_fused_kernels_do_not_take_decides_for_all():
                 here, state, {"lr": 0.1}, donate=False
             )
             for group in update.groups:
-                update.make(group, [tree.leaves(grads)[place] for place in group.places])
+                update.make(group, [tree.leaves(grads)[place] for place in group.indices])
             found.append(update.finish())
         else:
             found.append(optimizer.update(grads, state, here, {"lr": 0.1}))

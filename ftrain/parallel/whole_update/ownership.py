@@ -26,7 +26,7 @@ ROUND_BYTES = 1 << 26
 class Moved:
     """Tensors that are sent to their owners: indices of leaves of a tree, how these are divided, and the owners."""
 
-    places: list[int]
+    indices: list[int]
     parts: list[Part]
     owners: list[int]
 
@@ -116,10 +116,10 @@ def parts_of_state(
     leaves = tree.leaves(wholes)
     with _torch.without_modes():
         state = tree.leaves(optimizer.init(wholes))
-    counts = Counter(place for group in singles for place in group.state_places)
-    of_params = {place for group in singles if leaves[group.places[0]].ndim for place in group.state_places}
-    divided = {place for place in of_params if counts[place] == 1 and state[place].ndim and state[place].numel()}
-    return [part_of(leaf, ranks) if place in divided else None for place, leaf in enumerate(state)]
+    counts = Counter(index for group in singles for index in group.state_indices)
+    of_params = {index for group in singles if leaves[group.indices[0]].ndim for index in group.state_indices}
+    divided = {index for index in of_params if counts[index] == 1 and state[index].ndim and state[index].numel()}
+    return [part_of(leaf, ranks) if index in divided else None for index, leaf in enumerate(state)]
 
 
 def part_of(leaf: Tensor, ranks: int) -> Part:
@@ -156,26 +156,26 @@ def plan(optimizer: Optimizer, params: PyTree, opt_state: PyTree, owners: Mappin
     state_parts = parts_of_state(optimizer, wholes, singles, ranks.size)
     rounds = [
         Round(
-            _moved([None if group is None else group.places for group in groups], parts),
-            _moved([None if group is None else group.state_places for group in groups], state_parts),
+            _moved([None if group is None else group.indices for group in groups], parts),
+            _moved([None if group is None else group.state_indices for group in groups], state_parts),
             groups[ranks.rank],
         )
         for groups in itertools.zip_longest(*groups_of)
     ]
-    shared = {place for place, part in enumerate(state_parts) if part is None}
+    shared = {index for index, part in enumerate(state_parts) if part is None}
     mine = [*groups_of[ranks.rank], *([local_group] if local_group else [])]
-    missing = {place for place in shared if state[place].numel()}.difference(*(group.state_places for group in mine))
+    missing = {index for index in shared if state[index].numel()}.difference(*(group.state_indices for group in mine))
     idle = _idle_groups(zip(singles, leaves, strict=True), missing)
     return Plan((tree.flatten(params)[1], tree.flatten(opt_state)[1]), local_group, rounds, shared, idle)
 
 
 def _idle_groups(singles: Iterable[tuple[ParamGroup, Tensor]], missing: set[int]) -> list[tuple[ParamGroup, Tensor]]:
-    """Return the smallest parameters, with their groups, to which these places in the state belong."""
+    """Return the smallest parameters, with their groups, to which these leaves of the state belong."""
     idle = []
     for group, leaf in sorted(singles, key=lambda pair: pair[1].numel()):
-        if missing.intersection(group.state_places):
+        if missing.intersection(group.state_indices):
             idle.append((group, leaf))
-            missing = missing.difference(group.state_places)
+            missing = missing.difference(group.state_indices)
     return idle
 
 
@@ -191,9 +191,9 @@ def _chunks(leaves: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]
 def _moved(places_of: Sequence[Sequence[int] | None], parts: Sequence[Part | None]) -> Moved:
     """Return how the divided ones of these leaves are sent, given the indices of the leaves of each rank."""
     moved = [
-        (place, part, owner)
-        for owner, places in enumerate(places_of)
-        for place in places or ()
-        if (part := parts[place]) is not None
+        (index, part, owner)
+        for owner, indices in enumerate(places_of)
+        for index in indices or ()
+        if (part := parts[index]) is not None
     ]
-    return Moved([place for place, _, _ in moved], [part for _, part, _ in moved], [owner for _, _, owner in moved])
+    return Moved([index for index, _, _ in moved], [part for _, part, _ in moved], [owner for _, _, owner in moved])

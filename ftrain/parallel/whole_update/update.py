@@ -106,11 +106,11 @@ def _divided_state(optimizer: Optimizer, params: PyTree, ranks: Group) -> PyTree
     for group, leaf in zip(singles, leaves, strict=True):
         whole = leaf if group.optimizer.by_element else dtensor.whole(leaf)
         (name,) = group.names
-        for place, new in zip(group.state_places, tree.leaves(group.optimizer.init({name: whole})), strict=True):
-            part = parts[place]
+        for index, new in zip(group.state_indices, tree.leaves(group.optimizer.init({name: whole})), strict=True):
+            part = parts[index]
             if part is not None and not dtensor.is_dtensor(new):
                 new = block_of(new, part, leaf.device_mesh, ranks.rank)
-            state[place] = new
+            state[index] = new
     return tree.unflatten(state_spec, state)
 
 
@@ -142,88 +142,88 @@ class _Update:
             self._make_round(each, grads)
         for group, leaf in self._plan.idle:
             self._make_idle(group, leaf)
-        for place, new in self._of_all_ranks.items():
-            self._new_state[place] = self._state[place].copy_(new) if self._donate else new
+        for index, new in self._of_all_ranks.items():
+            self._new_state[index] = self._state[index].copy_(new) if self._donate else new
         specs = self._plan.specs
         return tree.unflatten(specs[0], self._new_params), tree.unflatten(specs[1], self._new_state)
 
     def _make_local(self, group: ParamGroup, grads: list[Tensor]) -> None:
         """Update the leaves whose update needs no data of other ranks."""
-        state = [self._old_state(place) for place in group.state_places]
+        state = [self._old_state(index) for index in group.state_indices]
         params, new_state = group.update(
-            [grads[place] for place in group.places],
+            [grads[index] for index in group.indices],
             state,
-            [self._params[place] for place in group.places],
+            [self._params[index] for index in group.indices],
             self._hyper,
             donate=self._donate,
         )
-        for place, leaf in zip(group.places, params, strict=True):
-            self._new_params[place] = leaf
-        for place, leaf in zip(group.state_places, new_state, strict=True):
-            if not self._is_shared(place, leaf):
-                self._new_state[place] = leaf
+        for index, leaf in zip(group.indices, params, strict=True):
+            self._new_params[index] = leaf
+        for index, leaf in zip(group.state_indices, new_state, strict=True):
+            if not self._is_shared(index, leaf):
+                self._new_state[index] = leaf
 
     def _make_round(self, each: Round, grads: list[Tensor]) -> None:
         """Update the leaves that ranks own, and this rank's parts of them."""
         params, state = each.params, each.state
-        old = [*(self._params[place] for place in params.places), *(self._state[place] for place in state.places)]
+        old = [*(self._params[index] for index in params.indices), *(self._state[index] for index in state.indices)]
         parts, owners = [*params.parts, *state.parts], [*params.owners, *state.owners]
         wholes = to_owners(
             self._ranks,
-            [*old, *(grads[place] for place in params.places)],
+            [*old, *(grads[index] for index in params.indices)],
             [*parts, *params.parts],
             [*owners, *params.owners],
         )
         if each.group is not None:
-            wholes = self._updated(each.group, params.places, state.places, wholes)
+            wholes = self._updated(each.group, params.indices, state.indices, wholes)
         new = iter(from_owners(self._ranks, wholes, parts, owners, old))
-        for place in params.places:
-            self._new_params[place] = self._stored(self._params[place], next(new))
-        for place in state.places:
-            self._new_state[place] = self._stored(self._state[place], next(new))
+        for index in params.indices:
+            self._new_params[index] = self._stored(self._params[index], next(new))
+        for index in state.indices:
+            self._new_state[index] = self._stored(self._state[index], next(new))
 
     def _updated(
-        self, group: ParamGroup, places: list[int], state_places: list[int], wholes: Mapping[int, Tensor]
+        self, group: ParamGroup, indices: list[int], state_indices: list[int], wholes: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
         """Return the new whole parameters and leaves of their state by their numbers in a round."""
-        number_of = {place: number for number, place in enumerate(places)}
-        number_of_state = {place: number for number, place in enumerate(state_places, len(places))}
-        first_grad = len(places) + len(state_places)
+        number_of = {index: number for number, index in enumerate(indices)}
+        number_of_state = {index: number for number, index in enumerate(state_indices, len(indices))}
+        first_grad = len(indices) + len(state_indices)
         params, new_state = group.update(
-            [wholes[first_grad + number_of[place]] for place in group.places],
+            [wholes[first_grad + number_of[index]] for index in group.indices],
             [
-                wholes[number_of_state[place]] if place in number_of_state else self._old_state(place)
-                for place in group.state_places
+                wholes[number_of_state[index]] if index in number_of_state else self._old_state(index)
+                for index in group.state_indices
             ],
-            [wholes[number_of[place]] for place in group.places],
+            [wholes[number_of[index]] for index in group.indices],
             self._hyper,
             donate=True,
         )
-        new = {number_of[place]: leaf for place, leaf in zip(group.places, params, strict=True)}
-        for place, leaf in zip(group.state_places, new_state, strict=True):
-            if not self._is_shared(place, leaf):
-                new[number_of_state[place]] = leaf
+        new = {number_of[index]: leaf for index, leaf in zip(group.indices, params, strict=True)}
+        for index, leaf in zip(group.state_indices, new_state, strict=True):
+            if not self._is_shared(index, leaf):
+                new[number_of_state[index]] = leaf
         return new
 
     def _make_idle(self, group: ParamGroup, leaf: Tensor) -> None:
         """Update zeros to get the state that every rank has, such as the count of updates."""
         zeros = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
         (name,) = group.names
-        pairs = zip(group.state_places, tree.leaves(group.optimizer.init({name: zeros})), strict=True)
-        state = [self._old_state(place) if place in self._plan.shared else new for place, new in pairs]
+        pairs = zip(group.state_indices, tree.leaves(group.optimizer.init({name: zeros})), strict=True)
+        state = [self._old_state(index) if index in self._plan.shared else new for index, new in pairs]
         _, new_state = group.update([torch.zeros_like(zeros)], state, [zeros], self._hyper, donate=True)
-        for place, new in zip(group.state_places, new_state, strict=True):
-            self._is_shared(place, new)
+        for index, new in zip(group.state_indices, new_state, strict=True):
+            self._is_shared(index, new)
 
-    def _old_state(self, place: int) -> Tensor:
+    def _old_state(self, index: int) -> Tensor:
         # State that every rank has may be read for several groups, and each must see its old value.
-        return self._state[place].clone() if place in self._plan.shared else self._state[place]
+        return self._state[index].clone() if index in self._plan.shared else self._state[index]
 
-    def _is_shared(self, place: int, new: Tensor) -> bool:
+    def _is_shared(self, index: int, new: Tensor) -> bool:
         """Return whether every rank has a leaf of the state, and if so remember its new value."""
-        if place in self._plan.shared:
-            self._of_all_ranks[place] = new
-        return place in self._plan.shared
+        if index in self._plan.shared:
+            self._of_all_ranks[index] = new
+        return index in self._plan.shared
 
     def _stored(self, old: Tensor, new: Tensor) -> Tensor:
         # A copy, because what ranks have sent is one buffer.

@@ -129,8 +129,8 @@ def planned_state(step: Step, state: TrainState) -> TrainState:
     params, frozen, buffers = tree.map(lambda leaf: fake_like(mode, leaf, tree.HOST), parts)
     with mode:
         for each in step.wrappers:
-            if each.step and each.step.place:
-                params, frozen, buffers = each.step.place(params, frozen, buffers)
+            if each.step and each.step.distribute:
+                params, frozen, buffers = each.step.distribute(params, frozen, buffers)
         opt_state, slots = step.optimizer.init(params), step.init_slots(params)
     return replace(state, params=params, frozen=frozen, buffers=buffers, opt_state=opt_state, slots=slots)
 

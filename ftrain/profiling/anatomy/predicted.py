@@ -27,7 +27,7 @@ def abstract_state(step: Step, module: nn.Module) -> TrainState:
     fakes: dict[str, Tensor] = {}
     for slot in slots:
         if slot.name not in fakes:
-            tensor = slot.place[slot.key]
+            tensor = slot.tensors[slot.key]
             fake = fake_like(mode, tensor, tree.HOST)
             fakes[slot.name] = fake if slot.is_buffer else nn.Parameter(fake, tensor.requires_grad)
     with mode, bound(slots, [fakes[slot.name] for slot in slots]):
@@ -107,10 +107,10 @@ class _RecordedRun(Eager):
         self._recorder = recorder
 
     def __call__(
-        self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
+        self, state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
         self._recorder.mark(_tensors(batch), BATCH)
-        new_state, metrics = super().__call__(state, batch, hyper, words)
+        new_state, metrics = super().__call__(state, batch, hyper, key_data)
         self._recorder.mark(_tensors(new_state), NEXT)
         return new_state, metrics
 

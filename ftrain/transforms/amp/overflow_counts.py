@@ -207,11 +207,11 @@ def _full(like: Tensor, value: int) -> Tensor:
 def _in_float32(part: _Part, run: Callable[..., Any], arguments: Any) -> list[Tensor]:
     """Return the outputs of a part in float32 for the same inputs, parameters and random numbers; change no state."""
     tensors = [leaf for leaf in tree.leaves(arguments) if isinstance(leaf, Tensor)]
-    tensors += [slot.place[slot.key] for slot in part.slots]
+    tensors += [slot.tensors[slot.key] for slot in part.slots]
     device = tensors[0].device if tensors else tree.HOST
     # Copies: a part may write to its arguments.
     args, kwargs = tree.map(lambda leaf: _widened(leaf, copy=True) if isinstance(leaf, Tensor) else leaf, arguments)
-    values = [_widened(slot.place[slot.key], copy=slot.is_buffer) for slot in part.slots]
+    values = [_widened(slot.tensors[slot.key], copy=slot.is_buffer) for slot in part.slots]
     with (
         # The part may cache an attribute, such as a mask, which would then be float32.
         preserve_attributes(part.module),

@@ -69,10 +69,10 @@ class CompiledGradient:
         return self._cache(sums, batch, replace(state, step=None, opt_state=None, rng=None), rng)
 
     def _added(self, sums: list[Tensor], batch: PyTree, state: TrainState, rng: Tensor) -> tuple[list[Tensor], Any]:
-        words: Any = rng[0], rng[1]
+        key_data: Any = rng[0], rng[1]
         length, has_offset = tree.batch_length(batch) or 1, len(rng) > 2
         with (
-            self._draw(torch.stack(random.stock_key_data(words))) as stream,  # type: ignore[arg-type]
+            self._draw(torch.stack(random.stock_key_data(key_data))) as stream,  # type: ignore[arg-type]
             stream.for_examples(rng[2], length, 0) if has_offset else nullcontext(),
         ):
             gradients = self._grad(state, batch, rng if self._needs_rng else None)

@@ -142,11 +142,11 @@ class _Compiled:
         text = f"compiled({', '.join([self._lowering, *donate, *graphs])})"
         return f"{text}  # {self._why}" if self._why else text
 
-    def lower(self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]) -> Lowered:
+    def lower(self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], key_data: tuple[int, int]) -> Lowered:
         """Compile for a state and a batch like these, and describe what was compiled."""
         if self._lowering in ("auto", "whole"):
             try:
-                captured = self._cache.graph_for(*self._inputs(state, batch, hyper, words)).captured  # type: ignore[union-attr]
+                captured = self._cache.graph_for(*self._inputs(state, batch, hyper, key_data)).captured  # type: ignore[union-attr]
                 self._settle()
                 sends = traffic(captured, _groups(self._step))
                 return Lowered("whole", 1, count_nodes(captured), peak_bytes(captured), traffic=sends)
@@ -155,11 +155,11 @@ class _Compiled:
         updates = []
         if not self._step.optimizer.offloaded:
             # The update is compiled when it gets gradients.
-            self._run_split(tree.clone(state), tree.clone(batch), hyper, words)
+            self._run_split(tree.clone(state), tree.clone(batch), hyper, key_data)
             if self._lowering == "eager":
                 return Lowered("eager", 0, {}, None)
             updates = [self._cache.graphs[-1].captured]  # type: ignore[union-attr]
-        graphs, breaks = _explained(self._step, state, batch, words)
+        graphs, breaks = _explained(self._step, state, batch, key_data)
         return Lowered("split", len(graphs) + len(updates), count_nodes(*graphs, *updates), None, breaks)
 
     def _whole(self) -> Callable[..., Any]:
@@ -179,7 +179,7 @@ class _Compiled:
         return self._cache
 
     def _split(self) -> Callable[..., Any]:
-        """Return ``(state, batch, hyper, words) -> (state, metrics)`` with loss and update compiled by themselves."""
+        """Return ``(state, batch, hyper, key_data) -> (state, metrics)`` with loss and update compiled."""
         step, until_update = self._step, UntilUpdate()
         _warn_of_shared_buffers(step.base.module)
         if step.optimizer.offloaded:
@@ -193,21 +193,25 @@ class _Compiled:
                 )
             )
 
-        def split(state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> tuple[TrainState, Metrics]:
+        def split(
+            state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]
+        ) -> tuple[TrainState, Metrics]:
             logging_slow = log_if_slow(step.base.name) if self._shapes.admit(batch=batch) else nullcontext()
             with logging_slow, self._compiler.cache(), until_update.attempted():
-                return run(state, batch, hyper, words)  # type: ignore[no-any-return]
+                return run(state, batch, hyper, key_data)  # type: ignore[no-any-return]
 
         return split
 
     def _packed(self, core: Core) -> Callable[..., Any]:
         """Run a core with the scheduled values as tensors, which do not recompile it when they change."""
 
-        def run(state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]) -> tuple[TrainState, Metrics]:
-            state, batch, packed = self._inputs(state, batch, hyper, words)
+        def run(
+            state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]
+        ) -> tuple[TrainState, Metrics]:
+            state, batch, packed = self._inputs(state, batch, hyper, key_data)
             keys, hyper = self._unpack(packed)
             backend = backends.of(packed.device)
-            with torch.no_grad(), backend.seeded(random.seed_of(words)), backend.deterministic():
+            with torch.no_grad(), backend.seeded(random.seed_of(key_data)), backend.deterministic():
                 return core(state, batch, hyper, keys[0] if self._step.base.needs_rng else None)
 
         return run
@@ -226,11 +230,11 @@ class _Compiled:
         return updating
 
     def _inputs(
-        self, state: TrainState, batch: PyTree, hyper: Hyper, words: tuple[int, int]
+        self, state: TrainState, batch: PyTree, hyper: Hyper, key_data: tuple[int, int]
     ) -> tuple[TrainState, PyTree, Tensor]:
         """Return the inputs of a graph; keys and scheduled values are packed into one int64 tensor on the device."""
         device = tree.device_of(state.params)
-        keys = *words, *random.stock_key_data(words), *random.update_key_data(words)
+        keys = *key_data, *random.stock_key_data(key_data), *random.update_key_data(key_data)
         # Without float64, two numbers share an int64; "0q" pads the last one.
         kind = "d" if backends.widest(device) == torch.float64 else "f"
         packed = bytearray(struct.pack(f"{len(keys)}q{len(hyper)}{kind}0q", *keys, *hyper.values()))
@@ -246,30 +250,30 @@ class _Compiled:
         return packed[:4].reshape(2, 2), hyper
 
     def __call__(
-        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
+        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], key_data: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
         if self._lowering in ("auto", "whole"):
             try:
-                output: tuple[TrainState, Metrics] = self._run(*self._inputs(state, batch, hyper, words))
+                output: tuple[TrainState, Metrics] = self._run(*self._inputs(state, batch, hyper, key_data))
             except FAILED as error:
                 self._fall_back(error)
             else:
                 self._settle()
                 return output
-        return self._run_split(state, batch, hyper, words)
+        return self._run_split(state, batch, hyper, key_data)
 
     def _run_split(
-        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], words: tuple[int, int]
+        self, state: TrainState, batch: PyTree, hyper: Mapping[str, float], key_data: tuple[int, int]
     ) -> tuple[TrainState, Metrics]:
         """Run the step split, or eagerly when that has failed."""
         if self._lowering == "eager":
-            return self._eager(state, batch, hyper, words)
+            return self._eager(state, batch, hyper, key_data)
         try:
-            return self._run(state, batch, hyper, words)  # type: ignore[no-any-return]
+            return self._run(state, batch, hyper, key_data)  # type: ignore[no-any-return]
         except FAILED as error:
             why = self._reason(error)
         # Outside of the handler, which keeps the tensors of the error alive. An error of the loss is raised here again.
-        output = self._eager(state, batch, hyper, words)
+        output = self._eager(state, batch, hyper, key_data)
         self._run_eagerly(why)
         return output
 
@@ -325,10 +329,12 @@ def _groups(step: Step) -> Mapping[str, Group]:
 
 
 def _explained(
-    step: Step, state: TrainState, batch: PyTree, words: tuple[int, int]
+    step: Step, state: TrainState, batch: PyTree, key_data: tuple[int, int]
 ) -> tuple[list[fx.GraphModule], tuple[str, ...]]:
     """Return the graphs of a loss, and where they break."""
-    key = random.to_device(random.wrap_key_data(words), tree.device_of(state.params)) if step.base.needs_rng else None
+    key = (
+        random.to_device(random.wrap_key_data(key_data), tree.device_of(state.params)) if step.base.needs_rng else None
+    )
     params = tree.overlay(state.params, state.frozen)
     return explain(step.loss.fn, params, batch, rng=key, buffers=tree.clone(state.buffers))
 

@@ -99,7 +99,7 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
             raise OptionError(_unmatched(module, pattern, parts, adaptable))
     chosen = {name for pattern in patterns for name in _matching(pattern, adaptable)}
     slots = slots_of(module)
-    weights = {(id(slot.place), slot.key): slot.name for slot in slots}
+    weights = {(id(slot.tensors), slot.key): slot.name for slot in slots}
     uses = Counter(slot.name for slot in slots)
     aliases: dict[int, list[str]] = {}
     for name, part in module.named_modules(remove_duplicate=False):
