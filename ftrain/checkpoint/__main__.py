@@ -21,7 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
             "path", type=Path, help="a checkpoint, or the directory of a run"
         )
     diff = commands.add_parser("diff", help="print the leaves in which two differ")
-    diff.add_argument("paths", type=Path, nargs=2, help="checkpoints")
+    for name in ("first", "second"):
+        diff.add_argument(name, type=Path, help="a checkpoint, or the directory of a run, whose newest one counts")
     options = parser.parse_args(arguments)
     try:
         if options.command == "inspect":
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if options.command == "verify":
             return max(_verify(path) for path in checkpoints_at(options.path))
-        lines = list(differences(*options.paths))
+        lines = list(differences(*(checkpoints_at(path)[-1] for path in (options.first, options.second))))
         _print(*(lines or ["the same, to the bit"]))
         return int(bool(lines))
     except CheckpointError as error:

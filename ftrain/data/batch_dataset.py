@@ -14,13 +14,15 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from ftrain.data import rng_streams
 from ftrain.data.array_dataset import ArrayDataset
 from ftrain.data.epoch_plan import BatchRequest
-from ftrain.data.fetched_batch import FetchedBatch, ReadError
+from ftrain.data.fetched_batch import COLLATE, FetchedBatch, ReadError
 from ftrain.data.token_files import TokenFile
 from ftrain.data.worker_messages import MAX_BYTES
 from ftrain.types import PyTree
 
 Collate: TypeAlias = Callable[[list[Any]], PyTree]
 """``list of samples -> batch``."""
+
+REMEDY = 'repair it, or pass on_error="skip" to go on without such samples'
 
 _Samples: TypeAlias = "tuple[list[Any], list[ReadError]]"
 """The samples that could be read, and the errors of the others."""
@@ -71,7 +73,7 @@ class BatchDataset(Dataset[FetchedBatch]):
             samples += [samples[i % len(samples)] for i in range(len(errors))]
         if self._collate_draws:
             rng_streams.seed_collation(self._seed, request.epoch, request.indices[0] if request.indices else 0)
-        return _built(request, "collated", lambda: self._collate(samples), skipped)
+        return _built(request, "collated", lambda: self._collate(samples), skipped, COLLATE)
 
     def _read_seeding_if_needed(self, request: BatchRequest, preserved: rng_streams.PreservedState) -> _Samples:
         if self._draws is None:
@@ -96,7 +98,7 @@ class BatchDataset(Dataset[FetchedBatch]):
                 samples.append(dataset[index])
             except Exception as error:
                 subject = f"sample {index} of epoch {request.epoch} cannot be read"
-                errors.append(ReadError.from_exception(subject, error))
+                errors.append(ReadError.from_exception(subject, error, REMEDY))
                 if not self._skip_errors:
                     break
         return samples, errors
@@ -118,13 +120,17 @@ def _default_collate(samples: list[Any]) -> PyTree:
 
 
 def _built(
-    request: BatchRequest, action: str, build: Callable[[], PyTree], skipped: tuple[ReadError, ...] = ()
+    request: BatchRequest,
+    action: str,
+    build: Callable[[], PyTree],
+    skipped: tuple[ReadError, ...] = (),
+    remedy: str = REMEDY,
 ) -> FetchedBatch:
     """Return the batch that `build` returns, or its error."""
     try:
         return FetchedBatch(request.position, build(), skipped)
     except Exception as error:
-        read_error = ReadError.from_exception(f"{describe(request)} cannot be {action}", error)
+        read_error = ReadError.from_exception(f"{describe(request)} cannot be {action}", error, remedy)
         return FetchedBatch(request.position, error=read_error)
 
 

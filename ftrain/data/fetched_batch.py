@@ -13,6 +13,10 @@ Position: TypeAlias = dict[str, Any]
 """A position within an epoch: integers and, for an iterable dataset, the state that the dataset itself returned."""
 
 
+COLLATE = "pass a function as collate=, such as ft.data.pad() for tensors of different lengths"
+"""What to do when samples cannot be collated."""
+
+
 class ReadError(NamedTuple):
     """An error raised while samples were read or collated, in a form that can be sent between processes."""
 
@@ -23,12 +27,15 @@ class ReadError(NamedTuple):
     trace: str
     cause: Exception | None
     """The error itself; None when it was raised in a worker."""
+    remedy: str
+    """What to do."""
 
     @classmethod
-    def from_exception(cls, subject: str, error: Exception) -> ReadError:
+    def from_exception(cls, subject: str, error: Exception, remedy: str = "repair it") -> ReadError:
         """Return the description of an error that is being handled."""
         trace = "".join(traceback.format_exception(error))
-        return cls(subject, f"{type(error).__name__}: {error}", trace, None if get_worker_info() else error)
+        cause = None if get_worker_info() else error
+        return cls(subject, f"{type(error).__name__}: {error}", trace, cause, remedy)
 
 
 class FetchedBatch(NamedTuple):

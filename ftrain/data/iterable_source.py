@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from ftrain import random
 from ftrain.data import rng_streams
 from ftrain.data.batch_dataset import Collate
-from ftrain.data.fetched_batch import FetchedBatch, Position, ReadError
+from ftrain.data.fetched_batch import COLLATE, FetchedBatch, Position, ReadError
 from ftrain.data.stateful import has_position, position, seek
 from ftrain.data.worker_pool import WorkerOptions, read_in_one_worker
 from ftrain.errors import warn
@@ -100,11 +100,12 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
             return FetchedBatch(after, self.collate(batch))
         except Exception as error:
             last = first + len(batch) - 1
-            return _failed(f"samples {first} to {last} of the stream, epoch {self.epoch}, cannot be collated", error)
+            subject = f"samples {first} to {last} of the stream, epoch {self.epoch}, cannot be collated"
+            return _failed(subject, error, COLLATE)
 
 
-def _failed(subject: str, error: Exception) -> FetchedBatch:
-    return FetchedBatch({}, error=ReadError.from_exception(subject, error))
+def _failed(subject: str, error: Exception, remedy: str = "repair it") -> FetchedBatch:
+    return FetchedBatch({}, error=ReadError.from_exception(subject, error, remedy))
 
 
 class IterableSource:

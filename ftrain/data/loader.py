@@ -68,7 +68,7 @@ class Loader:
         self._require_latest(iterator)
         for batch in self._source.batches(self._epoch, self._start):
             if batch.error is not None:
-                raise _to_exception(batch.error, '; repair it, or pass on_error="skip" to go on without such samples')
+                raise _to_exception(batch.error, batch.error.remedy)
             self._position = batch.position
             if batch.skipped:
                 self._count_skipped(batch.skipped)
@@ -105,7 +105,9 @@ class Loader:
             raise DataError(
                 "Loader.load_state_dict: the position does not fit this loader:\n  "
                 + "\n  ".join(differences)
-                + "\nMake the loader as it was when the position was saved, or begin without it"
+                + "\nMake the loader as it was when the position was saved. To continue with another one from its "
+                "beginning, load the state alone, ft.checkpoint.load(path, like={'state': state}, partial=True), and "
+                "save the run in another directory"
             )
         keys = [*source.start, *(key for key in source.optional_keys if key in state)]
         self._source = source
@@ -125,7 +127,7 @@ class Loader:
         if self._num_ranks > 1:
             raise _to_exception(
                 errors[0],
-                "; no other sample of its batch can be read either, and with several ranks no batch can be left out",
+                "no other sample of its batch can be read either, and with several ranks no batch can be left out",
             )
 
     def _count_skipped(self, errors: Sequence[ReadError]) -> None:
@@ -138,9 +140,9 @@ class Loader:
         self.skipped += len(errors)
 
 
-def _to_exception(error: ReadError, hint: str) -> DataError:
+def _to_exception(error: ReadError, remedy: str) -> DataError:
     """Return the error to raise, with its cause, or with the traceback of the worker as a note."""
-    exception = DataError(f"loader: {error.subject}: {error.message}{hint}")
+    exception = DataError(f"loader: {error.subject}: {error.message}; {remedy}")
     if error.cause is None:
         exception.add_note(f"In a worker:\n{error.trace}")
     exception.__cause__ = error.cause

@@ -145,7 +145,7 @@ def padding(batch: PyTree) -> Mean:
     >>> float(padding({"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 0, 0, 1]])}))
     0.25
     """
-    mask = batch.get("documents", batch.get(MASK)) if isinstance(batch, dict) else None
+    mask = batch.get("documents", batch.get(MASK)) if isinstance(batch, Mapping) else None
     if not isinstance(mask, Tensor):
         raise BatchError(
             f"padding: the batch has neither documents nor {MASK}; make it by ft.data.pack, or by "

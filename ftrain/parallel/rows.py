@@ -107,8 +107,7 @@ def rows_of(batch: PyTree, rank: int, size: int, microbatches: int, device: torc
         BatchError: for tensors whose first axes differ in length or are not divided by the microbatches, or a batch
             without any example.
     """
-    function = f"accumulate({microbatches})" if microbatches > 1 else "sharded"
-    pieces = split_batch(batch, microbatches, require_equal=function)
+    pieces = split_batch(batch, microbatches, require_equal=_splitting(microbatches))
     total = tree.batch_length(pieces[0]) or 0
     each, more = divmod(total, size)
     start, length = rank * each + min(rank, more), each + (rank < more)
@@ -132,7 +131,12 @@ def own_rows(batch: PyTree, rank: int, size: int, microbatches: int, device: tor
         BatchError: for tensors whose first axes differ in length or are not divided by the microbatches, or a batch
             without any example.
     """
-    pieces = split_batch(batch, microbatches, require_equal=f"accumulate({microbatches})")
+    pieces = split_batch(batch, microbatches, require_equal=_splitting(microbatches))
     length = tree.batch_length(pieces[0]) or 0
     start = rank * length * microbatches
     return Rows(batch, start, length, length * size, length * microbatches, microbatches)
+
+
+def _splitting(microbatches: int) -> str:
+    """Return the name of the function that splits a batch, for errors."""
+    return f"accumulate({microbatches})" if microbatches > 1 else "sharded"

@@ -154,7 +154,11 @@ def find_blocks(module: nn.Module, wanted: Wanted | None) -> dict[nn.Module, Any
         blocks = {part: choice for part, choice in chosen.items() if choice is not None}
     if not blocks:
         lists = [name for name, part in named.items() if isinstance(part, nn.ModuleList | nn.Sequential)]
-        problem = "has no repeated children in a ModuleList or Sequential" if wanted is None else "has no such blocks"
+        problem = (
+            "has no repeated children with children of their own in a ModuleList or Sequential"
+            if wanted is None
+            else "has no such blocks"
+        )
         raise OptionError(
             f"remat: {type(module).__name__} {problem} (its lists: {', '.join(lists) or 'none'}); name the blocks by "
             "blocks=[...], types or dotted names"

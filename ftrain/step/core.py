@@ -62,7 +62,8 @@ def assemble(
 
     def core(state: TrainState, batch: PyTree, hyper: Hyper, rng: Tensor | None) -> tuple[TrainState, Metrics]:
         gradients = grad(state, batch, rng)
-        # A metric or buffer may be a parameter itself, which a donated update overwrites.
+        # The loss, a metric or a buffer may be a parameter itself, which a donated update overwrites.
+        loss = gradients.loss.value
         metrics = {
             name: m.value if isinstance(m, Mean) else m.clone() if donate and isinstance(m, Tensor) else m
             for name, m in gradients.metrics.items()
@@ -74,7 +75,7 @@ def assemble(
         new = update(state, gradients, hyper, donate=donate)
         if gradients.slots:
             new = replace(new, slots={**new.slots, **gradients.slots})
-        return new, {"loss": gradients.loss.value, **metrics}
+        return new, {"loss": loss, **metrics}
 
     return core
 

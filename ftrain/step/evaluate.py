@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -343,10 +344,24 @@ def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tu
 
 
 def _length(batch: PyTree, text: str, plain: list[str]) -> int:
-    """Return the number of examples in a batch, the weight of plain numbers; warn if its tensors disagree."""
-    lengths = [leaf.shape[0] if tree.is_tensor(leaf) and leaf.ndim else None for leaf in tree.leaves(batch)]
+    """Return the number of examples in a batch, the weight of plain numbers; warn if it is not known."""
+    leaves = tree.leaves(batch)
+    lengths = [leaf.shape[0] if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim else None for leaf in leaves]
     counted = [index for index, length in enumerate(lengths) if length is not None]
     if not counted:
+        if unknown := next(
+            (
+                leaf
+                for leaf in leaves
+                if not isinstance(leaf, str | bytes | int | float | complex | Tensor | np.generic | np.ndarray)
+            ),
+            None,
+        ):
+            warn(
+                f"{text}: the number of examples in a {type(unknown).__name__} is not known; an evaluation weights "
+                f"each batch equally for results that are not a Mean ({', '.join(plain)}): return "
+                "ft.Mean(total, weight), or give batches of tensors in dicts, lists, tuples or registered classes"
+            )
         return 1
     first = counted[0]
     if other := next((index for index in counted if lengths[index] != lengths[first]), None):

@@ -220,7 +220,8 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
     tensors = tree.overlay(state.params, state.frozen)
     tensors = tensors if isinstance(tensors, dict) else {}
     tensors = {**tensors, **(state.buffers or {})}
-    wanted = dict(named_tensors(module))
+    own_module = _torch.original(module)
+    wanted = dict(named_tensors(own_module))
     problems = [f"{name}: missing" for name in wanted if name not in tensors]
     problems += [f"{name}: unexpected" for name in tensors if name not in wanted]
     problems += [
@@ -235,7 +236,7 @@ def to_module(module: nn.Module, state: TrainState) -> nn.Module:
             )
         raise StructureError(f"to_module: the state does not fit {type(module).__name__}:\n  " + "\n  ".join(problems))
     require_to_gather("to_module", tensors)
-    fill(module, tensors)
+    fill(own_module, tensors)
     return module
 
 

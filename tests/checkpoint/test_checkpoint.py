@@ -362,6 +362,11 @@ def test_inspect_verify_and_diff(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "params.0.weight: 32 of 32 elements differ" in shown
     assert "rng" not in shown
+    for run, state_of_run in ("first", state), ("second", other):
+        with ft.Checkpoints(tmp_path / run, every=1) as checkpoints:
+            checkpoints.save(2, {"state": state_of_run}, wait=True)
+    assert command.main(["diff", str(tmp_path / "first"), str(tmp_path / "second")]) == 1
+    assert "params.0.weight: 32 of 32 elements differ" in capsys.readouterr().out
     file = tmp_path / "a" / "state.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

@@ -1,5 +1,7 @@
 """Collation: what is padded, with what, where, and how much of a batch it is."""
 
+from collections import UserDict
+
 import numpy as np
 import pytest
 import torch
@@ -134,7 +136,7 @@ def test_padding_of_packed_rows():
 
 
 def test_padding_adds_up_over_batches():
-    first = data.padding({"attention_mask": torch.tensor([[1, 0]])})
+    first = data.padding(UserDict(attention_mask=torch.tensor([[1, 0]])))
     second = data.padding({"attention_mask": torch.ones(1, 6)})
     assert float(first + second) == 1 / 8
 

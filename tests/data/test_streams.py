@@ -265,7 +265,8 @@ def test_a_collation_that_fails():
     def collate(samples):
         raise ValueError("no")
 
-    with pytest.raises(DataError, match="samples 0 to 2 of the stream, epoch 0, cannot be collated: ValueError: no"):
+    needed = r"samples 0 to 2 of the stream, epoch 0, cannot be collated: ValueError: no; pass a function as collate="
+    with pytest.raises(DataError, match=needed):
         list(made(Plain(), collate=collate))
 
 

@@ -541,6 +541,21 @@ def test_a_step_that_asks_for_a_value_cannot_be_predicted():
         ft.anatomy(step, step.init({"w": torch.ones(3)}), torch.ones(3))
 
 
+def test_a_step_with_an_operation_that_has_no_fake_form_cannot_be_predicted():
+    library = torch.library.Library("ftrain_test", "FRAGMENT")
+    library.define("only_real(Tensor x) -> Tensor")
+    library.impl("only_real", torch.clone, "CPU")
+
+    def loss(params, batch):
+        return (torch.ops.ftrain_test.only_real(batch) * params["w"]).sum()
+
+    step = ft.train_step(loss, optim.sgd(0.1))
+    state = step.init({"w": torch.ones(3)})
+    step(state, torch.ones(3))
+    with pytest.raises(TraceError, match=r"anatomy: runs the step on fake tensors.* loss fails: .*only_real"):
+        ft.anatomy(step, state, torch.ones(3))
+
+
 @pytest.mark.parametrize(("inner", "sets"), [((), 1), ((ft.clip(1.0),), 3)], ids=["added up", "clipped first"])
 def test_accumulation_takes_one_set_of_gradients_where_nothing_is_done_to_each(inner, sets):
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))

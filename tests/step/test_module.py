@@ -592,6 +592,10 @@ def test_to_module_is_the_way_back(name):
     assert all(a is b for a, b in zip(target.parameters(), parameters, strict=True))
     for key, tensor in tensors(target).items():
         assert torch.equal(tensor, {**state.params, **state.buffers}[key])
+    compiled = torch.compile(copy.deepcopy(module))
+    assert ft.to_module(compiled, state) is compiled
+    for key, tensor in tensors(compiled._orig_mod).items():
+        assert torch.equal(tensor, {**state.params, **state.buffers}[key])
     again = step_of(target, criterion).init()
     assert sorted(again.params) == sorted(state.params)
     for key in state.params:

@@ -982,6 +982,32 @@ def test_an_evaluation_cannot_count_the_examples_of_a_batch_with_unequal_axes():
         ft.evaluate(ft.eval_step(loss), make(loss=loss).init(params()), [batch])
 
 
+def test_an_evaluation_counts_the_rows_of_numpy_arrays():
+    step = ft.eval_step(lambda params, batch: torch.as_tensor(batch).float().mean())
+    assert ft.evaluate(step, make().init(params()), [np.arange(2), np.arange(2, 8)])["loss"] == 3.5
+
+
+def test_an_evaluation_warns_of_batches_whose_examples_it_cannot_count():
+    @dataclasses.dataclass
+    class Batch:
+        x: np.ndarray
+
+    state, step = make().init(params()), ft.eval_step(lambda params, batch: torch.as_tensor(batch.x).float().mean())
+    batches = [Batch(np.arange(2)), Batch(np.arange(2, 8))]
+    with pytest.warns(UserWarning, match=r"examples in a Batch is not known.* \(loss\): return ft\.Mean"):
+        assert ft.evaluate(step, state, batches)["loss"] == (0.5 + 4.5) / 2
+    # A number, say an index, has no examples to count.
+    constant = ft.eval_step(lambda params, batch: torch.tensor(float(batch)))
+    assert ft.evaluate(constant, state, [1, 2])["loss"] == 1.5
+
+
+@pytest.mark.parametrize("wrapper", [ft.donated, ft.update_in_backward])
+def test_a_loss_that_is_a_view_of_a_parameter_is_reported_as_it_was_before_the_update(wrapper):
+    step = ft.compose(ft.train_step(lambda params, batch: params["w"][0], ft.optim.sgd(0.5)), wrapper(), ft.donated())
+    _, history = ft.fit(step, step.init({"w": torch.ones(1)}), [torch.zeros(2)] * 3, steps=3, progress=False)
+    assert history["loss"] == [1.0, 0.5, 0.0]
+
+
 def test_an_evaluation_of_float32_adds_up_in_float64():
     # 2**25 + 1 ones in float32 stay at 2**24; here the weights are that large.
     def loss(params, batch):

@@ -44,7 +44,7 @@ def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
         mode: the mode of the fake tensors.
 
     Raises:
-        TraceError: if the step reads the value of a tensor.
+        TraceError: if the step reads the value of a tensor, or calls an operation that has no such tensors.
     """
     try:
         with preserve_attributes(step.base.module), mode, torch.no_grad(), step.loss.scope(True):
@@ -54,6 +54,11 @@ def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
             f"{function}: runs the step on fake tensors, which have no values, and {step.base.text} reads a value "
             f"({getattr(error, 'func', error)}); use torch.where or a mask instead of .item(), bool() and shapes that "
             "depend on values"
+        ) from error
+    except RuntimeError as error:
+        raise TraceError(
+            f"{function}: runs the step on fake tensors, which have no values, and there {step.base.text} fails: "
+            f"{error}. If the step itself runs, torch has no fake form of one of its operations: use another one"
         ) from error
 
 
