@@ -1001,9 +1001,9 @@ def test_an_evaluation_warns_of_batches_whose_examples_it_cannot_count():
     assert ft.evaluate(constant, state, [1, 2])["loss"] == 1.5
 
 
-@pytest.mark.parametrize("wrapper", [ft.donated, ft.update_in_backward])
-def test_a_loss_that_is_a_view_of_a_parameter_is_reported_as_it_was_before_the_update(wrapper):
-    step = ft.compose(ft.train_step(lambda params, batch: params["w"][0], ft.optim.sgd(0.5)), wrapper(), ft.donated())
+@pytest.mark.parametrize("wrappers", [[], [ft.update_in_backward()]], ids=["donated", "in backward"])
+def test_a_loss_that_is_a_view_of_a_parameter_is_reported_as_it_was_before_the_update(wrappers):
+    step = ft.compose(ft.train_step(lambda params, batch: params["w"][0], ft.optim.sgd(0.5)), *wrappers, ft.donated())
     _, history = ft.fit(step, step.init({"w": torch.ones(1)}), [torch.zeros(2)] * 3, steps=3, progress=False)
     assert history["loss"] == [1.0, 0.5, 0.0]
 

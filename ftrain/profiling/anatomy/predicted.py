@@ -58,7 +58,7 @@ def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
     except RuntimeError as error:
         raise TraceError(
             f"{function}: runs the step on fake tensors, which have no values, and there {step.base.text} fails: "
-            f"{error}. If the step itself runs, torch has no fake form of one of its operations: use another one"
+            f"{error}; if the step itself runs, torch has no fake form of one of its operations: use another one"
         ) from error
 
 
