@@ -21,6 +21,10 @@ class LoadedCheckpoint(NamedTuple):
     parts: dict[str, PyTree]
     manifest: Manifest
 
+    def __repr__(self) -> str:
+        # Not the manifest, which lists every tensor.
+        return f"LoadedCheckpoint(step={self.step}, path={str(self.path)!r}, parts={[*self.parts]})"
+
     @property
     def environment(self) -> Mapping[str, Any]:
         """Versions, threads, device and flags when it was saved."""

@@ -13,7 +13,7 @@ from ftrain import tree as trees
 from ftrain.backends.format_bytes import format_bytes
 from ftrain.checkpoint.checkpoints import Checkpoints
 from ftrain.checkpoint.journal import Mark, check, parse_mark
-from ftrain.checkpoint.manifest import Manifest, TensorEntry
+from ftrain.checkpoint.manifest import NAME, Manifest, TensorEntry
 from ftrain.checkpoint.reading import load_items, read_manifest
 from ftrain.checkpoint.treedef import Container, dotted, items_by_path
 from ftrain.errors import CheckpointError
@@ -22,10 +22,10 @@ from ftrain.errors import CheckpointError
 def checkpoints_at(path: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest first, or the path of one. Raises a CheckpointError if there is none."""
     run = Checkpoints(path, every=1)
-    paths = [run.path(step) for step in run.steps()] or [path]
-    if not paths[-1].is_dir():
-        raise CheckpointError(f"{path}: there is no checkpoint")
-    return paths
+    paths = [run.path(step) for step in run.steps()]
+    if not paths and not (path / NAME).is_file():
+        raise CheckpointError(f"{path}: there is no checkpoint, which is a directory with a {NAME}")
+    return paths or [path]
 
 
 def inspection(path: Path) -> Iterator[str]:

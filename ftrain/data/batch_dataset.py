@@ -23,6 +23,7 @@ Collate: TypeAlias = Callable[[list[Any]], PyTree]
 """``list of samples -> batch``."""
 
 REMEDY = 'repair it, or pass on_error="skip" to go on without such samples'
+"""What to do when a sample cannot be read."""
 
 _Samples: TypeAlias = "tuple[list[Any], list[ReadError]]"
 """The samples that could be read, and the errors of the others."""

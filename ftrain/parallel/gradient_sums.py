@@ -22,7 +22,7 @@ from ftrain.step.rank_backward import Backward, unused_on_rank
 AT_ONCE, AT_ONCE_BYTES = 2, 4 << 30
 """Number and bytes of buffers that are sent at a time: more would take memory from the computation."""
 
-SMALLEST, BUCKETS, LARGEST = 4 << 20, 4, 32 << 20
+SMALLEST, BUCKETS, LARGEST = 8 << 20, 4, 32 << 20
 """Bytes of the smallest and the largest bucket, and how many buckets there are between these limits."""
 
 Combine: TypeAlias = Callable[[Sequence[int], list[Tensor]], Results]

@@ -343,24 +343,21 @@ def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tu
     return EvalStep(dataclasses.replace(loss, fn=autocast(loss.fn, wanted))), replace(state, **parts)
 
 
+SINGLE = str, bytes, int, float, complex, Tensor, np.generic, np.ndarray
+"""Leaves of a batch without an axis that have no examples."""
+
+
 def _length(batch: PyTree, text: str, plain: list[str]) -> int:
     """Return the number of examples in a batch, the weight of plain numbers; warn if it is not known."""
     leaves = tree.leaves(batch)
     lengths = [leaf.shape[0] if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim else None for leaf in leaves]
     counted = [index for index, length in enumerate(lengths) if length is not None]
     if not counted:
-        if unknown := next(
-            (
-                leaf
-                for leaf in leaves
-                if not isinstance(leaf, str | bytes | int | float | complex | Tensor | np.generic | np.ndarray)
-            ),
-            None,
-        ):
+        for name in {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, SINGLE)}:
             warn(
-                f"{text}: the number of examples in a {type(unknown).__name__} is not known; an evaluation weights "
-                f"each batch equally for results that are not a Mean ({', '.join(plain)}): return "
-                "ft.Mean(total, weight), or give batches of tensors in dicts, lists, tuples or registered classes"
+                f"{text}: the number of examples in a {name} is not known; an evaluation weights each batch equally "
+                f"for results that are not a Mean ({', '.join(plain)}): return ft.Mean(total, weight), or give batches "
+                "of tensors in dicts, lists, tuples or registered classes"
             )
         return 1
     first = counted[0]

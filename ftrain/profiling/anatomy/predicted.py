@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ftrain import tree
 from ftrain._torch import NEEDS_VALUES, FakeTensorMode, dtensor, fake_like
 from ftrain.backends.transfers import is_abstract, is_in_file
-from ftrain.errors import TraceError
+from ftrain.errors import FtrainError, TraceError
 from ftrain.profiling.anatomy.kinds import BATCH, FROZEN, GRADIENTS, NEXT, OPTIMIZER, PARAMETERS, REST, classify
 from ftrain.profiling.anatomy.timeline import AllocationRecorder, Timeline
 from ftrain.step.core import Eager
@@ -55,6 +55,8 @@ def fake_run(function: str, step: Step, mode: FakeTensorMode) -> Iterator[None]:
             f"({getattr(error, 'func', error)}); use torch.where or a mask instead of .item(), bool() and shapes that "
             "depend on values"
         ) from error
+    except FtrainError:
+        raise
     except RuntimeError as error:
         raise TraceError(
             f"{function}: runs the step on fake tensors, which have no values, and there {step.base.text} fails: "
