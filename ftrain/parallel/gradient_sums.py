@@ -22,8 +22,11 @@ from ftrain.step.rank_backward import Backward, unused_on_rank
 AT_ONCE, AT_ONCE_BYTES = 2, 4 << 30
 """Number and bytes of buffers that are sent at a time: more would take memory from the computation."""
 
-SMALLEST, BUCKETS, LARGEST = 8 << 20, 4, 32 << 20
+SMALLEST, BUCKETS, LARGEST = 4 << 20, 4, 32 << 20
 """Bytes of the smallest and the largest bucket, and how many buckets there are between these limits."""
+
+SMALLEST_REDUCED = 8 << 20
+"""Bytes of the smallest bucket that is all-reduced: smaller ones take CPUs more time than their overlap saves."""
 
 Combine: TypeAlias = Callable[[Sequence[int], list[Tensor]], Results]
 """``(indices, gradients) -> results``: starts to combine the gradients of the parameters of these indices."""
@@ -55,14 +58,17 @@ class GradientSums:
         self._has_blocks = False
         self._source: Tensor | None = None
 
-    def in_buckets(self, wholes: Mapping[int, Tensor], combine: Combine) -> dict[int, Tensor]:
+    def in_buckets(
+        self, wholes: Mapping[int, Tensor], combine: Combine, *, all_reduces: bool = False
+    ) -> dict[int, Tensor]:
         """Return the tensors that a loss reads; their gradients are sent in buckets, in one order on all ranks.
 
         Args:
             wholes: whole tensors by the indices of their parameters, in the order of their use.
             combine: function of the gradients of one bucket.
+            all_reduces: whether this all-reduces them.
         """
-        plan = _plan_of(wholes)
+        plan = _plan_of(wholes, SMALLEST_REDUCED if all_reduces else SMALLEST)
         self._forms = {index: _Form.of(whole) for index, whole in wholes.items()}
         self._buckets = BucketOrder(plan, partial(self._start, combine))
         new: dict[int, Tensor] = {}
@@ -190,7 +196,7 @@ class _Read(torch.autograd.Function):
         return None, None, None
 
 
-def _plan_of(tensors: Mapping[int, Tensor]) -> list[list[int]]:
+def _plan_of(tensors: Mapping[int, Tensor], smallest: int) -> list[list[int]]:
     sizes = [tensor.numel() for tensor in tensors.values()]
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return plan_of([*tensors], [*tensors.values()], sizes, min(max(nbytes // BUCKETS, SMALLEST), LARGEST))
+    return plan_of([*tensors], [*tensors.values()], sizes, min(max(nbytes // BUCKETS, smallest), LARGEST))

@@ -110,5 +110,6 @@ class LossParams:
             return start_scatter_all(self._shard, grads, [parts[index] for index in indices])
 
         tensors = locals_ if wholes is None else wholes
-        new = sums.in_buckets({numbers[name]: tensors[numbers[name]] for name in used if name in numbers}, combine)
+        by_number = {numbers[name]: tensors[numbers[name]] for name in used if name in numbers}
+        new = sums.in_buckets(by_number, combine, all_reduces=wholes is None)
         return {**params, **{name: new[number] for name, number in numbers.items()}}
