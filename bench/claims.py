@@ -145,7 +145,7 @@ LEVEL_1_TRIED = (
     "Each tensor is divided, so that gathered parameters and scattered gradients are copied between flat buffers and "
     "tensors, and gloo has no reduce-scatter; ZeroRedundancyOptimizer sends whole tensors from their owners without "
     "copies, and its best form is nearly as fast as DDP alone. Gathers in buckets of 2 MB, so that copies overlap with "
-    "what travels, gained nothing (1.13 of DDP, and 1.10 in one piece). On two quiet cores the gather takes 7 of 109 ms "
+    "what travels, gained nothing (1.13 of DDP, and 1.10 in one piece). On two quiet cores gathers take 7 of 109 ms "
     "and the scatter, as two exchanges of gloo, about 3 more than an all-reduce; at its default "
     "ZeroRedundancyOptimizer takes 125 there, and the loop without communication 86. Buckets of 8 MiB cost 4%."
 )
