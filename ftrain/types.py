@@ -73,9 +73,7 @@ def tree_class(kind: type[T]) -> type[T]:
         return tuple([getattr(node, name) for name in names]), tuple([getattr(node, s) for s in static]), names
 
     def unflatten(values: tuple[Any, ...], children: Iterable[Any]) -> Any:
-        node = object.__new__(kind)
-        vars(node).update(zip(names + static, (*children, *values), strict=True))
-        return node
+        return kind(**dict(zip(names, children, strict=True)), **dict(zip(static, values, strict=True)))
 
     def restore(children: Mapping[str, Any], values: Sequence[Any]) -> Any:
         if children.keys() != set(names) or len(values) != len(static):

@@ -353,7 +353,7 @@ def _length(batch: PyTree, text: str, plain: list[str]) -> int:
     lengths = [leaf.shape[0] if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim else None for leaf in leaves]
     counted = [index for index, length in enumerate(lengths) if length is not None]
     if not counted:
-        for name in {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, SINGLE)}:
+        for name in dict.fromkeys(type(leaf).__name__ for leaf in leaves if not isinstance(leaf, SINGLE)):
             warn(
                 f"{text}: the number of examples in a {name} is not known; an evaluation weights each batch equally "
                 f"for results that are not a Mean ({', '.join(plain)}): return ft.Mean(total, weight), or give batches "

@@ -373,6 +373,8 @@ def test_inspect_verify_and_diff(tmp_path, capsys):
     file.write_bytes(data)
     assert command.main(["verify", str(tmp_path / "a")]) == 1
     assert "state.safetensors" in capsys.readouterr().out
+    assert command.main(["verify", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.endswith(": there is no checkpoint, which is a directory with a MANIFEST.json\n")
 
 
 def test_the_command_runs_as_a_module(tmp_path):

@@ -35,6 +35,7 @@ def test_the_newest_stay(tmp_path, async_):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *(f"step-{step:012d}" for step in (5, 6, 7))]
     found = checkpoints.latest()
     assert (found.step, found.parts["run"]) == (7, {"step": 7})
+    assert repr(found) == f"LoadedCheckpoint(step=7, path={str(found.path)!r}, parts={[*found.parts]})"
 
 
 @pytest.mark.parametrize(

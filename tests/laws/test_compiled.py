@@ -202,6 +202,18 @@ def test_a_plain_function_is_captured_whole():
     assert torch.equal(metrics["loss"], eager_metrics["loss"])
 
 
+def test_a_plain_function_that_donates_returns_the_tree_that_it_makes():
+    def step(state, batch):
+        return {"after": state["before"] + batch}, {}
+
+    state = {"before": torch.zeros(2)}
+    memory = state["before"].data_ptr()
+    found, _ = ft.compiled(backend="eager", donate=True)(step)(state, torch.ones(2))
+    assert found.keys() == {"after"}
+    assert found["after"].tolist() == [1, 1]
+    assert found["after"].data_ptr() == memory
+
+
 @pytest.mark.skipif(
     "isolate_recompiles" not in inspect.signature(torch.compile).parameters,
     reason="before 2.13, torch counts the graphs of all functions with one code together",

@@ -127,6 +127,8 @@ def test_rows_of_different_lengths_are_an_error_on_every_rank():
         state, batch = step.init(seed=0), next(models.batches())
         with pytest.raises(BatchError, match="rank 0 has a batch of 4 examples, and rank 1 has a batch of 5 examples"):
             step(state, ft.tree.map(lambda leaf: leaf[: 4 + number], batch))
+        with pytest.raises(BatchError, match=r"^sharded: "):
+            step(state, {**batch, "x": batch["x"][:3]})
         step = models.step_of(ft.sharded(ft.parallel.mesh(), 0, batches="rows"))
         state, _ = step(state, ft.tree.map(lambda leaf: leaf.roll(number, 0), batch))
         with pytest.raises(
