@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from ftrain.data import rng_streams
 from ftrain.data.array_dataset import ArrayDataset
 from ftrain.data.epoch_plan import BatchRequest
-from ftrain.data.fetched_batch import COLLATE, FetchedBatch, ReadError
+from ftrain.data.fetched_batch import COLLATE_REMEDY, FetchedBatch, ReadError
 from ftrain.data.token_files import TokenFile
 from ftrain.data.worker_messages import MAX_BYTES
 from ftrain.types import PyTree
@@ -22,7 +22,7 @@ from ftrain.types import PyTree
 Collate: TypeAlias = Callable[[list[Any]], PyTree]
 """``list of samples -> batch``."""
 
-REMEDY = 'repair it, or pass on_error="skip" to go on without such samples'
+READ_REMEDY = 'repair it, or pass on_error="skip" to go on without such samples'
 """What to do when a sample cannot be read."""
 
 _Samples: TypeAlias = "tuple[list[Any], list[ReadError]]"
@@ -74,7 +74,7 @@ class BatchDataset(Dataset[FetchedBatch]):
             samples += [samples[i % len(samples)] for i in range(len(errors))]
         if self._collate_draws:
             rng_streams.seed_collation(self._seed, request.epoch, request.indices[0] if request.indices else 0)
-        return _built(request, "collated", lambda: self._collate(samples), skipped, COLLATE)
+        return _built(request, "collated", lambda: self._collate(samples), skipped, COLLATE_REMEDY)
 
     def _read_seeding_if_needed(self, request: BatchRequest, preserved: rng_streams.PreservedState) -> _Samples:
         if self._draws is None:
@@ -99,7 +99,7 @@ class BatchDataset(Dataset[FetchedBatch]):
                 samples.append(dataset[index])
             except Exception as error:
                 subject = f"sample {index} of epoch {request.epoch} cannot be read"
-                errors.append(ReadError.from_exception(subject, error, REMEDY))
+                errors.append(ReadError.from_exception(subject, error, READ_REMEDY))
                 if not self._skip_errors:
                     break
         return samples, errors
@@ -125,7 +125,7 @@ def _built(
     action: str,
     build: Callable[[], PyTree],
     skipped: tuple[ReadError, ...] = (),
-    remedy: str = REMEDY,
+    remedy: str = READ_REMEDY,
 ) -> FetchedBatch:
     """Return the batch that `build` returns, or its error."""
     try:

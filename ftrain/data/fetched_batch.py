@@ -13,7 +13,7 @@ Position: TypeAlias = dict[str, Any]
 """A position within an epoch: integers and, for an iterable dataset, the state that the dataset itself returned."""
 
 
-COLLATE = "pass a function as collate=, such as ft.data.pad() for tensors of different lengths"
+COLLATE_REMEDY = "pass a function as collate=, such as ft.data.pad() for tensors of different lengths"
 """What to do when samples cannot be collated."""
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from ftrain import random
 from ftrain.data import rng_streams
 from ftrain.data.batch_dataset import Collate
-from ftrain.data.fetched_batch import COLLATE, FetchedBatch, Position, ReadError
+from ftrain.data.fetched_batch import COLLATE_REMEDY, FetchedBatch, Position, ReadError
 from ftrain.data.stateful import has_position, position, seek
 from ftrain.data.worker_pool import WorkerOptions, read_in_one_worker
 from ftrain.errors import warn
@@ -101,7 +101,7 @@ class IterableBatchDataset(IterableDataset[FetchedBatch]):
         except Exception as error:
             last = first + len(batch) - 1
             subject = f"samples {first} to {last} of the stream, epoch {self.epoch}, cannot be collated"
-            return _failed(subject, error, COLLATE)
+            return _failed(subject, error, COLLATE_REMEDY)
 
 
 def _failed(subject: str, error: Exception, remedy: str = "repair it") -> FetchedBatch:

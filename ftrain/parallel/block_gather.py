@@ -36,11 +36,11 @@ class _View(NamedTuple):
 
     Args:
         number: number of this view among those that autograd saves for a block.
-        whole: index of the gathered tensor.
+        source: index of the gathered tensor.
     """
 
     number: int
-    whole: int
+    source: int
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
@@ -284,8 +284,8 @@ class _Again:
             self._node = node
             for index in [index for index, numbers in self._unread.items() if not numbers]:
                 self._wholes.pop(index, None)
-        whole = self.whole(saved.whole)
-        self._unread[saved.whole].discard(saved.number)
+        whole = self.whole(saved.source)
+        self._unread[saved.source].discard(saved.number)
         if not self._has_started_before and self._is_half_read():
             self.start_before()
         return whole.to(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset)

@@ -66,7 +66,7 @@ class GradientSums:
         Args:
             wholes: whole tensors by the indices of their parameters, in the order of their use.
             combine: function of the gradients of one bucket.
-            all_reduces: whether this all-reduces them.
+            all_reduces: whether `combine` all-reduces them.
         """
         plan = _plan_of(wholes, SMALLEST_REDUCED if all_reduces else SMALLEST)
         self._forms = {index: _Form.of(whole) for index, whole in wholes.items()}

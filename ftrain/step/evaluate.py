@@ -344,7 +344,7 @@ def _narrowed(step: EvalStep, state: TrainState, dtype: str | torch.dtype) -> tu
 
 
 SINGLE = str, bytes, int, float, complex, Tensor, np.generic, np.ndarray
-"""Leaves of a batch without an axis that have no examples."""
+"""What a batch may hold beside tensors and arrays with a first axis; it has no examples to count."""
 
 
 def _length(batch: PyTree, text: str, plain: list[str]) -> int:
