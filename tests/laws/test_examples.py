@@ -95,6 +95,7 @@ def test_compiled_whole_with_remat():
     assert_same(found, factors(revealing(stock), whole))
 
 
+@pytest.mark.exhaustive
 def test_inductor():
     """Which draws what stock modules ask for by an operation of its own, in a rematerialisation too."""
     whole = ft.compiled(lowering="whole")

@@ -225,7 +225,7 @@ def test_the_tensors_of_residual_convolutions_are_predicted(wrapper):
 @pytest.mark.parametrize(
     ("model", "wrappers", "options"),
     [
-        ("small", (), {"lowering": "split"}),
+        pytest.param("small", (), {"lowering": "split"}, marks=pytest.mark.exhaustive),
         pytest.param("gpt", (ft.remat(),), {"lowering": "whole", "donate": True}, marks=pytest.mark.exhaustive),
         pytest.param("gpt", (), {"lowering": "split"}, marks=pytest.mark.exhaustive),
         pytest.param("bert", (ft.with_amp("bf16"),), {"lowering": "whole"}, marks=pytest.mark.exhaustive),
