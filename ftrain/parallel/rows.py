@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ftrain import random, tree
 from ftrain.parallel.mesh import Group
 from ftrain.random import torch_ops
-from ftrain.step.microbatch import split_batch
+from ftrain.step.microbatch import split_batch, split_leaves
 from ftrain.types import STATIC, Mean, PyTree, tree_class
 
 
@@ -100,28 +102,32 @@ def computing_on(rows: Rows) -> Iterator[None]:
 def rows_of(batch: PyTree, rank: int, size: int, microbatches: int, device: torch.device) -> Rows:
     """Return the rows of one rank: parts in the order of ranks whose lengths differ by at most one.
 
-    0-d tensors and other leaves go to every rank. Only these rows are copied to `device`; if they are there
+    What `split_batch` does not split goes to every rank. Only these rows are copied to `device`; if they are there
     and there is one microbatch, they are views of the batch.
 
     Raises:
         BatchError: for tensors whose first axes differ in length or are not divided by the microbatches, or a batch
             without any example.
     """
-    pieces = split_batch(batch, microbatches, require_equal=_splitting(microbatches))
-    total = tree.batch_length(pieces[0]) or 0
+    columns, spec = split_leaves(batch, microbatches, _splitting(microbatches))
+    total = (tree.batch_length(batch) or 0) // microbatches
     each, more = divmod(total, size)
     start, length = rank * each + min(rank, more), each + (rank < more)
     rows_taken = slice(start, start + length) if length else slice(0, 1)
 
-    def rows(*leaves: Any) -> Any:
-        first = leaves[0]
+    def rows(first: Any, *more: Any) -> Any:
+        if isinstance(first, list | tuple):
+            return type(first)(itertools.chain.from_iterable(piece[rows_taken] for piece in (first, *more)))
+        if isinstance(first, np.ndarray) and first.ndim:
+            return np.concatenate([piece[rows_taken] for piece in (first, *more)])
         if not tree.is_tensor(first):
             return first
         if first.ndim:
-            first = first[rows_taken] if microbatches == 1 else torch.cat([leaf[rows_taken] for leaf in leaves])
+            first = torch.cat([piece[rows_taken] for piece in (first, *more)]) if more else first[rows_taken]
         return first.to(device, non_blocking=True)
 
-    return Rows(tree.map(rows, *pieces), start, length, total, length, microbatches)
+    taken = tree.unflatten(spec, [rows(*pieces) for pieces in columns])
+    return Rows(taken, start, length, total, length, microbatches)
 
 
 def own_rows(batch: PyTree, rank: int, size: int, microbatches: int, device: torch.device) -> Rows:

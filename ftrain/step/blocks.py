@@ -178,12 +178,21 @@ def _require_blocks(module: nn.Module, named: Mapping[str, nn.Module], wanted: M
 def repeated_children(module: nn.Module) -> list[nn.Module]:
     """Return the members of each `ModuleList` or `Sequential` that has two or more of one type with children.
 
-    Of nested lists, the outermost one counts.
+    Of nested lists, the outermost one counts. The members of a `ModuleList` or `ModuleDict` in a list, which has no
+    forward, count as members of that list.
     """
     if isinstance(module, nn.ModuleList | nn.Sequential):
-        children = list(module)
+        children = [*_members(module)]
         types = [type(child) for child in children]
         repeated = [child for child in children if types.count(type(child)) > 1 and any(True for _ in child.children())]
         if repeated:
             return repeated
     return [part for child in module.children() for part in repeated_children(child)]
+
+
+def _members(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _members(child)
+        else:
+            yield child

@@ -6,8 +6,11 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import optree
 import torch
 
 from ftrain import tree
@@ -33,17 +36,18 @@ def require_on_oom(function: str, on_oom: str) -> None:
 
 def most_pieces(batch: PyTree) -> int:
     """Return the number of examples in a batch, or 1 if its tensors have different first axes and cannot be split."""
-    lengths = {leaf.shape[0] for leaf in tree.leaves(batch) if _has_axis(leaf)}
+    lengths = _lengths(tree.leaves(batch))
     return max(1, *lengths) if len(lengths) == 1 else 1
 
 
 def split_batch(batch: PyTree, pieces: int, *, require_equal: str | None = None) -> list[PyTree]:
-    """Split every tensor of a batch along its first axis, without copying.
+    """Split every tensor and array of a batch along its first axis, without copying.
 
-    0-d tensors and other leaves go to every piece.
+    A list or tuple with a value for each example is split, too: one that holds no tensor or array with an axis, and is
+    as long as the batch, such as lengths, texts or names. 0-d tensors and other leaves go to every piece.
 
     Args:
-        batch: a tree of tensors whose first axes have the same length.
+        batch: a tree of tensors and NumPy arrays whose first axes have the same length.
         pieces: the number of pieces, at most the number of examples. Their lengths differ by at most one.
         require_equal: the name of the calling function, if the pieces must have equal lengths; else None.
 
@@ -55,24 +59,62 @@ def split_batch(batch: PyTree, pieces: int, *, require_equal: str | None = None)
     >>> [len(piece) for piece in split_batch(torch.zeros(5, 2), 2)]
     [3, 2]
     """
-    leaves, spec = tree.flatten(batch)
     if require_equal is None:
         pieces = min(pieces, most_pieces(batch))
         if pieces == 1:
             return [batch]
-        columns = [leaf.tensor_split(pieces) if _has_axis(leaf) else (leaf,) * pieces for leaf in leaves]
-    else:
-        _require_divisible(batch, leaves, pieces, require_equal)
-        columns = [leaf.chunk(pieces) if _has_axis(leaf) else (leaf,) * pieces for leaf in leaves]
+    columns, spec = split_leaves(batch, pieces, require_equal)
     return [tree.unflatten(spec, [column[index] for column in columns]) for index in range(pieces)]
 
 
+def split_leaves(
+    batch: PyTree, pieces: int, require_equal: str | None
+) -> tuple[list[Sequence[Any]], optree.PyTreeSpec]:
+    """Return the pieces of each leaf, and the structure of a piece; see `split_batch`.
+
+    A list or tuple that is split is one leaf here.
+    """
+    if require_equal is not None:
+        _require_divisible(batch, pieces, require_equal)
+    leaves, spec = _flatten_examples(batch)
+    return [_cut(leaf, pieces) for leaf in leaves], spec
+
+
+def _flatten_examples(batch: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Return the leaves of a batch and its structure; a list or tuple with a value for each example is one leaf."""
+    leaves, spec = tree.flatten(batch)
+    lengths = _lengths(leaves)
+    if len(lengths) != 1 or all(map(tree.is_tensor, leaves)):
+        return leaves, spec
+    (length,) = lengths
+
+    def has_one_for_each(node: Any) -> bool:
+        return type(node) in (list, tuple) and len(node) == length and not any(map(_has_axis, tree.leaves(node)))
+
+    return tree.flatten(batch, has_one_for_each)
+
+
+def _cut(leaf: Any, pieces: int) -> Sequence[Any]:
+    """Return the pieces of a leaf: the first ones are longer by one if their number does not divide."""
+    if tree.is_tensor(leaf) and leaf.ndim:
+        return leaf.tensor_split(pieces)  # type: ignore[no-any-return]
+    if not _has_axis(leaf) and not isinstance(leaf, list | tuple):
+        return (leaf,) * pieces
+    each, longer = divmod(len(leaf), pieces)
+    ends = [piece * each + min(piece, longer) for piece in range(pieces + 1)]
+    return [leaf[start:end] for start, end in pairwise(ends)]
+
+
 def _has_axis(leaf: Any) -> bool:
-    return tree.is_tensor(leaf) and leaf.ndim > 0
+    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
 
 
-def _require_divisible(batch: PyTree, leaves: Sequence[Any], pieces: int, function: str) -> None:
-    lengths = {index: leaf.shape[0] for index, leaf in enumerate(leaves) if _has_axis(leaf)}
+def _lengths(leaves: Sequence[Any]) -> set[int]:
+    return {leaf.shape[0] for leaf in leaves if _has_axis(leaf)}
+
+
+def _require_divisible(batch: PyTree, pieces: int, function: str) -> None:
+    lengths = {index: leaf.shape[0] for index, leaf in enumerate(tree.leaves(batch)) if _has_axis(leaf)}
     if not lengths:
         raise BatchError(f"{function}: the batch has no tensor with an axis to split; found {tree.signature(batch)}")
     first = next(iter(lengths))

@@ -21,9 +21,10 @@ def accumulate(n: int) -> Wrapper:
 
     .. math:: g = \sum_i w_i g_i \Big/ \sum_i w_i
 
-    which is the gradient of the full batch for any weights. Every tensor of the batch is split along its first axis;
-    0-d tensors and other leaves go to every microbatch. Buffers are passed from one microbatch to the next, so that
-    batch statistics are those of each microbatch. The backward pass adds each gradient to the sum as it is computed, so
+    which is the gradient of the full batch for any weights. Every tensor and NumPy array of the batch is split along
+    its first axis, and so are lists and tuples that have a value for each example, such as lengths or texts; 0-d
+    tensors and other leaves go to every microbatch. Buffers are passed from one microbatch to the next, so that batch
+    statistics are those of each microbatch. The backward pass adds each gradient to the sum as it is computed, so
     that only one set of gradients exists; two where another wrapper reads those of a microbatch (`clip` inside).
 
     Sums have the dtype of the parameters. With parameters in bfloat16, which has 8 bits, use few microbatches: 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
@@ -58,9 +59,9 @@ def as_tree(batch: Any) -> PyTree:
     return dict(batch) if not isinstance(batch, dict) and isinstance(batch, Mapping) else batch
 
 
-def flatten(tree: PyTree) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Return the leaves of `tree` in a fixed order, and its structure."""
-    return optree.tree_flatten(tree, namespace=NAMESPACE)
+def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Return the leaves of `tree` in a fixed order, and its structure; `is_leaf` tells which nodes count as leaves."""
+    return optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
 
 
 def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> PyTree:
@@ -262,8 +263,8 @@ def path(root: str, name: str) -> str:
 
 
 def batch_length(batch: PyTree) -> int | None:
-    """Return the length of the leading axis of the first tensor that has one, or None."""
-    return next((leaf.shape[0] for leaf in leaves(batch) if is_tensor(leaf) and leaf.ndim), None)
+    """Return the length of the leading axis of the first tensor or NumPy array that has one, or None."""
+    return next((leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim), None)
 
 
 def describe(leaf: Any) -> str:

@@ -143,3 +143,29 @@ def test_a_parameter_of_a_block_has_a_shape_outside_of_its_forward_and_no_values
     for read in (torch.sum, lambda weight: weight[0, 0], lambda weight: weight.max().item()):
         with pytest.raises(LossError, match=r"reads the parameter 1\.1\.up\.weight outside of .* level=2"):
             of_blocks(2, 3, reading(read))
+
+
+def test_blocks_in_lists_of_lists():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            pairs = [[nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2)] for _ in range(2)]
+            self.layers = nn.ModuleList(map(nn.ModuleList, pairs))
+
+        def forward(self, x):
+            for first, second in self.layers:
+                x = x + second(x + first(x))
+            return x
+
+    def rank(_):
+        with models._seeding:
+            torch.manual_seed(0)
+            net = Nested().double()
+        loss = ft.from_module(net, lambda net, x: net(x).square().mean())
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), level=3))
+        state, _ = step(step.init(seed=0), torch.arange(8, dtype=torch.float64).reshape(4, 2))
+        return ft.parallel.whole(state).params
+
+    (one,), ranks = run(1, rank), run(2, rank)
+    for params in ranks:
+        torch.testing.assert_close(params, one, rtol=1e-12, atol=1e-12)

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -267,3 +268,22 @@ def test_random_numbers_of_the_loss_are_by_example():
 
     (reference,) = trained(1, 0, lambda: [ft.accumulate(2)], criterion=noisy)
     assert_same(trained(4, 2, lambda: [ft.accumulate(2)], criterion=noisy), reference)
+
+
+@pytest.mark.parametrize("convert", [list, np.array], ids=["list", "array"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_each_rank_has_its_rows_of_what_is_no_tensor(convert, microbatches):
+    lengths, x = [1, 1, 2, 2, 3, 3, 4, 4], torch.arange(32, dtype=torch.float64).reshape(8, 4) / 16
+    batch, params = {"x": x, "lengths": convert(lengths)}, {"w": torch.eye(4, dtype=torch.float64)}
+
+    def rank(_):
+        wrappers = [ft.accumulate(microbatches)] if microbatches > 1 else []
+        step = ft.compose(
+            ft.train_step(models.ragged_mean, ft.optim.sgd(0.1)), *wrappers, ft.sharded(ft.parallel.mesh(), level=0)
+        )
+        state, metrics = step(step.init(params), batch)
+        evaluated = ft.evaluate(ft.eval_step(step.loss), step.init(params), [batch])
+        return ft.parallel.whole(state).params["w"], metrics["loss"], evaluated["loss"]
+
+    (one, *losses), (other, *on_ranks), _ = *run(1, rank), *run(2, rank)
+    torch.testing.assert_close((other, *on_ranks), (one, *losses), rtol=1e-12, atol=1e-12)

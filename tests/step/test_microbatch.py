@@ -1,11 +1,13 @@
-"""When the loss of a batch counts as that of its pieces."""
+"""How a batch is split, and when its loss counts as that of its pieces."""
 
+import numpy as np
 import pytest
 import torch
 
 import ftrain as ft
-from ftrain.step.microbatch import combined, is_combined
+from ftrain.step.microbatch import combined, is_combined, split_batch
 from ftrain.types import Loss
+from tests.parallel.models import ragged_mean
 
 NAN = float("nan")
 
@@ -36,3 +38,36 @@ def test_is_combined(whole, pieces, dtype, same):
 
 def test_combined_is_weighted():
     assert combined([mean(1.0), mean(3.0, 3.0)]) == 2.5
+
+
+def test_what_is_no_tensor_is_split_if_it_has_a_value_for_each_example():
+    batch = {
+        "x": torch.arange(6),
+        "lengths": [*range(6)],
+        "names": tuple("abcdef"),
+        "ragged": [[0], [1, 1], [], [3], [4], [5]],
+        "array": np.arange(12).reshape(6, 2),
+        "size": (2, 3),
+        "pair": (torch.arange(6), 0.5),
+        "rate": 0.5,
+    }
+    whole, other, last = split_batch(batch, 3)
+    assert whole["size"] == other["size"] == (2, 3)
+    assert other["rate"] == other["pair"][1] == 0.5
+    assert other["lengths"] == other["x"].tolist() == other["pair"][0].tolist() == [2, 3]
+    assert (other["names"], last["ragged"]) == (("c", "d"), [[4], [5]])
+    assert last["array"].tolist() == [[8, 9], [10, 11]]
+    uneven = split_batch(batch, 4)
+    assert [(len(piece["x"]), *piece["lengths"]) for piece in uneven] == [(2, 0, 1), (2, 2, 3), (1, 4), (1, 5)]
+
+
+@pytest.mark.parametrize("convert", [list, tuple, np.array], ids=lambda convert: convert.__name__)
+def test_microbatches_have_their_own_lengths(convert):
+    lengths = [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+    batch = {"x": torch.randn(12, 4, dtype=torch.float64), "lengths": convert(lengths)}
+    params = {"w": torch.randn(4, 4, dtype=torch.float64)}
+    whole = ft.train_step(ragged_mean, ft.optim.sgd(0.1))
+    in_pieces = ft.compose(whole, ft.accumulate(3))
+    (one, metrics), (other, of_pieces) = (step(step.init(params), batch) for step in (whole, in_pieces))
+    torch.testing.assert_close(other.params["w"], one.params["w"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(of_pieces["loss"], metrics["loss"], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,36 @@
+"""Which modules of a model are its blocks."""
+
+import pytest
+from torch import nn
+
+from ftrain.step.blocks import repeated_children
+
+
+class Feedforward(nn.Sequential):
+    """A block with children."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, 4), nn.Linear(4, 2))
+
+
+def two_parts():
+    return nn.ModuleList([Feedforward(), Feedforward()])
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        nn.ModuleList([two_parts() for _ in range(3)]),
+        nn.ModuleList([nn.ModuleDict({"first": Feedforward(), "second": Feedforward()}) for _ in range(3)]),
+        nn.ModuleList([nn.ModuleList([nn.ModuleList([Feedforward()])]) for _ in range(6)]),
+        nn.ModuleDict({"encoder": nn.ModuleList([two_parts(), two_parts()]), "decoder": two_parts()}),
+    ],
+    ids=["lists", "dicts", "lists of lists", "two lists"],
+)
+def test_a_container_without_a_forward_is_no_block(layers):
+    assert [type(part) for part in repeated_children(nn.ModuleDict({"layers": layers}))] == [Feedforward] * 6
+
+
+def test_of_nested_lists_with_a_forward_the_outermost_counts():
+    stages = [nn.Sequential(Feedforward(), Feedforward()) for _ in range(2)]
+    assert repeated_children(nn.ModuleList(stages)) == stages
