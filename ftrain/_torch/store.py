@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+import weakref
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +21,33 @@ def rank_and_size() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def store() -> Any:
-    """Return the store of the process group over a connection of its own."""
+def connect() -> Any:
+    """Return the store of the process group over a new connection."""
     return _default_store().clone()
+
+
+class _Connection(threading.local):
+    """The connection of a thread, and the store that it belongs to."""
+
+    def __init__(self) -> None:
+        self.store: Any = None
+        self.of: Callable[[], Any] = lambda: None
+
+
+_connection = _Connection()
+
+
+def store() -> Any:
+    """Return the store of the process group over the connection of this thread, which other threads may use, too.
+
+    Each question and answer has the connection for itself, so do not wait for a key in the store, but look for it. A
+    new connection takes rank 0 a socket, and this rank a question to its name server, which may be slow to answer.
+    """
+    default = _default_store()
+    if _connection.of() is not default:
+        _connection.store, _connection.of = default.clone(), weakref.ref(default)
+    _connection.store.set_timeout(default.timeout)
+    return _connection.store
 
 
 def are_processes() -> bool:

@@ -53,7 +53,8 @@ class Watch:
         self._ended = threading.Event()
         self._is_telling = self.size > 1 and store.are_processes()
         if self._is_telling:
-            self._store = store.store()
+            # A connection of its own: it is used from two threads.
+            self._store = store.connect()
             self._tell()
             thread = threading.Thread(target=self._keep_telling, name="ftrain-watch", daemon=True)
             thread.start()

@@ -162,7 +162,8 @@ def _weigher(module: nn.Module) -> Weigh | None:
         log.warning(
             "from_module: the loss of %s is not known to be a mean over labels, so it counts as a plain number: with "
             "weight 1 for each microbatch, and in an evaluation for each example. If it is a mean over something that "
-            "examples have different numbers of (tokens), pass a criterion(model, batch) that returns a Mean",
+            "examples have different numbers of (tokens), pass a criterion(model, batch) that returns a Mean; if it is "
+            "a sum, as CTC losses are by default, make it a mean (config.ctc_loss_reduction = 'mean')",
             type(module).__name__,
         )
     return weigh

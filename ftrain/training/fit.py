@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from ftrain._torch.store import rank_and_size
 from ftrain.checkpoint import Checkpoints
-from ftrain.errors import Interrupted
+from ftrain.errors import Interrupted, warn
 from ftrain.parallel.agreement import Agreement
 from ftrain.step.across_ranks import ranks_of
 from ftrain.step.step import Step
@@ -130,6 +131,8 @@ def fit(
     """
     # A function may use other ranks in a way that cannot be seen: all ranks of the process group are then one run.
     ranks = ranks_of(step.wrappers) if isinstance(step, Step) else rank_and_size()[1]
+    if ranks == 1:
+        _warn_if_one_of_many()
     options = Options(
         steps=steps,
         epochs=epochs,
@@ -173,6 +176,17 @@ def fit(
     if checkpoints and (number := votes.agreed_signal()):
         raise _interrupted(number, checkpoints, run.result, prints=agreement.is_first)
     return run.result
+
+
+def _warn_if_one_of_many() -> None:
+    """Warn if a launcher has started several processes, and each is about to make a run of its own."""
+    launched = os.environ.get("WORLD_SIZE", "")
+    size = max(rank_and_size()[1], int(launched) if launched.isdigit() else 1)
+    if size > 1:
+        warn(
+            f"fit: this process is one of {size} ranks, but the step is not sharded, so each rank makes a run of its "
+            "own; add ft.sharded(ft.parallel.mesh()) to the wrappers of the step, or start one process"
+        )
 
 
 def _train(run: Run) -> None:

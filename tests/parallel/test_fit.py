@@ -275,3 +275,12 @@ def test_the_first_rank_warns_of_a_loss_that_is_not_finite_and_all_raise(tmp_pat
     assert messages[0] == messages[1]
     assert "the loss of step 5" in messages[0]
     assert messages[0].endswith("The newest checkpoint before it is that of step 2")
+
+
+def test_a_step_that_is_not_sharded_warns_that_each_rank_makes_a_run_of_its_own(monkeypatch, recwarn):
+    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1))
+    ft.fit(step, step.init({"w": torch.ones(1)}), [torch.ones(1)], progress=False)
+    assert not [warning for warning in recwarn if "one of" in str(warning.message)]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"one of 2 ranks.*ft\.sharded\(ft\.parallel\.mesh\(\)\)"):
+        ft.fit(step, step.init({"w": torch.ones(1)}), [torch.ones(1)], progress=False)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from ftrain._torch import store
 from ftrain.errors import RankError
 from ftrain.parallel import join
 from ftrain.parallel.join import name_of_start
@@ -86,3 +87,19 @@ def test_a_rank_that_does_not_join_is_named(launcher):
     start(launcher, range(SIZE))  # Rank 2 had come then.
     for text in start(launcher, [0, 1], 0.5):
         assert text == "mesh: rank 2 did not join within 0.5 seconds; see the log of each rank"
+
+
+def test_a_thread_keeps_its_connection_to_the_store_of_a_process_group():
+    def groups():
+        for _ in range(2):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            yield
+            dist.destroy_process_group()
+
+    connections = []
+    for _ in groups():
+        with ThreadPoolExecutor(1) as thread:
+            connections += [store.store(), thread.submit(store.store).result()]
+        assert store.store() is connections[-2]
+        assert store.connect() is not connections[-2]
+    assert len(set(map(id, connections))) == 4
