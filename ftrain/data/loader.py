@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import get_all_start_methods
 from typing import Any, Literal, TypeAlias
@@ -27,6 +28,9 @@ MIN_WINDOW = 4096
 
 MIN_WINDOW_BATCHES = 64
 """The smallest number of batches in such a window."""
+
+SHARES = "batch_size", "num_ranks"
+"""The options whose product is the number of samples in a batch of all ranks."""
 
 
 class Loader:
@@ -94,7 +98,8 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned: the next epoch yields the batches that were left.
 
-        If an earlier version saved it, this epoch and the following ones keep the order of that version.
+        If an earlier version saved it, this epoch and the following ones keep the order of that version. The number of
+        ranks may be another one, if all ranks together have as many samples in a batch as before.
 
         Raises:
             DataError: if it is not such a state, or from a loader of other data or options; lists the differences.
@@ -159,15 +164,24 @@ def _differences(source: Source, state: Mapping[str, Any]) -> list[str]:
         for name in counters
         if name in state and not _is_count(state[name])
     ]
+    alike = SHARES if _global_batch_size(state) == _global_batch_size(options) is not None else ()
     differences += [
         f"{name}: found {state[name]!r}, this loader has {value!r}"
         for name, value in options.items()
-        if name in state and state[name] != value
+        if name in state and state[name] != value and name not in alike
     ]
     windows = source.num_windows
     if not differences and windows is not None and state["window"] > windows:
         return [f"window is {state['window']}, and an epoch has {windows}"]
     return differences
+
+
+def _global_batch_size(options: Mapping[str, Any]) -> int | None:
+    """Return the number of samples in a batch of all ranks; None if it is not fixed."""
+    shares = [options.get(name) for name in SHARES]
+    if "max_tokens" in options or "pack" in options or not all(map(_is_count, shares)):
+        return None
+    return math.prod(shares)  # type: ignore[arg-type]
 
 
 def _is_count(value: Any) -> bool:

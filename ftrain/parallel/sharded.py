@@ -160,6 +160,11 @@ class _RankStep:
                     f"{NAME}: {other.text} compiles the loss alone, in which random operations would draw by their "
                     "place on a rank; leave out lowering='split' and dynamic=True"
                 )
+            if self._level == 3 and options.get("watch"):
+                raise ComposeError(
+                    f"{NAME}: {other.text} runs parts of the model again in float32, and level 3 gathers the "
+                    "parameters of a block only for its own forward; use level=2 to watch, or leave out watch=True"
+                )
 
     def sends(self, step: Any) -> dict[str, str]:
         """Return what the ranks of a step send, with the kind of collective, by the part of the step that needs it."""

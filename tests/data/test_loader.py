@@ -262,6 +262,28 @@ def test_a_position_of_another_loader(options, words):
         data.loader(**chosen).load_state_dict(data.loader(Augmented(), 4).state_dict())
 
 
+@pytest.mark.parametrize("options", [{}, {"lengths": LENGTHS}], ids=["in order", "by length"])
+def test_a_position_fits_another_number_of_ranks_with_as_many_samples_in_a_batch_of_all(options):
+    def ranks(num_ranks):
+        size, collated = 6 // num_ranks, {"collate": data.pad(), **options}
+        return [data.loader(Augmented(), size, rank=rank, num_ranks=num_ranks, **collated) for rank in range(num_ranks)]
+
+    def drawn(loaders):
+        """Return what the samples of each batch of all ranks have drawn."""
+        together = zip(*loaders, strict=True)
+        return [sorted(torch.cat([batch["drawn"] for batch in batches]).tolist()) for batches in together]
+
+    (alone,) = ranks(1)
+    next(iter(alone))
+    position = alone.state_dict()
+    expected = drawn(ranks(1))
+    for num_ranks in (2, 3):
+        resumed = ranks(num_ranks)
+        for loader in resumed:
+            loader.load_state_dict(position)
+        assert drawn(resumed) == expected[1:]
+
+
 def test_all_that_differs_is_listed():
     state = data.loader(Augmented(), 4).state_dict()
     with pytest.raises(DataError) as caught:

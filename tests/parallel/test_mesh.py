@@ -89,8 +89,9 @@ UNDECLARED = dataclasses.replace(ft.optim.adamw(1e-3), by_element=False, split=N
         (UNDECLARED, (), r"adamw\(.*says neither .*by_element.* nor .*split.*; say one of them, or use level=0"),
         (ft.optim.chain(ft.optim.centralize(), UNDECLARED), (), r"chain\(centralize.*says neither"),
         (ft.optim.adamw(1e-3), (ft.compiled(lowering="split"),), "leave out lowering='split'"),
+        (ft.optim.adamw(1e-3), (ft.with_amp("fp16", watch=True),), "with_amp.*watch.*use level=2"),
     ],
-    ids=["undeclared", "chain", "split"],
+    ids=["undeclared", "chain", "split", "watch"],
 )
 def test_what_does_not_compute_on_parts_is_refused_when_it_is_composed(optimizer, wrappers, message):
     def rank(_):
