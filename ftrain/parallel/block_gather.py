@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ftrain import _torch
+from ftrain import _torch, tree
+from ftrain.errors import LossError
 from ftrain.parallel.deadline import Watch
 from ftrain.parallel.gather import Parameters
 from ftrain.parallel.gather_ahead import GatherAhead
@@ -26,6 +27,7 @@ from ftrain.parallel.not_gathered import NotGathered
 from ftrain.parallel.same_program import require_same_block
 from ftrain.step.blocks import forwarding, repeated_children
 from ftrain.step.swap_params import Slot, bound, slots_of
+from ftrain.types import PyTree
 
 MOST_BLOCKS = 2
 """Number of blocks that hold what they gathered again: the current one, and one inside or next to it."""
@@ -140,6 +142,7 @@ class BlockGather:
 
         def gathering(*args: Any, **kwargs: Any) -> Any:
             current = cast(_Pass, self._pass)
+            _require_plain(self._block_names[number], (args, kwargs))
             if self._as_autocast:
                 current.gather_as_autocast()
             self._require_same(number)
@@ -157,6 +160,14 @@ class BlockGather:
                 return forward(*args, **kwargs)
 
         return gathering
+
+
+def _require_plain(block: str, arguments: PyTree) -> None:
+    if any(tree.is_tensor(leaf) and _torch.is_transformed(leaf) for leaf in tree.leaves(arguments)):
+        raise LossError(
+            f"sharded: the loss runs the block {block} within a transform of torch.func (jvp, vmap, grad), in which "
+            "level 3 cannot gather its parameters; use level=2"
+        )
 
 
 class _Pass:

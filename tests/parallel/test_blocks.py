@@ -169,3 +169,17 @@ def test_blocks_in_lists_of_lists():
     (one,), ranks = run(1, rank), run(2, rank)
     for params in ranks:
         torch.testing.assert_close(params, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())], ids=["vmap", "grad"]
+)
+def test_a_block_within_a_transform_is_an_error_that_names_the_level(transform):
+    def rank(_):
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))
+        loss = ft.from_module(net, lambda net, x: transform(net)(x).square().mean())
+        step = ft.compose(ft.train_step(loss, ft.optim.sgd(0.1)), ft.sharded(ft.parallel.mesh(), level=3))
+        with pytest.raises(LossError, match=r"block 0 within a transform of torch\.func.*use level=2"):
+            step(step.init(seed=0), torch.ones(4, 2))
+
+    run(2, rank)
