@@ -90,6 +90,7 @@ with private_names():
     _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
     _set_order: Any = torch._C._FunctionBase._set_sequence_nr  # type: ignore[attr-defined]
     _get_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+    _disable_functions = torch._C.DisableTorchFunction
     _current_graph_task_id = torch._C._current_graph_task_id
     _current_autograd_node = torch._C._current_autograd_node
     privateuse1_name = torch._C._get_privateuse1_backend_name
@@ -215,6 +216,9 @@ def is_composite(operation: Any) -> bool:
 
 without_modes: Callable[[], Any] = _disable_current_modes
 """Return a context in which no `TorchDispatchMode` is active, so that no operation is captured."""
+
+without_functions: Callable[[], Any] = _disable_functions
+"""Return a context in which no `TorchFunctionMode` is active, and no tensor has a `__torch_function__`."""
 
 active_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
 """Return the dispatch modes that are active, the innermost one last; in autograd's threads too."""

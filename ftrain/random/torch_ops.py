@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ftrain import _torch, backends, random
 from ftrain.errors import TraceError
+from ftrain.random.unfused import Unfused, is_inert
 
 _Arguments: TypeAlias = dict[str, Any]
 _Draw: TypeAlias = Callable[[Tensor, _Arguments], Any]
@@ -20,13 +21,16 @@ _Draw: TypeAlias = Callable[[Tensor, _Arguments], Any]
 _CHUNK = 32
 """Number of draws whose keys are folded at once."""
 
+_UNFUSED: Any = Unfused()
+
 
 class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context in which torch's random operations draw from `key`, the n-th from ``fold_in(key, n)``.
 
     A graph that is traced in it has no random operation, only arithmetic on the key, and computes the same bits as
     eager mode. An operation that cannot draw from a key raises `TraceError`, as does one with a generator. Results are
-    contiguous, also where the operation asks for another memory format.
+    contiguous, also where the operation asks for another memory format. Attention and recurrent nets with dropout run
+    without their fused kernels, which cannot draw from a key.
 
     Args:
         key: int64 tensor of shape (2,) from `ftrain.random.key`; moved to the device of each draw.
@@ -56,6 +60,14 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """In a microbatch, the number of its first example and its number of examples."""
         self._chunks: dict[tuple[int, torch.device], Tensor] = {}
 
+    def __enter__(self) -> Any:
+        _UNFUSED.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _UNFUSED.__exit__(*error)
+
     @contextmanager
     def for_examples(self, start: int | Tensor, length: int, offset: int) -> Iterator[None]:
         """Draw for some examples of a batch, or of a microbatch, as `random.for_examples` does.
@@ -78,7 +90,9 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         resumed = self.offset, self.examples
         self.offset, self.examples = offset, examples
         try:
-            yield
+            # `torch.autograd.grad` suspends modes of functions while it runs, and so while it recomputes.
+            with _UNFUSED:
+                yield
         finally:
             self.offset, self.examples = resumed
 
@@ -101,13 +115,14 @@ class Keyed(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Draw the results of random operations from the key; call other operations as they are."""
         kwargs = kwargs or {}
         if _is_composite(func):
-            # Not yet decomposed, which happens only in inference mode; its parts may be random.
-            with self:
+            # Not yet decomposed, which happens only in inference mode; its parts may be random. A mode of functions
+            # would call the operation as a whole again.
+            with _torch.without_functions(), self:
                 return func.decompose(*args, **kwargs)
         if not _is_random(func):
             return func(*args, **kwargs)
         arguments = _bind(func, args, kwargs)
-        if _is_inert(arguments):
+        if is_inert(arguments):
             return func(*args, **kwargs)
         return self._draw(func, arguments)
 
@@ -175,7 +190,7 @@ def rng_snapshot(device: torch.device) -> Callable[[], AbstractContextManager[No
 
 def is_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether this call of an operation draws random numbers."""
-    return _is_random(func) and not _is_inert(_bind(func, args, kwargs))
+    return _is_random(func) and not is_inert(_bind(func, args, kwargs))
 
 
 _is_composite = functools.cache(_torch.is_composite)
@@ -184,12 +199,6 @@ _is_composite = functools.cache(_torch.is_composite)
 @functools.cache
 def _is_random(func: Any) -> bool:
     return isinstance(func, _torch.OpOverload) and torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _is_inert(arguments: _Arguments) -> bool:
-    """Return whether an operation that can be random (fused attention, a recurrent net) draws nothing in this call."""
-    rate = arguments.get("dropout_p", arguments.get("dropout"))
-    return rate == 0 or arguments.get("train") is False or arguments.get("training") is False
 
 
 def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:

@@ -14,10 +14,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from ftrain import random
+from ftrain import _torch, random
 from ftrain.errors import OptionError, TraceError
 from ftrain.random import keys, philox, torch_ops
 from ftrain.random.torch_ops import Keyed
+from ftrain.random.unfused import Unfused
 from ftrain.transforms.remat.checkpoint import recomputed
 
 INT64 = st.integers(-(2**63), 2**64 - 1)
@@ -794,6 +795,67 @@ def test_fused_attention_is_refused_only_with_dropout():
         assert stream.offset == 1
 
 
+class Kernels(_torch.TorchDispatchMode):
+    """Records for each operation whether the fused kernels of GPUs, which draw within, could run."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        sdp, recurrent = torch.backends.cuda, torch.backends.cudnn.enabled
+        self.fused.append(
+            (sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.cudnn_sdp_enabled(), recurrent)
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def attend(x, rate):
+    return F.scaled_dot_product_attention(query=x, key=x, value=x, dropout_p=rate)
+
+
+def heads(rate, device):
+    model = nn.MultiheadAttention(8, 2, rate, device=device)
+    return lambda x: model(x, x, x, need_weights=False)
+
+
+def recurrent(rate, device):
+    return nn.LSTM(8, 8, 2, dropout=rate, device=device)
+
+
+def recurrent_packed(rate, device):
+    model = nn.GRU(8, 8, 2, dropout=rate, device=device)
+    return lambda x: model(nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 4, 2])))
+
+
+MODELS = [lambda rate, _: functools.partial(attend, rate=rate), heads, recurrent, recurrent_packed]
+
+
+@pytest.mark.parametrize("make", MODELS, ids=["attention", "heads", "recurrent", "packed"])
+def test_what_draws_within_a_fused_kernel_runs_without_it_except_on_the_host(make):
+    def fused(rate, device):
+        model = make(rate, device)
+        with Keyed(random.key(0)) as stream, Kernels() as kernels:
+            model(torch.ones(4, 3, 8, device=device))
+        assert stream.offset == (rate > 0)
+        return set(kernels.fused)
+
+    assert (False,) * 4 in fused(0.5, "meta")
+    assert fused(0.0, "meta") == fused(0.5, "cpu") == {(True,) * 4}
+
+
+def test_what_is_recomputed_draws_without_fused_kernels_too():
+    def repeatable(offset, x):
+        with torch_ops.current().rewound(offset), kernels:
+            return attend(x, 0.5)
+
+    x, kernels = torch.ones(1, 1, 4, 8, device="meta", requires_grad=True), Kernels()
+    with Keyed(random.key(0)) as stream:
+        y = recomputed(lambda x: attend(x, 0.5), functools.partial(repeatable, stream.offset), (x,), {})
+        torch.autograd.grad(y.sum(), x)
+    assert (False,) * 4 in kernels.fused
+
+
 def test_inference_mode_draws_the_same():
     x = torch.ones(2, 4, 8)
     for module in (nn.Dropout(0.5), nn.Dropout1d(0.5)):
@@ -802,6 +864,11 @@ def test_inference_mode_draws_the_same():
         with Keyed(random.key(2)), torch.inference_mode():
             drawn = module(x)
         same(drawn.clone(), expected)
+
+
+def test_a_mode_of_functions_around_inference_mode():
+    with Keyed(random.key(2)), torch.inference_mode(), Unfused(), Unfused():
+        assert attend(torch.ones(1, 1, 4, 8, device="meta"), 0.5).is_meta
 
 
 def test_draws_go_to_the_device_asked_for():

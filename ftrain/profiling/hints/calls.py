@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ftrain import random, tree
@@ -19,6 +17,7 @@ from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.predicted import fake_run
 from ftrain.profiling.hints.facts import FASTEST, MIDDLE, SLOWEST, Attention, Matmul
 from ftrain.profiling.step_variants import remove_wrapper
+from ftrain.random import unfused
 from ftrain.step.blocks import is_unrecorded
 from ftrain.step.core import assemble
 from ftrain.step.module_path import Running
@@ -29,12 +28,6 @@ from ftrain.types import Gradients, Hyper, LossFn, LossOutput, PyTree, TrainStat
 _aten = torch.ops.aten
 FIRST_FACTOR = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
 """Matmul -> index of its first factor among its arguments; the second factor follows."""
-
-PARAMETERS = {
-    F.scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
-    F.multi_head_attention_forward: tuple(inspect.signature(F.multi_head_attention_forward).parameters),
-}
-"""Function of attention -> names of its parameters, in order."""
 
 PLAIN = {"attn_mask": None, "key_padding_mask": None, "dropout_p": 0.0, "need_weights": False}
 """Argument of attention that may force a slower kernel -> the value that does not."""
@@ -153,12 +146,12 @@ class _AttentionRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function; run attention again with other arguments, to find those that force a slower kernel."""
         kwargs = kwargs or {}
-        if func not in PARAMETERS or is_unrecorded():
+        if func not in unfused.ATTENTION or is_unrecorded():
             return func(*args, **kwargs)
         returned, rank = self._recorder.run(partial(func, *args, **kwargs))
         # The default of `multi_head_attention_forward`.
-        arguments: dict[str, Any] = {"need_weights": True} if "need_weights" in PARAMETERS[func] else {}
-        arguments |= {**dict(zip(PARAMETERS[func], args, strict=False)), **kwargs}
+        arguments: dict[str, Any] = {"need_weights": True} if "need_weights" in unfused.ATTENTION[func] else {}
+        arguments |= {**dict(zip(unfused.ATTENTION[func], args, strict=False)), **kwargs}
         suspects = {
             name: arguments[name]
             for name, value in PLAIN.items()
