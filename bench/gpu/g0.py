@@ -8,6 +8,7 @@ import torch
 
 from bench.rows import Row, measured
 from bench.settings import Settings
+from ftrain.backends.device_module import float32_matmul_precision
 
 QUESTION = "G0 matmul ceiling"
 DTYPES = {"bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
@@ -34,11 +35,9 @@ def ensure(settings: Settings) -> None:
 def _rates(settings: Settings, precision: str, size: int) -> list[float]:
     # Random numbers, since zeros draw less power and run faster than any training would.
     a, b = (torch.randn(size, size, device=settings.device, dtype=DTYPES[precision]) for _ in range(2))
-    previous = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     wait = torch.cuda.synchronize if settings.place.type == "cuda" else lambda: None
-    try:
-        rates = []
+    rates = []
+    with float32_matmul_precision("high" if precision == "tf32" else "highest"):
         for _ in range(settings.share(0.3) + 1):
             wait()
             start = time.perf_counter()
@@ -46,6 +45,4 @@ def _rates(settings: Settings, precision: str, size: int) -> list[float]:
                 a @ b
             wait()
             rates.append(2 * size**3 * CALLS / (time.perf_counter() - start) / 1e12)
-    finally:
-        torch.set_float32_matmul_precision(previous)
     return rates[1:]

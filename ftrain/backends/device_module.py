@@ -93,22 +93,49 @@ def allow_tf32(switch: Any) -> Iterator[None]:
         switch.allow_tf32 = previous
 
 
+def float32_precision() -> str:
+    """Return the precision of `torch.set_float32_matmul_precision`, or the newer settings of torch that replaced it."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # Torch has no one word for what was set for a single device, or for all of them as "tf32".
+        cuda, mkldnn = (switch.fp32_precision for switch in _switches())
+        return f"cuda {cuda}, mkldnn {mkldnn}"
+
+
 @contextmanager
 def float32_matmul_precision(precision: str) -> Iterator[None]:
     """Context with a precision of `torch.set_float32_matmul_precision`: ``"high"`` allows TF32.
 
     Raises:
-        OptionError: if the precision of a single device was set, since torch then cannot say what to restore.
+        OptionError: if a newer setting of torch was used, since torch then cannot say what to restore.
     """
     try:
         previous = torch.get_float32_matmul_precision()
     except RuntimeError as error:
         raise OptionError(
-            "with_amp('tf32'), matmul_precision: an fp32_precision of torch.backends was set for a single device, so "
-            "that torch cannot return the precision of float32 matmuls; do not set it, or leave out these wrappers"
+            "with_amp('tf32'), matmul_precision: torch.backends.fp32_precision, or that of a single device, was set to "
+            f"another precision ({float32_precision()}), so that torch cannot return the precision of float32 matmuls; "
+            "do not set it, or leave out these wrappers"
         ) from error
+    own = [(switch, switch.fp32_precision) for switch in _switches()]
     torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(previous)
+        for switch, value in own:
+            _restore(switch, value)
+
+
+def _switches() -> tuple[Any, Any]:
+    """What has the newer settings that `torch.set_float32_matmul_precision` changes, too."""
+    mkldnn: Any = torch.backends.mkldnn
+    return torch.backends.cuda.matmul, mkldnn.matmul
+
+
+def _restore(switch: Any, value: str) -> None:
+    """Give a switch its `fp32_precision` again, or "none" where it has it from `torch.backends.fp32_precision`."""
+    switch.fp32_precision = "none"
+    if switch.fp32_precision != value:
+        switch.fp32_precision = value

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ftrain._version import __version__
+from ftrain.backends.device_module import float32_precision
 from ftrain.checkpoint.layout import DTYPES, TensorInfo, is_dense
 from ftrain.checkpoint.treedef import Json, decode, encode, printable
 from ftrain.errors import CheckpointError
@@ -88,7 +89,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": device.type,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": float32_precision(),
     }
 
 

@@ -224,7 +224,8 @@ def install(name, monkeypatch):
                 monkeypatch.setattr(getattr(torch, device), attribute, getattr(made, attribute), raising=False)
         if name == "xpu":
             # Torch warns when this is set in a build without Intel's GPUs.
-            monkeypatch.setattr(torch.backends, "mkldnn", types.SimpleNamespace(allow_tf32=False))
+            mkldnn = types.SimpleNamespace(allow_tf32=False, matmul=types.SimpleNamespace(fp32_precision="none"))
+            monkeypatch.setattr(torch.backends, "mkldnn", mkldnn)
         return made
     real = torch.get_device_module
     monkeypatch.setattr(torch, "get_device_module", lambda asked=None: made if asked == device else real(asked))

@@ -1,6 +1,7 @@
 """Precision: the scale of fp16, what may be asked for together, evaluation in a narrow dtype, float32 products."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -390,17 +391,47 @@ def test_tf32_and_a_precision_set_the_same():
     )
 
 
-def test_precisions_that_were_set_for_one_device():
-    """Torch then refuses to say what the precision is."""
-    before = torch.backends.mkldnn.matmul.fp32_precision
+SWITCHES = {
+    "all": torch.backends,
+    "cuda": torch.backends.cuda.matmul,
+    "mkldnn": torch.backends.mkldnn.matmul,
+}
+"""What has torch's newer setting of the precision, for all devices and for one."""
+
+
+@pytest.fixture
+def switch_to():
+    """Set the newer setting of torch, which is "none" everywhere before, until the test ends."""
+    before = {name: switch.fp32_precision for name, switch in SWITCHES.items()}
+    for switch in SWITCHES.values():
+        switch.fp32_precision = "none"
+    yield lambda name, value: setattr(SWITCHES[name], "fp32_precision", value)
+    for name, switch in SWITCHES.items():
+        switch.fp32_precision = before[name]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_precisions_that_were_set_for_all_devices_or_for_one(name, switch_to, tmp_path):
+    """Torch then refuses to say what the precision is: it cannot be restored, and is saved as it was set."""
     step = make(squares, ft.matmul_precision("high"))
     state = step.init(params())
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    try:
-        with failing(OptionError, "fp32_precision", "matmul_precision", "leave out"):
-            step(state, batch())
-    finally:
-        torch.backends.mkldnn.matmul.fp32_precision = before
+    switch_to(name, "tf32")
+    with failing(OptionError, "fp32_precision", "matmul_precision", "leave out"):
+        step(state, batch())
+    ft.checkpoint.save(tmp_path / "saved", state)
+    saved = json.loads((tmp_path / "saved" / "MANIFEST.json").read_text())
+    assert "tf32" in saved["environment"]["matmul_precision"]
+
+
+@pytest.mark.parametrize("name", ["cuda", "mkldnn"])
+@pytest.mark.parametrize("set_before", ["none", "ieee"])
+def test_torchs_newer_setting_reaches_matmuls_afterwards_as_before(name, set_before, switch_to):
+    switch_to(name, set_before)
+    step = make(squares, ft.matmul_precision("high"))
+    step(step.init(params()), batch())
+    assert SWITCHES[name].fp32_precision == set_before
+    switch_to("all", "tf32")
+    assert SWITCHES[name].fp32_precision == ("tf32" if set_before == "none" else "ieee")
 
 
 # TF32

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ftrain import random, tree
 from ftrain._torch import FakeTensorMode, TorchDispatchMode, dtensor, fake_like
+from ftrain.backends.device_module import float32_precision
 from ftrain.parallel.sharded import NAME as SHARDED
 from ftrain.profiling.anatomy.predicted import fake_run
 from ftrain.profiling.hints.facts import FASTEST, MIDDLE, SLOWEST, Attention, Matmul
@@ -128,12 +129,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _is_exact(dtype: torch.dtype) -> bool:
-    try:
-        exact = torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:
-        # Torch cannot report it after a precision was set for a single device; no hint is needed then.
-        exact = False
-    return dtype == torch.float64 or (dtype == torch.float32 and exact)
+    return dtype == torch.float64 or (dtype == torch.float32 and float32_precision() == "highest")
 
 
 class _AttentionRecorder(TorchFunctionMode):
