@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ftrain import tree
+from ftrain import random, tree
 from ftrain._torch import dtensor, store
 from ftrain.backends.transfers import copier_of
 from ftrain.checkpoint.heartbeats import wait_for_ranks
@@ -99,7 +99,8 @@ def start_count(ranks: LossRanks, flags: Sequence[bool], device: torch.device) -
 
     It does not wait for what the device is given to do after this call.
     """
-    counts = ranks.sum(torch.tensor(flags, dtype=torch.int64, device=device))
+    # A tensor that is made on the device from numbers waits for what the device computes.
+    counts = ranks.sum(random.to_device(torch.tensor(flags, dtype=torch.int64, device=tree.HOST), device))
     copier, on_host = copier_of(device), torch.empty_like(counts, device=tree.HOST, pin_memory=device != tree.HOST)
     copier.out(counts, on_host)
 
