@@ -17,11 +17,14 @@ import torch
 import torch.distributed as dist
 
 from ftrain import backends, tree
-from ftrain.errors import RankError
+from ftrain.errors import OptionError, RankError, warn
 
 EXCEPTION = "exception_dump"
 """The key, without its prefix, that torch's ProcessGroupNCCL writes into a store when a collective has failed
 (``kStoreDumpKey`` in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp)."""
+
+SIZES = "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"
+"""Variables with the number of processes that a launcher (torchrun, SLURM, Open MPI) has started."""
 
 PAUSE = 0.01
 """Seconds after which rank 0 looks for other ranks again."""
@@ -34,6 +37,7 @@ def join(timeout: float) -> None:
 
     Raises:
         RankError: when a rank does not join within the timeout.
+        OptionError: when a node has fewer devices than ranks.
     """
     if dist.is_initialized():
         return
@@ -66,6 +70,7 @@ def _initialise(timeout: float) -> None:
     importlib.import_module("torch.distributed.nn.functional")
     backend = backends.default()
     if "RANK" not in os.environ:
+        _warn_of_others()
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend.distributed, store=store, rank=0, world_size=1)
         return
@@ -85,10 +90,32 @@ def _initialise(timeout: float) -> None:
     dist.init_process_group(backend.distributed, store=prefixed, rank=rank, world_size=size, timeout=limit)
 
 
+def _warn_of_others() -> None:
+    """Warn if a launcher has started several processes, and has not told this one which of them it is."""
+    # No error: a shell within an allocation of several tasks has these variables too.
+    for name in SIZES:
+        if os.environ.get(name, "").isdecimal() and int(os.environ[name]) > 1:
+            warn(
+                f"mesh: {name} is {os.environ[name]}, and RANK is not set: this process trains alone, as each of the "
+                "others does. To train together, start them with torchrun, or set RANK, LOCAL_RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT for each"
+            )
+            return
+
+
 def _take_device(module: Any) -> None:
-    """Make the device of this rank on its node the current one; a process that sees only one takes that."""
-    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ["RANK"])
-    module.set_device(local_rank % max(module.device_count(), 1))
+    """Make the device of this rank on its node the current one; a process that sees only one takes that.
+
+    Raises:
+        OptionError: when the node has fewer devices than ranks.
+    """
+    count, local_rank = module.device_count(), os.environ.get("LOCAL_RANK")
+    if local_rank and 1 < count <= int(local_rank):
+        raise OptionError(
+            f"mesh: LOCAL_RANK is {local_rank}, and this process sees {count} devices; each rank needs one of its own: "
+            f"start at most {count} on this node (torchrun --nproc-per-node={count})"
+        )
+    module.set_device(int(local_rank or os.environ["RANK"]) % max(count, 1))
 
 
 def name_of_start(launcher_store: Any, rank: int, size: int, seconds: float) -> str:

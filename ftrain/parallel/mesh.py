@@ -45,7 +45,8 @@ def mesh(*, replicate: int | None = None, shard: int | None = None, timeout: flo
             did not come. It must be longer than whatever one rank does while the others wait.
 
     Raises:
-        OptionError: when the product of the sizes is not the number of ranks, or the timeout is not positive.
+        OptionError: when the product of the sizes is not the number of ranks, the timeout is not positive, or a node
+            has fewer devices than ranks.
     """
     require_positive_number("mesh", "timeout", timeout)
     join(timeout)

@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ftrain._torch import store
-from ftrain.errors import RankError
+from ftrain.errors import OptionError, RankError
 from ftrain.parallel import join
 from ftrain.parallel.join import name_of_start
 
@@ -65,6 +66,29 @@ def test_a_rank_takes_a_device_of_its_own(monkeypatch, variables, count, taken):
     monkeypatch.setattr(join.os, "environ", variables)
     join._take_device(SimpleNamespace(set_device=devices.append, device_count=lambda: count))
     assert devices == [taken]
+
+
+def test_more_ranks_than_devices_on_a_node(monkeypatch):
+    monkeypatch.setattr(join.os, "environ", {"RANK": "9", "LOCAL_RANK": "4"})
+    module = SimpleNamespace(set_device=pytest.fail, device_count=lambda: 4)
+    with pytest.raises(OptionError, match=r"mesh: LOCAL_RANK is 4, and this process sees 4 devices.*per-node=4"):
+        join._take_device(module)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"SLURM_NTASKS": "4"}, "mesh: SLURM_NTASKS is 4, and RANK is not set.* alone.* torchrun"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "mesh: WORLD_SIZE is 2"),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "1"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, None),
+    ],
+)
+def test_one_of_many_processes_without_a_rank_is_warned_that_it_is_alone(monkeypatch, variables, told):
+    monkeypatch.setattr(join.os, "environ", variables)
+    monkeypatch.setattr(join.dist, "init_process_group", lambda *_, **__: None)
+    with pytest.warns(UserWarning, match=told) if told else nullcontext():
+        join._initialise(1.0)
 
 
 def test_after_an_error_and_in_a_copy_of_the_process_nothing_is_done_to_groups_at_the_end(monkeypatch):
