@@ -126,7 +126,9 @@ class _Race:
             torch.cuda.empty_cache()
 
     def _prepare(self, entrant: Entrant, checked: int, make: Callable[[Entrant, Task], Racer]) -> None:
-        on_gpu = self.settings.place.type == "cuda" and not entrant.in_own_process
+        # The allocator of this process knows nothing of other processes: those of an entrant, or ranks.
+        is_here = make is racer and not entrant.in_own_process
+        on_gpu = self.settings.place.type == "cuda" and is_here
         at_start = torch.cuda.memory_allocated() if on_gpu else 0
         start = time.perf_counter()
         if on_gpu:

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,6 +144,15 @@ def test_an_entrant_that_is_missing_or_broken_is_a_row_without_a_number():
         "without_its_library": (rows.MISSING, "No module named 'optional'"),
     }
     assert all(math.isnan(row.median) for row in found if row.metric in {rows.MISSING, rows.FAILED})
+
+
+def test_who_runs_in_ranks_has_no_row_of_the_memory_of_this_process():
+    ready = SimpleNamespace(losses=lambda steps: [1.0] * steps, turn=lambda steps: 1e-6 * steps, close=lambda: None)
+    on_gpu = dataclasses.replace(SETTINGS, device="cuda")
+    found = race("G6 test", SETTINGS.task("mlp"), [HAND_EAGER], on_gpu, steps=1, make=lambda *_: ready)
+    metrics = {row.metric for row in found if row.variant == HAND_EAGER.name}
+    assert rows.TIME in metrics
+    assert rows.MEMORY not in metrics
 
 
 def test_only_optional_libraries_can_be_missing():
