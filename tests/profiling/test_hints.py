@@ -243,6 +243,16 @@ def test_the_rank_of_a_kernel(name, rank):
     assert calls.kernel_rank(getattr(torch.ops.aten, name).default) == rank
 
 
+def test_rates_are_measured_on_random_numbers_that_no_generator_misses(monkeypatch):
+    seen, before = [], torch.get_rng_state()
+    monkeypatch.setattr(rates, "fastest", lambda work, device: seen.extend(work.args) or 1.0)
+    rates.matmul_rate(torch.device("cpu"), F32)
+    rates.matmul_seconds(torch.device("cpu"), BF16, 300, 20, 1000)
+    assert [each.shape for each in seen[2:]] == [(300, 20), (20, 1000)]
+    assert all(0.9 < each.float().std() < 1.1 and each.is_contiguous() for each in seen)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_what_runs_once_more_to_be_watched_is_no_product_of_the_step():
     model = nn.Sequential(Attend(), nn.Linear(24, 24))
     plain = record_calls(*attending(model, ft.with_amp("bf16")))
