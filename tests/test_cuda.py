@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16)
+        # A bias before a BatchNorm has no gradient but rounding errors, which Adam would make full steps of.
+        self.up, self.norm, self.down = nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.Linear(32, 16)
 
     def forward(self, x):
         return self.down(torch.tanh(self.norm(self.up(x))))
@@ -52,6 +53,7 @@ def test_a_replayed_run_is_the_same_to_the_bit():
     for a, b in zip(tree.leaves(found), tree.leaves(needed), strict=True):
         assert torch.equal(a, b)
     assert "replay" in repr(step)
+    assert "no replay" not in repr(step)
 
 
 def test_compiled_agrees_with_eager():
@@ -128,7 +130,8 @@ def test_a_recording_reads_batches_of_the_strides_that_they_have():
         state, metrics = step(state, device)
         losses.append(metrics["loss"])
     _, wanted = train(make(ft.compiled(donate=True, replay=False)), batches(5))
-    torch.testing.assert_close(torch.stack(losses), wanted, rtol=1e-5, atol=1e-6)
+    # The kernels for such strides may be others.
+    torch.testing.assert_close(torch.stack(losses), wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_a_state_that_is_restored_is_recorded_again():
