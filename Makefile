@@ -24,7 +24,12 @@ CPU_TESTS := $(addprefix tests/,backends/test_emulated.py profiling/test_precisi
 	transforms/amp/test_overflow_counts.py golden parity/test_low_precision.py parity/test_loop.py \
 	backends/test_doctor.py)
 
-.PHONY: train test test-all test-oldest test-avx2 faults lint format bench clean
+# What needs a GPU. The first file lets the tests see it; they take turns on it.
+GPU_TESTS := $(addprefix tests/,test_cuda.py random/test_keys.py::test_gpu_draws_the_same_bits data/test_prefetch.py \
+	$(addprefix backends/test_registry.py::test_,the_record_of_cuda_works \
+	a_step_on_cuda_reads_nothing_and_agrees_with_the_cpu))
+
+.PHONY: train test test-all test-oldest test-avx2 test-gpu faults lint format bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +60,9 @@ test-oldest: $(OLD)/.ready  ## Run some of the tests with the oldest torch (a do
 
 test-avx2: $(READY)  ## Run the tests that depend on the CPU as on one without AVX-512, in about a minute.
 	$(AVX2) $(PYTEST) $(CPU_TESTS) $(ARGS)
+
+test-gpu: $(READY)  ## Run the tests that need an NVIDIA or AMD GPU; the others do not see one.
+	$(BIN)/python -m pytest -rs $(GPU_TESTS) $(ARGS)
 
 faults: $(READY)  ## Kill, crash, fill, flip and fuzz as often as the table of faults says; takes hours.
 	FTRAIN_FAULTS=full $(BIN)/python -m pytest -m '' tests/faults/test_paths.py

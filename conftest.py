@@ -1,5 +1,6 @@
-"""Collects the Markdown pages, so that `pytest README.md docs` runs their code."""
+"""Hides GPUs from the tests, and collects the Markdown pages, so that `pytest README.md docs` runs their code."""
 
+import os
 import signal
 
 import pytest
@@ -12,6 +13,12 @@ torch.set_num_threads(1)
 # A shell starts what runs in the background (`make test &`) with this signal ignored; some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    """Hide GPUs, which would be the default device, unless the user chose some or asks for the tests of a GPU."""
+    if not any("test_cuda.py" in argument for argument in config.args):
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
 def pytest_collect_file(file_path, parent):

@@ -6,8 +6,11 @@ from torch import nn
 
 import ftrain as ft
 from ftrain import tree
+from ftrain.random.torch_ops import Keyed
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none on this machine")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU, and `make test-gpu`, which shows it"
+)
 
 
 class Net(nn.Module):
@@ -186,3 +189,21 @@ def test_no_optimizer_waits_for_the_device(name):
             state, _ = step(state, batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_and_recurrent_nets_with_dropout_draw_from_a_key(dtype):
+    """Their fused kernels would draw from the generator of the device."""
+    x, net = torch.randn(4, 2, 64, 64, device="cuda", dtype=dtype), nn.LSTM(64, 64, 2, dropout=0.5)
+    net.to("cuda", dtype)
+
+    def run():
+        with Keyed(ft.random.key(0)) as stream:
+            attended = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+            recurred = net(x[:, 0])[0]
+            grads = torch.autograd.grad(recurred.sum(), list(net.parameters()))
+        return stream.offset, attended, recurred, *grads
+
+    for a, b in zip(run(), run(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert run()[0] == 2
