@@ -24,12 +24,15 @@ Json: TypeAlias = Any
 class Ranks:
     """All ranks of the run, or only this process if there is no process group.
 
-    Every rank must make as many of these, and call their methods in the same order. `name` says in messages and errors
-    what the ranks agree on.
+    Every rank must make as many of these, and call their methods in the same order.
+
+    Args:
+        name: says in messages and errors what the ranks agree on.
+        alone: whether this process acts alone, though there may be other ranks.
     """
 
-    def __init__(self, name: str) -> None:
-        self.rank, self.size = rank_and_size()
+    def __init__(self, name: str, *, alone: bool = False) -> None:
+        self.rank, self.size = (0, 1) if alone else rank_and_size()
         self._name, self._count, self._has_failed = name, 0, False
         self._abandoned = threading.Event()
         if self.size > 1:

@@ -20,9 +20,18 @@ CALLS = {
     "to_module": (3, lambda step, state: ft.to_module(models.Model().double(), state)),
     "whole": (1, lambda step, state: ft.parallel.whole(state)),
     "evaluate": (0, lambda step, state: ft.evaluate(ft.eval_step(step.loss), state, models.batches(1))),
+    "merge": (1, lambda step, state: ft.adapters.merge(step, state)),
     "eval_step": (2, lambda step, state: ft.eval_step(step.loss)(state, next(models.batches(1)))),
 }
 """Name -> level, and what the first rank calls."""
+
+
+def step_of(level=3):
+    return models.step_of(ft.sharded(ft.parallel.mesh(), level))
+
+
+def adapted(level=3):
+    return ft.lora(2, targets=["head"])(step_of(level))
 
 
 def quick():
@@ -32,7 +41,7 @@ def quick():
 def calling(tell, rank, name, goes_on):
     quick()
     level, call = CALLS[name]
-    step = models.step_of(ft.sharded(ft.parallel.mesh(), level))
+    step = adapted(level) if name == "merge" else step_of(level)
     state, _ = step(step.init(seed=5), next(models.batches(1)))
     if rank == 0:
         with pytest.raises(RankError) as caught:
@@ -63,7 +72,7 @@ def test_a_rank_whose_program_has_ended_is_not_waited_for():
 
 def saving(tell, rank, path, how):
     quick()
-    step = models.step_of(ft.sharded(ft.parallel.mesh()))
+    step = adapted(0) if how.startswith("adapters") else step_of()
     state, _ = step(step.init(seed=5), next(models.batches(1)))
     checkpoints = Checkpoints(f"{path}/run", every=1)
 
@@ -75,6 +84,8 @@ def saving(tell, rank, path, how):
         "save": lambda: ft.checkpoint.save(f"{path}/a", state),
         "Checkpoints": save,
         "Checkpoints.latest": lambda: checkpoints.latest({"state": state}),
+        "adapters.save": lambda: ft.adapters.save(f"{path}/a", step, state),
+        "adapters.load": lambda: ft.adapters.load(f"{path}/a", step, state),
     }
     if rank == 0:
         with pytest.raises(RankError) as caught:
@@ -84,11 +95,11 @@ def saving(tell, rank, path, how):
         step(state, next(models.batches(1)))
 
 
-@pytest.mark.parametrize("how", ["save", "Checkpoints", "Checkpoints.latest"])
+@pytest.mark.parametrize("how", ["save", "Checkpoints", "Checkpoints.latest", "adapters.save", "adapters.load"])
 def test_a_rank_that_saves_or_loads_alone_is_told_where_the_others_are(tmp_path, how):
     with started(2, saving, str(tmp_path), how) as ranks:
         text = ranks[0].hear(SOON)
-    name = how.partition(".")[0]
+    name = how.removesuffix(".latest")
     assert re.match(
         rf"{name}: rank 1 did not come within \d+ seconds; rank 1 is in step 2.*Every rank must call it", text
     )
@@ -96,7 +107,7 @@ def test_a_rank_that_saves_or_loads_alone_is_told_where_the_others_are(tmp_path,
 
 def fitting(tell, rank):
     quick()
-    step = models.step_of(ft.sharded(ft.parallel.mesh()))
+    step = step_of()
 
     def evaluate(state):
         return ft.evaluate(ft.eval_step(step.loss), state, models.batches(1)) if rank == 0 else {}
@@ -114,7 +125,7 @@ def test_an_evaluation_within_fit_on_one_rank_alone_ends_soon():
 
 
 def all_call(tell, rank):
-    step = models.step_of(ft.sharded(ft.parallel.mesh()))
+    step = step_of()
     state = step.init(seed=5)
     for _ in range(3):
         if rank == 0:

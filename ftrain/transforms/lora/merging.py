@@ -7,7 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ftrain import tree
+from ftrain._torch import dtensor
 from ftrain.errors import ComposeError, StructureError
+from ftrain.parallel.state import divided
+from ftrain.step.across_ranks import require_to_gather
 from ftrain.step.step import Step
 from ftrain.transforms.lora.modules import ModuleAdapters
 from ftrain.transforms.lora.targets import Target
@@ -24,6 +27,8 @@ def merge(step: Step, state: TrainState) -> TrainState:
     The result has all parameters of the base under ``params``, as a loss without `lora` needs them: evaluate it with
     ``ft.eval_step(loss_fn)``, or load it with ``ft.to_module(module, merged)``. Sums are computed in the dtype of the
     adapters and rounded once to that of the weight. ``slots`` keeps the adapters, and the norms of DoRA, for `unmerge`.
+    Of a state that is divided over ranks, each weight is gathered in turn and divided again; then every rank must call
+    this.
 
     Args:
         step: a step with `lora`.
@@ -32,14 +37,16 @@ def merge(step: Step, state: TrainState) -> TrainState:
     Raises:
         ComposeError: when the step has no `lora`.
         StructureError: when the state is merged already, or a weight is tied to that of another module.
+        RankError: when another rank does not call it.
     """
     adapters = adapters_of("merge", step)
     if SLOT in state.slots:
         raise StructureError("merge: the adapters of this state are already merged into its weights")
     base = tree.overlay(state.params, state.frozen)
     slot: dict[str, Any] = {"params": state.params}
+    require_to_gather("merge", base)
     if isinstance(adapters, TreeAdapters):
-        params = adapters.added_up(base)
+        params = adapters.added_up(base, add=_added_whole)
     else:
         params = {name: leaf for name, leaf in base.items() if name not in adapters.names}
         slot["norms"] = {}
@@ -63,27 +70,38 @@ def adapters_of(function: str, step: Step) -> ModuleAdapters | TreeAdapters:
 
 
 def _merged(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters) -> tuple[Tensor, Tensor | None]:
-    """Return the weight with its adapter, and with DoRA the norms of its rows."""
-    weight, (a, b, *magnitude) = named[target.weight], _tensors(target, named, adapters)
+    """Return the weight with its adapter, divided as before, and with DoRA the norms of its rows."""
     if target.tied:
         raise StructureError(
             f"merge: {target.weight}, the weight of {target.name}, is tied to another module's, which does not "
             "have this adapter; give the module a weight of its own first"
         )
+    weight, a, b, *magnitude = _gathered(target, named, adapters)
     matrix, norm = target.matrix(weight), None
     summed = adapted(matrix, a, b, adapters.config.scale)
     if magnitude:
         norm = norms(matrix, a, b, adapters.config.scale)
         summed = (magnitude[0] / norm)[:, None] * summed
-    return target.matrix(summed).to(weight.dtype).contiguous(), norm
+    return divided(target.matrix(summed).to(weight.dtype).contiguous(), like=named[target.weight]), norm
 
 
-def _tensors(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters) -> list[Tensor]:
-    return [named[name] for name in target.names(dora=adapters.config.dora).values()]
+def _gathered(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters) -> list[Tensor]:
+    """Return the whole weight of a target and the whole tensors of its adapter."""
+    names = target.weight, *target.names(dora=adapters.config.dora).values()
+    return [dtensor.whole(named[name]) for name in names]
+
+
+def _added_whole(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """As `adapted`, of tensors that may be divided over ranks; the sum has the dtype and the layout of the weight."""
+    summed = adapted(dtensor.whole(weight), dtensor.whole(a), dtensor.whole(b), scale)
+    new: Tensor = divided(summed.to(weight.dtype), like=weight)
+    return new
 
 
 def unmerge(step: Step, merged: TrainState) -> TrainState:
     """Subtract the adapters from the weights of a merged state: the inverse of `merge`, within rounding.
+
+    The state stays divided over ranks, if it is; then every rank must call this.
 
     Args:
         step: a step with `lora`.
@@ -92,15 +110,17 @@ def unmerge(step: Step, merged: TrainState) -> TrainState:
     Raises:
         ComposeError: when the step has no `lora`.
         StructureError: when the state is not merged.
+        RankError: when another rank does not call it.
     """
     adapters = adapters_of("unmerge", step)
     if SLOT not in merged.slots:
         raise StructureError("unmerge: the state is not merged; needs one of ft.adapters.merge(step, state)")
     slot = merged.slots[SLOT]
     params = slot["params"]
+    require_to_gather("unmerge", (merged.params, params))
     if isinstance(adapters, TreeAdapters):
         with_adapters = {BASE: merged.params, ADAPTERS: params[ADAPTERS]}
-        whole = {**with_adapters, BASE: adapters.added_up(with_adapters, sign=-1)}
+        whole = {**with_adapters, BASE: adapters.added_up(with_adapters, sign=-1, add=_added_whole)}
     else:
         whole = {**merged.params, **{name: params[name] for name in adapters.names}}
         for target in adapters.targets:
@@ -113,8 +133,10 @@ def unmerge(step: Step, merged: TrainState) -> TrainState:
 
 
 def _unmerged(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters, norm: Tensor | None) -> Tensor:
-    weight, (a, b, *magnitude) = named[target.weight], _tensors(target, named, adapters)
+    weight, a, b, *magnitude = _gathered(target, named, adapters)
     matrix = target.matrix(weight)
     if norm is not None:
         matrix = matrix.to(a.dtype) / (magnitude[0] / norm)[:, None]
-    return target.matrix(adapted(matrix, a, b, -adapters.config.scale)).to(weight.dtype).contiguous()
+    whole = target.matrix(adapted(matrix, a, b, -adapters.config.scale)).to(weight.dtype).contiguous()
+    new: Tensor = divided(whole, like=named[target.weight])
+    return new

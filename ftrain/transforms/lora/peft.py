@@ -6,18 +6,22 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ftrain import _torch, tree
+from ftrain._torch import dtensor
 from ftrain.checkpoint.import_safetensors import TensorsAndConfig, fingerprint, read_safetensors, write_safetensors
 from ftrain.checkpoint.layout import CODES
+from ftrain.checkpoint.ranks import Ranks
 from ftrain.errors import CheckpointError, StructureError
+from ftrain.parallel.state import divided
+from ftrain.step.across_ranks import ranks_of
 from ftrain.step.step import Step
 from ftrain.step.swap_params import slots_of
 from ftrain.step.wrapper import Wrapper
@@ -68,6 +72,10 @@ def save(
     fingerprints of the base, and ``ftrain_digests.json``, which peft does not read, has the sha256 of every tensor. The
     directory appears by one rename, when everything is on the disk.
 
+    Every rank of a step with `sharded` must call it, also at level 0: the adapters are gathered, and the tensors of the
+    base one after the other for their fingerprints; the first rank writes. One rank alone can save a whole state
+    (`ftrain.parallel.whole`) with the step without `sharded`.
+
     Args:
         directory: new directory; it must not exist.
         step: a step with `lora`, of a module.
@@ -80,22 +88,29 @@ def save(
         StructureError: when peft has no form for the state: adapters of a tree, trained parameters of a module that is
             not trained as a whole, modules or weights that are used twice.
         CheckpointError: when `directory` exists, or cannot be written.
+        RankError: when another rank does not call it.
     """
     adapters = _of_module("adapters.save", step, state)
     trained = {name: leaf for name, leaf in state.params.items() if leaf is not None}
-    others = trained.keys() - adapters.names
-    config = _peft_config(adapters, _whole_modules(adapters, others, {*state.params}))
-    config["base_model_name_or_path"] = base_model or getattr(adapters.module, "name_or_path", None) or None
-    config["task_type"] = task_type
-    tensors = {f"{PREFIX}{name}": leaf for name, leaf in trained.items()}
+
+    def described() -> dict[str, Any]:
+        others = trained.keys() - adapters.names
+        config = _peft_config(adapters, _whole_modules(adapters, others, {*state.params}))
+        config["base_model_name_or_path"] = base_model or getattr(adapters.module, "name_or_path", None) or None
+        return {**config, "task_type": task_type}
+
+    ranks = _ranks_with("adapters.save", step, state)
+    config = ranks.first(described)
+    tensors = {f"{PREFIX}{name}": dtensor.whole(leaf) for name, leaf in trained.items()}
     metadata = {FINGERPRINTS: json.dumps(_fingerprints(state))}
-    write_safetensors(Path(directory), FILES, TensorsAndConfig(tensors, metadata, config))
+    ranks.first(lambda: write_safetensors(Path(directory), FILES, TensorsAndConfig(tensors, metadata, config)))
 
 
 def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool = False) -> TrainState:
     """Return a state with the adapters that `save` or peft has written, and a new optimizer state.
 
-    Every byte of files of `save` is verified; files of peft have no digests.
+    Every byte of files of `save` is verified; files of peft have no digests. Every rank of a step with `sharded` must
+    call it, and reads the files; the result is divided over ranks as `state` is.
 
     Args:
         directory: directory with ``adapter_model.safetensors`` and ``adapter_config.json``.
@@ -110,25 +125,23 @@ def load(directory: str | Path, step: Step, state: TrainState, *, any_base: bool
             lists the differences.
         CheckpointError: when a file is missing, malformed or changed, or uses options of peft that ftrain does not
             support.
+        RankError: when another rank does not call it.
     """
     adapters, directory = _of_module("adapters.load", step, state), Path(directory)
-    content = read_safetensors(directory, FILES)
-    _require_options(directory, content.config)
+    ranks, files = _ranks_with("adapters.load", step, state), list[_Files]()
+    ranks.together(lambda: files.append(_read(directory)))
+    (content, named, bases), params = files[0], state.params
     problems = [
         f"{theirs}: found {content.config.get(theirs)!r}, the step has {ours}={getattr(adapters.config, ours)!r}"
         for theirs, ours in OPTIONS.items()
         if (content.config.get(theirs) or 0) != getattr(adapters.config, ours)
     ]
-    named, bases = _named(directory, content)
-    problems += _differences(named, {name: leaf for name, leaf in state.params.items() if leaf is not None})
+    problems += _differences(named, {name: leaf for name, leaf in params.items() if leaf is not None})
     if not any_base:
         problems += _other_base(content.metadata, bases, adapters, state)
-    if problems:
-        listed = problems if len(problems) <= tree.MAX_LISTED else [*problems[: tree.MAX_LISTED], "..."]
-        raise StructureError(f"adapters.load: {directory} does not fit the step:\n  " + "\n  ".join(listed))
+    ranks.together(lambda: _require_none(directory, problems))
     params = {
-        name: None if leaf is None else named[name].to(device=leaf.device, dtype=leaf.dtype)
-        for name, leaf in state.params.items()
+        name: None if leaf is None else divided(named[name].to(leaf.dtype), like=leaf) for name, leaf in params.items()
     }
     return replace(state, params=params, opt_state=step.optimizer.init(params), slots=step.init_slots(params))
 
@@ -139,11 +152,8 @@ def like(directory: str | Path) -> Wrapper:
     Raises:
         CheckpointError: when a file is missing or malformed, or uses options of peft that ftrain does not support.
     """
-    directory = Path(directory)
-    content = read_safetensors(directory, FILES)
+    content, named, _ = _read(Path(directory))
     config = content.config
-    _require_options(directory, config)
-    named, _ = _named(directory, content)
     targets = dict.fromkeys(escape(name.rpartition(".lora_")[0]) for name in named if ".lora_" in name)
     return lora(
         config["r"],
@@ -165,6 +175,12 @@ def _of_module(function: str, step: Step, state: TrainState) -> ModuleAdapters:
     if SLOT in state.slots:
         raise StructureError(f"{function}: the adapters of this state are merged; use ft.adapters.unmerge first")
     return adapters
+
+
+def _ranks_with(function: str, step: Step, state: TrainState) -> Ranks:
+    """Return the ranks that must call a function together: those of the step or the state, or this one alone."""
+    is_divided = any(map(dtensor.is_divided, tree.leaves((state.params, state.frozen))))
+    return Ranks(function, alone=ranks_of(step.wrappers) == 1 and not is_divided)
 
 
 def _peft_config(adapters: ModuleAdapters, whole_modules: list[str]) -> dict[str, Any]:
@@ -227,10 +243,39 @@ def _whole_modules(adapters: ModuleAdapters, others: Iterable[str], every: set[s
     return owners
 
 
+def _wholes(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """Yield the frozen parameters with their names. Those that are divided over ranks are gathered one by one."""
+    for name, leaf in (state.frozen or {}).items():
+        if leaf is not None:
+            yield name, dtensor.whole(leaf)
+
+
 def _fingerprints(state: TrainState) -> dict[str, str]:
-    frozen = state.frozen or {}
-    plain = {name: leaf for name, leaf in frozen.items() if leaf is not None and leaf.dtype in CODES}
-    return {name: fingerprint(leaf) for name, leaf in plain.items() if not _torch.is_wrapper_subclass(leaf)}
+    return {name: fingerprint(whole) for name, whole in _wholes(state) if _has_fingerprint(whole)}
+
+
+def _has_fingerprint(whole: Tensor) -> bool:
+    return whole.dtype in CODES and not _torch.is_wrapper_subclass(whole)
+
+
+class _Files(NamedTuple):
+    """What is in the files of an adapter: all of it, the trained tensors by their names in ftrain, and the base."""
+
+    content: TensorsAndConfig
+    named: dict[str, Tensor]
+    bases: dict[str, Tensor]
+
+
+def _read(directory: Path) -> _Files:
+    content = read_safetensors(directory, FILES)
+    _require_options(directory, content.config)
+    return _Files(content, *_named(directory, content))
+
+
+def _require_none(directory: Path, problems: list[str]) -> None:
+    if problems:
+        listed = problems if len(problems) <= tree.MAX_LISTED else [*problems[: tree.MAX_LISTED], "..."]
+        raise StructureError(f"adapters.load: {directory} does not fit the step:\n  " + "\n  ".join(listed))
 
 
 def _require_options(directory: Path, config: Mapping[str, Any]) -> None:
@@ -299,17 +344,20 @@ def _other_base(
     metadata: Mapping[str, str], bases: Mapping[str, Tensor], adapters: ModuleAdapters, state: TrainState
 ) -> list[str]:
     """Return a message if the base of a file differs from that of a state, as far as the file tells."""
-    first_names = {id(tensor): name for name, tensor in adapters.module.named_parameters()}
-    weights = {
-        name: (state.frozen or {}).get(first_names[id(tensor)])
-        for name, tensor in adapters.module.named_parameters(remove_duplicate=False)
-    }
-    different = [name for name, tensor in sorted(bases.items()) if not _is_same(weights.get(name), tensor)]
+    module = adapters.module
+    first_names = {id(tensor): name for name, tensor in module.named_parameters()}
+    aliases = {name: first_names[id(tensor)] for name, tensor in module.named_parameters(remove_duplicate=False)}
+    same, fingerprints = set[str](), dict[str, str]()
+    for name, whole in _wholes(state):
+        same |= {each for each, theirs in bases.items() if aliases.get(each) == name and _is_same(whole, theirs)}
+        if _has_fingerprint(whole):
+            fingerprints[name] = fingerprint(whole)
+    different = sorted(bases.keys() - same)
     try:
         theirs = dict(json.loads(metadata.get(FINGERPRINTS, "{}")))
     except (ValueError, TypeError):
         theirs = {}
-    for name, ours in _fingerprints(state).items():
+    for name, ours in fingerprints.items():
         dtype, _, _ = str(theirs.get(name)).partition(":")
         # A base in another dtype may be the same; its fingerprints cannot be compared.
         if dtype == ours.partition(":")[0] and theirs.get(name) != ours:
@@ -320,5 +368,5 @@ def _other_base(
     return [f"it was trained on another base, with other values in {names}; any_base=True loads it anyway"]
 
 
-def _is_same(ours: Tensor | None, theirs: Tensor) -> bool:
-    return ours is not None and ours.shape == theirs.shape and torch.equal(theirs.to(ours), ours)
+def _is_same(ours: Tensor, theirs: Tensor) -> bool:
+    return ours.shape == theirs.shape and torch.equal(theirs.to(ours), ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,13 +75,19 @@ class TreeAdapters:
 
         return fn
 
-    def added_up(self, params: PyTree, *, sign: int = 1) -> PyTree:
-        """Return the tree with the adapters added to its matrices, or subtracted from them with the sign -1."""
+    def added_up(self, params: PyTree, *, sign: int = 1, add: Callable[..., Tensor] = adapted) -> PyTree:
+        """Return the tree with the adapters added to its matrices, or subtracted from them with the sign -1.
+
+        Args:
+            params: the tree and the adapters.
+            sign: 1 or -1.
+            add: the function ``(weight, a, b, scale) -> sum``.
+        """
         adapters, scale = params[ADAPTERS], sign * self.config.scale
 
-        def add(name: str, leaf: Any) -> Any:
+        def with_adapter(name: str, leaf: Any) -> Any:
             if name not in adapters:
                 return leaf
-            return adapted(leaf, adapters[name]["A"], adapters[name]["B"], scale).to(leaf.dtype)
+            return add(leaf, adapters[name]["A"], adapters[name]["B"], scale).to(leaf.dtype)
 
-        return tree.map_named(add, params[BASE])
+        return tree.map_named(with_adapter, params[BASE])

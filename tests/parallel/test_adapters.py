@@ -1,0 +1,142 @@
+"""Low-rank adapters of a divided state: merged, unmerged, saved and loaded by all ranks as by one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ftrain as ft
+from ftrain.errors import CheckpointError, StructureError
+from tests.parallel import models
+from tests.parallel.ranks import run
+
+TARGETS = ["inner", "blocks.*.hidden", "head"]
+levels = pytest.mark.parametrize("level", [0, 1, 3])
+
+
+def adapted(level, **options):
+    return models.step_of(ft.lora(2, 5, targets=TARGETS, **options), ft.ema(0.8), ft.sharded(ft.parallel.mesh(), level))
+
+
+def trained(step):
+    state = step.init(seed=5)
+    for batch in models.batches(2):
+        state, _ = step(state, batch)
+    return state
+
+
+def assert_near(found, needed):
+    assert ft.tree.leaf_names(found) == ft.tree.leaf_names(needed)
+    torch.testing.assert_close(ft.tree.leaves(found), ft.tree.leaves(needed), rtol=1e-12, atol=1e-12)
+
+
+def assert_divided_alike(found, needed):
+    """Check that leaves are divided over ranks as those of the same names are in another tree."""
+    for name, leaf in needed.items():
+        if leaf is not None and name in found:
+            assert type(found[name]) is type(leaf), name
+            assert getattr(found[name], "placements", None) == getattr(leaf, "placements", None), name
+
+
+def merged_and_back(level, dora):
+    """Return what is merged and unmerged by each rank, whole, and the metrics that both then have."""
+
+    def rank(_):
+        step, (batch,) = adapted(level, dora=dora), models.batches(1, seed=9)
+        state = trained(step)
+        merged = ft.adapters.merge(step, state)
+        assert_divided_alike(merged.params, ft.tree.overlay(state.params, state.frozen))
+        loss = ft.from_module(models.Model().double(), models.loss)
+        metrics = ft.eval_step(loss)(merged, batch)
+        module = ft.to_module(models.Model().double(), merged)
+        back = ft.adapters.unmerge(step, merged)
+        assert_divided_alike(back.params, state.params)
+        assert_divided_alike(back.frozen, state.frozen)
+        after, _ = step(back, batch)
+        return ft.parallel.whole((merged.params, metrics, dict(module.named_parameters()), after.params, back.frozen))
+
+    return rank
+
+
+@levels
+@pytest.mark.parametrize("dora", [False, True])
+def test_what_ranks_merge_and_unmerge_is_what_one_rank_does_and_divided_as_before(level, dora):
+    (needed,) = run(1, merged_and_back(0, dora))
+    for found in run(2, merged_and_back(level, dora)):
+        assert_near(found, needed)
+
+
+@levels
+def test_adapters_of_a_tree_are_merged_by_all_ranks(level):
+    def step_of(level):
+        step = ft.train_step(lambda params, batch: (batch @ params["w"]).square().mean(), ft.optim.sgd(0.1))
+        return ft.compose(step, ft.lora(2, targets=["w"]), ft.sharded(ft.parallel.mesh(), level))
+
+    def rank_at(level):
+        def rank(_):
+            step, batch = step_of(level), torch.arange(12.0, dtype=torch.float64).view(4, 3)
+            weights = torch.arange(15.0, dtype=torch.float64).view(3, 5)
+            state, _ = step(step.init({"w": weights, "b": weights[0]}), batch / 10)
+            merged = ft.adapters.merge(step, state)
+            assert_divided_alike(merged.params, state.frozen["base"])
+            after, _ = step(ft.adapters.unmerge(step, merged), batch / 10)
+            return ft.parallel.whole((merged.params, after.params))
+
+        return rank
+
+    (needed,) = run(1, rank_at(0))
+    for found in run(2, rank_at(level)):
+        assert_near(found, needed)
+
+
+def same_on_any_mesh(step):
+    """Return a state whose adapters and base do not depend on the mesh, to the bit."""
+    state = step.init(seed=5)
+    params = ft.tree.map(lambda leaf: leaf + 0.5, ft.parallel.whole(state.params))
+    return replace(state, params=ft.parallel.divided(params, like=state.params))
+
+
+def save(path, level):
+    def rank(number):
+        step = adapted(level)
+        ft.adapters.save(path, step, same_on_any_mesh(step))
+        with pytest.raises(CheckpointError, match="exists already") as caught:
+            ft.adapters.save(path, step, same_on_any_mesh(step))
+        assert str(caught.value).startswith("rank 0: ") == (number != 0)
+
+    return rank
+
+
+def load_and_step(path, level):
+    def rank(_):
+        step, (batch,) = adapted(level), models.batches(1)
+        start = step.init(seed=6)
+        loaded = ft.adapters.load(path, step, start)
+        assert_divided_alike(loaded.params, start.params)
+        after, metrics = step(loaded, batch)
+        return ft.parallel.whole((after.params, after.slots, metrics))
+
+    return rank
+
+
+@levels
+def test_the_files_of_ranks_are_those_of_one_and_what_they_load_trains_as_on_one(level, tmp_path):
+    run(1, save(tmp_path / "alone", 0))
+    run(2, save(tmp_path / "together", level))
+    alone, together = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("alone", "together"))
+    assert together == alone
+    (needed,) = run(1, load_and_step(tmp_path / "alone", 0))
+    for found in run(2, load_and_step(tmp_path / "together", level)):
+        assert_near(found, needed)
+
+
+def test_a_divided_base_that_differs_is_refused_on_every_rank(tmp_path):
+    def rank(_):
+        step = adapted(3)
+        state = same_on_any_mesh(step)
+        ft.adapters.save(tmp_path / "adapter", step, state)
+        other = replace(state, frozen={**state.frozen, "bias": state.frozen["bias"] * 1.001})
+        with pytest.raises(StructureError, match="another base, with other values in bias; any_base=True"):
+            ft.adapters.load(tmp_path / "adapter", step, other)
+
+    run(2, rank)
