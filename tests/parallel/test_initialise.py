@@ -122,6 +122,7 @@ def test_a_tensor_that_nothing_writes_is_an_error_that_names_it():
         state_of(on_meta(Scaled))
 
 
+@pytest.mark.filterwarnings("ignore:lora. .* is tied to:UserWarning")
 def test_adapters_are_those_of_the_same_model_with_values():
     def adapters(module):
         state = state_of(module, ft.lora(2, targets=["blocks.*.out", "embed"]), seed=3)

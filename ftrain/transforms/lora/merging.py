@@ -71,10 +71,10 @@ def adapters_of(function: str, step: Step) -> ModuleAdapters | TreeAdapters:
 
 def _merged(target: Target, named: dict[str, Tensor], adapters: ModuleAdapters) -> tuple[Tensor, Tensor | None]:
     """Return the weight with its adapter, divided as before, and with DoRA the norms of its rows."""
-    if target.tied:
+    if target.tied_to:
         raise StructureError(
-            f"merge: {target.weight}, the weight of {target.name}, is tied to another module's, which does not "
-            "have this adapter; give the module a weight of its own first"
+            f"merge: {target.tie}, which does not have this adapter. Save the adapters (ft.adapters.save), give "
+            f"{target.name} a weight of its own, and load them into a step of that model, whose state can be merged"
         )
     weight, a, b, *magnitude = _gathered(target, named, adapters)
     matrix, norm = target.matrix(weight), None

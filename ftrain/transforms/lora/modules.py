@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ftrain import tree
-from ftrain.errors import LossError, StructureError
+from ftrain.errors import LossError, StructureError, warn
 from ftrain.step.blocks import forwarding
 from ftrain.step.swap_params import Slot, bound
 from ftrain.transforms.lora.config import Config, keys_of, missing
@@ -47,6 +47,8 @@ class ModuleAdapters:
     def added(self, params: PyTree, frozen: PyTree, key: Tensor) -> tuple[PyTree, PyTree]:
         """Return some parameters with their new adapters, which are trainable, drawn from a key.
 
+        Warns of a tied weight, which `ftrain.adapters.merge` refuses.
+
         Raises:
             StructureError: when a parameter has the name of an adapter.
         """
@@ -56,6 +58,7 @@ class ModuleAdapters:
         adapters: dict[str, Tensor] = {}
         for target, each in zip(self.targets, keys_of(key, len(self.targets)), strict=True):
             if target.weight in base:
+                _warn_of_tie(target)
                 adapters.update(target.initial(base[target.weight], each, self.config))
         return {**params, **adapters}, {**frozen, **dict.fromkeys(adapters)}
 
@@ -85,6 +88,16 @@ class ModuleAdapters:
             finally:
                 if fuses:
                     torch.backends.mha.set_fastpath_enabled(True)
+
+
+def _warn_of_tie(target: Target) -> None:
+    if target.tied_to:
+        warn(
+            f"lora: {target.tie}, which does not get the adapter of {target.name}: ft.adapters.merge will refuse the "
+            f"state. To merge it, give {target.name} a weight of its own before ft.from_module: {target.name}.weight = "
+            f"torch.nn.Parameter({target.name}.weight.detach().clone()). Training, evaluation of step.loss and "
+            "ft.adapters.save need nothing"
+        )
 
 
 def _linear(target: Target, config: Config) -> Callable[..., Tensor]:

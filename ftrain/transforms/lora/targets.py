@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -30,7 +30,7 @@ class Target:
         name: dotted name of the module.
         part: the module.
         weight: the name of its weight among the parameters; if it is tied, it may be named after another module.
-        tied: whether its weight is also that of another module.
+        tied_to: the names that its weight has as that of other modules.
         aliases: further names of the module.
         tensors: the tensors of the adapter while the module runs, else None.
     """
@@ -38,9 +38,15 @@ class Target:
     name: str
     part: nn.Module
     weight: str
-    tied: bool
+    tied_to: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     tensors: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(("a", "b", "magnitude")))
+
+    @property
+    def tie(self) -> str:
+        """That its weight is tied, and to which ones, for messages."""
+        own = f"{self.name}.weight" if self.name else "weight"
+        return f"{own} is tied to {' and '.join(self.tied_to)}"
 
     @property
     def is_embedding(self) -> bool:
@@ -100,15 +106,19 @@ def find_targets(module: nn.Module, patterns: Sequence[str]) -> list[Target]:
     chosen = {name for pattern in patterns for name in _matching(pattern, adaptable)}
     slots = slots_of(module)
     weights = {(id(slot.tensors), slot.key): slot.name for slot in slots}
-    uses = Counter(slot.name for slot in slots)
-    aliases: dict[int, list[str]] = {}
+    holders, aliases = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
+    for name, part in parts.items():
+        for key, tensor in _torch.parameters_of(part).items():
+            holders[id(tensor)].append(f"{name}.{key}" if name else key)
     for name, part in module.named_modules(remove_duplicate=False):
-        aliases.setdefault(id(part), []).append(name)
+        aliases[id(part)].append(name)
     targets = []
     for name, part in adaptable.items():
         if name in chosen:
-            weight = weights[id(_torch.parameters_of(part)), "weight"]
-            targets.append(Target(name, part, weight, uses[weight] > 1, tuple(aliases[id(part)][1:])))
+            tensors = _torch.parameters_of(part)
+            own = f"{name}.weight" if name else "weight"
+            tied_to = tuple(other for other in holders[id(tensors["weight"])] if other != own)
+            targets.append(Target(name, part, weights[id(tensors), "weight"], tied_to, tuple(aliases[id(part)][1:])))
     return targets
 
 

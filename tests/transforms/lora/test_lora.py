@@ -1,5 +1,6 @@
 """What `lora` adds to a state, what it leaves alone, and what it refuses."""
 
+import dataclasses
 import math
 
 import pytest
@@ -126,17 +127,40 @@ def test_tied_weights_and_batch_statistics():
     model = make_tiny()
     step = ft.train_step(ft.from_module(model, token_loss), ft.optim.adamw(0.05))
     adapted = ft.lora(2, targets=["head", "*.down"])(step)
-    state, base = adapted.init(), step.init()
+    with pytest.warns(UserWarning, match=r"lora: head\.weight is tied to embed\.weight") as told:
+        start = state = adapted.init()
+    assert len(told) == 1
+    base = step.init()
     for index in range(2):
         state, _ = adapted(state, make_batch(index))
     assert "head.lora_B.weight" in held(state.params)
     assert_equal(state.frozen["embed.weight"], base.params["embed.weight"])
     # The first block comes before every adapter, so that its statistics are those of the base.
     base, _ = step(base, make_batch(0))
-    once, _ = adapted(adapted.init(), make_batch(0))
+    once, _ = adapted(start, make_batch(0))
     assert_equal(once.buffers["blocks.0.norm.running_mean"], base.buffers["blocks.0.norm.running_mean"])
-    with pytest.raises(StructureError, match=r"embed\.weight, the weight of head, is tied"):
+    with pytest.raises(StructureError, match=r"merge: head\.weight is tied to embed\.weight"):
         ft.adapters.merge(adapted, state)
+
+
+@pytest.mark.filterwarnings("ignore:lora. .* is tied to:UserWarning")
+def test_adapters_of_a_tied_weight_are_merged_into_one_of_its_own(tmp_path):
+    """As the error of `merge` advises."""
+
+    def step_of_tiny(model):
+        loss_fn = ft.from_module(model, token_loss)
+        return loss_fn, ft.lora(2, targets=["head", "*.down"])(ft.train_step(loss_fn, ft.optim.adamw(0.05)))
+
+    model = make_tiny()
+    _, step = step_of_tiny(model)
+    state, _ = step(step.init(), make_batch(0))
+    ft.adapters.save(tmp_path / "adapters", step, state)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    loss_fn, apart = step_of_tiny(model)
+    merged = ft.adapters.merge(apart, ft.adapters.load(tmp_path / "adapters", apart, apart.init()))
+    found = ft.eval_step(loss_fn)(dataclasses.replace(merged, buffers=state.buffers), make_batch(9))
+    needed = ft.eval_step(step.loss)(state, make_batch(9))
+    assert float(found["loss"]) == pytest.approx(float(needed["loss"]), abs=1e-12)
 
 
 def test_fused_layers_of_torch_run_their_adapters_in_evaluation_too():
