@@ -121,6 +121,16 @@ def warn(message: str) -> None:
     warnings.warn_explicit(message, UserWarning, *place, registry)
 
 
+LARGER_IS_BETTER = {"accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "bleu", "rouge", "iou"}
+"""Words in the names of metrics of which more is better."""
+
+
+def warn_of_mode(function: str, metric: str, mode: str) -> None:
+    """Warn if less of a metric is to be better, by whose name more is."""
+    if mode == "min" and not LARGER_IS_BETTER.isdisjoint(str(metric).lower().split("_")):
+        warn(f"{function}: less of {metric!r} counts as better; pass mode='max' if more is")
+
+
 def require_positive(function: str, name: str, value: Any) -> None:
     """Check that an argument is an integer of at least 1.
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 import optree
 from torch import Tensor, nn
 
-from ftrain.errors import ConsumedError, StructureError
+from ftrain.errors import ConsumedError, LossError, StructureError
 
 PyTree: TypeAlias = Any
 """Any nesting of dicts, lists, tuples and classes registered by `tree_class`; ``None`` is an empty tree."""
@@ -121,7 +121,7 @@ class Mean:
 
     >>> import torch
     >>> a, b = Mean(torch.tensor(6.0), torch.tensor(3.0)), Mean(torch.tensor(2.0), torch.tensor(1.0))
-    >>> float(a + b)
+    >>> float(a.pooled(b))
     2.0
     """
 
@@ -134,22 +134,23 @@ class Mean:
         """``total / weight`` as a 0-d tensor; NaN if both are 0."""
         return self.total / self.weight
 
-    def __add__(self, other: Mean) -> Mean:
-        if not isinstance(other, Mean):
-            return NotImplemented
+    def pooled(self, other: Mean) -> Mean:
+        """Return the mean over the examples of both."""
         return Mean(self.total + other.total, self.weight + other.weight, self.plain and other.plain)
+
+    def __add__(self, other: object) -> NoReturn:
+        raise LossError(
+            "Mean: the sum of two losses is no mean over the examples of both; compute with a.value + c * b.value, or "
+            "return Mean(a.total + c * b.value * a.weight, a.weight). To pool parts of a data set: a.pooled(b)"
+        )
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __add__
 
     def __float__(self) -> float:
         return float(self.value.detach())
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)
-
-
-def zero_if_empty(mean: Mean) -> Mean:
-    """Set the total of a mean to 0 if its weight is 0, even if the total is NaN."""
-    is_empty = (mean.weight == 0).to(mean.total.device)
-    return replace(mean, total=mean.total.masked_fill(is_empty, 0))
 
 
 @tree_class

@@ -264,7 +264,6 @@ INNER = {
         "replace",
         "tree_class",
         "tree_tag",
-        "zero_if_empty",
     ],
 }
 

@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import functools
 import inspect
 import math
 import pickle
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import ftrain as ft
 from ftrain import tree
-from ftrain.errors import ConsumedError, FtrainError
+from ftrain.errors import ConsumedError, FtrainError, LossError
 from ftrain.types import Gradients, Mean, TrainState, consume
 
 FIELDS = ["step", "params", "frozen", "buffers", "opt_state", "slots", "rng"]
@@ -32,7 +33,7 @@ def test_means_add_up_to_the_mean_of_all(parts, data):
     """Whole numbers, so that no order of summation rounds."""
     means = [mean(float(total), float(weight)) for total, weight in parts]
     for order in (means, data.draw(st.permutations(means))):
-        whole = sum(order[1:], start=order[0])
+        whole = functools.reduce(Mean.pooled, order)
         assert float(whole.total) == sum(total for total, _ in parts)
         assert float(whole.weight) == sum(weight for _, weight in parts)
         assert float(whole) == sum(total for total, _ in parts) / sum(weight for _, weight in parts)
@@ -42,7 +43,7 @@ def test_means_add_up_to_the_mean_of_all(parts, data):
 def test_mean_of_pieces_is_the_mean_of_the_whole(values, data):
     cut = data.draw(st.integers(1, len(values) - 1))
     left, right = (mean(sum(part), float(len(part))) for part in (values[:cut], values[cut:]))
-    assert float(left + right) == pytest.approx(sum(values) / len(values), rel=1e-12, abs=1e-12)
+    assert float(left.pooled(right)) == pytest.approx(sum(values) / len(values), rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("total", [0.0, -0.0])
@@ -51,8 +52,24 @@ def test_value_without_weight_is_nan(total):
     assert math.isnan(mean(total, 0.0).value)
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda one, other: one + other,
+        lambda one, other: sum([one, other]),
+        lambda one, other: one - other,
+        lambda one, other: 0.5 * one,
+        lambda one, other: one / 2,
+        lambda one, other: torch.tensor(1.0) + one,
+    ],
+)
+def test_arithmetic_is_an_error_with_what_to_write(compute):
+    with pytest.raises(LossError, match=r"a\.value \+ c \* b\.value.*a\.pooled\(b\)"):
+        compute(mean(6.0, 3.0), mean(2.0, 1.0))
+
+
 def test_no_weight_adds_nothing():
-    assert float(mean(6.0, 3.0) + mean(0.0, 0.0)) == 2.0
+    assert float(mean(6.0, 3.0).pooled(mean(0.0, 0.0))) == 2.0
 
 
 @pytest.mark.parametrize("weight", [torch.tensor(4), torch.tensor(4.0), torch.tensor(4, dtype=torch.int32)])
@@ -77,7 +94,7 @@ def test_float_and_format():
 
 @pytest.mark.parametrize(("one", "other"), [(True, True), (True, False), (False, False)])
 def test_a_sum_is_plain_when_all_of_it_is(one, other):
-    whole = mean(1.0, 1.0, plain=one) + mean(1.0, 1.0, plain=other)
+    whole = mean(1.0, 1.0, plain=one).pooled(mean(1.0, 1.0, plain=other))
     assert whole.plain == (one and other)
 
 

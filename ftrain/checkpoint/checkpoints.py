@@ -31,7 +31,7 @@ from ftrain.checkpoint.replacing import current_path, discard, finish_replacemen
 from ftrain.checkpoint.saving import LocalTree, Notes, copied_to_host, local_tree, remove_abandoned, write
 from ftrain.checkpoint.saving_on_ranks import help_write, lead_write
 from ftrain.checkpoint.treedef import flatten
-from ftrain.errors import CheckpointError, OptionError, require_positive, warn
+from ftrain.errors import CheckpointError, OptionError, require_positive, warn, warn_of_mode
 from ftrain.tree import device_off_host
 from ftrain.types import PyTree
 
@@ -82,6 +82,7 @@ class Checkpoints:
         require_positive("Checkpoints", "keep", keep)
         if mode not in MODES:
             raise OptionError(f"Checkpoints: mode is {mode!r}; choices are {', '.join(MODES)}")
+        warn_of_mode("Checkpoints(best=)", best or "", mode)
         self.directory, self.every, self.keep = Path(directory), every, keep
         self.best, self.mode, self.async_, self.texts = best, mode, async_, dict(texts or {})
         self.was_used = False

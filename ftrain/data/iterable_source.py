@@ -116,6 +116,7 @@ class IterableSource:
         self._epoch_start, self._unfinished = position(stream.dataset), False
         self.start = START
         self.num_windows: int | None = None
+        self.num_dropped = 0
         self.optional_keys: tuple[str, ...] = ("source",)
         self.fingerprint = {"seed": stream.seed, "batch_size": stream.batch_size, "drop_last": stream.drop_last}
 

@@ -63,6 +63,11 @@ class Loader:
             )
         return num_batches
 
+    @property
+    def num_dropped(self) -> int:
+        """The number of samples that an epoch leaves out because of ``drop_last``; 0 if it is not known."""
+        return self._source.num_dropped
+
     def __iter__(self) -> Iterator[PyTree]:
         self._num_iterators += 1
         self._position, self.skipped = self._start, self._skipped_at_start

@@ -31,6 +31,11 @@ class MapSource:
         """The number of batches in an epoch; None if it depends on the lengths of samples."""
         return self._plan.num_batches
 
+    @property
+    def num_dropped(self) -> int:
+        """The number of samples that an epoch leaves out, since they do not fill a batch."""
+        return self._plan.num_samples - self._plan.num_used
+
     def for_state(self, state: Mapping[str, Any]) -> MapSource:
         """Return the source that has the order of a saved state, which an earlier version may have written."""
         version = state.get("order", 1)

@@ -40,7 +40,7 @@ class Pad:
 
         Raises:
             DataError: if they are not, or if the tensors of a field cannot be stacked, or their dtype cannot hold its
-                padding value; the message names the field.
+                padding value, or with `mask` if they have a mask; the message names the field.
         """
         names = _names(samples)
         batch: dict[str, Any] = {}
@@ -50,6 +50,10 @@ class Pad:
         if self.mask is not None:
             if self.mask not in names:
                 raise DataError(f"pad: mask={self.mask!r} is not a field; there are {', '.join(names)}")
+            if MASK in names:
+                raise DataError(
+                    f"pad: mask= would replace the field {MASK} of the samples; leave it out: it is padded with 0"
+                )
             masks = [torch.ones(len(sample[self.mask]), dtype=torch.bool) for sample in samples]
             batch[MASK] = self._padded(MASK, masks)
         return batch

@@ -26,6 +26,7 @@ from ftrain.parallel.rows import current, own_rows, rows_of
 from ftrain.parallel.same_inputs import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import WHOLE, Layout, LocalStates, current_layout, divide
 from ftrain.parallel.whole_update import whole_update
+from ftrain.step.loss_forms import zero_if_empty
 from ftrain.step.wrapper import OnGrad, OnLoss, OnStep, OnUpdate, Wrapper, wrapper
 from ftrain.tree import sharding
 from ftrain.tree.sharding import Shards
@@ -40,7 +41,6 @@ from ftrain.types import (
     Runner,
     TrainState,
     replace,
-    zero_if_empty,
 )
 
 NAME = SLOT

@@ -221,6 +221,10 @@ def _merged(total: Gradients, piece: Gradients) -> Gradients:
             f"accumulate: microbatches report different metrics: {sorted(total.metrics)} and {sorted(piece.metrics)}; "
             "return the same metrics for every batch"
         )
-    metrics = {name: total.metrics[name] + piece.metrics[name] for name in total.metrics}
+    metrics = {name: _pooled(total.metrics[name], piece.metrics[name]) for name in total.metrics}
     finite = total.finite & piece.finite if total.finite is not None and piece.finite is not None else None
-    return Gradients(None, total.loss + piece.loss, metrics, piece.buffers, finite)
+    return Gradients(None, total.loss.pooled(piece.loss), metrics, piece.buffers, finite)
+
+
+def _pooled(total: Any, more: Any) -> Any:
+    return total.pooled(more) if isinstance(total, Mean) else total + more

@@ -28,11 +28,11 @@ from ftrain.step.across_ranks import (
 )
 from ftrain.step.autocast import DTYPES, auto_dtype, autocast, name_of, require_dtype
 from ftrain.step.forward import detach, run_loss
-from ftrain.step.loss_forms import adapt
+from ftrain.step.loss_forms import adapt, zero_if_empty
 from ftrain.step.microbatch import RAISE, most_pieces, require_on_oom, split_batch
 from ftrain.step.state_checks import require_state
 from ftrain.step.wrapper import Wrapper
-from ftrain.types import Loss, LossRanks, Mean, PyTree, TrainState, replace, zero_if_empty
+from ftrain.types import Loss, LossRanks, Mean, PyTree, TrainState, replace
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,11 @@ def evaluate(
     require_state("evaluate", state)
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise DataError(f"evaluate: data is a {type(data).__name__}; needs an iterable of batches, such as [batch]")
+    if num_dropped := getattr(data, "num_dropped", 0):
+        warn(
+            f"evaluate: the loader leaves out {num_dropped} samples, which do not fill a batch; pass "
+            "ft.data.loader(..., shuffle=False, drop_last=False)"
+        )
     if step.loss.ranks is not None:
         require_all_ranks("evaluate")
     device = tree.device_of(state.params)
@@ -297,7 +302,7 @@ class _Sums:
                 if mean.total.dtype != torch.float64:
                     self._rest[name] = tree.map(torch.zeros_like, mean)
             elif mean.total.dtype == torch.float64:
-                self.totals[name] = self.totals[name] + mean
+                self.totals[name] = self.totals[name].pooled(mean)
             else:
                 old, rest = self.totals[name], self._rest[name]
                 total = _exact_sum(old.total, rest.total, mean.total)

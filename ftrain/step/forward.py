@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from ftrain import _torch, backends, tree
 from ftrain.errors import LossError
 from ftrain.step.batch_notes import add_batch_notes
+from ftrain.step.loss_forms import zero_if_empty
 from ftrain.step.outside_params import check_outside_params
 from ftrain.step.rank_backward import CombinedGrads, announce, announced
 from ftrain.step.reentrant_checkpoint import CheckpointInputs
 from ftrain.tree.fast_flatten import Flattener
-from ftrain.types import LossFn, LossOutput, Mean, Metrics, PyTree, TrainState, replace, zero_if_empty
+from ftrain.types import LossFn, LossOutput, Mean, Metrics, PyTree, TrainState, replace
 
 LEAF_WRITTEN = "a leaf Variable that requires grad"
 """Part of torch's error when a leaf that requires a gradient is written in place."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ftrain import tree
 from ftrain.errors import LossError
-from ftrain.types import Loss, LossOutput, Mean, Metrics, PyTree
+from ftrain.types import Loss, LossOutput, Mean, Metrics, PyTree, replace
 
 FORMS = "a 0-d tensor or Mean, alone or as (loss, metrics) or (loss, metrics, buffers)"
 
@@ -101,3 +101,9 @@ def report(metrics: Metrics, function: str, **more: Any) -> Metrics:
         if name in metrics:
             raise LossError(f"{function}: a metric is called {name!r}, which is a metric of the step; rename it")
     return {**metrics, **more}
+
+
+def zero_if_empty(mean: Mean) -> Mean:
+    """Set the total of a mean to 0 if its weight is 0, even if the total is NaN."""
+    is_empty = (mean.weight == 0).to(mean.total.device)
+    return replace(mean, total=mean.total.masked_fill(is_empty, 0))

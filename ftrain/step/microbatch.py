@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -135,7 +134,7 @@ def _require_divisible(batch: PyTree, pieces: int, function: str) -> None:
 
 def combined(losses: Sequence[Mean]) -> float:
     """Return the loss of all pieces together; waits for the device."""
-    return float(functools.reduce(operator.add, losses))
+    return float(functools.reduce(Mean.pooled, losses))
 
 
 def is_combined(loss: Loss, params: PyTree, whole: Mean, pieces: Sequence[Mean]) -> bool:
@@ -147,7 +146,7 @@ def is_combined(loss: Loss, params: PyTree, whole: Mean, pieces: Sequence[Mean])
         whole: the loss of the batch. If it is not finite, it counts as equal.
         pieces: the losses of its pieces.
     """
-    together = functools.reduce(operator.add, pieces)
+    together = functools.reduce(Mean.pooled, pieces)
     value, of_pieces, *each = torch.stack([mean.value.detach() for mean in (whole, together, *pieces)]).tolist()
     is_narrow = loss.narrow or any(leaf.itemsize < 4 for leaf in tree.leaves(params))
     limit = (NARROW_TOLERANCE if is_narrow else TOLERANCE) * max(map(abs, (value, *each)))

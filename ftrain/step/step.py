@@ -65,7 +65,8 @@ def train_step(
         optimizer: from `ftrain.optim`.
         trainable: which parameters train, as ``(name, leaf) -> bool`` or a list of name patterns; the others are
             frozen. Default: all; of a module, those that require a gradient; under `lora`, only the adapters.
-        allow_unused: give parameters that the loss does not use a zero gradient instead of an error.
+        allow_unused: give parameters that the loss does not use a zero gradient instead of an error. Weight decay and
+            momentum still change them; `trainable` keeps them as they are.
 
     Raises:
         LossError: when `loss_fn` cannot be called as a loss.

@@ -219,7 +219,8 @@ def refuse_unused(loss: str, params: PyTree, indices: Sequence[int]) -> NoReturn
     count = len(tree.leaves(params))
     raise LossError(
         f"{loss}: the loss does not use {len(indices)} of {count} parameters: {_listed(params, indices)}; use "
-        "them, freeze them with trainable=, or allow it with train_step(..., allow_unused=True)"
+        "them, freeze them with trainable=, or give them a gradient of 0 with train_step(..., allow_unused=True), with "
+        "which weight decay and momentum still change them"
     )
 
 

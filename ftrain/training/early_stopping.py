@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
-from ftrain.errors import ComposeError, OptionError, require_positive
+from ftrain.errors import ComposeError, OptionError, require_positive, warn_of_mode
 from ftrain.optim import adjust
 from ftrain.optim.schedules.plateau import Plateau
 from ftrain.training.history import History
@@ -53,6 +53,7 @@ def patience(name: str, count: int = 3, *, mode: Literal["min", "max"] = "min", 
     require_positive("patience", "count", count)
     if mode not in ("min", "max"):
         raise OptionError(f"patience: mode is {mode!r}; choices are min, max")
+    warn_of_mode("patience", name, mode)
     sign = 1.0 if mode == "min" else -1.0
 
     def stop(history: History) -> str:
@@ -84,6 +85,7 @@ def plateau(name: str, rule: Plateau, factors: str = "*lr") -> Adapt:
     """
     if not isinstance(rule, Plateau):
         raise ComposeError(f"plateau: the rule is {rule!r}; needs ft.schedules.reduce_on_plateau(...)")
+    warn_of_mode("plateau", name, rule.mode)
 
     def adapt(state: TrainState, history: History) -> TrainState:
         current = rule

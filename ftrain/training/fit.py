@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ftrain._torch.store import rank_and_size
 from ftrain.checkpoint import Checkpoints
+from ftrain.data import stateful as sources
 from ftrain.errors import Interrupted, warn
 from ftrain.parallel.agreement import Agreement
 from ftrain.step.across_ranks import ranks_of
@@ -167,6 +168,8 @@ def fit(
             votes = StepVotes(agreement, received, compares_batches=compares_batches, log_every=log_every)
             donating = step.donating if isinstance(step, Step) and donate else step
             point = saves.load(state, donate=donating is not step)
+            if point.position is None and point.step == 0 and agreement.is_first:
+                _warn_if_data_has_begun(data)
             run = Run(donating, data, options, point, checkpoints=saves, display=display, votes=votes)
             # The run alone holds a state from here on, so that the memory of the first one can be freed.
             del state, point
@@ -186,6 +189,17 @@ def _warn_if_one_of_many() -> None:
         warn(
             f"fit: this process is one of {size} ranks, but the step is not sharded, so each rank makes a run of its "
             "own; add ft.sharded(ft.parallel.mesh()) to the wrappers of the step, or start one process"
+        )
+
+
+def _warn_if_data_has_begun(data: Iterable[PyTree]) -> None:
+    """Warn if data that keeps its position would not give a new run its first batches."""
+    position = sources.position(data) or {}
+    if any(position.get(name) for name in ("epoch", "window", "batch")):
+        place = ", ".join(f"{name} {position[name]}" for name in ("epoch", "window", "batch") if name in position)
+        warn(
+            f"fit: the state is at step 0, and the data at {place}, where an earlier run left it; make the loader anew "
+            "for each run, so that equal runs get equal batches"
         )
 
 

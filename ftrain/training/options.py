@@ -106,6 +106,13 @@ class Options:
             raise OptionError(
                 f"fit: evaluate_every={self.evaluate_every} needs evaluate=, a function {needed['evaluate']}"
             )
+        if self.evaluate is not None and self.evaluate_every is None:
+            for name in ("stop", "adapt"):
+                if getattr(self, name) is not None:
+                    raise OptionError(
+                        f"fit: {name} is called after evaluations, and there is only one, at the end; pass "
+                        "evaluate_every=, the number of steps between them"
+                    )
 
     def warn_if_best_is_missed(self) -> None:
         """Warn when some evaluations are of steps that are not saved."""

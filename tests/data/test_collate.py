@@ -111,6 +111,7 @@ def test_samples_of_length_zero():
         ([{"x": None}], {}, "field x holds a NoneType"),
         ([{"x": 1}], {"fields": ["x"]}, "only the first axis may differ"),
         ([{"x": [1]}], {"mask": "tokens"}, "mask='tokens' is not a field; there are x"),
+        ([{"x": [1], "attention_mask": [0]}], {"mask": "x"}, "mask= would replace the field attention_mask"),
     ],
 )
 def test_samples_that_do_not_go_together(samples, options, words):
@@ -138,7 +139,7 @@ def test_padding_of_packed_rows():
 def test_padding_adds_up_over_batches():
     first = data.padding(UserDict(attention_mask=torch.tensor([[1, 0]])))
     second = data.padding({"attention_mask": torch.ones(1, 6)})
-    assert float(first + second) == 1 / 8
+    assert float(first.pooled(second)) == 1 / 8
 
 
 @pytest.mark.parametrize("batch", [{"tokens": torch.ones(2, 2)}, torch.ones(2), {"attention_mask": [1]}])

@@ -1,3 +1,4 @@
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -56,7 +57,7 @@ def numbers(mean: Mean) -> tuple[float, float]:
 
 
 def add(means: list[Mean]) -> Mean:
-    return sum(means[1:], start=means[0])
+    return functools.reduce(Mean.pooled, means)
 
 
 class TestCrossEntropyParity:
@@ -215,7 +216,7 @@ def splits(draw: st.DrawFn) -> tuple[Callable[[slice, Tensor], Mean], Tensor, li
         "cross_entropy": lambda s, x: cross_entropy(x[s], labels[s], **options),
         "binary": lambda s, x: binary_cross_entropy(x[s], targets[s], weight=None if each is None else each[s]),
         "mse": lambda s, x: mse(x[s], targets[s], weight=None if each is None else each[s]),
-        "accuracy": lambda s, x: accuracy(x[s], labels[s]) + Mean(0.0 * x.sum(), torch.zeros((), dtype=F64)),
+        "accuracy": lambda s, x: accuracy(x[s], labels[s]).pooled(Mean(0.0 * x.sum(), torch.zeros((), dtype=F64))),
     }
     loss = losses[draw(st.sampled_from(sorted(losses)))]
     return loss, randn(size, 3, CLASSES, seed=seed), pieces(draw, size)
@@ -237,10 +238,10 @@ class TestAdditivity:
     def test_the_mean_of_means_is_something_else(self) -> None:
         logits, labels = randn(4, CLASSES), torch.tensor([0, -100, -100, 1])
         one, rest = cross_entropy(logits[:3], labels[:3]), cross_entropy(logits[3:], labels[3:])
-        uneven = cross_entropy(logits[:1], labels[:1]) + cross_entropy(logits[1:], labels[1:])
-        torch.testing.assert_close((one + rest).value, uneven.value, **EXACT)
+        uneven = cross_entropy(logits[:1], labels[:1]).pooled(cross_entropy(logits[1:], labels[1:]))
+        torch.testing.assert_close(one.pooled(rest).value, uneven.value, **EXACT)
         three = cross_entropy(logits, torch.tensor([0, 2, 3, 1]))
-        assert abs(float(three) - float(one + rest)) > 1e-3
+        assert abs(float(three) - float(one.pooled(rest))) > 1e-3
 
 
 ELEMENTWISE = [(mse, F.mse_loss), (binary_cross_entropy, F.binary_cross_entropy_with_logits)]

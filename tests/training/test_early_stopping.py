@@ -157,7 +157,7 @@ def score(state):
 
 MISSPELT = {
     "patience": (
-        lambda tmp_path: {"stop": ft.patience("accuracy"), "evaluate": score},
+        lambda tmp_path: {"stop": ft.patience("accuracy", mode="max"), "evaluate": score},
         r"patience: nothing is recorded as 'accuracy'; there are eval_accuracy, ",
         2,
     ),
@@ -172,7 +172,7 @@ MISSPELT = {
         2,
     ),
     "best": (
-        lambda tmp_path: {"checkpoints": ft.Checkpoints(tmp_path, every=2, best="acc"), "evaluate": score},
+        lambda tmp_path: {"checkpoints": ft.Checkpoints(tmp_path, every=2, best="acc", mode="max"), "evaluate": score},
         r"Checkpoints\(best=\): nothing is recorded as 'acc'; there are eval_accuracy, ",
         2,
     ),
@@ -212,6 +212,31 @@ def test_a_metric_that_there_is_not_is_an_error_at_the_first_evaluation(case, tm
     with pytest.raises(OptionError, match=message) as caught:
         ft.fit(step, start(step), DATA, progress=False, **options)
     assert int(caught.value.result.state.step) == at
+
+
+@pytest.mark.parametrize("name", ["stop", "adapt"])
+def test_what_is_called_after_evaluations_needs_more_than_the_one_at_the_end(name):
+    step, functions = build(), {"stop": ft.patience("eval_loss"), "adapt": lambda state, history: state}
+    with pytest.raises(OptionError, match=f"{name} is called after evaluations.*pass evaluate_every="):
+        ft.fit(step, start(step), DATA, progress=False, evaluate=score, **{name: functions[name]})
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda name, mode: ft.Checkpoints("unused", every=1, best=name, mode=mode),
+        lambda name, mode: ft.patience(name, mode=mode),
+        lambda name, mode: ft.plateau(name, ft.schedules.reduce_on_plateau(mode=mode)),
+    ],
+    ids=["best", "patience", "plateau"],
+)
+def test_less_of_a_metric_of_which_more_is_better_by_its_name_is_warned_of(choose, recwarn):
+    for name, mode in (("eval_accuracy", "max"), ("eval_loss", "min"), ("eval_map_loss", "min")):
+        choose(name, mode)
+    assert not recwarn
+    for name in ("eval_accuracy", "eval_F1", "top_acc"):
+        with pytest.warns(UserWarning, match=f"less of {name!r} counts as better; pass mode='max'"):
+            choose(name, "min")
 
 
 def test_the_best_may_be_by_a_metric_of_the_steps(tmp_path):

@@ -1199,3 +1199,23 @@ def test_batches_of_hugging_faces_collators():
     found, _ = fit(make(ft.accumulate(2), loss=loss), data)
     needed, _ = fit(make(ft.accumulate(2), loss=loss), [dict(batch) for batch in data])
     assert_bitwise(found, needed)
+
+
+def test_data_that_an_earlier_run_has_begun_is_warned_of(recwarn):
+    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1))
+    data = ft.data.loader(ft.data.arrays(torch.ones(8, 1)), 2)
+    state, _ = ft.fit(step, step.init({"w": torch.ones(1)}), data, steps=3, progress=False)
+    ft.fit(step, state, data, steps=5, progress=False)
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"state is at step 0, and the data at epoch 1, window 1, batch 0"):
+        ft.fit(step, step.init({"w": torch.ones(1)}), data, steps=1, progress=False)
+
+
+def test_an_evaluation_of_a_loader_that_leaves_out_samples_is_warned_of(recwarn):
+    step = ft.train_step(lambda params, batch: (params["w"] * batch).sum(), ft.optim.sgd(0.1))
+    dataset, evaluate = ft.data.arrays(torch.ones(9, 1)), ft.eval_step(step.loss)
+    state = step.init({"w": torch.ones(1)})
+    ft.evaluate(evaluate, state, ft.data.loader(dataset, 2, drop_last=False))
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"leaves out 1 samples.*shuffle=False, drop_last=False"):
+        ft.evaluate(evaluate, state, ft.data.loader(dataset, 2))

@@ -580,12 +580,15 @@ def noting(states):
 
 
 def test_a_reload_takes_back_history_log_and_position(tmp_path):
-    step, data = make(), ft.data.loader(ft.data.arrays(batches(1, 24)[0] | {"scale": torch.ones(24)}), 6, seed=3)
-    needed = fit(step, data, steps=7, checkpoints=ft.Checkpoints(tmp_path / "a", every=2), on_oom="raise")[0]
+    def data():
+        return ft.data.loader(ft.data.arrays(batches(1, 24)[0] | {"scale": torch.ones(24)}), 6, seed=3)
+
+    step = make()
+    needed = fit(step, data(), steps=7, checkpoints=ft.Checkpoints(tmp_path / "a", every=2), on_oom="raise")[0]
     with scarce(5, operations(step, 1) - 1) as mode:
         found, history = fit(
             step,
-            data,
+            data(),
             steps=7,
             log_every=3,
             checkpoints=ft.Checkpoints(tmp_path / "b", every=2),
