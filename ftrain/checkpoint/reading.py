@@ -173,6 +173,7 @@ def read_manifest(path: Path) -> Manifest:
 def _read_manifest(path: Path) -> Manifest:
     if not files.is_directory(path):
         raise CheckpointError("is not a directory" if files.exists(path) else "there is no such checkpoint")
+    _require_no_run(path)
     manifest = parse(files.read(path / NAME, MAX_BYTES))
     listed = {NAME, *manifest.files, *(item.file for item in manifest.tensors)}
     present = set(_files_below(path))
@@ -187,6 +188,17 @@ def _read_manifest(path: Path) -> Manifest:
         if hashlib.sha256(files.read(path / name, MAX_BYTES)).hexdigest() != digest:
             raise CheckpointError(f"{name}: the bytes are not those that were saved")
     return manifest
+
+
+def _require_no_run(path: Path) -> None:
+    if files.exists(path / NAME):
+        return
+    checkpoints = sorted(each.name for each in path.iterdir() if (each / NAME).is_file())
+    if checkpoints:
+        raise CheckpointError(
+            f"is the directory of a run, with the checkpoints {_first_names(checkpoints)}; pass one of them, or "
+            "Checkpoints(directory, every=...).latest().path"
+        )
 
 
 def _first_names(names: Sequence[str]) -> str:

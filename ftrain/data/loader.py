@@ -116,8 +116,8 @@ class Loader:
                 "Loader.load_state_dict: the position does not fit this loader:\n  "
                 + "\n  ".join(differences)
                 + "\nMake the loader as it was when the position was saved. To continue with another one from its "
-                "beginning, load the state alone, ft.checkpoint.load(path, like={'state': state}, partial=True), and "
-                "save the run in another directory"
+                "beginning, load the state alone, ft.checkpoint.load(ft.Checkpoints(...).latest().path, "
+                "like={'state': state}, partial=True)['state'], and save the run in another directory"
             )
         keys = [*source.start, *(key for key in source.optional_keys if key in state)]
         self._source = source

@@ -111,9 +111,9 @@ def fit(
             None; or for ``on_oom="split"`` if `step` is not a `Step`, or on several ranks with `update_in_backward`, or
             with `compiled` and ``offload("opt_state")``.
         OptionError: for an `evaluate`, `stop`, `adapt`, logger or count of `throughput` that is not a function, or a
-            `stop` that returns one; `evaluate_every` without `evaluate`; a metric that is not recorded (`patience`,
-            `plateau`, ``best=``); a number that is not positive; another `resume`, `on_oom` or `on_nonfinite`; or
-            arguments that differ from those of the first rank.
+            `stop` that returns one; `evaluate_every` without `evaluate`, or `stop` or `adapt` with `evaluate` alone; a
+            metric that is not recorded (`patience`, `plateau`, ``best=``); a number that is not positive; another
+            `resume`, `on_oom` or `on_nonfinite`; or arguments that differ from those of the first rank.
         DeviceError: when not even one example fits in memory, with the `anatomy` of the step; or when a state was
             overwritten, and there is no checkpoint.
         DataError: when there is no batch, or the data ends before `steps` is reached.

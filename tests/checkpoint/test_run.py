@@ -273,3 +273,9 @@ def test_the_run_keeps_its_name(tmp_path):
 def test_options(options, tmp_path):
     with pytest.raises(OptionError, match="Checkpoints"):
         ft.Checkpoints(tmp_path, **options)
+
+
+def test_the_directory_of_a_run_in_place_of_a_checkpoint_is_named_as_such(tmp_path):
+    fill(tmp_path, [1, 2])
+    with pytest.raises(CheckpointError, match=r"is the directory of a run, .*step-0+1, step-0+2; pass one of them"):
+        ft.checkpoint.load(tmp_path)
