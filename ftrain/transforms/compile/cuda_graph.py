@@ -15,6 +15,30 @@ from ftrain.transforms.compile import capture
 log = logging.getLogger("ftrain")
 
 
+class StepRecorder:
+    """The recorder of all graphs of one step. When it has failed once, no other graph of the step is recorded.
+
+    Torch may leave the memory pool that the graphs share open after a failure, so that the others fail, too.
+
+    Args:
+        recorder: the recorder of the backend.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.has_failed = False
+
+    def record(self, work: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]] | None:
+        """Return the replay and the outputs of some work; None, with a warning, if the device cannot record it."""
+        try:
+            return self._recorder(work)
+        except RuntimeError as error:
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            log.warning("compiled: runs without replay, since the device cannot record it: %s", why)
+            self.has_failed = True
+            return None
+
+
 class ReplayedGraph:
     """A compiled graph that writes its state in place, recorded and replayed by the device.
 
@@ -27,19 +51,18 @@ class ReplayedGraph:
         run: the compiled graph.
         size: the number of its first inputs that are the state.
         on_device: indices of those of them that are on the device.
-        recorder: the recorder of the backend.
+        recorder: the recorder of the step.
     """
 
-    def __init__(self, run: capture.Flat, size: int, on_device: Sequence[int], recorder: Recorder) -> None:
-        self._run, self._size, self._on_device = run, size, on_device
-        self._recorder: Recorder | None = recorder
+    def __init__(self, run: capture.Flat, size: int, on_device: Sequence[int], recorder: StepRecorder) -> None:
+        self._run, self._size, self._on_device, self._recorder = run, size, on_device, recorder
         self._seen: list[int] = []
         self._recorded: _Recording | None = None
 
     @property
     def text(self) -> str:
         """How it prints."""
-        return "replay" if self._recorder else "no replay"
+        return "no replay" if self._recorder.has_failed and self._recorded is None else "replay"
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Run the graph, or replay it."""
@@ -55,18 +78,12 @@ class ReplayedGraph:
         return self._recorded(rest) if self._recorded else self._run(*tensors)
 
     def _record(self, addresses: list[int], state: Sequence[Tensor], rest: Sequence[Tensor]) -> _Recording | None:
-        if self._recorder is None:
+        if self._recorder.has_failed:
             return None
         # Compiled code relies on the strides of its inputs.
         slots = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in rest]
-        try:
-            replay, outputs = self._recorder(lambda: self._run(*state, *slots))
-        except RuntimeError as error:
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            log.warning("compiled: runs without replay, since the device cannot record it: %s", why)
-            self._recorder = None
-            return None
-        return _Recording(addresses, slots, replay, outputs)
+        recorded = self._recorder.record(lambda: self._run(*state, *slots))
+        return recorded and _Recording(addresses, slots, *recorded)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ftrain.step.traffic import collectives_of
 from ftrain.transforms.compile import capture
 from ftrain.transforms.compile.announce import log_if_slow
 from ftrain.transforms.compile.cache import Carrying, Compile, CompiledCache
-from ftrain.transforms.compile.cuda_graph import ReplayedGraph
+from ftrain.transforms.compile.cuda_graph import ReplayedGraph, StepRecorder
 from ftrain.types import LossFn, LossOutput, PyTree
 
 log = logging.getLogger("ftrain")
@@ -61,7 +61,7 @@ class Compiler:
         Raises:
             OptionError: from the returned function, when ``replay=True`` and the device cannot replay.
         """
-        recorders: dict[str, Recorder] = {}
+        recorders: dict[str, StepRecorder] = {}
 
         def compile(  # noqa: A001
             captured: torch.fx.GraphModule, inputs: Sequence[Tensor], carried: int
@@ -76,7 +76,7 @@ class Compiler:
                 log.info("compiled: runs without replay: %s", why)
                 return run
             if backend.name not in recorders:
-                recorders[backend.name] = cast(Callable[[], Recorder], backend.recorder)()
+                recorders[backend.name] = StepRecorder(cast(Callable[[], Recorder], backend.recorder)())
             on_device = [number for number in range(carried) if inputs[number].device == inputs[0].device]
             return ReplayedGraph(run, carried, on_device, recorders[backend.name])
 
@@ -153,4 +153,37 @@ def _why_not_recorded(captured: torch.fx.GraphModule, inputs: Sequence[Tensor], 
     for node, tensor in zip(placeholders, inputs, strict=True):
         if node.users and tensor.device != device:
             return f"it reads a tensor on {tensor.device}, whose value the recording would keep; move it to {device}"
+    return next((why for node in captured.graph.nodes if (why := _why_it_waits(node, device))), "")
+
+
+def _why_it_waits(node: torch.fx.Node, device: torch.device) -> str:
+    """Return why the host waits in an operation of a graph for a device that records; empty if it does not."""
+    results = {tensor.device for tensor in _values(node)}
+    if node.op != "call_function" or not results:
+        return ""
+    for used in node.all_input_nodes:
+        others = {tensor.device for tensor in _values(used)} - results
+        if others and not _is_passed_as_number(used, node):
+            found, needed = ("/".join(sorted(map(str, each))) for each in (others, results))
+            return (
+                f"{node.target} reads a tensor on {found} and returns one on {needed}, and the host would wait for the "
+                f"copy; make what it reads on {device} before the step, or leave it there"
+            )
     return ""
+
+
+def _is_passed_as_number(used: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Whether an elementwise operation reads a scalar that the step itself makes of a number, as ``torch.tensor(2.)``.
+
+    The device gets its value with the kernel. That of a scalar from outside of the step may change, and is not
+    recorded.
+    """
+    is_scalar = used.target is torch.ops.aten.lift_fresh_copy.default and all(each.dim() == 0 for each in _values(used))
+    return is_scalar and torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _values(node: torch.fx.Node) -> list[Tensor]:
+    """Return the tensors of a node of a captured graph, without values."""
+    if node.op == "get_attr":
+        return [getattr(node.graph.owning_module, str(node.target))]
+    return [each for each in tree.leaves(node.meta.get("val")) if isinstance(each, Tensor)]

@@ -6,6 +6,7 @@ the same outputs in every replay. What it cannot show is whether CUDA records th
 
 import dataclasses
 import logging
+import re
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import ftrain as ft
 from ftrain import backends, tree
 from ftrain.backends import cpu
 from ftrain.errors import OptionError
-from ftrain.transforms.compile.cuda_graph import ReplayedGraph
+from ftrain.transforms.compile import capture
+from ftrain.transforms.compile.cuda_graph import ReplayedGraph, StepRecorder
 from ftrain.transforms.compile.settings import _why_not_recorded
 
 
@@ -22,11 +24,12 @@ class Device:
     """Counts what it records and replays."""
 
     def __init__(self, fails=False):
-        self.recorded, self.replayed, self.fails = 0, 0, fails
+        self.recorded, self.replayed, self.failed, self.fails = 0, 0, 0, fails
 
     def recorder(self):
         def record(work):
             if self.fails:
+                self.failed += 1
                 raise RuntimeError("operation not permitted when stream is capturing\nand more")
             self.recorded += 1
             outputs = []
@@ -169,6 +172,16 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_why(device, caplog):
     assert "no replay" in repr(step)
 
 
+def test_after_a_failure_no_other_batch_shape_is_recorded(device):
+    device.fails = True
+    step = make()
+    state, _ = train(step, step.init(params()), batches(3))
+    device.fails = False
+    train(step, state, batches(4, rows=2))
+    assert (device.failed, device.recorded) == (1, 0)
+    assert "no replay" in repr(step)
+
+
 @pytest.mark.parametrize(
     "batch",
     [torch.arange(12.0).view(3, 4)[:, :3], torch.arange(9.0).view(3, 3).t(), torch.arange(3.0).expand(3, 3)],
@@ -181,7 +194,7 @@ def test_what_is_recorded_reads_inputs_of_the_strides_that_it_was_compiled_for(d
         strides.append(given.stride())
         return given.sum(), state.add_(1)
 
-    graph, state = ReplayedGraph(run, 1, [0], device.recorder()), torch.zeros(())
+    graph, state = ReplayedGraph(run, 1, [0], StepRecorder(device.recorder())), torch.zeros(())
     sums = [graph(state, batch)[0] for _ in range(4)]
     assert (device.recorded, device.replayed) == (1, 3)
     assert set(strides) == {batch.stride()}
@@ -191,7 +204,7 @@ def test_what_is_recorded_reads_inputs_of_the_strides_that_it_was_compiled_for(d
 def test_a_value_that_the_host_keeps_may_be_another_tensor(device):
     """As the factors of an adjustable optimizer are: a recording reads and writes memory of the device alone."""
     run = lambda state, host, given: (given + state.add_(1), host)  # noqa: E731
-    graph, state = ReplayedGraph(run, 2, [0], device.recorder()), torch.zeros(())
+    graph, state = ReplayedGraph(run, 2, [0], StepRecorder(device.recorder())), torch.zeros(())
     for _ in range(4):
         graph(state, torch.zeros(()), torch.ones(()))
     assert (device.recorded, device.replayed) == (1, 3)
@@ -211,6 +224,32 @@ def test_a_graph_that_reads_a_host_tensor_is_not_recorded():
     record = dataclasses.replace(cpu.BACKEND, recorder=lambda: None)
     assert _why_not_recorded(captured(True, False), [there, host], record) == ""
     assert "reads a tensor on cpu" in _why_not_recorded(captured(True, True), [there, host], record)
+
+
+NUMBER, TABLE = torch.tensor(2.0), torch.arange(3.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda x: x * torch.tensor([1.0, 2.0, 3.0]).to(x.device), r"_to_copy\.default .* on cpu .* one on meta"),
+        (lambda x: x * TABLE.to(x.device), "_to_copy.* make what it reads on meta before the step"),
+        (lambda x: x.sum().cpu(), r"_to_copy\.default .* on meta .* one on cpu"),
+        (lambda x: x[torch.tensor([0, 1])], r"index\.Tensor"),
+        (lambda x: x * NUMBER, r"mul\.Tensor"),
+        (lambda x: x * torch.tensor(2.0), ""),
+        (lambda x: x * torch.full((3,), 2.0, device=x.device), ""),
+        (lambda x: torch.topk(x, 2).values, ""),
+    ],
+    ids=["made", "table", "returned", "index", "closure", "number", "full", "pair"],
+)
+def test_a_graph_that_copies_between_host_and_device_is_not_recorded(function, why):
+    """Nor one that reads a scalar of the host that may change: its value would be recorded."""
+    there = torch.empty(3, device="meta")
+    captured = capture.capture(lambda x: [function(x)], [there], lambda: None)
+    record = dataclasses.replace(cpu.BACKEND, recorder=lambda: None)
+    found = _why_not_recorded(captured, [there], record)
+    assert re.search(why, found) if why else found == ""
 
 
 def test_a_graph_that_sends_to_other_ranks_is_not_recorded():
