@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,10 +96,24 @@ class _Recording:
     outputs: Sequence[Tensor]
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        for slot, tensor in zip(self.slots, inputs, strict=True):
-            _unexpanded(slot).copy_(_unexpanded(tensor), non_blocking=True)
+        _copy([*map(_unexpanded, self.slots)], [*map(_unexpanded, inputs)])
         self.replay()
-        return [output.clone() for output in self.outputs]
+        results = [torch.empty_like(output) for output in self.outputs]
+        _copy(results, self.outputs)
+        return results
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors, with one launch for each kind of them instead of one for each tensor."""
+    # Torch copies one by one if a single tensor differs from the others in its dtype, or from its source in its layout.
+    kinds: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        kind = target.dtype, target.device, source.device, target.stride() == source.stride()
+        of_kind = kinds.setdefault(kind, ([], []))
+        of_kind[0].append(target)
+        of_kind[1].append(source)
+    for of_kind in kinds.values():
+        torch._foreach_copy_(*of_kind, non_blocking=True)
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftrain as ft
 from ftrain import backends, tree
@@ -199,6 +200,39 @@ def test_what_is_recorded_reads_inputs_of_the_strides_that_it_was_compiled_for(d
     assert (device.recorded, device.replayed) == (1, 3)
     assert set(strides) == {batch.stride()}
     assert [each.item() for each in sums] == 4 * [batch.sum().item()]
+
+
+class Copies(TorchDispatchMode):
+    """Context that counts the launches of copies."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("copy_", "clone", "_foreach_copy_")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_replay_copies_inputs_and_outputs_of_one_kind_together():
+    floats = torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(3, 2).t(), torch.tensor(3.0).expand(2)
+    given = [*floats, torch.arange(4), torch.arange(5)]
+    outputs = [torch.zeros_like(each) for each in given]
+
+    def recorder(work):
+        def replay():
+            for output, result in zip(outputs, work()[0], strict=True):
+                output.copy_(result)
+
+        return replay, outputs
+
+    graph, state = ReplayedGraph(lambda state, *rest: (rest,), 1, [0], StepRecorder(recorder)), torch.zeros(())
+    for _ in range(2):
+        graph(state, *given)
+    for each in (*floats[:1], *given[3:]):
+        each += 1
+    with Copies() as copies:
+        found = graph(state, *given)
+    same(list(found), given)
+    assert copies.count - len(outputs) == 4
 
 
 def test_a_value_that_the_host_keeps_may_be_another_tensor(device):
