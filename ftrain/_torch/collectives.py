@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,9 @@ class Counter(Protocol):
 COUNTERS: dict[Any, Counter] = {}
 """The default process group of a rank -> the object that counts its collectives."""
 
+_unwaited: ContextVar[dict[int, Tensor] | None] = ContextVar("ftrain_unwaited", default=None)
+"""The results for which nothing has waited yet, by their ids, in the order of their start."""
+
 
 @functools.cache
 def _operations() -> Any:
@@ -49,14 +53,43 @@ def _operations() -> Any:
 
 def _started(start: Callable[[], Tensor], stand_in: Callable[[], Tensor]) -> Tensor:
     """Return the result of a collective, or a placeholder if it is left out."""
-    counter = COUNTERS.get(torch.distributed.group.WORLD) if COUNTERS and not _torch.is_capturing() else None
-    if counter is None:
+    if _torch.is_capturing():
         return start()
-    if counter.leaves_out():
+    counter = COUNTERS.get(torch.distributed.group.WORLD) if COUNTERS else None
+    if counter is not None and counter.leaves_out():
         return stand_in()
-    result = start()
-    counter.has_started()
+    result, unwaited = start(), _unwaited.get()
+    if counter is not None:
+        counter.has_started()
+    if unwaited is not None:
+        unwaited[id(result)] = result
     return result
+
+
+@contextmanager
+def waiting_after(is_waited_for: Callable[[Exception], bool]) -> Iterator[None]:
+    """Context that waits, after an error, for the collectives that were started in it; it starts no others.
+
+    Torch keeps the memory of a collective until something waits for it. The other ranks start the same ones, unless
+    they fail: then the wait fails as well, at the latest after the timeout of the process group, and the error of this
+    rank is raised.
+
+    Args:
+        is_waited_for: whether to wait after an error.
+    """
+    started: dict[int, Tensor] = {}
+    token = _unwaited.set(started)
+    try:
+        yield
+    except Exception as error:
+        if is_waited_for(error):
+            with suppress(RuntimeError):
+                while started:
+                    wait(next(iter(started.values())))
+        raise
+    finally:
+        _unwaited.reset(token)
+        started.clear()
 
 
 @contextmanager
@@ -106,4 +139,7 @@ def all_to_all(tensor: Tensor, received: Sequence[int], sent: Sequence[int], gro
 
 def wait(tensor: Tensor) -> Tensor:
     """Return the result of a collective when it is complete; on a GPU its stream waits, not the host."""
+    unwaited = _unwaited.get()
+    if unwaited is not None:
+        unwaited.pop(id(tensor), None)
     return _operations().wait_tensor(tensor)  # type: ignore[no-any-return]

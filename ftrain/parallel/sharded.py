@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain import _torch, tree
-from ftrain.errors import ComposeError, OptionError
+from ftrain._torch.collectives import waiting_after
+from ftrain.errors import ComposeError, OptionError, RankError
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.compression import Compression, compression_of
 from ftrain.parallel.compression.memory import SLOT
@@ -240,7 +241,8 @@ class _RankStep:
             def run(*args: Any) -> tuple[TrainState, Metrics]:
                 token = current_layout.set(layout)
                 try:
-                    with self._watch, sharding.over(shards):
+                    # Outermost, so that the others know of the error before this rank waits for them.
+                    with waiting_after(_leaves_ranks_connected), self._watch, sharding.over(shards):
                         new, metrics = runner(*args)
                 finally:
                     current_layout.reset(token)
@@ -304,6 +306,11 @@ class _RankStep:
         """Return the local part of a state, and the context in which the loss takes it and gathers its blocks."""
         local, layout = self._evaluated_states.take(state)
         return local, _evaluating_on(layout)
+
+
+def _leaves_ranks_connected(error: Exception) -> bool:
+    """Whether the collectives that were started before an error of this rank may still complete."""
+    return not isinstance(error, RankError) and not is_failed_collective(error)
 
 
 @contextmanager
