@@ -185,5 +185,6 @@ def _is_passed_as_number(used: torch.fx.Node, node: torch.fx.Node) -> bool:
 def _values(node: torch.fx.Node) -> list[Tensor]:
     """Return the tensors of a node of a captured graph, without values."""
     if node.op == "get_attr":
-        return [getattr(node.graph.owning_module, str(node.target))]
+        constant = getattr(node.graph.owning_module, str(node.target))
+        return [constant] if isinstance(constant, Tensor) else []  # It may be a part of the graph.
     return [each for each in tree.leaves(node.meta.get("val")) if isinstance(each, Tensor)]
