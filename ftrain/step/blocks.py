@@ -192,7 +192,7 @@ def repeated_children(module: nn.Module) -> list[nn.Module]:
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if type(child).forward is nn.Module.forward:
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward:
             yield from _members(child)
         else:
             yield child
