@@ -1,4 +1,4 @@
-"""Heartbeats that ranks write once per second (`ftrain.parallel.deadline`), read by a rank that waits for them."""
+"""Heartbeats that ranks write once per second (`ftrain.parallel.rank_watch`), read by a rank that waits for them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 How a step of `ftrain.sharded` goes through the files:
 
 1. `sharded` takes the local parts of a state of DTensors (`state`, `partition`) and this rank's examples (`rows`). In
-   the first step all ranks compare what they were given (`same_inputs`), and then what they run (`same_program`).
+   the first step all ranks compare what they were given (`same_step`), and then what they run (`same_blocks`).
 2. `rank_gradient` computes the gradient of these examples, and combines those of all ranks.
 3. `loss_params` gives the loss whole parameters: at levels 1 and 2 gathered once, at level 3 block by block
    (`block_gather`, `gather_ahead`, `gather`; `not_gathered` stands for them elsewhere). `stock_draws` has random
@@ -13,7 +13,7 @@ How a step of `ftrain.sharded` goes through the files:
 5. The optimizer updates the local parts, and if it needs whole leaves, `whole_update` sends each to one rank.
 6. `state` makes DTensors of the new parts.
 
-`mesh` arranges the ranks that `join` has connected, and has their collectives. `deadline` names a rank that does
+`mesh` arranges the ranks that `join` has connected, and has their collectives. `rank_watch` names a rank that does
 not join one. Around the steps of `fit`, `agreement` makes all ranks continue, stop and fail together, and `stand_in`
 takes part in a step for which a rank has no memory.
 """

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ftrain import backends, tree
 from ftrain._torch import store
 from ftrain.errors import OptionError, RankError
-from ftrain.parallel.deadline import watch
+from ftrain.parallel.rank_watch import watch
 
 T = TypeVar("T")
 

@@ -20,11 +20,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import _torch, tree
 from ftrain.errors import LossError
-from ftrain.parallel.deadline import Watch
 from ftrain.parallel.gather import Parameters
 from ftrain.parallel.gather_ahead import GatherAhead
 from ftrain.parallel.not_gathered import NotGathered
-from ftrain.parallel.same_program import require_same_block
+from ftrain.parallel.rank_watch import Watch
+from ftrain.parallel.same_blocks import require_same_block
 from ftrain.step.blocks import forwarding, repeated_children
 from ftrain.step.swap_params import Slot, bound, slots_of
 from ftrain.types import PyTree

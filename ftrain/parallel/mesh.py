@@ -17,8 +17,8 @@ from ftrain import _torch, backends, tree
 from ftrain._torch import collectives, store
 from ftrain._torch.mesh import PlannedMesh, release_groups
 from ftrain.errors import OptionError, require_positive_number
-from ftrain.parallel.deadline import watch
 from ftrain.parallel.join import at_exit, join
+from ftrain.parallel.rank_watch import watch
 
 REPLICATE, SHARD = "replicate", "shard"
 """The names of the axes of a mesh, in their order."""

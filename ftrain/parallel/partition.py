@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ftrain.checkpoint.stored_tensor import StoredTensor
+from ftrain.checkpoint.lazy_safetensors import StoredTensor
 from ftrain.parallel.mesh import Group, Result
 
 BUCKET_BYTES = 32 << 20

@@ -18,7 +18,7 @@ from ftrain.parallel.loss_results import LossResults
 from ftrain.parallel.mesh import Group
 from ftrain.parallel.partition import Part, gather_all, scatter_all, start_sum_all, sum_all
 from ftrain.parallel.rows import Rows, computing_on
-from ftrain.parallel.same_program import SameProgram
+from ftrain.parallel.same_blocks import SameProgram
 from ftrain.parallel.state import Layout, current_layout
 from ftrain.parallel.stock_draws import StockDraws
 from ftrain.step.value_and_grad import StreamingGrad

@@ -16,15 +16,15 @@ from ftrain._torch.collectives import waiting_after
 from ftrain.errors import ComposeError, OptionError, RankError
 from ftrain.parallel.block_gather import BlockGather
 from ftrain.parallel.compression import Compression, compression_of
-from ftrain.parallel.compression.memory import SLOT
+from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.compression.reduction import Reduction
-from ftrain.parallel.deadline import is_failed_collective, watch
 from ftrain.parallel.loss_params import LossParams, passing
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group, require_all_ranks_of, require_ranks
 from ftrain.parallel.partition import broadcast_all
 from ftrain.parallel.rank_gradient import RankGradient
+from ftrain.parallel.rank_watch import is_failed_collective, watch
 from ftrain.parallel.rows import current, own_rows, rows_of
-from ftrain.parallel.same_inputs import SameInputs, digest, require_same_tensors
+from ftrain.parallel.same_step import SameInputs, digest, require_same_tensors
 from ftrain.parallel.state import WHOLE, Layout, LocalStates, current_layout, divide
 from ftrain.parallel.whole_update import whole_update
 from ftrain.step.loss_forms import zero_if_empty

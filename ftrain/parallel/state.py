@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain import tree
 from ftrain._torch import dtensor
-from ftrain.checkpoint.stored_tensor import StoredTensor
+from ftrain.checkpoint.lazy_safetensors import StoredTensor
 from ftrain.errors import StructureError
-from ftrain.parallel.compression.memory import carried
+from ftrain.parallel.compression.memory_slot import carried
 from ftrain.parallel.partition import Part, axis_to_divide
 from ftrain.step.across_ranks import require_to_gather
 from ftrain.types import PyTree, TrainState, replace

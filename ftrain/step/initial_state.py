@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ftrain import backends, random, tree
-from ftrain.checkpoint.stored_tensor import StoredTensor, stored_tensors
+from ftrain.checkpoint.lazy_safetensors import StoredTensor, stored_tensors
 from ftrain.errors import StructureError
 from ftrain.step.initialise import initialised
 from ftrain.step.state_checks import require_params, select_trainable

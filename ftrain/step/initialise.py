@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ftrain import _torch, random, tree
-from ftrain.checkpoint.stored_tensor import StoredTensor
+from ftrain.checkpoint.lazy_safetensors import StoredTensor
 from ftrain.errors import StructureError
 from ftrain.step.blocks import repeated_children
 from ftrain.step.swap_params import Slot, preserve_attributes, slots_of

@@ -19,7 +19,7 @@ from ftrain.checkpoint.reading import read_manifest
 from ftrain.checkpoint.saving import require_savable
 from ftrain.checkpoint.treedef import flatten, items_by_path
 from ftrain.errors import CheckpointError, DeviceError, FtrainError, OptionError, StructureError, warn
-from ftrain.parallel.compression.memory import SLOT
+from ftrain.parallel.compression.memory_slot import SLOT
 from ftrain.parallel.state import divided
 from ftrain.training.history import History, record_of, unpack
 from ftrain.training.iterate import Position, device_of_state

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ftrain import backends
 from ftrain.errors import CheckpointError, ComposeError, ConsumedError, NonFiniteError, OptionError, RankError
 from ftrain.parallel.agreement import Agreement
-from ftrain.parallel.deadline import watch
+from ftrain.parallel.rank_watch import watch
 from ftrain.step.microbatch import SPLIT
 from ftrain.step.step import Step
 from ftrain.training.early_stopping import Adapt, column

@@ -10,7 +10,7 @@ from typing import Any
 from ftrain import tree
 from ftrain.errors import BatchError
 from ftrain.parallel.agreement import Agreement
-from ftrain.parallel.same_inputs import digest
+from ftrain.parallel.same_step import digest
 from ftrain.step.across_ranks import DIFFERENT_BATCHES
 from ftrain.types import PyTree
 

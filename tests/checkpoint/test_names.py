@@ -10,7 +10,7 @@ import ftrain as ft
 from ftrain import checkpoint
 from ftrain.checkpoint import __main__ as command
 from ftrain.checkpoint import files
-from ftrain.checkpoint.import_safetensors import read_safetensors
+from ftrain.checkpoint.safetensors_with_config import read_safetensors
 from ftrain.errors import CheckpointError, StructureError
 
 DEEP = 1500

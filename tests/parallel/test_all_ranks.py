@@ -8,7 +8,7 @@ import pytest
 import ftrain as ft
 from ftrain.checkpoint import Checkpoints, heartbeats
 from ftrain.errors import RankError
-from ftrain.parallel import deadline
+from ftrain.parallel import rank_watch
 from tests.faults.forks import quiet_forks
 from tests.parallel import models
 from tests.parallel.processes import started
@@ -35,7 +35,7 @@ def adapted(level=3):
 
 
 def quick():
-    deadline.BEAT, heartbeats.PATIENCE = 0.1, 0.5
+    rank_watch.BEAT, heartbeats.PATIENCE = 0.1, 0.5
 
 
 def calling(tell, rank, name, goes_on):
@@ -50,9 +50,9 @@ def calling(tell, rank, name, goes_on):
     elif goes_on:
         step(state, next(models.batches(1)))
     else:
-        deadline.watch()._ended.set()
-        deadline.watch()._has_ended = True
-        deadline.watch()._tell()
+        rank_watch.watch()._ended.set()
+        rank_watch.watch()._has_ended = True
+        rank_watch.watch()._tell()
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -4,7 +4,7 @@ import pytest
 
 import ftrain as ft
 from ftrain.errors import BatchError, ComposeError, OptionError, RankError
-from ftrain.parallel import deadline
+from ftrain.parallel import rank_watch
 from tests.faults.forks import BROKEN, quiet_forks
 from tests.parallel import models
 from tests.parallel.processes import started
@@ -91,7 +91,7 @@ In ``{}`` are the numbers of the rank at fault and of the other one.
 
 def fitting(tell, rank, directory, name, faulty):
     """Train and save, with a fault on one rank; tell how it ended."""
-    deadline.BEAT, deadline.PATIENCE = 0.1, 0.5
+    rank_watch.BEAT, rank_watch.PATIENCE = 0.1, 0.5
     ft.parallel.mesh()  # To start the processes may take longer than the deadline.
     step = models.step_of(ft.sharded(ft.parallel.mesh(timeout=SECONDS), 3))
     options = {"data": Data(), **FAULTS[name][0](step, rank == faulty)}

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ftrain as ft
-from ftrain.checkpoint.stored_tensor import StoredTensor
+from ftrain.checkpoint.lazy_safetensors import StoredTensor
 from ftrain.errors import CheckpointError, StructureError
 from ftrain.step.initialise import initialised
 from tests.parallel.ranks import run

@@ -11,7 +11,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain import random, tree
-from ftrain.transforms.amp import wrapper as amp
+from ftrain.transforms.amp import loss_scale as amp
 from ftrain.types import Mean
 
 STEPS = 50

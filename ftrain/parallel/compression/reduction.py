@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ftrain.errors import ComposeError, OptionError
-from ftrain.parallel.compression.memory import SLOT, Stored, memories_of, stored_of
+from ftrain.parallel.compression.memory_slot import SLOT, Stored, memories_of, stored_of
 from ftrain.parallel.compression.method import Compression, Exchange
 from ftrain.parallel.mesh import REPLICATE, SHARD, all_ranks, group
 from ftrain.parallel.partition import Part, scatter_all

@@ -20,7 +20,7 @@ from ftrain.profiling.step_variants import double_batch, require_one_rank, requi
 from ftrain.profiling.timing import Interval, Loading, interval, loading, race
 from ftrain.step.flops import CONTRACTION
 from ftrain.step.step import Step
-from ftrain.transforms.amp.wrapper import NAME as WITH_AMP
+from ftrain.transforms.amp.loss_scale import NAME as WITH_AMP
 from ftrain.types import PyTree, TrainState
 
 WIDE_AND_NARROW = torch.float32, torch.bfloat16

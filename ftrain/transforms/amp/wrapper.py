@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -13,15 +13,14 @@ from torch import Tensor
 from ftrain import backends, tree
 from ftrain.errors import DeviceError, OptionError, StructureError
 from ftrain.step.autocast import DTYPES, NAMES, auto_dtype, autocast, name_of, require_dtype
-from ftrain.step.loss_forms import report
 from ftrain.step.value_and_grad import around_forward
 from ftrain.step.wrapper import OnGrad, OnLoss, SlotSpec, Wrapper, wrapper
 from ftrain.transforms.amp.float8 import in_float8, require_torchao
+from ftrain.transforms.amp.loss_scale import NAME, initial_slot, next_slot, reporting_scale, scale_of
 from ftrain.transforms.amp.overflow_counts import watched, watched_gradients
 from ftrain.transforms.matmul_precision import set_matmul_precision
-from ftrain.types import GradFn, Loss, LossOutput, PyTree, TrainState, replace
+from ftrain.types import GradFn, Loss, LossOutput, PyTree
 
-NAME = "with_amp"
 Dtype: TypeAlias = Literal["auto", "bf16", "bfloat16", "fp16", "float16", "tf32", "fp8"] | torch.dtype
 CHOICES = ("auto", "bf16", "fp16", "tf32", "fp8")
 
@@ -30,14 +29,6 @@ UNWATCHED = {
     "tf32": "which has the range of float32, so that nothing overflows",
     "fp8": "whose matmuls are scaled one by one, and whose results are bf16",
 }
-
-INITIAL_SCALE = 2.0**16
-GROWTH = 2.0
-GROWTH_INTERVAL = 2000
-"""The constants of `torch.amp.GradScaler`."""
-
-LEAST_SCALE = 2.0**-24
-"""The smallest number of float16: a scale of 0 would make all later gradients NaN."""
 
 
 @wrapper
@@ -115,15 +106,15 @@ def _with_autocast(name: str, options: Mapping[str, Any]) -> Wrapper:
         return watched(cast, DTYPES[name]) if watch else cast
 
     def wrap_grad(grad: GradFn) -> GradFn:
-        grad = around_forward(grad, _reporting_scale) if is_scaled else grad
+        grad = around_forward(grad, reporting_scale) if is_scaled else grad
         return watched_gradients(grad) if watch else grad
 
     def require(backend: backends.Backend, params: PyTree) -> None:
         require_dtype(NAME, name, backend)
         _require_wide(name, params)
 
-    on_grad = OnGrad(wrap_grad, loss_scale=_scale if is_scaled else None) if is_scaled or watch else None
-    slot = SlotSpec(_initial_slot, _next_slot) if is_scaled else None
+    on_grad = OnGrad(wrap_grad, loss_scale=scale_of if is_scaled else None) if is_scaled or watch else None
+    slot = SlotSpec(initial_slot, next_slot) if is_scaled else None
     return Wrapper(NAME, text, loss=OnLoss(wrap), grad=on_grad, slot=slot, require=require, options=options)
 
 
@@ -200,35 +191,3 @@ def _tf32() -> Iterator[None]:
 def _require_tf32(backend: backends.Backend, params: PyTree) -> None:
     if backend.tf32() is None:
         raise DeviceError(f"with_amp: {backend.describe()} has no TF32; use bf16, or leave with_amp out for float32")
-
-
-def _reporting_scale(run: Callable[..., Any]) -> Callable[..., Any]:
-    def reporting(state: TrainState, *args: Any) -> Any:
-        result = run(state, *args)
-        # A copy: the slot may be donated.
-        return replace(result, metrics=report(result.metrics, NAME, loss_scale=_scale(state).clone()))
-
-    return reporting
-
-
-def _initial_slot(params: PyTree) -> PyTree:
-    device = tree.device_of(params)
-    return {
-        "scale": torch.full((), INITIAL_SCALE, dtype=torch.float32, device=device),
-        "good": torch.zeros((), dtype=torch.int64, device=device),
-    }
-
-
-def _scale(state: TrainState) -> Tensor:
-    return state.slots[NAME]["scale"]  # type: ignore[no-any-return]
-
-
-def _next_slot(slot: PyTree, finite: Tensor) -> PyTree:
-    good = slot["good"] + 1
-    larger = slot["scale"] * GROWTH
-    grow = good >= GROWTH_INTERVAL
-    grown = torch.where(grow & torch.isfinite(larger), larger, slot["scale"])
-    return {
-        "scale": torch.where(finite, grown, (slot["scale"] / GROWTH).clamp_min(LEAST_SCALE)),
-        "good": torch.where(finite & ~grow, good, 0),
-    }

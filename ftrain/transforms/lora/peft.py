@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ftrain import _torch, tree
 from ftrain._torch import dtensor
-from ftrain.checkpoint.import_safetensors import TensorsAndConfig, fingerprint, read_safetensors, write_safetensors
 from ftrain.checkpoint.layout import CODES
 from ftrain.checkpoint.ranks import Ranks
+from ftrain.checkpoint.safetensors_with_config import TensorsAndConfig, fingerprint, read_safetensors, write_safetensors
 from ftrain.errors import CheckpointError, StructureError
 from ftrain.parallel.state import divided
 from ftrain.step.across_ranks import ranks_of

@@ -12,7 +12,7 @@ from torch import nn
 
 import ftrain as ft
 from ftrain.checkpoint import files
-from ftrain.checkpoint.import_safetensors import TensorsAndConfig, read_safetensors, write_safetensors
+from ftrain.checkpoint.safetensors_with_config import TensorsAndConfig, read_safetensors, write_safetensors
 from ftrain.errors import CheckpointError, ComposeError, StructureError
 from tests.laws.models import make_batch, token_loss
 from tests.laws.models import make_model as make_tiny

@@ -13,7 +13,7 @@ import torch
 import ftrain as ft
 from ftrain.backends import cpu, registry
 from ftrain.errors import OptionError, RankError
-from ftrain.parallel import deadline
+from ftrain.parallel import rank_watch
 from ftrain.training import run
 from tests.faults.forks import FOREVER, quiet_forks
 from tests.parallel import models
@@ -57,7 +57,7 @@ Of a rank that says nothing more they know what it did at its last heartbeat, wh
 
 def training(tell, rank, name):
     fault, in_loss, _ = FAULTS[name]
-    deadline.BEAT, deadline.PATIENCE = 0.1, 1.5
+    rank_watch.BEAT, rank_watch.PATIENCE = 0.1, 1.5
 
     def loss(model, batch):
         if rank == FAULTY and batch["x"].sum() == 0:
@@ -99,19 +99,19 @@ def test_a_rank_that_fails_is_named_on_every_other_one_within_the_deadline(name)
 
 
 def test_a_collective_that_fails_without_the_name_of_its_library_is_known():
-    assert deadline.is_failed_collective(RuntimeError("Application timeout caused pair closure"))
-    assert not deadline.is_failed_collective(RuntimeError("timeout of the application"))
+    assert rank_watch.is_failed_collective(RuntimeError("Application timeout caused pair closure"))
+    assert not rank_watch.is_failed_collective(RuntimeError("timeout of the application"))
 
 
 def test_on_a_device_what_fit_agrees_on_fails_by_the_name_of_the_library_of_the_host(monkeypatch):
-    monkeypatch.setattr(deadline.backends, "default", lambda: dataclasses.replace(cpu.BACKEND, distributed="nccl"))
+    monkeypatch.setattr(rank_watch.backends, "default", lambda: dataclasses.replace(cpu.BACKEND, distributed="nccl"))
     for text in ("[third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection reset by peer", "NCCL error: remote"):
-        assert deadline.is_failed_collective(RuntimeError(text))
+        assert rank_watch.is_failed_collective(RuntimeError(text))
 
 
 def waiting_for_a_device(tell, rank):
     """Rank 0 waits for its device, which waits for rank 1: no error of a collective tells it anything."""
-    deadline.BEAT, deadline.PATIENCE, deadline.ALARM = 0.1, 1.5, 1.0
+    rank_watch.BEAT, rank_watch.PATIENCE, rank_watch.ALARM = 0.1, 1.5, 1.0
     ft.parallel.mesh()
     if rank:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -156,7 +156,7 @@ def test_the_deadline_must_be_a_positive_number(timeout):
 
 
 def test_a_step_that_is_made_again_has_the_same_number_and_another_run_goes_on_counting():
-    watch, numbers = deadline.Watch(), []
+    watch, numbers = rank_watch.Watch(), []
     for steps_before in (0, 0, 1, 7, 0, 1):
         watch.begin(torch.tensor(steps_before))
         numbers.append(watch._number)

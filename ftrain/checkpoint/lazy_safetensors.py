@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ftrain import tree
 from ftrain.checkpoint import files
-from ftrain.checkpoint.import_safetensors import MAX_TEXT_BYTES
+from ftrain.checkpoint.safetensors_with_config import MAX_TEXT_BYTES
 from ftrain.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
