@@ -193,7 +193,7 @@ def _read_manifest(path: Path) -> Manifest:
 def _require_no_run(path: Path) -> None:
     if files.exists(path / NAME):
         return
-    checkpoints = sorted(each.name for each in path.iterdir() if (each / NAME).is_file())
+    checkpoints = sorted(name for name in files.names(path) if files.exists(path / name / NAME))
     if checkpoints:
         raise CheckpointError(
             f"is the directory of a run, with the checkpoints {_first_names(checkpoints)}; pass one of them, or "
